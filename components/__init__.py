@@ -1,0 +1,1 @@
+"""TorchX components: `torchx run rec.train.hybrid`."""

@@ -1,0 +1,1 @@
+"""Recommender sub-networks as towers, trained hybrid-parallel on TorchRec."""

@@ -1,0 +1,1 @@
+"""The mains that the components launch."""
