@@ -1,0 +1,266 @@
+"""Which columns a batch has, derived from the tables that will read them, and the one place where ids are checked.
+
+Axis letters, one legend for the whole package: B batch, F features, L bag length, D embedding dim, T towers, N negatives or
+candidates, K retrieved, R ranks, S session length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_ext.batch import TowerBatch
+
+OutOfRange = Literal["error", "oov"]
+_Column = TypeVar("_Column")
+
+
+class DataError(ValueError):
+    """Input that breaks a rule: the message names the feature, the table, the value, the row and the remedy."""
+
+
+class Jagged(NamedTuple):
+    """One sparse feature of a batch: ``values`` (sum of lengths,) and ``lengths`` (B,); ``lengths=None`` is one id per row."""
+
+    values: Tensor
+    lengths: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseFeature:
+    """A key of the batch's KeyedJaggedTensor and the rows that its ids may name.
+
+    Args:
+        name: the key.
+        tables: every table that looks this feature up.
+        num_embeddings: rows of the smallest of these tables; valid ids are ``0 <= id < num_embeddings``.
+        oov_id: the row that ``out_of_range="oov"`` sends invalid ids to.
+    """
+
+    name: str
+    tables: tuple[str, ...]
+    num_embeddings: int
+    oov_id: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.oov_id < self.num_embeddings:
+            raise ValueError(
+                f"feature '{self.name}': oov_id={self.oov_id} is not a row of table {self._tables()}; "
+                f"choose a row from 0 to {self.num_embeddings - 1}"
+            )
+
+    def _tables(self) -> str:
+        return ", ".join(f"'{table}'" for table in self.tables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSchema:
+    """The columns of a batch, in the order in which :class:`TowerBatch` holds them.
+
+    Args:
+        sparse: the keys of the one KeyedJaggedTensor, F of them.
+        dense: the names of the columns of the one dense matrix, Fd of them.
+        out_of_range: what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps it to the feature's
+            ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the sharding type (a row-wise table
+            trains the row of another id, see FACTS).
+    """
+
+    sparse: tuple[SparseFeature, ...]
+    dense: tuple[str, ...] = ()
+    out_of_range: OutOfRange = "error"
+    _by_name: dict[str, SparseFeature] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.out_of_range not in get_args(OutOfRange):
+            raise ValueError(f"out_of_range={self.out_of_range!r}: must be one of {', '.join(get_args(OutOfRange))}")
+        names = [feature.name for feature in self.sparse] + list(self.dense)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"columns {twice} appear twice in the schema; a column is one sparse feature or one dense column")
+        object.__setattr__(self, "_by_name", {feature.name: feature for feature in self.sparse})
+
+    @classmethod
+    def from_tables(
+        cls,
+        tables: Iterable[BaseEmbeddingConfig],
+        *,
+        dense: Sequence[str] = (),
+        out_of_range: OutOfRange = "error",
+        oov_ids: Mapping[str, int] | None = None,
+    ) -> BatchSchema:
+        """The schema that a set of TorchRec tables asks for: features in order of first appearance.
+
+        Args:
+            tables: EmbeddingBagConfigs or EmbeddingConfigs; a feature may be read by several.
+            dense: names of the dense columns.
+            out_of_range: see :class:`BatchSchema`.
+            oov_ids: out-of-vocabulary row by feature name; row 0 where not given.
+        """
+        readers: dict[str, list[BaseEmbeddingConfig]] = {}
+        for table in tables:
+            for feature in table.feature_names:
+                readers.setdefault(feature, []).append(table)
+        oov_ids = oov_ids or {}
+        unknown = sorted(set(oov_ids) - set(readers))
+        if unknown:
+            raise ValueError(f"oov_ids names {unknown}, which no table reads; the features are {sorted(readers)}")
+        return cls(
+            sparse=tuple(
+                SparseFeature(
+                    name=name,
+                    tables=tuple(table.name for table in found),
+                    num_embeddings=min(table.num_embeddings for table in found),
+                    oov_id=oov_ids.get(name, 0),
+                )
+                for name, found in readers.items()
+            ),
+            dense=tuple(dense),
+            out_of_range=out_of_range,
+        )
+
+    @property
+    def keys(self) -> list[str]:
+        """The KeyedJaggedTensor's keys, in order."""
+        return [feature.name for feature in self.sparse]
+
+    def assemble(
+        self,
+        sparse: Mapping[str, Jagged],
+        dense: Mapping[str, Tensor] | None = None,
+        *,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        total_weight: float | None = None,
+        log_q: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> TowerBatch:
+        """Checks the columns and packs them into one batch.
+
+        Args:
+            sparse: a :class:`Jagged` for each sparse feature; further entries are ignored.
+            dense: a (B,) column for each dense name; further entries are ignored.
+            labels: (B,).
+            weights: (B,), 0 for padding; ones where not given.
+            total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; this rank's own sum where
+                not given.
+            log_q: (B,) log-probability with which the candidate was sampled.
+            rows: (B,) numbers by which an error message names a row; the place in the batch where not given.
+
+        Raises:
+            DataError: a column is missing, has another length or type, or holds an invalid value.
+        """
+        size = labels.numel()
+        if weights is None:
+            weights = torch.ones(size)
+        jagged = [self._checked(feature, self._column(sparse, feature.name), size, rows) for feature in self.sparse]
+        columns = [_finite(name, self._column(dense or {}, name), size, rows) for name in self.dense]
+        return TowerBatch(
+            sparse=KeyedJaggedTensor(
+                keys=self.keys,
+                values=torch.cat([values for values, _ in jagged]) if jagged else torch.empty(0, dtype=torch.int64),
+                lengths=torch.cat([lengths for _, lengths in jagged]) if jagged else torch.empty(0, dtype=torch.int32),
+                stride=size,
+            ),
+            dense=torch.stack(columns, dim=1) if columns else torch.empty(size, 0),
+            labels=_finite("label", labels, size, rows),
+            weights=_finite("weight", weights, size, rows),
+            total_weight=weights.sum() if total_weight is None else torch.tensor(float(total_weight)),
+            log_q=log_q,
+        )
+
+    def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The same checks for a KeyedJaggedTensor of your own, as in ``batch.sparse = schema.check(batch.sparse)``.
+
+        Returns:
+            ``features`` itself, or with ``out_of_range="oov"`` a new one in which invalid ids are the out-of-vocabulary row.
+        """
+        parts = features.to_dict()
+        missing = [name for name in self.keys if name not in parts]
+        if missing:
+            raise DataError(f"the KeyedJaggedTensor lacks {missing}; it has the keys {features.keys()}")
+        keys: list[str] = features.keys()
+        values = []
+        for name in keys:
+            jagged = Jagged(parts[name].values(), parts[name].lengths())
+            feature = self._by_name.get(name)
+            values.append(self._checked(feature, jagged, features.stride(), None)[0] if feature else jagged.values)
+        if self.out_of_range == "error":
+            return features
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=torch.cat(values),
+            lengths=features.lengths(),
+            weights=features.weights_or_none(),
+        )
+
+    def _column(self, columns: Mapping[str, _Column], name: str) -> _Column:
+        if name not in columns:
+            raise DataError(
+                f"column '{name}' is missing; the batch has {sorted(columns)}, the schema needs {self.keys + list(self.dense)}"
+            )
+        return columns[name]
+
+    def _checked(self, feature: SparseFeature, column: Jagged, size: int, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(values int64, lengths int32) of one feature: one dtype on every rank, since two dtypes abort the process group."""
+        values, lengths = column
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise DataError(
+                f"feature '{feature.name}': ids are {str(values.dtype).removeprefix('torch.')}, must be integers; "
+                "convert them where they are read (a float id would silently become row 0)"
+            )
+        if lengths is None:
+            lengths = torch.ones(values.numel(), dtype=torch.int32)
+        _check_lengths(feature.name, values, lengths, size, rows)
+        values = values.long()
+        if values.numel():
+            low, high = torch.aminmax(values)
+            if int(low) < 0 or int(high) >= feature.num_embeddings:
+                values = self._out_of_range(feature, values, lengths, rows)
+        return values, lengths.int()
+
+    def _out_of_range(self, feature: SparseFeature, values: Tensor, lengths: Tensor, rows: Tensor | None) -> Tensor:
+        bad = (values < 0) | (values >= feature.num_embeddings)
+        if self.out_of_range == "oov":
+            return torch.where(bad, feature.oov_id, values)
+        first = int(bad.nonzero()[0])
+        row = int(torch.searchsorted(lengths.long().cumsum(0), first, right=True))
+        raise DataError(
+            f"feature '{feature.name}': id {int(values[first])} in {_row(row, rows)} is outside table {feature._tables()} "
+            f"(valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in this batch); "
+            f"enlarge num_embeddings, fix the data, or set out_of_range='oov' to use row {feature.oov_id} for them"
+        )
+
+
+def _row(row: int, rows: Tensor | None) -> str:
+    return f"row {row} of the batch" if rows is None else f"row {int(rows[row])}"
+
+
+def _check_lengths(name: str, values: Tensor, lengths: Tensor, size: int, rows: Tensor | None) -> None:
+    if lengths.numel() != size:
+        raise DataError(f"feature '{name}': {lengths.numel()} rows, but the batch has {size} labels; give one entry per row")
+    if lengths.numel() and int(lengths.min()) < 0:
+        row = int((lengths < 0).nonzero()[0])
+        raise DataError(f"feature '{name}': length {int(lengths[row])} in {_row(row, rows)}; lengths must be 0 or more")
+    total = int(lengths.sum())
+    if total != values.numel():
+        raise DataError(f"feature '{name}': the lengths add up to {total}, but there are {values.numel()} ids; they must agree")
+
+
+def _finite(name: str, column: Tensor, size: int, rows: Tensor | None) -> Tensor:
+    """The (B,) column as float32, every value finite: one NaN poisons the dense weights and all tables of all ranks in one step."""
+    if column.shape != (size,):
+        raise DataError(f"column '{name}': shape {tuple(column.shape)}, must be (B,) = ({size},)")
+    column = column.float()
+    finite = torch.isfinite(column)
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        raise DataError(
+            f"column '{name}': value {float(column[row])} in {_row(row, rows)} is not finite; fill or drop it where it is read"
+        )
+    return column
