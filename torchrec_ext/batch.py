@@ -22,8 +22,8 @@ class TowerBatch(Pipelineable):
         dense: (B, Fd) float32; Fd may be 0.
         labels: (B,) float32.
         weights: (B,) float32; 0 marks a padding row, which no loss and no metric counts.
-        total_weight: () float32, the sum of ``weights`` over all ranks divided by R. Dividing the weighted loss by it makes the mean
-            of the ranks' losses the mean over the global batch, however unevenly padding is spread.
+        total_weight: () float32, the sum of ``weights`` over all ranks divided by R. Dividing the weighted loss by it makes the
+            mean of the ranks' losses the mean over the global batch, however unevenly padding is spread.
         log_q: (B,) float32 log-probability with which the row's candidate was sampled, or None.
     """
 

@@ -1,0 +1,133 @@
+"""TowerModel: N named towers, an interaction over their outputs, a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.modules.interaction import DotProduct, TopMLP
+from torchrec_ext.modules.losses import bce
+from torchrec_ext.modules.tower import Activation, Tower
+from torchrec_ext.schema import BatchSchema, OutOfRange
+
+Interaction = Literal["top_nn", "dot"]
+Loss = Callable[[Tensor, TowerBatch], Tensor]
+
+
+class Prediction(NamedTuple):
+    """What a step leaves behind, detached: ``loss`` (), ``logits``, ``labels`` and ``weights`` (B,)."""
+
+    loss: Tensor
+    logits: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+class TowerModel(nn.Module):
+    """Towers that read one batch, an interaction that turns their outputs into a logit, and the loss.
+
+    ``forward`` returns what TorchRec's train pipelines expect: ``(loss, output)``. Every tower takes the batch's whole
+    KeyedJaggedTensor as an attribute of the batch, which is what lets ``TrainPipelineSparseDist`` overlap all their input dists.
+
+    Args:
+        towers: by name; the order is that of the interaction's inputs.
+        interaction: a module from the list of tower outputs, each (B, D), to logits (B,).
+        loss: a function of (logits, batch) to ().
+
+    Raises:
+        ValueError: two tables of one name, or a dense column of two towers.
+    """
+
+    def __init__(self, towers: Mapping[str, Tower], interaction: nn.Module, *, loss: Loss = bce) -> None:
+        super().__init__()
+        if not towers:
+            raise ValueError("a TowerModel needs at least one tower")
+        names = [table.name for tower in towers.values() for table in tower.tables]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"tables {twice} are declared by more than one tower; table names must be unique over the model")
+        self.towers = nn.ModuleDict(towers)
+        self.interaction = interaction
+        self.loss = loss
+        self._dense: dict[str, slice] = {}
+        start = 0
+        for name, tower in towers.items():
+            self._dense[name] = slice(start, start + len(tower.dense))
+            start += len(tower.dense)
+
+    def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
+        """The columns that a batch for this model needs."""
+        towers: list[Tower] = list(self.towers.values())  # type: ignore[arg-type]
+        return BatchSchema.from_tables(
+            [table for tower in towers for table in tower.tables],
+            dense=[name for tower in towers for name in tower.dense],
+            out_of_range=out_of_range,
+            oov_ids=oov_ids,
+        )
+
+    def embed(self, tower: str, batch: TowerBatch) -> Tensor:
+        """(B, D), the output of one tower; the features of the others may be empty bags."""
+        if tower not in self._dense:
+            raise ValueError(f"tower {tower!r} is not one of {list(self._dense)}")
+        return self.towers[tower](batch.sparse, batch.dense[:, self._dense[tower]])  # type: ignore[no-any-return]
+
+    def logits(self, batch: TowerBatch) -> Tensor:
+        """(B,) logits."""
+        return self.interaction([self.embed(name, batch) for name in self._dense])  # type: ignore[no-any-return]
+
+    def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
+        """The loss, (), to call backward on, and the :class:`Prediction`."""
+        logits = self.logits(batch)
+        loss = self.loss(logits, batch)
+        return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
+
+
+def two_tower(
+    user_tables: Sequence[EmbeddingBagConfig],
+    item_tables: Sequence[EmbeddingBagConfig],
+    *,
+    user_dense: Sequence[str] = (),
+    item_dense: Sequence[str] = (),
+    tower_widths: Sequence[int] = (64, 32),
+    interaction: Interaction = "top_nn",
+    top_widths: Sequence[int] = (64,),
+    activation: Activation = "relu",
+    dropout: float = 0.0,
+    loss: Loss = bce,
+    device: torch.device | None = None,
+) -> TowerModel:
+    """User features -> NN_user, item features -> NN_item, then a top NN over both outputs or their dot product.
+
+    Args:
+        user_tables: tables of the tower ``user``.
+        item_tables: tables of the tower ``item``.
+        user_dense: names of the user tower's dense columns.
+        item_dense: names of the item tower's dense columns.
+        tower_widths: MLP widths of both towers; the last is D.
+        interaction: ``top_nn`` (concatenation, MLP, logit; Covington et al. 2016) or ``dot``.
+        top_widths: hidden widths of the top NN.
+        activation: between layers.
+        dropout: after each activation.
+        loss: a function of (logits, batch).
+        device: of the tables; ``meta`` declares them without memory.
+
+    Example:
+        >>> table = lambda name, rows: EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=8)
+        >>> model = two_tower([table("user_id", 100)], [table("item_id", 50)], user_dense=["age"])
+        >>> model.schema().keys, model.schema().dense
+        (['user_id', 'item_id'], ('age',))
+    """
+    if interaction not in get_args(Interaction):
+        raise ValueError(f"interaction={interaction!r}: must be one of {', '.join(get_args(Interaction))}")
+    towers = {
+        name: Tower(tables, tower_widths, dense=dense, activation=activation, dropout=dropout, device=device)
+        for name, tables, dense in (("user", user_tables, user_dense), ("item", item_tables, item_dense))
+    }
+    widths = [tower.out_features for tower in towers.values()]
+    top = TopMLP(widths, top_widths, activation=activation, dropout=dropout) if interaction == "top_nn" else DotProduct(widths)
+    return TowerModel(towers, top, loss=loss)
