@@ -1,0 +1,123 @@
+"""explain(): a sharding plan, or the reason why there is none, in tables and numbers one can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tabulate import tabulate
+from torch import nn
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+from torchrec_ext.distributed.tables import collections, table_configs
+
+GB = 1024**3
+MB = 1024**2
+STATE_BYTES = 4  # per weight, of an elementwise fp32 optimizer such as Adagrad; the larger of the common cases
+
+
+def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
+    """The plan as a table: what each table is, how it is split, which rank holds which part, and the sum per rank.
+
+    Args:
+        plan: from :func:`plan_sharding` or TorchRec's planner.
+        model: the module that was planned, sharded since or not.
+        world_size: R.
+    """
+    rows, per_rank = [], [0.0] * world_size
+    for table, sharding in _planned(plan, model):
+        for rank, elements in _elements_per_rank(table, sharding, world_size).items():
+            per_rank[rank] += elements * bytes_per_weight(table) / MB
+        rows.append(
+            [
+                table.name,
+                f"{table.num_embeddings:,} x {table.embedding_dim}",
+                f"{table_bytes(table) / MB:.2f}",
+                sharding.sharding_type,
+                _where(table, sharding),
+            ]
+        )
+    totals = ", ".join(f"rank {rank}: {size:.2f} MiB" for rank, size in enumerate(per_rank))
+    readable = tabulate(rows, headers=["table", "rows x dim", "MiB", "sharding", "where"], disable_numparse=True)
+    return f"{readable}\nweights on {totals}"
+
+
+def refusal(reason: str, tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], world_size: int, capacity: int) -> str:
+    """Why no plan fits and what would make it fit.
+
+    Args:
+        reason: what the planner said.
+        tables: all tables of the model.
+        sharding: the sharding type asked for, by table.
+        world_size: R.
+        capacity: bytes per rank.
+    """
+    sizes = {table.name: table_bytes(table) + table.num_embeddings * table.embedding_dim * STATE_BYTES for table in tables}
+    needed = sum(size * (world_size if sharding[name] == "data_parallel" else 1) for name, size in sizes.items())
+    largest = max(sizes, key=lambda name: sizes[name])
+    rows = [[t.name, f"{t.num_embeddings:,}", t.embedding_dim, sharding[t.name], f"{sizes[t.name] / GB:.3f}"] for t in tables]
+    return "\n".join(
+        [
+            f"no sharding plan fits: tables with optimizer state need {needed / GB:.2f} GiB; {world_size} rank(s) of "
+            f"{capacity / GB:.2f} GiB have {world_size * capacity / GB:.2f} GiB, and the largest table, '{largest}', "
+            f"needs {sizes[largest] / GB:.2f} GiB",
+            tabulate(rows, headers=["table", "rows", "dim", "sharding asked for", "GiB with state"], disable_numparse=True),
+            f"what would make it fit: at least {-(-needed // max(capacity, 1)):.0f} ranks of this size; fp16 tables; fewer rows or "
+            "columns; row_wise for a table larger than one rank; or a larger memory_gb where the device has it",
+            f"TorchRec's planner said: {reason.splitlines()[0]}",
+        ]
+    )
+
+
+def bytes_per_weight(table: BaseEmbeddingConfig) -> int:
+    """2 for fp16 and bf16 tables, else 4."""
+    return 2 if table.data_type in (DataType.FP16, DataType.BF16) else 4
+
+
+def table_bytes(table: BaseEmbeddingConfig) -> int:
+    """Bytes of a table's weights."""
+    return int(table.num_embeddings * table.embedding_dim * bytes_per_weight(table))
+
+
+def _planned(plan: ShardingPlan, model: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, ParameterSharding]]:
+    for path, collection in collections(model):
+        module_plan = plan.get_plan_for_module(path)
+        for table in table_configs(collection):
+            if module_plan and table.name in module_plan:
+                yield table, module_plan[table.name]
+
+
+def _shards(sharding: ParameterSharding) -> list[tuple[int, list[int], list[int]]]:
+    """(rank, offsets, sizes) of each shard; none for a table that every rank holds whole."""
+    spec = sharding.sharding_spec
+    if spec is None:
+        return []
+    return [(shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes)) for shard in spec.shards]
+
+
+def _elements_per_rank(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int) -> dict[int, int]:
+    shards = _shards(sharding)
+    if not shards:
+        return dict.fromkeys(range(world_size), table.num_embeddings * table.embedding_dim)
+    sums: dict[int, int] = {}
+    for rank, _, (height, width) in shards:
+        sums[rank] = sums.get(rank, 0) + height * width
+    return sums
+
+
+def _where(table: BaseEmbeddingConfig, sharding: ParameterSharding) -> str:
+    shards = _shards(sharding)
+    if not shards:
+        return "every rank"
+    return "; ".join(f"rank {rank}{_part(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4]) + (
+        f"; and {len(shards) - 4} more" if len(shards) > 4 else ""
+    )
+
+
+def _part(table: BaseEmbeddingConfig, offsets: list[int], sizes: list[int]) -> str:
+    part = ""
+    if sizes[0] < table.num_embeddings:
+        part += f" rows {offsets[0]}-{offsets[0] + sizes[0] - 1}" if sizes[0] else " no rows"
+    if sizes[1] < table.embedding_dim:
+        part += f" columns {offsets[1]}-{offsets[1] + sizes[1] - 1}"
+    return part

@@ -1,0 +1,115 @@
+"""Runtime: which rank this is, on which device, over which backend, with how many threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The place of this process in the job; made by :meth:`start`.
+
+    Args:
+        rank: 0 <= rank < world_size.
+        local_rank: the rank among the processes of this host.
+        world_size: R, processes of the job.
+        local_world_size: processes of this host.
+        device: where tables and dense layers live.
+        backend: ``gloo`` or ``nccl``.
+        threads: compute threads of this process.
+        cores: processor cores that this host offers to all its processes.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "gloo"
+    threads: int = 1
+    cores: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints and writes files."""
+        return self.rank == 0
+
+    @property
+    def oversubscribed(self) -> str | None:
+        """A line that says so when this host runs more compute processes than it has cores or devices for."""
+        if self.device.type != "cpu" or self.local_world_size <= self.cores:
+            return None
+        return (
+            f"{self.local_world_size} processes share {self.cores} cores on this host, so they oversubscribe it: "
+            f"each step takes longer than with -j 1x{self.cores}"
+        )
+
+    @staticmethod
+    @contextmanager
+    def start(device: str | None = None, *, threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[Runtime]:
+        """Joins the process group that torchrun describes, or makes a group of one without torchrun.
+
+        Args:
+            device: ``cpu`` or ``cuda``; CUDA where there is a GPU for each local rank, else the CPU.
+            threads: compute threads; the cores divided by the local processes where not given.
+            timeout_s: seconds after which a collective that another rank does not join fails.
+
+        Raises:
+            ValueError: ``device`` is not there, or ``threads`` is not positive.
+        """
+        runtime = _describe(device, threads)
+        torch.set_num_threads(runtime.threads)
+        if runtime.device.type == "cuda":
+            torch.cuda.set_device(runtime.device)
+        if "RANK" in os.environ:
+            dist.init_process_group(runtime.backend, timeout=timedelta(seconds=timeout_s))
+        else:
+            dist.init_process_group(
+                runtime.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
+            )
+        try:
+            yield runtime
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+
+
+def _describe(device: str | None, threads: int | None) -> Runtime:
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cores = len(os.sched_getaffinity(0))
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads}: must be 1 or more")
+    chosen = _device(device, local_rank, local_world_size)
+    return Runtime(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=local_rank,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_world_size=local_world_size,
+        device=chosen,
+        backend="nccl" if chosen.type == "cuda" else "gloo",
+        threads=threads or max(1, cores // local_world_size),
+        cores=cores,
+    )
+
+
+def _device(name: str | None, local_rank: int, local_world_size: int) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name not in (None, "cpu", "cuda"):
+        raise ValueError(f"device={name!r}: must be 'cpu' or 'cuda'")
+    if name == "cuda" and gpus < local_world_size:
+        raise ValueError(
+            f"device='cuda' with {local_world_size} processes on this host, but torch sees {gpus} GPUs: "
+            f"launch -j NODESx{max(gpus, 1)}, or use device='cpu'; `python -m torchrec_ext.doctor` says what is installed"
+        )
+    use_cuda = name == "cuda" or (name is None and gpus >= local_world_size)
+    return torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")

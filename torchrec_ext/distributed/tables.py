@@ -1,0 +1,99 @@
+"""Tables as whole matrices, however they are sharded: filling every shard from a function of (table, rows)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+BLOCK_ROWS = 4096
+
+
+class Shard(NamedTuple):
+    """The part of a table that this rank holds, from ``row`` and ``column`` onwards; writing ``tensor`` writes the table."""
+
+    fqn: str
+    config: BaseEmbeddingConfig
+    tensor: Tensor
+    row: int
+    column: int
+
+
+def collections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, collection) of every embedding collection of ``module``, sharded or not; the path is that in the unwrapped module."""
+    for path, child in get_unwrapped_module(module).named_modules():
+        if isinstance(child, COLLECTIONS):
+            yield path, child
+
+
+def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
+    """The tables of one collection."""
+    if isinstance(collection, EmbeddingBagCollection):
+        return list(collection.embedding_bag_configs())
+    if isinstance(collection, EmbeddingCollection):
+        return list(collection.embedding_configs())
+    # The sharded classes keep the configs but have no public way to them.
+    pooled = isinstance(collection, ShardedEmbeddingBagCollection)
+    return list(collection._embedding_bag_configs if pooled else collection._embedding_configs)  # type: ignore[arg-type]
+
+
+def local_shards(module: nn.Module) -> Iterator[Shard]:
+    """Every shard that this rank holds; for an unsharded or data-parallel table that is the whole of it."""
+    for path, collection in collections(module):
+        configs = {config.name: config for config in table_configs(collection)}
+        for key, value in collection.state_dict().items():
+            config = configs[key.split(".")[1]]
+            fqn = f"{path}.{key}" if path else key
+            if isinstance(value, ShardedTensor):
+                for shard in value.local_shards():
+                    row, column = shard.metadata.shard_offsets
+                    yield Shard(fqn, config, shard.tensor, row, column)
+            else:
+                yield Shard(fqn, config, value, 0, 0)
+
+
+@torch.no_grad()
+def fill_tables(module: nn.Module, rows: Callable[[str, BaseEmbeddingConfig, int, int], Tensor]) -> None:
+    """Writes every table from ``rows(fqn, config, start, stop)``, a (stop - start, D) matrix, block by block.
+
+    Each rank asks only for the rows of its own shards, and one block of them at a time is in memory.
+    """
+    for shard in local_shards(module):
+        for start in range(shard.row, shard.row + shard.tensor.shape[0], BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, shard.row + shard.tensor.shape[0])
+            block = rows(shard.fqn, shard.config, start, stop)[:, shard.column : shard.column + shard.tensor.shape[1]]
+            shard.tensor[start - shard.row : stop - shard.row].copy_(block)
+
+
+def initialise_tables(module: nn.Module, seed: int) -> None:
+    """Draws every table anew so that it depends on ``seed`` and the table's name alone.
+
+    TorchRec initialises shard by shard, so that with one seed the tables differ by plan and number of ranks. Here row blocks of
+    fixed size have generators of their own. A table's ``init_fn`` is called on such blocks (TorchRec calls it on shards).
+    """
+
+    def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
+        first = start - start % BLOCK_ROWS
+        blocks = [_initial_block(config, block, seed) for block in range(first, stop, BLOCK_ROWS)]
+        return torch.cat(blocks)[start - first : stop - first]
+
+    fill_tables(module, rows)
+
+
+def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor:
+    block = torch.empty(min(BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim)
+    digest = hashlib.blake2b(f"{seed}/{config.name}/{start}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest, "little"))
+        config.init_fn(block)
+    return block
