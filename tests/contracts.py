@@ -1,0 +1,84 @@
+"""Laws over real processes: run_ranks() starts R gloo ranks and returns what each returned, or raises what one raised."""
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import local_shards
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# The server imports torchrec once, so that each rank starts in a tenth of a second instead of four.
+_CONTEXT.set_forkserver_preload(["tests.preload"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised: its traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """``function(runtime, *args)`` on each of ``world_size`` gloo ranks; their results in rank order."""
+    results: Any = _CONTEXT.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            _CONTEXT.Process(target=_rank, args=(function, rank, world_size, f"{folder}/store", results, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(results, world_size, timeout_s)
+        finally:
+            for process in processes:
+                process.join(timeout=10)
+                process.kill()
+
+
+def _collect(results: Any, world_size: int, timeout_s: float) -> list[Any]:
+    by_rank: dict[int, Any] = {}
+    while len(by_rank) < world_size:
+        try:
+            rank, error, value = results.get(timeout=timeout_s)
+        except queue.Empty:
+            raise RankFailed(f"ranks {sorted(set(range(world_size)) - set(by_rank))} gave no result in {timeout_s} s") from None
+        if error is not None:
+            raise RankFailed(f"rank {rank}:\n{error}")
+        by_rank[rank] = value
+    return [by_rank[rank] for rank in range(world_size)]
+
+
+def _rank(function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    try:
+        runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+        results.put((rank, None, function(runtime, *args)))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+    finally:
+        results.close()
+        results.join_thread()
+        dist.destroy_process_group()
+
+
+def gather_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """Tables and dense parameters as whole CPU tensors on rank 0, None on the others; all ranks call it."""
+    parts = [(s.fqn, s.config.num_embeddings, s.config.embedding_dim, s.row, s.column, s.tensor.cpu()) for s in local_shards(model)]
+    received: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(parts, received if dist.get_rank() == 0 else None)
+    if dist.get_rank() != 0:
+        return None
+    tables: dict[str, Tensor] = {}
+    for fqn, rows, columns, row, column, shard in [part for rank in received for part in rank]:
+        table = tables.setdefault(fqn, torch.full((rows, columns), float("nan")))
+        table[row : row + shard.shape[0], column : column + shard.shape[1]] = shard
+    dense = {name: value.detach().cpu() for name, value in model.named_parameters() if name not in tables}
+    return {**tables, **dense}

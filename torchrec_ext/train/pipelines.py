@@ -1,0 +1,27 @@
+"""Which of TorchRec's train pipelines runs a step; none of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_ext.batch import TowerBatch
+
+
+def make_pipeline(model: nn.Module, optimizer: KeyedOptimizer, device: torch.device) -> TrainPipelineSparseDist[TowerBatch, Any]:
+    """TorchRec's pipeline that overlaps copy, input dist and forward of three successive batches."""
+    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+
+
+def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module) -> list[str]:
+    """Paths of sharded modules whose input dist the pipeline does not overlap; known after the first step.
+
+    TorchRec says nothing when it cannot follow a module's input by ``getattr`` from the batch.
+    """
+    pipelined = {id(module) for module in pipeline._pipelined_modules}
+    return [path for path, module in model.named_modules() if isinstance(module, ShardedModule) and id(module) not in pipelined]
