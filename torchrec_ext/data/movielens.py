@@ -1,0 +1,214 @@
+"""MovieLens 100K: the publisher's text files or the same as parquet -> InteractionData. Nothing of the data is in this package."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.interactions import InteractionData, from_ratings
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.schema import DataError
+
+LICENCE = (
+    "MovieLens 100K (c) GroupLens, University of Minnesota: research use only, no redistribution without permission, no commercial "
+    "use. Cite: F. M. Harper and J. A. Konstan (2015), The MovieLens Datasets: History and Context, ACM TiiS 5(4), 19."
+)
+# In the order of u.item's flags. The publisher's first flag, `unknown`, is id 0.
+GENRES = tuple(
+    "Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical Mystery Romance "  # noqa: SIM905
+    "Sci-Fi Thriller War Western".split()
+)
+GENDERS = ("M", "F")
+OCCUPATIONS = tuple(
+    "administrator artist doctor educator engineer entertainment executive healthcare homemaker lawyer librarian "  # noqa: SIM905
+    "marketing none other programmer retired salesman scientist student technician writer".split()
+)
+DIGITS = "0123456789"
+CANADA = len(DIGITS) + 1  # 18 of the 943 users gave a Canadian code, which starts with a letter
+AGE_CENTRE, AGE_SCALE = 35.0, 15.0
+
+Tables = tuple[Chunk, Chunk, Chunk]
+
+
+def movielens_100k(tables: Tables, history_length: int) -> InteractionData:
+    """The set as interactions, every rating a positive.
+
+    User side: ``user_id``, ``gender``, ``occupation``, ``zip_prefix`` (first digit; one id for Canada), dense ``age`` =
+    (years - 35) / 15, ``history``. Item side: ``item_id``, ``release_year`` (an id per year), ``genres`` (ragged). Id 0 is unknown.
+
+    Args:
+        tables: (ratings, users, items) as :func:`from_parquet` and :func:`from_zip` read them.
+        history_length: greatest length of a history.
+    """
+    ratings, people, movies = tables
+    parsed = [
+        split_title(title, year) for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)
+    ]
+    item_ids = movies["item_id"].values
+    years = np.array([year for _, year in parsed], dtype=np.int64)
+    known_years = np.unique(years[years > 0])
+    year_ids = np.where(years > 0, known_years.searchsorted(years) + 1, 0)
+    size = int(item_ids.max()) + 1
+    titles = ["(unknown)"] * size
+    for item, (title, _) in zip(item_ids.tolist(), parsed, strict=True):
+        titles[item] = title
+    items = {
+        "item_id": Column(np.arange(size)),
+        "release_year": _by_id(item_ids, year_ids, size),
+        "genres": _genres(item_ids, movies["class"].values, size),
+    }
+    users = _users(people)
+    return from_ratings(
+        name="ml-100k",
+        ratings=ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings}),
+        users=users,
+        items=Chunk(items),
+        vocab={
+            "user_id": users.num_rows,
+            "gender": len(GENDERS) + 1,
+            "occupation": len(OCCUPATIONS) + 1,
+            "zip_prefix": CANADA + 1,
+            "history": size,
+            "item_id": size,
+            "release_year": len(known_years) + 1,
+            "genres": len(GENRES) + 1,
+        },
+        dense=("age",),
+        history_length=history_length,
+        titles=titles,
+        licence=LICENCE,
+    )
+
+
+def split_title(title: str, year: str = "") -> tuple[str, int]:
+    """The title without its year, and the year, 0 where it is not known.
+
+    Example:
+        >>> split_title("Toy Story (1995)"), split_title("Land Before Time III (1995) (V)"), split_title("unknown", "unkonwn")
+        (('Toy Story', 1995), ('Land Before Time III', 1995), ('unknown', 0))
+    """
+    if year.isdigit():
+        return title.strip(), int(year)
+    match = re.fullmatch(r"(.*?)\s*\((\d{4})\)\s*(\(\w+\))?\s*", title)
+    if match:
+        return match[1], int(match[2])
+    # The parquet conversion spells the one untitled film's name this way.
+    return title.strip().replace("unkonwn", "unknown"), 0
+
+
+def from_parquet(folder: Path) -> Tables:
+    """(ratings, users, items) from ``inter.parquet``, ``users.parquet`` and ``items.parquet``.
+
+    Raises:
+        DataError: a file or a column is missing or damaged.
+    """
+    return (
+        read_parquet(folder / "inter.parquet", {"user_id": "int", "item_id": "int", "rating": "int", "timestamp": "int"}),
+        read_parquet(
+            folder / "users.parquet",
+            {"user_id": "int", "age": "int", "gender": "string", "occupation": "string", "zip_code": "string"},
+        ),
+        read_parquet(
+            folder / "items.parquet", {"item_id": "int", "movie_title": "string", "release_year": "string", "class": "string"}
+        ),
+    )
+
+
+def from_zip(path: Path) -> Tables:
+    """The same tables from the publisher's ``ml-100k.zip`` (latin-1 text), read without unpacking it.
+
+    Raises:
+        DataError: it is not a zip, or a file in it is missing or has another form.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            ratings, people, movies = (
+                _lines(archive, name, sep) for name, sep in (("u.data", "\t"), ("u.user", "|"), ("u.item", "|"))
+            )
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DataError(f"{path}: not the publisher's ml-100k.zip ({error}); delete it and download it again") from error
+    _check_fields(path, "u.data", ratings, 4)
+    _check_fields(path, "u.user", people, 5)
+    _check_fields(path, "u.item", movies, 5 + 1 + len(GENRES))
+    genres = np.array(["unknown", *GENRES], dtype=object)
+    flags = np.array([fields[5:] for fields in movies]) == "1"
+    return (
+        Chunk({name: Column(_ints(ratings, at)) for at, name in enumerate(("user_id", "item_id", "rating", "timestamp"))}),
+        Chunk(
+            {"user_id": Column(_ints(people, 0)), "age": Column(_ints(people, 1))}
+            | {name: Column(_texts(people, at)) for at, name in ((2, "gender"), (3, "occupation"), (4, "zip_code"))}
+        ),
+        Chunk(
+            {
+                "item_id": Column(_ints(movies, 0)),
+                "movie_title": Column(_texts(movies, 1)),
+                "release_year": Column(np.array([""] * len(movies), dtype=object)),
+                "class": Column(np.array([" ".join(genres[row]) for row in flags], dtype=object)),
+            }
+        ),
+    )
+
+
+def _lines(archive: zipfile.ZipFile, name: str, separator: str) -> list[list[str]]:
+    text = archive.read(f"ml-100k/{name}").decode("latin-1")
+    return [line.split(separator) for line in text.split("\n") if line.strip()]
+
+
+def _check_fields(path: Path, name: str, rows: Sequence[Sequence[str]], wanted: int) -> None:
+    for number, fields in enumerate(rows, start=1):
+        if len(fields) != wanted:
+            raise DataError(
+                f"{path}: {name} line {number} has {len(fields)} fields, must have {wanted}; delete the file and download it again"
+            )
+
+
+def _ints(rows: Sequence[Sequence[str]], at: int) -> Int64:
+    return np.array([fields[at] for fields in rows]).astype(np.int64)
+
+
+def _texts(rows: Sequence[Sequence[str]], at: int) -> Array:
+    return np.array([fields[at] for fields in rows], dtype=object)
+
+
+def _users(people: Chunk) -> Chunk:
+    ids = people["user_id"].values
+    size = int(ids.max()) + 1
+    first = np.array([code[:1].upper() for code in people["zip_code"].values])
+    prefix = np.where(np.char.isdigit(first), _ids(first, DIGITS), np.where(np.char.isalpha(first), CANADA, 0))
+    age = ((people["age"].values - AGE_CENTRE) / AGE_SCALE).astype(np.float32)
+    return Chunk(
+        {
+            "user_id": Column(np.arange(size)),
+            "gender": _by_id(ids, _ids(people["gender"].values, GENDERS), size),
+            "occupation": _by_id(ids, _ids(people["occupation"].values, OCCUPATIONS), size),
+            "zip_prefix": _by_id(ids, prefix, size),
+            "age": _by_id(ids, age, size),
+        }
+    )
+
+
+def _genres(item_ids: Int64, names: Array, size: int) -> Column:
+    """Ragged genre ids by item id; an unknown genre is id 0, an item that is not listed has no id."""
+    lists: list[list[str]] = [[]] * size
+    for item, text in zip(item_ids.tolist(), names, strict=True):
+        lists[item] = text.split()
+    flat = np.array([name for genres in lists for name in genres], dtype=object)
+    return Column.from_lengths(_ids(flat, GENRES), np.array([len(genres) for genres in lists]))
+
+
+def _ids(values: Array, vocabulary: Sequence[str]) -> Int64:
+    """1 + the place in the vocabulary, 0 for a value that is not in it."""
+    distinct, inverse = np.unique(values.astype(str), return_inverse=True)
+    places = {value: place for place, value in enumerate(vocabulary, start=1)}
+    return np.array([places.get(str(value), 0) for value in distinct], dtype=np.int64)[inverse]
+
+
+def _by_id(ids: Int64, values: Array, size: int) -> Column:
+    table = np.zeros(size, dtype=values.dtype)
+    table[ids] = values
+    return Column(table)

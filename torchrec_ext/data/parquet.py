@@ -1,0 +1,171 @@
+"""Parquet files -> one Chunk, with every fault named by file, column, row group and row."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
+from torchrec_ext.schema import DataError
+
+Kind = Literal["int", "float", "bool", "string", "ints", "floats"]
+Path_ = str | os.PathLike[str]
+_WANTED: dict[str, set[str]] = {"float": {"float", "int"}, "floats": {"floats", "ints"}}
+
+
+def read_parquet(
+    paths: Path_ | Sequence[Path_],
+    columns: Mapping[str, Kind | None] | Sequence[str] | None = None,
+    *,
+    fill: Mapping[str, Any] | None = None,
+) -> Chunk:
+    """Reads whole files, one after the other.
+
+    Numbers without nulls are views of Arrow's memory where a column lies in one piece. Strings are object arrays, lists ragged
+    columns.
+
+    Args:
+        paths: one file or several with the same columns.
+        columns: names, or names with the kind that each must have (``float`` takes integers as well; None takes any); all columns
+            where not given.
+        fill: by column, the value that stands for null in a scalar column; nulls are refused where not given.
+
+    Raises:
+        DataError: a file is missing, is not parquet, is cut short or damaged, has no rows, lacks a column, has one of another type,
+            or holds a null.
+
+    Example:
+        >>> read_parquet("ratings.parquet", {"user_id": "int"})
+        Traceback (most recent call last):
+        torchrec_ext.schema.DataError: ratings.parquet: no such file; check the path
+    """
+    files = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+    if not files:
+        raise DataError("no parquet file was given; name at least one")
+    kinds = columns if isinstance(columns, Mapping) or columns is None else dict.fromkeys(columns)
+    wrong = sorted({kind for kind in (kinds or {}).values() if kind} - set(get_args(Kind)))
+    if wrong:
+        raise ValueError(f"columns asks for the kinds {wrong}; a kind is one of {', '.join(get_args(Kind))}")
+    chunks = [_read_file(file, kinds, fill or {}) for file in files]
+    chunk = Chunk({name: concatenate([_same_kind(name, files, chunks, at) for at in range(len(files))]) for name in chunks[0]})
+    if not chunk.num_rows:
+        raise DataError(f"{', '.join(map(str, files))}: zero rows; write at least one, or leave the file out")
+    return chunk
+
+
+def _read_file(path: Path, kinds: Mapping[str, Kind | None] | None, fill: Mapping[str, Any]) -> Chunk:
+    file = _open(path)
+    schema = file.schema_arrow
+    if kinds is None:
+        kinds = dict.fromkeys(schema.names)
+    for name, kind in kinds.items():
+        _check_type(path, schema, name, kind)
+    groups = [_read_group(path, file, group, list(kinds), fill) for group in range(file.metadata.num_row_groups)]
+    table = pa.concat_tables(groups) if groups else schema.empty_table().select(list(kinds))
+    return Chunk({name: _column(table.column(name)) for name in kinds})
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    if not path.exists():
+        raise DataError(f"{path}: no such file; check the path")
+    try:
+        # Pages that carry a checksum are verified: without it, half of all flipped bits give wrong numbers in silence.
+        return pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        with path.open("rb") as stream:
+            begun = stream.read(4) == b"PAR1"
+        size = path.stat().st_size
+        rule = (
+            f"starts as parquet, but its footer is missing or damaged ({size} bytes): it was cut short"
+            if begun
+            else "is not parquet"
+        )
+        raise DataError(f"{path}: {rule}; copy or write it again ({error})") from error
+
+
+def _read_group(path: Path, file: pq.ParquetFile, group: int, names: list[str], fill: Mapping[str, Any]) -> pa.Table:
+    try:
+        table = file.read_row_group(group, columns=names)
+    except (pa.ArrowException, OSError) as error:
+        column = next((name for name in names if not _readable(file, group, name)), None)
+        where = f"row group {group}" + (f", column '{column}'" if column else "")
+        raise DataError(f"{path}: {where} cannot be read: the file is damaged or cut; copy or write it again ({error})") from error
+    return pa.table({name: _without_nulls(f"{path}: row group {group}", name, table.column(name), fill) for name in names})
+
+
+def _readable(file: pq.ParquetFile, group: int, name: str) -> bool:
+    try:
+        file.read_row_group(group, columns=[name])
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def _check_type(path: Path, schema: pa.Schema, name: str, wanted: Kind | None) -> None:
+    if name not in schema.names:
+        near = difflib.get_close_matches(name, schema.names, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "rename the column, or write it"
+        raise DataError(f"{path}: column '{name}' is missing, the file has {schema.names}; {hint}")
+    found = _kind(schema.field(name).type)
+    if found is None or (wanted and found not in _WANTED.get(wanted, {wanted})):
+        rule = f"must be {wanted}" if wanted else f"must be one of {', '.join(get_args(Kind))}"
+        raise DataError(f"{path}: column '{name}' is {schema.field(name).type}, {rule}; convert it where it is written")
+
+
+def _kind(dtype: pa.DataType) -> Kind | None:
+    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
+        inner = _kind(dtype.value_type)
+        return "ints" if inner == "int" else "floats" if inner == "float" else None
+    if pa.types.is_integer(dtype):
+        return "int"
+    if pa.types.is_floating(dtype):
+        return "float"
+    if pa.types.is_boolean(dtype):
+        return "bool"
+    return "string" if pa.types.is_string(dtype) or pa.types.is_large_string(dtype) else None
+
+
+def _without_nulls(where: str, name: str, data: pa.ChunkedArray, fill: Mapping[str, Any]) -> pa.ChunkedArray:
+    """The column with its nulls filled; nulls inside a list are never filled."""
+    if data.null_count and name in fill:
+        data = data.fill_null(fill[name])
+    inside = sum(chunk.flatten().null_count for chunk in data.chunks) if hasattr(data.type, "value_type") else 0
+    if not data.null_count and not inside:
+        return data
+    row = data.is_null().index(True).as_py() if data.null_count else next(at for at, ids in enumerate(data) if None in ids.as_py())
+    raise DataError(
+        f"{where}, column '{name}', row {row}: value is null ({data.null_count or inside} nulls in this row group), nulls are not "
+        f"allowed here; fill them where the file is written, or pass fill={{'{name}': ...}} for a scalar column"
+    )
+
+
+def _column(data: pa.ChunkedArray) -> Column:
+    array = data.chunk(0) if data.num_chunks == 1 else pa.concat_arrays(data.chunks) if data.num_chunks else pa.array([], data.type)
+    if not hasattr(data.type, "value_type"):
+        return Column(_numpy(array))
+    return Column.from_lengths(_numpy(array.flatten()), np.diff(array.offsets.to_numpy()))
+
+
+def _numpy(array: pa.Array) -> Array:
+    plain = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
+    values: Array = array.to_numpy(zero_copy_only=plain)
+    return values
+
+
+def _same_kind(name: str, files: Sequence[Path], chunks: Sequence[Chunk], at: int) -> Column:
+    first, column = (chunks[index].get(name) for index in (0, at))
+    if column is None or first is None:
+        raise DataError(f"{files[at]}: column '{name}' is missing, but {files[0]} has it; give files with the same columns")
+    if column.values.dtype.kind != first.values.dtype.kind or (column.offsets is None) != (first.offsets is None):
+        raise DataError(
+            f"{files[at]}: column '{name}' is {column.values.dtype}, in {files[0]} it is {first.values.dtype}; "
+            "give files with the same types"
+        )
+    return column

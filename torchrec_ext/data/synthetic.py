@@ -1,0 +1,201 @@
+"""Generated data whose right answer is known: checkerboard() to be learned exactly, planted() to be ranked as well as is possible.
+
+Both have the column names of ml-100k, so that every recipe runs on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_ext.data.columns import Chunk, Column, Int64
+from torchrec_ext.data.interactions import InteractionData, from_ratings
+
+Floats = NDArray[np.float64]
+GENDERS, OCCUPATIONS, ZIP_PREFIXES, YEARS, GENRES = 2, 21, 11, 20, 18
+MOST_CELLS = 100_000_000  # users x items; planted() holds one float64 for each
+
+
+def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, seed: int = 0) -> InteractionData:
+    """User u takes item i if and only if u + i is even, in a random order; the side features are noise.
+
+    The answer: once a user's training and validation items are masked, the test item is the only one of the right colour that is
+    left, so the best HR@k and NDCG@k are exactly 1 for every k, and popularity knows nothing. After implicit's test data.
+
+    Args:
+        users: how many, ids from 1.
+        items: how many, ids from 1; at least 6, so that everyone has something to train on.
+        history_length: greatest length of a history.
+        seed: of the order and the noise.
+    """
+    if users < 2 or items < 6:
+        raise ValueError(f"checkerboard of users={users}, items={items}: needs at least 2 users and 6 items")
+    rng = np.random.default_rng([seed, users, items])
+    user, item = (np.indices((users, items)).reshape(2, -1) + 1).astype(np.int64)
+    shuffled = rng.permutation(np.flatnonzero((user + item) % 2 == 0))
+    ratings = _ratings(user[shuffled], item[shuffled], np.arange(len(shuffled)), np.full(len(shuffled), 5))
+    data = from_ratings(
+        name="checkerboard",
+        ratings=ratings,
+        users=_users(rng, users, occupation=rng.integers(1, OCCUPATIONS + 1, users), age=rng.normal(size=users)),
+        items=_items(rng, items, genre=rng.integers(1, GENRES + 1, items)),
+        vocab=_vocab(users, items),
+        dense=("age",),
+        history_length=history_length,
+        titles=["(unknown)"] + [f"{'black' if i % 2 else 'white'} square {i}" for i in range(1, items + 1)],
+    )
+    best = {f"{metric}@{k}": 1.0 for metric in ("HR", "NDCG") for k in (1, 5, 10)}
+    return dataclasses.replace(data, best=best)
+
+
+def planted(
+    *,
+    users: int = 2_000,
+    items: int = 800,
+    clusters: int = 12,
+    history_length: int = 50,
+    seed: int = 0,
+) -> InteractionData:
+    """Users of latent tastes take items of latent kinds, in the proportions of :func:`planted_preferences`.
+
+    Each user takes 15 to 45 different items, drawn one after the other in proportion to the preferences among those not yet taken.
+    The signal is in the ids, in ``occupation`` (the taste, right 9 times of 10), ``age`` (noisily), ``genres`` (the kind) and the
+    histories; ``gender``, ``zip_prefix`` and ``release_year`` are noise. Some times tie.
+
+    The answer: no ranking can expect more of the test items than the preferences themselves, over the items not yet taken; their
+    expected HR@k and NDCG@k are in ``best``. A model has to learn the preferences from a sample, so it stays below.
+
+    Args:
+        users: how many, ids from 1.
+        items: how many, ids from 1.
+        clusters: tastes, and as many kinds of items; at most 18, the number of genres.
+        history_length: greatest length of a history.
+        seed: of everything.
+    """
+    preferences = planted_preferences(users=users, items=items, clusters=clusters, seed=seed)
+    rng = np.random.default_rng([seed, users, items, clusters, 1])
+    taste, kind = _clusters(users, items, clusters, seed)
+    user, item = _draw(rng, preferences)
+    own = taste[user] == kind[item]
+    ratings = _ratings(user, item, _times(rng, user), np.where(own, 5, 3))
+    seen_as = np.where(rng.random(users) < 0.9, taste[1:], rng.integers(clusters, size=users)) + 1
+    data = from_ratings(
+        name="planted",
+        ratings=ratings,
+        users=_users(rng, users, occupation=seen_as, age=(taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users)),
+        items=_items(rng, items, genre=kind[1:] + 1),
+        vocab=_vocab(users, items),
+        dense=("age",),
+        history_length=history_length,
+        titles=["(unknown)"] + [f"item {i}, kind {kind[i] + 1}" for i in range(1, items + 1)],
+    )
+    return dataclasses.replace(data, best=_best(preferences, data))
+
+
+def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int = 12, seed: int = 0) -> Floats:
+    """(users + 1, items + 1) probabilities with which :func:`planted` draws a user's first item; row 0 and column 0 are 0.
+
+    An item's weight falls as 1 / rank**0.7 within its kind, times 60 where its kind is the user's taste and 10 in the next kind.
+    """
+    if not 2 <= clusters <= GENRES or items < 50 or users < 1 or users * items > MOST_CELLS:
+        raise ValueError(
+            f"planted of users={users}, items={items}, clusters={clusters}: needs 2 to {GENRES} clusters, at least 50 items, and "
+            f"users x items of at most {MOST_CELLS:,}"
+        )
+    taste, kind = _clusters(users, items, clusters, seed)
+    affinity = np.ones((clusters, clusters))
+    affinity[np.arange(clusters), (np.arange(clusters) + 1) % clusters] = 10.0
+    np.fill_diagonal(affinity, 60.0)
+    weight = (1.0 + np.arange(items) // clusters) ** -0.7  # kinds go round, so this is the rank within the kind
+    weights = np.zeros((users + 1, items + 1))
+    weights[1:, 1:] = affinity[np.ix_(taste[1:], kind[1:])] * weight[_ranks(items, seed)]
+    weights[1:] /= weights[1:].sum(axis=1, keepdims=True)
+    return weights
+
+
+def _ranks(items: int, seed: int) -> Int64:
+    return np.random.default_rng([seed, items]).permutation(items)
+
+
+def _clusters(users: int, items: int, clusters: int, seed: int) -> tuple[Int64, Int64]:
+    """The taste of each user id and the kind of each item id; place 0 is not used."""
+    taste = np.random.default_rng([seed, users, clusters]).integers(clusters, size=users + 1)
+    return taste, np.concatenate([[0], _ranks(items, seed) % clusters])
+
+
+def _draw(rng: np.random.Generator, preferences: Floats) -> tuple[Int64, Int64]:
+    """Pairs in the order of their drawing, without replacement: the greatest log p + Gumbel noise first (Plackett-Luce)."""
+    users = preferences.shape[0] - 1
+    counts = rng.integers(15, 46, size=users)
+    keys = np.log(preferences[1:, 1:])
+    keys += rng.gumbel(size=keys.shape)
+    ranked = np.argsort(-keys, axis=1)[:, : counts.max()] + 1
+    taken = np.arange(ranked.shape[1]) < counts[:, None]
+    return np.arange(1, users + 1).repeat(taken.sum(axis=1)), ranked[taken]
+
+
+def _times(rng: np.random.Generator, user: Int64) -> Int64:
+    """Seconds that never fall along a user's rows, a quarter of them equal to the one before."""
+    return np.cumsum(rng.integers(0, 4, size=len(user))) + 1_000_000
+
+
+def _best(preferences: Floats, data: InteractionData) -> Mapping[str, float]:
+    """Expected figures of ranking the test items by the true preferences, training and validation items masked."""
+    users = data.test["user_id"].values
+    left = preferences[users]
+    seen = data.seen(users, "train", "validation")
+    left[np.arange(len(users)).repeat(seen.lengths), seen.values] = 0.0
+    top = -np.sort(-left, axis=1)[:, :10] / left.sum(axis=1, keepdims=True)
+    gain = 1 / np.log2(np.arange(10) + 2)
+    hits = {f"HR@{k}": float(top[:, :k].sum(axis=1).mean()) for k in (1, 5, 10)}
+    return hits | {f"NDCG@{k}": float((top[:, :k] * gain[:k]).sum(axis=1).mean()) for k in (1, 5, 10)}
+
+
+def _ratings(user: Int64, item: Int64, time: Int64, rating: Int64) -> Chunk:
+    return Chunk({"user_id": Column(user), "item_id": Column(item), "timestamp": Column(time), "rating": Column(rating)})
+
+
+def _users(rng: np.random.Generator, users: int, *, occupation: Int64, age: Floats) -> Chunk:
+    return Chunk(
+        {
+            "user_id": Column(np.arange(users + 1)),
+            "gender": _with_unknown(rng.integers(1, GENDERS + 1, users)),
+            "occupation": _with_unknown(occupation),
+            "zip_prefix": _with_unknown(rng.integers(1, ZIP_PREFIXES + 1, users)),
+            "age": Column(np.concatenate([[0], age]).astype(np.float32)),
+        }
+    )
+
+
+def _items(rng: np.random.Generator, items: int, *, genre: Int64) -> Chunk:
+    """Every item has its genre; every other one also a second, drawn at random."""
+    second = rng.integers(1, GENRES + 1, items)
+    has_second = (rng.random(items) < 0.5) & (second != genre)
+    both = np.stack([genre, second], axis=1)[np.stack([np.ones(items, dtype=bool), has_second], axis=1)]
+    return Chunk(
+        {
+            "item_id": Column(np.arange(items + 1)),
+            "release_year": _with_unknown(rng.integers(1, YEARS + 1, items)),
+            "genres": Column.from_lengths(both, np.concatenate([[0], 1 + has_second])),
+        }
+    )
+
+
+def _with_unknown(ids: Int64) -> Column:
+    return Column(np.concatenate([[0], ids]))
+
+
+def _vocab(users: int, items: int) -> dict[str, int]:
+    return {
+        "user_id": users + 1,
+        "gender": GENDERS + 1,
+        "occupation": OCCUPATIONS + 1,
+        "zip_prefix": ZIP_PREFIXES + 1,
+        "history": items + 1,
+        "item_id": items + 1,
+        "release_year": YEARS + 1,
+        "genres": GENRES + 1,
+    }
