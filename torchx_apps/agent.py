@@ -1,0 +1,114 @@
+"""torchrun with two changes: a failed job ends with one clear error, and a killed launcher leaves no process behind.
+
+`python -m torchx_apps.agent` takes torchrun's flags. The component starts it; plain torchrun runs the same ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the ranks to their end.
+
+    Args:
+        argv: torchrun's flags, the module or script, and its flags; the command line when None.
+
+    Returns:
+        0, or 1 when a rank failed, or 128 + the signal that stopped the job.
+    """
+    _stop_when_orphaned()
+    # Imported late: torch takes seconds, and the launcher may die in them.
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main(list(sys.argv[1:] if argv is None else argv))
+    except ChildFailedError as failed:
+        hand_over(describe_failure(*first_failure(failed.failures)))
+        return 1
+    except SignalException as stop:
+        print(f"the ranks were stopped by {stop.sigval.name}", file=sys.stderr)
+        return 128 + stop.sigval
+    return 0
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The failure that caused the others: one that left an error, else one that torchrun did not itself stop with SIGTERM.
+
+    torchrun's own choice goes by whole seconds alone, and a rank stopped for another's error falls into the same second.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        return not isinstance(failure.message, dict), failure.exitcode == -signal.SIGTERM, failure.timestamp
+
+    rank = min(failures, key=order)
+    return rank, failures[rank]
+
+
+def describe_failure(rank: int, failure: ProcessFailure) -> str:
+    """The failed rank's own error, or what is known when it left none."""
+    message = failure.message
+    if isinstance(message, dict):
+        return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message"))
+    if failure.exitcode < 0:
+        hint = "; the machine may be out of memory" if -failure.exitcode == signal.SIGKILL else ""
+        return f"rank {rank}: killed by {failure.signal_name()} without an error of its own{hint}"
+    return f"rank {rank}: ended with exit code {failure.exitcode} without an error of its own; see its output above"
+
+
+def hand_over(error: str) -> None:
+    """Gives the error to the scheduler's reply file, where there is one to print it, and else to the console."""
+    reply_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not reply_file:
+        print(error, file=sys.stderr, flush=True)
+        return
+    extra = {"py_callstack": error, "timestamp": str(int(time.time()))}
+    # In one move: TorchX looks into the file every second, and half a JSON ends it with a traceback.
+    with open(f"{reply_file}.part", "w") as file:
+        json.dump({"message": {"message": error.splitlines()[-1], "extraInfo": extra}}, file)
+    os.replace(file.name, reply_file)
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process the moment its parent dies; does nothing elsewhere.
+
+    Example:
+        >>> die_with_parent()
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _stop_when_orphaned() -> None:
+    """Stops the job when the launcher is gone.
+
+    Not a parent-death signal: that one also comes when only the launcher's *thread* ends, as in a notebook.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="launcher-watch").start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""What a failed rank says: a mistake of the user as one clean message, a bug with its traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+import time
+import traceback
+from types import TracebackType
+
+import torch.distributed
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+_OURS = {"torchrec_ext", "torchx_apps"}
+_STDLIB = sysconfig.get_path("stdlib")
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+_PATIENCE_S = 3.0
+
+
+class RankErrorHandler(ErrorHandler):
+    """Writes this rank's error where torchrun looks for it, in the words of `describe`."""
+
+    def record_exception(self, e: BaseException) -> None:
+        """Writes the reply file that torchrun named, if it named one."""
+        if lost_a_peer(e):
+            # Another rank failed first and this one only noticed. torchrun reports the first to *exit*, and stops the rest:
+            # give it the time to find the one with the cause.
+            time.sleep(_PATIENCE_S)
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path:
+            extra = {"py_callstack": describe(e), "timestamp": str(int(time.time()))}
+            with open(path, "w") as file:
+                json.dump({"message": {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}}, file)
+
+
+def describe(error: BaseException) -> str:
+    """The error as the last words of this rank.
+
+    Example:
+        >>> print(describe(ValueError("loader.batch_size is 0; it must be at least 1")))
+        loader.batch_size is 0; it must be at least 1
+    """
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    if is_users_mistake(error) and os.environ.get("LOGLEVEL", "").upper() != "DEBUG":
+        return f"{who}{error}" if str(error) else f"{who}{type(error).__name__}"
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+    head, _, last = trace.rpartition("\n")
+    return f"{head}\n{who}{last}" if head else f"{who}{last}"
+
+
+def is_users_mistake(error: BaseException) -> bool:
+    """Whether the user can mend it: a ValueError or a missing file, raised by this package or the user's own code.
+
+    A ValueError from deep inside a library is a bug of ours until shown otherwise, and keeps its traceback.
+    """
+    if not isinstance(error, (ValueError, FileNotFoundError)):
+        return False
+    frame = _innermost(error.__traceback__)
+    if frame is None:
+        return True
+    module = str(frame.tb_frame.f_globals.get("__name__", ""))
+    file = frame.tb_frame.f_code.co_filename
+    library = "site-packages" in file or "dist-packages" in file or file.startswith(_STDLIB)
+    return module.split(".")[0] in _OURS or not library
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether this rank failed only because another one went away.
+
+    Example:
+        >>> lost_a_peer(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+        True
+        >>> lost_a_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+        False
+    """
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,120 @@
+"""`--set loader.batch_size=4096`: typed changes to a tree of frozen dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, TypeVar, Union
+
+from torchx_apps.values import convert, nearest
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    item: str
+    value: object
+
+
+# One level of the config: the changes to its own keys, and the same again for every group below it.
+_Tree = dict[str, Union[_Change, "_Tree"]]
+
+
+def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
+    """A copy of `config` with the given keys changed; of two changes to one key the later wins.
+
+    All changes to one dataclass are made in one go, so that its own checks see the result and no state in between.
+
+    Args:
+        config: a frozen dataclass, its groups being dataclasses again.
+        overrides: `key=value` items, the key a dotted path.
+
+    Raises:
+        ValueError: for an unknown key (it names the nearest one), a value of the wrong type, or what a dataclass refuses.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Loader:
+        ...     batch_size: int = 1024
+        >>> apply_overrides(Loader(), ["batch_size=4_096"])
+        Loader(batch_size=4096)
+        >>> apply_overrides(Loader(), ["batch_siz=4096"])
+        Traceback (most recent call last):
+        ...
+        ValueError: --set batch_siz=4096: there is no key 'batch_siz'; did you mean 'batch_size'? Keys here: batch_size
+        >>> apply_overrides(Loader(), ["batch_size=many"])
+        Traceback (most recent call last):
+        ...
+        ValueError: --set batch_size=many: 'many' is not an int; write for example 4096, 4_096 or 4e3
+    """
+    tree: _Tree = {}
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"--set {item}: write key=value, such as --set loader.batch_size=4096")
+        _plant(tree, config, key.strip().split("."), text.strip(), item)
+    return typing.cast(ConfigT, _rebuild(config, tree))
+
+
+def field_hint(config: object, name: str) -> Any:
+    """The type of one field; of one only, because the others may name things that are imported for type checkers alone."""
+    for owner in type(config).__mro__:
+        hint = vars(owner).get("__annotations__", {}).get(name)
+        if hint is not None:
+            holder = types.SimpleNamespace(__annotations__={name: hint})
+            scope = {**vars(sys.modules[owner.__module__]), owner.__name__: owner}
+            return typing.get_type_hints(holder, globalns=scope)[name]
+    return Any
+
+
+def is_group(value: object) -> bool:
+    """Whether the value is itself a config with keys."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _plant(tree: _Tree, config: object, keys: list[str], text: str, item: str) -> None:
+    key, *below = keys
+    names = [field.name for field in dataclasses.fields(config) if field.init]  # type: ignore[arg-type]
+    if key not in names:
+        question = nearest(key, names) or ";"
+        raise ValueError(f"--set {item}: there is no key {key!r}{question} Keys here: {', '.join(names)}")
+    value = getattr(config, key)
+    if below and is_group(value):
+        _plant(typing.cast(_Tree, tree.setdefault(key, {})), value, below, text, item)
+    elif below:
+        raise ValueError(f"--set {item}: {key!r} is {value!r} and has no keys of its own; write --set ...{key}=value")
+    elif is_group(value):
+        inner = ", ".join(field.name for field in dataclasses.fields(value))
+        raise ValueError(f"--set {item}: {key!r} is a group; set one of its keys: {inner}")
+    else:
+        tree[key] = _Change(item, _convert_for(item, text, config, key))
+
+
+def _convert_for(item: str, text: str, config: object, key: str) -> object:
+    try:
+        return convert(text, field_hint(config, key))
+    except NameError:
+        raise ValueError(f"--set {item}: {key!r} cannot be given as text; write a recipe file that sets it") from None
+    except ValueError as error:
+        raise ValueError(f"--set {item}: {error}") from None
+
+
+def _rebuild(config: object, tree: _Tree) -> object:
+    changes = {
+        name: _rebuild(getattr(config, name), change) if isinstance(change, dict) else change.value for name, change in tree.items()
+    }
+    if not changes:
+        return config
+    try:
+        return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+    except ValueError as error:
+        given = " ".join(f"--set {item}" for item in _items(tree))
+        raise ValueError(f"{given}: {error}") from error
+
+
+def _items(tree: _Tree) -> list[str]:
+    return [item for c in tree.values() for item in (_items(c) if isinstance(c, dict) else [c.item])]

@@ -1,0 +1,91 @@
+"""Train a recipe: `torchx run rec.train.hybrid`, `torchrun -m torchx_apps.train` or, on one rank, `python -m torchx_apps.train`.
+
+This file is the outer shell: command line in, exit code out, one error told once. What training does stands in `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torchx_apps.agent import die_with_parent
+from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
+
+if TYPE_CHECKING:
+    from torchx_apps.recipes import Job
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, and turns whatever happens into an exit code.
+
+    Args:
+        argv: the flags; the command line when None.
+
+    Returns:
+        0 when trained, 1 when not, 130 after Ctrl-C.
+    """
+    try:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return _main_of_a_rank(argv)
+        return _train(argv)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from torchx_apps import failures
+
+        # Under torchrun the agent prints the error: told here too, it would stand there once per rank.
+        if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            print(failures.describe(error), file=sys.stderr)
+        return 1
+
+
+def _main_of_a_rank(argv: Sequence[str] | None) -> int:
+    # Before torch is imported, which takes seconds. Not for a rank started by hand: that one may outlive its shell.
+    die_with_parent()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from torchx_apps.failures import RankErrorHandler
+
+    return record(_train, RankErrorHandler())(argv) or 0
+
+
+def _train(argv: Sequence[str] | None) -> int:
+    options = build_parser("torchx_apps.train", __doc__).parse_args(argv)
+    if options.list_recipes:
+        return _say(list_recipes())
+    job = apply_overrides(load_recipe(options.recipe), options.set)
+    if options.dry_run:
+        return _say(describe(job))
+    return run(job, options)
+
+
+def _say(text: str) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+    return 0
+
+
+def run(job: Job, options: argparse.Namespace) -> int:
+    """A stand-in until the training loop is in place: the ranks meet, build the model and add up their numbers."""
+    import torch
+    import torch.distributed as dist
+
+    alone = {} if "RANK" in os.environ else {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.update(alone)
+    dist.init_process_group("gloo")
+    try:
+        job.build(job)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        _say(f"recipe {job.name}: {int(total)} rank(s), batch size {job.loader.batch_size}")
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
