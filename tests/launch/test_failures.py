@@ -1,0 +1,91 @@
+"""Which failure is the cause, and in which words it is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torchx.specs import AppState, AppStatus
+
+from torchx_apps.agent import describe_failure, first_failure, hand_over
+from torchx_apps.failures import RankErrorHandler, describe, is_users_mistake
+from torchx_apps.torchx_run import last_words
+from torchx_apps.values import convert
+
+pytestmark = pytest.mark.unit
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+def failure(exitcode: int, error_file: Path | None = None, pid: int = 1) -> ProcessFailure:
+    return ProcessFailure(local_rank=0, pid=pid, exitcode=exitcode, error_file=str(error_file or ""))
+
+
+def library_error() -> Exception:
+    try:
+        json.loads("{")
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+def our_error() -> Exception:
+    try:
+        convert("many", int)
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+def test_a_users_mistake_is_one_line_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert describe(our_error()) == "rank 3: 'many' is not an int; write for example 4096, 4_096 or 4e3"
+    assert describe(raised(ValueError("mine"))) == "rank 3: mine"
+    monkeypatch.setenv("LOGLEVEL", "DEBUG")
+    assert describe(our_error()).startswith("Traceback")
+
+
+def test_a_bug_keeps_its_traceback_and_ends_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    text = describe(raised(KeyError("tower")))
+    assert text.startswith("Traceback")
+    assert text.splitlines()[-1] == "rank 1: KeyError: 'tower'"
+    assert not is_users_mistake(library_error())
+
+
+def test_the_cause_is_the_rank_that_left_an_error_not_one_stopped_for_it(tmp_path: Path) -> None:
+    reply = tmp_path / "error.json"
+    handler = RankErrorHandler()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+        patch.setenv("RANK", "1")
+        handler.record_exception(our_error())
+    stopped, cause = failure(-15), failure(1, reply)
+    assert first_failure({0: stopped, 1: cause}) == (1, cause)
+    assert describe_failure(1, cause).startswith("rank 1: 'many' is not an int")
+    killed = failure(-9)
+    assert first_failure({0: stopped, 1: killed}) == (1, killed)
+    assert describe_failure(1, killed) == (
+        "rank 1: killed by SIGKILL without an error of its own; the machine may be out of memory"
+    )
+    assert "ended with exit code 7" in describe_failure(0, failure(7))
+
+
+def test_torchx_ends_with_what_the_agent_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = tmp_path / "reply.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+    hand_over("Traceback\n  line\nrank 1: KeyError: 'tower'")
+    status = AppStatus(AppState.FAILED, structured_error_msg=reply.read_text())
+    assert last_words(status) == "Traceback\n  line\nrank 1: KeyError: 'tower'"
+    assert "FAILED" in last_words(AppStatus(AppState.FAILED))
+
+
+def test_without_a_scheduler_to_tell_the_agent_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    hand_over("rank 1: mine")
+    assert capsys.readouterr().err == "rank 1: mine\n"
