@@ -1,1 +1,54 @@
-"""Recommender sub-networks as towers, trained hybrid-parallel on TorchRec."""
+"""Recommender sub-networks declared as towers, trained hybrid-parallel on TorchRec, explained when slow, and served as trained.
+
+Importing the package costs no torch: the names below are imported when first used, after a check of the installed stack.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrec_ext.batch import TowerBatch
+    from torchrec_ext.distributed.parallel import hybrid_parallel
+    from torchrec_ext.distributed.explain import explain
+    from torchrec_ext.distributed.planning import plan_sharding
+    from torchrec_ext.distributed.runtime import Runtime
+    from torchrec_ext.models.tower_model import TowerModel, two_tower
+    from torchrec_ext.modules.tower import Tower
+    from torchrec_ext.schema import BatchSchema
+
+# `train` is not here: a name shared with the subpackage would be the function or the module, whichever was imported last.
+_EXPORTS: dict[str, str] = {
+    "BatchSchema": "torchrec_ext.schema",
+    "Runtime": "torchrec_ext.distributed.runtime",
+    "Tower": "torchrec_ext.modules.tower",
+    "TowerBatch": "torchrec_ext.batch",
+    "TowerModel": "torchrec_ext.models.tower_model",
+    "explain": "torchrec_ext.distributed.explain",
+    "hybrid_parallel": "torchrec_ext.distributed.parallel",
+    "plan_sharding": "torchrec_ext.distributed.planning",
+    "two_tower": "torchrec_ext.models.tower_model",
+}
+
+__all__ = [
+    "BatchSchema",
+    "Runtime",
+    "Tower",
+    "TowerBatch",
+    "TowerModel",
+    "explain",
+    "hybrid_parallel",
+    "plan_sharding",
+    "two_tower",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    importlib.import_module("torchrec_ext.needs_torch")
+    value = globals()[name] = getattr(importlib.import_module(_EXPORTS[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,201 @@
+"""The triple: a mix is found from metadata alone, told in words, and repaired by the line that is printed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrec_ext import stack
+from torchrec_ext.stack import Installed
+
+HEALTHY = {
+    "torch": "2.13.0+cpu",
+    "fbgemm-gpu-cpu": "1.8.0",
+    "torchrec": "1.8.0",
+    "tensordict": "0.15.3",
+    "torchmetrics": "1.0.3",
+    "tqdm": "4.70.1",
+    "pyre-extensions": "0.0.32",
+}
+HEALTHY_CUDA = {**{k: v for k, v in HEALTHY.items() if k != "fbgemm-gpu-cpu"}, "torch": "2.13.0", "fbgemm-gpu": "1.8.0"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHREC_EXT_VARIANT", raising=False)
+    monkeypatch.delenv("TORCHREC_EXT_UNCHECKED", raising=False)
+
+
+def environment(build: stack.Variant | None = "cpu", **changes: str | None) -> Installed:
+    """A healthy environment of that build with some versions changed (None: not installed); `_` stands for `-`."""
+    versions: dict[str, str | None] = dict(HEALTHY_CUDA if build == "cuda" else HEALTHY)
+    versions |= {name.replace("_", "-"): version for name, version in changes.items()}
+    return Installed(versions={name: version for name, version in versions.items() if version}, torch_build=build)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_the_pinned_triple_is_healthy(variant: stack.Variant) -> None:
+    assert stack.problems(environment(variant), variant) == ()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("found", "variant", "what", "saw", "repair"),
+    [
+        (environment(torch="2.12.1+cpu"), "cpu", "torch", "2.12.1+cpu (CPU build)", "py -m torchrec_ext.doctor --install"),
+        (environment(torchrec=None), "cpu", "torchrec", "nothing", "py -m pip install --no-deps torchrec==1.8.0"),
+        (environment(torchrec="1.6.0"), "cpu", "torchrec", "1.6.0", "py -m pip install --no-deps torchrec==1.8.0"),
+        (environment(fbgemm_gpu_cpu=None), "cpu", "fbgemm-gpu-cpu", "nothing", "py -m pip install fbgemm-gpu-cpu==1.8.0"),
+        (environment(fbgemm_gpu_cpu="1.6.0"), "cpu", "fbgemm-gpu-cpu", "1.6.0", "py -m pip install fbgemm-gpu-cpu==1.8.0"),
+        (environment(torchmetrics="1.8.0"), "cpu", "torchmetrics", "1.8.0", "py -m pip install torchmetrics==1.0.3"),
+        (environment(tensordict=None), "cpu", "tensordict", "nothing", "py -m pip install tensordict"),
+        (
+            environment(fbgemm_gpu="1.8.0"),
+            "cpu",
+            "fbgemm-gpu-cpu",
+            "fbgemm-gpu 1.8.0 laid over fbgemm-gpu-cpu 1.8.0",
+            "py -m pip uninstall -y fbgemm-gpu && py -m pip install --force-reinstall --no-deps fbgemm-gpu-cpu==1.8.0",
+        ),
+        (
+            environment("cuda", fbgemm_gpu=None, fbgemm_gpu_cpu="1.8.0"),
+            "cuda",
+            "fbgemm-gpu",
+            "fbgemm-gpu-cpu 1.8.0",
+            "py -m pip uninstall -y fbgemm-gpu-cpu && py -m pip install --force-reinstall --no-deps fbgemm-gpu==1.8.0",
+        ),
+        (
+            environment(tqdm=stack.UNREADABLE),
+            "cpu",
+            "tqdm",
+            "unreadable metadata",
+            "py -m pip install --force-reinstall tqdm",
+        ),
+    ],
+)
+def test_each_mismatch_has_one_repair_line(found: Installed, variant: stack.Variant, what: str, saw: str, repair: str) -> None:
+    (problem,) = stack.problems(found, variant, python="py")
+    assert (problem.what, problem.found, problem.repair) == (what, saw, repair)
+
+
+@pytest.mark.unit
+def test_cuda_torch_with_cpu_fbgemm_on_a_cpu_machine_is_torchs_fault() -> None:
+    found = Installed(versions=HEALTHY | {"torch": "2.13.0"}, torch_build="cuda")
+    (problem,) = stack.problems(found, stack.wanted_variant(found, machine="cpu"), python="py")
+    assert (problem.found, problem.expected) == ("2.13.0 (CUDA build)", "2.13.0 (CPU build)")
+    assert problem.repair == "py -m torchrec_ext.doctor --install"
+
+
+@pytest.mark.unit
+def test_cpu_torch_with_cuda_fbgemm_is_found_on_either_machine() -> None:
+    found = environment(fbgemm_gpu_cpu=None, fbgemm_gpu="1.8.0")
+    assert [p.what for p in stack.problems(found, stack.wanted_variant(found, machine="cpu"))] == ["fbgemm-gpu-cpu"]
+    assert [p.what for p in stack.problems(found, stack.wanted_variant(found, machine="cuda"))] == ["torch"]
+
+
+@pytest.mark.unit
+def test_no_repair_line_lets_pip_choose_a_torch() -> None:
+    """Without torch in place, tensordict and torchmetrics would pull the registry's CUDA build."""
+    problems = stack.problems(Installed(versions={}), "cpu", python="py")
+    assert [p.what for p in problems] == list(HEALTHY)
+    by_doctor = {p.what for p in problems if p.repair == "py -m torchrec_ext.doctor --install"}
+    assert by_doctor == {"torch", "tensordict", "torchmetrics"}
+
+
+@pytest.mark.unit
+def test_a_pair_that_agrees_is_left_alone_on_any_machine() -> None:
+    for machine in ("cpu", "cuda"):
+        assert stack.wanted_variant(environment("cuda"), machine) == "cuda"
+        assert stack.wanted_variant(environment("cpu"), machine) == "cpu"
+        assert stack.wanted_variant(Installed(versions={}), machine) == machine
+
+
+@pytest.mark.unit
+def test_the_variable_overrules_and_stays_in_the_repair_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHREC_EXT_VARIANT", "cuda")
+    assert stack.wanted_variant(environment("cpu"), "cpu") == "cuda"
+    assert stack.doctor_line("py") == "TORCHREC_EXT_VARIANT=cuda py -m torchrec_ext.doctor --install"
+    monkeypatch.setenv("TORCHREC_EXT_VARIANT", "rocm")
+    with pytest.raises(ValueError, match=r"TORCHREC_EXT_VARIANT='rocm': it must be cpu or cuda; unset it"):
+        stack.wanted_variant(environment("cpu"), "cpu")
+
+
+@pytest.mark.unit
+def test_gpus_are_counted_by_their_nodes(tmp_path: Path) -> None:
+    for name in ("nvidia3", "nvidia0", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert [Path(node).name for node in stack.gpu_nodes(tmp_path)] == ["nvidia0", "nvidia3"]
+    assert stack.gpu_nodes(tmp_path / "none") == []
+
+
+def in_fresh_interpreter(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TORCHREC_EXT")}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean | env, check=False)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> str:
+    """A folder that, on the path, makes fbgemm-gpu look laid over fbgemm-gpu-cpu beside a torch of another minor."""
+    for name, version in {"torch": "2.12.0+cpu", "fbgemm_gpu": "1.8.0", "fbgemm_gpu_cpu": "1.8.0"}.items():
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return str(tmp_path)
+
+
+@pytest.mark.launch
+def test_importing_the_package_loads_no_torch() -> None:
+    done = in_fresh_interpreter(
+        "import sys, torchrec_ext; dir(torchrec_ext)\n"
+        "print([m for m in ('torch', 'torchrec', 'numpy', 'importlib.metadata') if m in sys.modules])"
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("code", ["from torchrec_ext import Tower", "import torchrec_ext.needs_torch"])
+def test_a_mixed_triple_says_so_and_loads_no_torch(mixed: str, code: str) -> None:
+    done = in_fresh_interpreter(
+        f"import sys\ntry:\n    {code}\nexcept ImportError as e:\n    print(e, 'torch' in sys.modules)",
+        PYTHONPATH=mixed,
+        TORCHREC_EXT_VARIANT="cpu",
+    )
+    assert "torch: found 2.12.0+cpu (CPU build), expected 2.13.0 (CPU build)" in done.stdout
+    assert "fbgemm-gpu 1.8.0 laid over fbgemm-gpu-cpu 1.8.0" in done.stdout
+    assert f"all at once: TORCHREC_EXT_VARIANT=cpu {stack.interpreter()} -m torchrec_ext.doctor --install" in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.launch
+def test_a_stack_built_by_hand_passes_when_asked(mixed: str) -> None:
+    done = in_fresh_interpreter("import torchrec_ext.needs_torch", PYTHONPATH=mixed, TORCHREC_EXT_UNCHECKED="1")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.unit
+def test_no_export_shares_its_name_with_a_submodule() -> None:
+    """Such a name is the function or the module, whichever was imported last."""
+    import torchrec_ext
+
+    folder = Path(torchrec_ext.__file__).parent
+    submodules = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert not submodules & set(torchrec_ext.__all__)
+    assert sorted(torchrec_ext.__all__) == sorted(torchrec_ext._EXPORTS)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", sorted(__import__("torchrec_ext").__all__))
+def test_every_export_is_there(name: str) -> None:
+    import torchrec_ext
+
+    assert getattr(torchrec_ext, name).__name__ == name
+
+
+@pytest.mark.unit
+def test_an_unknown_name_answers_with_the_known_ones() -> None:
+    import torchrec_ext
+
+    with pytest.raises(AttributeError, match=r"no attribute 'Towers'; it has BatchSchema, .*TowerModel"):
+        _ = torchrec_ext.Towers
