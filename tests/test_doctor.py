@@ -1,0 +1,238 @@
+"""The doctor: healthy is 0, each mismatch is 1 with its repair line, and nothing a user can cause ends in a traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.test_stack import environment
+from torchrec_ext import doctor, install, stack
+
+
+@pytest.fixture(autouse=True)
+def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHREC_EXT_VARIANT", raising=False)
+    monkeypatch.setattr(stack, "gpu_nodes", list)
+    monkeypatch.setattr(stack, "interpreter", lambda: "py")
+
+
+def finds(monkeypatch: pytest.MonkeyPatch, found: stack.Installed) -> None:
+    monkeypatch.setattr(stack, "installed", lambda: found)
+
+
+def imports_as(monkeypatch: pytest.MonkeyPatch, stdout: str, stderr: str = "", status: int = 0) -> None:
+    done = subprocess.CompletedProcess([], status, stdout, stderr)
+    monkeypatch.setattr(subprocess, "run", lambda *_args, **_kwargs: done)
+
+
+GOOD = '{"seconds": 3.5, "answer": [8.0, 10.0], "threads": 1, "gpus": []}'
+
+
+@pytest.mark.unit
+def test_healthy_is_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    finds(monkeypatch, environment())
+    imports_as(monkeypatch, f"a warning of torch\n{GOOD}\n")
+    assert doctor.main([]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "healthy"
+    assert "torch            2.13.0+cpu  (expected 2.13.0)" in out
+    assert "3.5 s" in out
+
+
+@pytest.mark.unit
+def test_a_mismatch_is_one_and_names_its_repair(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    finds(monkeypatch, environment(torchrec="1.6.0"))
+    assert doctor.main(["--no-import"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG torchrec: found 1.6.0, expected 1.8.0\n    repair: py -m pip install --no-deps torchrec==1.8.0\n" in out
+    assert out.endswith("not healthy: 1 to repair\n")
+
+
+@pytest.mark.unit
+def test_json_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    finds(monkeypatch, environment(fbgemm_gpu="1.8.0"))
+    assert doctor.main(["--json", "--no-import"]) == 1
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["healthy"], seen["variant"]) == (False, "cpu")
+    assert [problem["what"] for problem in seen["problems"]] == ["fbgemm-gpu-cpu"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "status", "says"),
+    [
+        ("", "Traceback\nImportError: libtorch_cuda.so: cannot open\n", 1, "ImportError: libtorch_cuda.so: cannot open (status 1)"),
+        ("", "", -6, "nothing on stderr (signal 6)"),
+        (GOOD.replace("10.0", "0.0"), "", 0, "a lookup gave [8.0, 0.0] instead of [8.0, 10.0]"),
+    ],
+)
+def test_an_import_that_fails_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, stdout: str, stderr: str, status: int, says: str
+) -> None:
+    imports_as(monkeypatch, stdout, stderr, status)
+    problem = doctor.probe("cpu")
+    assert isinstance(problem, stack.Problem)
+    assert says in problem.found
+    assert problem.repair == "py -m pip uninstall -y torch fbgemm-gpu-cpu torchrec && py -m torchrec_ext.doctor --install"
+
+
+@pytest.mark.unit
+def test_a_gpu_that_is_left_idle_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, environment("cpu"))
+    monkeypatch.setattr(stack, "gpu_nodes", lambda: ["/dev/nvidia0", "/dev/nvidia1"])
+    seen = doctor.diagnose(really_import=False)
+    assert seen.healthy
+    assert seen.notes == (
+        "an NVIDIA GPU is in sight, but the CPU builds are used; to change that: "
+        "TORCHREC_EXT_VARIANT=cuda py -m torchrec_ext.doctor --install",
+    )
+
+
+@pytest.mark.unit
+def test_one_rank_for_each_gpu_and_the_cores_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, environment("cuda"))
+    monkeypatch.setattr(stack, "gpu_nodes", lambda: ["/dev/nvidia0", "/dev/nvidia1"])
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(16)))
+    seen = doctor.diagnose(really_import=False)
+    assert (seen.variant, seen.ranks, seen.threads, seen.healthy) == ("cuda", 2, 8, True)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("version", "count"), [((3, 9), 1), ((3, 10), 0), ((3, 13), 0), ((3, 14), 1)])
+def test_pythons_that_the_stack_has_wheels_for(version: tuple[int, int], count: int) -> None:
+    assert len(doctor._python_problem(version)) == count
+
+
+@pytest.mark.unit
+def test_a_wrong_variable_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHREC_EXT_VARIANT", "gpu")
+    assert doctor.main([]) == 1
+    assert capsys.readouterr().err.startswith("doctor: TORCHREC_EXT_VARIANT='gpu': it must be cpu or cuda")
+
+
+class Commands:
+    """Stands in for `install.run`: keeps every command, and fails those that hold a given word."""
+
+    def __init__(self, failing: dict[str, str]) -> None:
+        self.failing = failing
+        self.seen: list[str] = []
+
+    def __call__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+        line = " ".join(command).replace(sys.executable, "py")
+        self.seen.append(line)
+        for word, says in self.failing.items():
+            if word in line:
+                raise install.CommandError(says)
+
+    @property
+    def installs(self) -> list[str]:
+        """What each install was asked for, without pip's flags."""
+        words = ("py -m pip --disable-pip-version-check --no-input install --quiet --no-compile ", "")
+        return [line.replace(*words) for line in self.seen if " install " in line]
+
+
+def commands(monkeypatch: pytest.MonkeyPatch, **failing: str) -> Commands:
+    fake = Commands({word.replace("_", "+"): says for word, says in failing.items()})
+    monkeypatch.setattr(install, "run", fake)
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    return fake
+
+
+REST = "fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
+NO_MATCH = "Could not find a version\n    No matching distribution found for torch==2.13.0+cpu"
+
+
+def quiet(_line: str) -> None:
+    """Takes the steps and says nothing."""
+
+
+@pytest.mark.unit
+def test_cpu_torch_where_pip_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, stack.Installed(versions={}))
+    fake = commands(monkeypatch)
+    install.install("cpu", ".[dev]", quiet)
+    assert fake.installs == [f"torch==2.13.0+cpu {REST} --editable .[dev]", "--no-deps torchrec==1.8.0"]
+
+
+@pytest.mark.unit
+def test_cpu_torch_by_uv_where_pip_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, stack.Installed(versions={}))
+    monkeypatch.setattr("shutil.which", lambda _name: "uv")
+    fake = commands(monkeypatch, _cpu=NO_MATCH)
+    install.install("cpu", None, quiet)
+    assert fake.installs[1:] == [
+        "uv pip install --python py --torch-backend=cpu --no-deps torch==2.13.0",
+        f"torch==2.13.0 {REST}",
+        "--no-deps torchrec==1.8.0",
+    ]
+
+
+@pytest.mark.unit
+def test_without_either_the_error_says_what_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, stack.Installed(versions={}))
+    monkeypatch.setattr("shutil.which", lambda _name: "uv")
+    fake = commands(monkeypatch, _cpu=NO_MATCH, backend="dns error")
+    with pytest.raises(install.InstallError, match=r"get torch-2\.13\.0\+cpu-cp3\d+-cp3\d+-manylinux_2_28_x86_64\.whl") as info:
+        install.install("cpu", None, quiet)
+    assert "uv: dns error" in str(info.value)
+    assert "PIP_FIND_LINKS=DIR make demo" in str(info.value)
+    assert "torch==2.13.0 " not in " ".join(fake.installs)  # the registry's CUDA build was never asked for
+
+
+@pytest.mark.unit
+def test_another_failure_of_pip_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, stack.Installed(versions={}))
+    commands(monkeypatch, _cpu="No space left on device")
+    with pytest.raises(install.InstallError, match=r"^No space left on device$"):
+        install.install("cpu", None, quiet)
+
+
+@pytest.mark.unit
+def test_cuda_takes_the_registrys_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, stack.Installed(versions={}))
+    fake = commands(monkeypatch)
+    install.install("cuda", None, quiet)
+    assert fake.installs == [f"torch==2.13.0 {REST.replace('-cpu', '')}", "--no-deps torchrec==1.8.0"]
+
+
+@pytest.mark.unit
+def test_the_other_build_is_taken_out_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, environment("cuda", fbgemm_gpu_cpu="1.8.0"))
+    fake = commands(monkeypatch)
+    install.install("cpu", None, quiet)
+    assert fake.seen[1].endswith("uninstall --quiet --yes fbgemm-gpu fbgemm-gpu-cpu torch")
+
+
+@pytest.mark.unit
+def test_a_healthy_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, environment())
+    fake = commands(monkeypatch)
+    install.install("cpu", None, quiet)
+    assert fake.installs == []
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("system", "machine", "variant", "says"),
+    [
+        ("Darwin", "arm64", "cpu", "this is Darwin on arm64: fbgemm 1.8.0 has wheels for Linux"),
+        ("Linux", "aarch64", "cuda", "no CUDA wheel for aarch64: .* TORCHREC_EXT_VARIANT=cpu"),
+    ],
+)
+def test_platforms_without_wheels_are_refused(
+    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, variant: stack.Variant, says: str
+) -> None:
+    fake = commands(monkeypatch)
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    with pytest.raises(install.InstallError, match=says):
+        install.install(variant, None, quiet)
+    assert fake.seen == []
+
+
+@pytest.mark.launch
+def test_here_and_now_it_is_healthy() -> None:
+    done = subprocess.run([sys.executable, "-m", "torchrec_ext.doctor"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,29 @@
+"""`python -m torchrec_ext.probe`: really imports the triple, looks two rows up, and prints what torch sees as one JSON line.
+
+A process of its own, because a mixed triple may end it without an exception.
+"""
+
+import json
+import time
+
+
+def main() -> None:
+    """Prints {"seconds", "answer", "threads", "gpus"}; `answer` is [8.0, 10.0] when the lookup is right."""
+    start = time.perf_counter()
+    import torch
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = EmbeddingBagConfig(name="t", embedding_dim=2, num_embeddings=4, feature_names=["f"])
+    bags = EmbeddingBagCollection(tables=[config], device=torch.device(device))
+    with torch.no_grad():
+        bags.embedding_bags["t"].weight.copy_(torch.arange(8.0).reshape(4, 2))
+    ids = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 3]), lengths=torch.tensor([2])).to(torch.device(device))
+    answer = bags(ids).values()[0].tolist()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    seen = {"seconds": round(time.perf_counter() - start, 1), "answer": answer, "threads": torch.get_num_threads(), "gpus": gpus}
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
