@@ -1,0 +1,58 @@
+# Everything a newcomer needs is `make demo`: it makes .venv, installs the triple that fits this machine, and trains.
+# PYTHON=python3.12 picks another interpreter, PYTEST_ARGS="-k schema" picks tests.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := dev,report
+# Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
+STAMP := $(VENV)/.ready
+# The environment's tools first, whether it is activated or not: the launcher starts `python3` by name.
+WITH_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
+
+ifneq ($(shell test -x $(BIN)/python && cat $(STAMP) 2>/dev/null),$(CURDIR))
+$(shell rm -f $(STAMP))
+endif
+
+unexport PYTHONPATH PYTHONHOME PIP_USER
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP) ## set up, then train the recipe two_tower on two ranks: a bare `torchx run`
+	@$(WITH_VENV) $(BIN)/torchx run
+
+test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
+	@$(WITH_VENV) $(BIN)/python -m pytest $(PYTEST_ARGS) || test $$? -eq 5
+
+lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(STAMP) ## every benchmark, one after the other, on a machine that does nothing else
+	@for script in benchmarks/*.py; do \
+		test -f "$$script" || { echo "no benchmarks yet"; break; }; \
+		echo "== $$script"; $(WITH_VENV) $(BIN)/python "$$script" || exit 1; \
+	done
+
+clean: ## remove the environment, builds and caches; runs/ and data/ stay
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml torchrec_ext/stack.py
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "set-up: there is no $(PYTHON): install Python 3.10 to 3.13, or name one: make demo PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "set-up: $(PYTHON) is $$($(PYTHON) --version 2>&1), the stack needs Python 3.10 to 3.13:" \
+			"make demo PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "set-up: $(PYTHON) cannot make environments: apt install python3-venv, or make demo PYTHON=/path/to/python3"; exit 1; }
+	@test -f $(STAMP) || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $(STAMP)
+	@$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS)]'
+	@printf '%s\n' '$(CURDIR)' > $(STAMP)
