@@ -29,7 +29,7 @@ def hybrid(
     rdzv_port: int = 29500,
     debug: bool = False,
 ) -> specs.AppDef:
-    """Trains a recipe, hybrid-parallel, on NODESxPROCS ranks.
+    r"""Trains a recipe, hybrid-parallel, on NODESxPROCS ranks.
 
     On this machine::
 

@@ -28,18 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: torchrun's flags, the module or script, and its flags; the command line when None.
 
     Returns:
-        0, or 1 when a rank failed, or 128 + the signal that stopped the job.
+        0, or 1 when a rank failed or the other nodes went away, or 128 + the signal that stopped the job.
     """
     _stop_when_orphaned()
     # Imported late: torch takes seconds, and the launcher may die in them.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     try:
         run.main(list(sys.argv[1:] if argv is None else argv))
     except ChildFailedError as failed:
         hand_over(describe_failure(*first_failure(failed.failures)))
+        return 1
+    except RendezvousError as lost:
+        hand_over(f"this node lost the other nodes, whose own output has the cause: {lost}")
         return 1
     except SignalException as stop:
         print(f"the ranks were stopped by {stop.sigval.name}", file=sys.stderr)

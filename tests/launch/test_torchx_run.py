@@ -119,6 +119,13 @@ def test_a_bug_on_one_rank_ends_with_its_traceback_once(folder: Path) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+def test_a_mistake_on_another_node_is_the_last_line_once(folder: Path) -> None:
+    done = torchx_run(folder, "rec.train.hybrid", "-j", "2x1", "--recipe", "my_recipe.py:mistaken")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("rank 1: the user tower has 3 tables")
+    assert done.stderr.count("the user tower has") == 1
+
+
 def test_a_mistake_that_every_rank_makes_is_told_once(folder: Path) -> None:
     done = torchx_run(folder, "rec.train.hybrid", "--set", "loader.batchsize=3", "--set", "data.name=planted")
     assert done.returncode == 1
