@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import traceback
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import local_shards
 
@@ -19,7 +21,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
-class RankFailed(AssertionError):
+class RankFailedError(AssertionError):
     """A rank raised: its traceback."""
 
 
@@ -47,10 +49,10 @@ def _collect(results: Any, world_size: int, timeout_s: float) -> list[Any]:
         try:
             rank, error, value = results.get(timeout=timeout_s)
         except queue.Empty:
-            raise RankFailed(f"ranks {sorted(set(range(world_size)) - set(by_rank))} gave no result in {timeout_s} s") from None
+            raise RankFailedError(f"ranks {sorted(set(range(world_size)) - set(by_rank))} gave no result in {timeout_s} s") from None
         if error is not None:
-            raise RankFailed(f"rank {rank}:\n{error}")
-        by_rank[rank] = value
+            raise RankFailedError(f"rank {rank}:\n{error}")
+        by_rank[rank] = pickle.loads(value)
     return [by_rank[rank] for rank in range(world_size)]
 
 
@@ -60,7 +62,8 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, store: str, 
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     try:
         runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-        results.put((rank, None, function(runtime, *args)))
+        # As bytes: a queue hands over a tensor's shared memory, which is gone when the rank has ended.
+        results.put((rank, None, pickle.dumps(function(runtime, *args))))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
     finally:
@@ -80,5 +83,5 @@ def gather_state(model: nn.Module) -> dict[str, Tensor] | None:
     for fqn, rows, columns, row, column, shard in [part for rank in received for part in rank]:
         table = tables.setdefault(fqn, torch.full((rows, columns), float("nan")))
         table[row : row + shard.shape[0], column : column + shard.shape[1]] = shard
-    dense = {name: value.detach().cpu() for name, value in model.named_parameters() if name not in tables}
+    dense = {name: value.detach().cpu().clone() for name, value in model.named_parameters() if name not in tables}
     return {**tables, **dense}

@@ -1,6 +1,7 @@
 """What the fork server imports before it forks ranks."""
 
 import torchrec  # noqa: F401
-import torchrec_ext.distributed.parallel  # noqa: F401
+
+import torchrec_ext.distributed.parallel
 import torchrec_ext.models.tower_model
 import torchrec_ext.train.pipelines  # noqa: F401

@@ -1,0 +1,22 @@
+"""Fixtures, and what every test may assume."""
+
+import warnings
+
+import pytest
+import torch
+
+warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device that a path exists for; CUDA is skipped where there is none."""
+    return torch.device(request.param)

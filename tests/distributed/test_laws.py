@@ -1,0 +1,127 @@
+"""Sharded equals unsharded, for every sharding type and number of ranks, over real gloo processes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import META, batches, small_model
+from torchrec_ext.distributed.parallel import OptimizerConfig, hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import fill_tables, initialise_tables
+from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+STEPS = 20
+
+
+def unsharded(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Predictions, and weights after 20 steps, of plain modules and plain torch optimizers in one process."""
+    model = small_model()
+    initialise_tables(model, seed=7)
+    tables = [p for name, p in model.named_parameters() if "embedding_bags" in name]
+    dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
+    table_class, table_arguments = optimizer.table_settings()
+    dense_class, dense_arguments = optimizer.dense_settings()
+    optimizers = [table_class(tables, **table_arguments), dense_class(dense, **dense_arguments)]
+    logits, losses = [], []
+    for batch in batches(STEPS):
+        for o in optimizers:
+            o.zero_grad()
+        loss, output = model(batch)
+        loss.backward()
+        for o in optimizers:
+            o.step()
+        logits.append(output.logits)
+        losses.append(float(output.loss))
+    return {"logits": logits, "losses": losses, "state": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def sharded(runtime: Runtime, sharding: str, optimizer: OptimizerConfig) -> dict[str, Any]:
+    model = small_model(META)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
+    kinds = {kind.sharding_type for module in plan.plan.values() for kind in module.values()}  # type: ignore[attr-defined]
+    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=7)
+    first = gather_state(parallel)
+    pipeline = make_pipeline(parallel, keyed, runtime.device)
+    own = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
+    outputs = [pipeline.progress(own) for _ in range(STEPS)]
+    return {
+        "kinds": kinds,
+        "first": first,
+        "logits": [output.logits for output in outputs],
+        "losses": [float(output.loss) for output in outputs],
+        "state": gather_state(parallel),
+        "pipelined": len(pipeline._pipelined_modules),
+        "unpipelined": unpipelined(pipeline, parallel),
+    }
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("kind", ["adagrad", "sgd"])
+def test_sharded_equals_unsharded(sharding: str, world_size: int, kind: str) -> None:
+    optimizer = OptimizerConfig(tables=kind, tables_lr=0.1)  # type: ignore[arg-type]
+    expected = unsharded(optimizer)
+    ranks = run_ranks(sharded, world_size, sharding, optimizer)
+    assert ranks[0]["kinds"] == {sharding}
+    first = torch.cat([rank["logits"][0] for rank in ranks])
+    torch.testing.assert_close(first, expected["logits"][0], rtol=0, atol=1e-5)
+    assert_equal(ranks[0]["state"], expected["state"], 1e-4)
+    mean = [sum(losses) / world_size for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    torch.testing.assert_close(torch.tensor(mean), torch.tensor(expected["losses"]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "data_parallel"])
+def test_row_wise_adagrad_equals_unsharded_where_rows_are_whole(sharding: str) -> None:
+    optimizer = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1)
+    assert_equal(run_ranks(sharded, 2, sharding, optimizer)[0]["state"], unsharded(optimizer)["state"], 1e-4)
+
+
+def test_the_seed_alone_decides_the_first_tables() -> None:
+    states = [
+        run_ranks(sharded, world_size, sharding, OptimizerConfig())[0]["first"]
+        for sharding in SHARDINGS
+        for world_size in (1, 2, 3)
+        if (sharding, world_size) != ("column_wise", 3)  # 16 columns do not split in 3
+    ]
+    for state in states[1:]:
+        assert_equal(state, states[0], 0.0)
+    tables = [value for name, value in states[0].items() if "embedding_bags" in name]
+    assert len(tables) == 3
+    assert all(len(value.unique()) > value.numel() // 2 for value in tables)
+
+
+def test_both_towers_are_pipelined() -> None:
+    for rank in run_ranks(sharded, 2, "row_wise", OptimizerConfig()):
+        assert rank["pipelined"] == 2
+        assert rank["unpipelined"] == []
+
+
+def filled(runtime: Runtime, sharding: str) -> dict[str, Tensor] | None:
+    model = small_model(META)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
+    parallel, _ = hybrid_parallel(model, runtime, plan=plan)
+    fill_tables(parallel, lambda fqn, config, start, stop: _numbered(start, stop, config.embedding_dim))
+    return gather_state(parallel)
+
+
+def _numbered(start: int, stop: int, width: int) -> Tensor:
+    return torch.arange(start, stop).float()[:, None] * 100 + torch.arange(width).float()
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_filling_shards_writes_each_row_where_it_belongs(sharding: str) -> None:
+    state = run_ranks(filled, 2, sharding)[0]
+    for name, value in state.items():
+        if "embedding_bags" in name:
+            torch.testing.assert_close(value, _numbered(0, *value.shape), rtol=0, atol=0)

@@ -1,0 +1,60 @@
+"""A small two-tower model and batches for it, for tests that do not care which."""
+
+from collections.abc import Iterator
+
+import torch
+from torchrec import EmbeddingBagConfig, PoolingType
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.models.tower_model import Interaction, TowerModel, two_tower
+from torchrec_ext.schema import Jagged
+
+USERS, ITEMS, DIM = 101, 50, 16
+META = torch.device("meta")
+
+
+def table(name: str, rows: int, **options: object) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=DIM, **options)  # type: ignore[arg-type]
+
+
+def small_model(device: torch.device | None = None, interaction: Interaction = "top_nn", seed: int = 0) -> TowerModel:
+    model = two_tower(
+        [table("user_id", USERS), table("history", ITEMS, pooling=PoolingType.MEAN)],
+        [table("item_id", ITEMS)],
+        user_dense=["age"],
+        item_dense=["price"],
+        tower_widths=(16, 8),
+        interaction=interaction,
+        device=device,
+    )
+    torch.manual_seed(seed)  # here, because tables off the meta device have drawn numbers too
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.reset_parameters()
+    return model
+
+
+def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, seed: int = 0) -> Iterator[TowerBatch]:
+    """``count`` batches of ``size`` rows over all ranks, of which this rank's share; the union over ranks is the same for any R."""
+    schema = small_model(META).schema()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        users, items = torch.randint(USERS, (size,), generator=generator), torch.randint(ITEMS, (size,), generator=generator)
+        lengths = torch.randint(0, 4, (size,), generator=generator)
+        history = torch.randint(ITEMS, (int(lengths.sum()),), generator=generator)
+        dense = torch.rand(2, size, generator=generator)
+        labels = torch.randint(2, (size,), generator=generator).float()
+        weights = torch.rand(size, generator=generator) + 0.5
+        own = slice(rank * size // world_size, (rank + 1) * size // world_size)
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        yield schema.assemble(
+            {
+                "user_id": Jagged(users[own]),
+                "history": Jagged(history[ends[own.start] : ends[own.stop]], lengths[own]),
+                "item_id": Jagged(items[own]),
+            },
+            {"age": dense[0, own], "price": dense[1, own]},
+            labels=labels[own],
+            weights=weights[own],
+            total_weight=float(weights.sum()) / world_size,
+        )

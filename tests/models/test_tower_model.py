@@ -1,0 +1,75 @@
+"""Towers learn, every parameter of them, and wrong declarations are refused."""
+
+import pytest
+import torch
+
+from tests.examples import META, batches, small_model, table
+from torchrec_ext.distributed.tables import initialise_tables
+from torchrec_ext.models.tower_model import TowerModel, two_tower
+from torchrec_ext.modules.interaction import DotProduct
+from torchrec_ext.modules.tower import Tower
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("interaction", ["top_nn", "dot"])
+def test_every_parameter_receives_a_gradient(interaction: str) -> None:
+    model = small_model(interaction=interaction)  # type: ignore[arg-type]
+    initialise_tables(model, seed=1)
+    loss, _ = model(next(batches(1)))
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_logits_are_the_interaction_of_the_towers() -> None:
+    model, batch = small_model(), next(batches(1))
+    outputs = [model.embed("user", batch), model.embed("item", batch)]
+    assert [tuple(output.shape) for output in outputs] == [(24, 8), (24, 8)]
+    torch.testing.assert_close(model.logits(batch), model.interaction(outputs))
+
+
+def test_a_tower_does_not_see_the_features_of_the_other() -> None:
+    model, batch = small_model(), next(batches(1))
+    before = model.embed("item", batch)
+    batch.dense[:, 0] += 100  # age, of the user tower
+    torch.testing.assert_close(model.embed("item", batch), before, rtol=0, atol=0)
+    assert not torch.equal(model.embed("user", batch), model.embed("user", next(batches(1))))
+
+
+def test_the_output_of_a_step_is_detached() -> None:
+    loss, output = small_model()(next(batches(1)))
+    assert loss.requires_grad
+    assert not output.loss.requires_grad
+    assert not output.logits.requires_grad
+
+
+def test_meta_tables_take_no_memory() -> None:
+    model = two_tower([table("ad_id", 300_000_000)], [table("item_id", 50)], device=META)
+    assert {p.device.type for name, p in model.named_parameters() if "embedding_bags" in name} == {"meta"}
+
+
+def test_three_towers_are_declared_like_two() -> None:
+    towers = {name: Tower([table(name, 10)], [8]) for name in ("user", "item", "context")}
+    model = TowerModel(towers, torch.nn.Module())
+    assert model.schema().keys == ["user", "item", "context"]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: two_tower([table("t", 5)], [table("t", 5)]), "tables ['t'] are declared by more than one tower"),
+        (
+            lambda: two_tower([table("a", 5)], [table("b", 5)], interaction="cosine"),
+            "interaction='cosine': must be one of top_nn, dot",
+        ),
+        (lambda: two_tower([table("a", 5)], []), "a Tower needs at least one table"),
+        (lambda: TowerModel({}, DotProduct([1, 1])), "a TowerModel needs at least one tower"),
+        (lambda: small_model().embed("users", next(batches(1))), "tower 'users' is not one of ['user', 'item']"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(make: object, text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make()  # type: ignore[operator]
+    assert text in str(error.value)

@@ -1,0 +1,78 @@
+"""A batch survives what TorchRec's pipelines do to it."""
+
+import pytest
+import torch
+from torchrec.streamable import Pipelineable
+
+from tests.examples import batches
+from torchrec_ext.batch import TowerBatch
+
+pytestmark = pytest.mark.unit
+
+
+def batch() -> TowerBatch:
+    made = next(batches(1))
+    made.log_q = torch.arange(len(made)).float()
+    return made
+
+
+def parts(made: TowerBatch) -> list[torch.Tensor]:
+    assert made.log_q is not None
+    return [
+        made.sparse.values(),
+        made.sparse.lengths(),
+        made.dense,
+        made.labels,
+        made.weights,
+        made.total_weight,
+        made.log_q,
+    ]
+
+
+def test_a_batch_is_what_pipelines_take() -> None:
+    assert isinstance(batch(), Pipelineable)
+
+
+def test_a_batch_moves_whole(device: torch.device) -> None:
+    made = batch()
+    moved = made.to(device, non_blocking=True)
+    assert all(part.device.type == device.type for part in parts(moved))
+    for before, after in zip(parts(made), parts(moved), strict=True):
+        torch.testing.assert_close(after.cpu(), before, rtol=0, atol=0)
+    assert moved.sparse.keys() == made.sparse.keys()
+    assert len(moved) == len(made)
+
+
+def test_a_batch_moves_without_log_q() -> None:
+    made = next(batches(1))
+    assert made.to(torch.device("cpu")).log_q is None
+
+
+@pytest.mark.gpu
+def test_a_pinned_batch_is_page_locked_and_equal() -> None:
+    made = batch()
+    pinned = made.pin_memory()
+    assert all(part.is_pinned() for part in parts(pinned))
+    for before, after in zip(parts(made), parts(pinned), strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_stream_is_recorded_on_every_tensor() -> None:
+    made = batch().to(torch.device("cuda"))
+    stream = torch.cuda.Stream()
+    made.record_stream(stream)
+    torch.cuda.synchronize()
+    assert torch.isfinite(made.dense).all()
+
+
+def test_pinning_and_recording_reach_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does to each tensor, counted where there is none."""
+    made, pinned, recorded = batch(), [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.data_ptr()) or tensor)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.data_ptr()))
+    made.pin_memory()
+    made.record_stream(None)  # type: ignore[arg-type]
+    for tensor in parts(made):
+        assert tensor.data_ptr() in pinned
+        assert tensor.data_ptr() in recorded

@@ -1,0 +1,149 @@
+"""Bad input is refused in words that name feature, table, value, row and remedy; the oov policy maps it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+from torchrec_ext.schema import BatchSchema, DataError, Jagged
+
+pytestmark = pytest.mark.unit
+
+
+def schema(**options: object) -> BatchSchema:
+    tables = [
+        EmbeddingBagConfig(name="users", feature_names=["user_id"], num_embeddings=5, embedding_dim=4),
+        EmbeddingBagConfig(name="items", feature_names=["item_id", "history"], num_embeddings=8, embedding_dim=4),
+        EmbeddingBagConfig(name="items_small", feature_names=["item_id"], num_embeddings=6, embedding_dim=4),
+    ]
+    return BatchSchema.from_tables(tables, dense=["age"], **options)  # type: ignore[arg-type]
+
+
+def columns(**changes: Jagged) -> dict[str, Jagged]:
+    return {
+        "user_id": Jagged(torch.tensor([0, 4])),
+        "item_id": Jagged(torch.tensor([1, 5])),
+        "history": Jagged(torch.tensor([7, 2, 3]), torch.tensor([0, 3])),
+    } | changes
+
+
+AGE = {"age": torch.tensor([0.5, 1.0])}
+LABELS = torch.tensor([1.0, 0.0])
+
+
+def test_the_tables_say_what_a_batch_holds() -> None:
+    made = schema()
+    assert made.keys == ["user_id", "item_id", "history"]
+    assert {feature.name: feature.num_embeddings for feature in made.sparse} == {"user_id": 5, "item_id": 6, "history": 8}
+    assert made.sparse[1].tables == ("items", "items_small")
+
+
+def test_columns_are_packed_in_order() -> None:
+    batch = schema().assemble(columns(), AGE, labels=LABELS)
+    assert batch.sparse.keys() == ["user_id", "item_id", "history"]
+    assert batch.sparse.values().tolist() == [0, 4, 1, 5, 7, 2, 3]
+    assert batch.sparse.lengths().tolist() == [1, 1, 1, 1, 0, 3]
+    assert batch.sparse.values().dtype == torch.int64
+    assert batch.dense.tolist() == [[0.5], [1.0]]
+    assert batch.weights.tolist() == [1.0, 1.0]
+    assert float(batch.total_weight) == 2.0
+
+
+def test_small_integers_become_the_one_id_type() -> None:
+    batch = schema().assemble(columns(user_id=Jagged(torch.tensor([0, 4], dtype=torch.int16))), AGE, labels=LABELS)
+    assert batch.sparse.values().dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"user_id": Jagged(torch.tensor([0, 5]))},
+            "feature 'user_id': id 5 in row 1 of the batch is outside table 'users' (valid ids: 0 to 4;",
+        ),
+        (
+            {"item_id": Jagged(torch.tensor([-1, 5]))},
+            "id -1 in row 0 of the batch is outside table 'items', 'items_small' (valid ids: 0 to 5",
+        ),
+        ({"history": Jagged(torch.tensor([1, 8, 3]), torch.tensor([1, 2]))}, "feature 'history': id 8 in row 1"),
+        ({"user_id": Jagged(torch.tensor([0.0, 4.0]))}, "feature 'user_id': ids are float32, must be integers"),
+        ({"user_id": Jagged(torch.tensor([True, False]))}, "feature 'user_id': ids are bool, must be integers"),
+        ({"history": Jagged(torch.tensor([1, 2, 3]), torch.tensor([4, -1]))}, "feature 'history': length -1 in row 1"),
+        ({"history": Jagged(torch.tensor([1, 2]), torch.tensor([0, 3]))}, "the lengths add up to 3, but there are 2 ids"),
+        ({"user_id": Jagged(torch.tensor([0, 4, 1]))}, "feature 'user_id': 3 rows, but the batch has 2 labels"),
+    ],
+)
+def test_a_bad_column_is_named(changes: dict[str, Jagged], text: str) -> None:
+    with pytest.raises(DataError) as error:
+        schema().assemble(columns(**changes), AGE, labels=LABELS)
+    assert text in str(error.value)
+
+
+def test_a_row_is_named_by_its_number_where_it_has_one() -> None:
+    with pytest.raises(DataError, match="id 9 in row 4711 "):
+        schema().assemble(columns(user_id=Jagged(torch.tensor([0, 9]))), AGE, labels=LABELS, rows=torch.tensor([4710, 4711]))
+
+
+@pytest.mark.parametrize(("name", "part"), [("user_id", "sparse"), ("age", "dense")])
+def test_a_missing_column_is_named_with_what_is_there(name: str, part: str) -> None:
+    sparse, dense = columns(), dict(AGE)
+    del (sparse if part == "sparse" else dense)[name]
+    with pytest.raises(DataError, match=f"column '{name}' is missing; the batch has .*, the schema needs"):
+        schema().assemble(sparse, dense, labels=LABELS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("column", ["age", "label", "weight"])
+def test_a_value_that_is_not_finite_is_named(column: str, value: float) -> None:
+    bad = torch.tensor([0.5, value])
+    age = {"age": bad} if column == "age" else AGE
+    with pytest.raises(DataError, match=f"column '{column}': value {value} in row 1 of the batch is not finite"):
+        schema().assemble(columns(), age, labels=bad if column == "label" else LABELS, weights=bad if column == "weight" else None)
+
+
+def test_oov_maps_to_the_out_of_vocabulary_row() -> None:
+    made = schema(out_of_range="oov", oov_ids={"user_id": 3})
+    changes = {"user_id": Jagged(torch.tensor([-7, 5])), "history": Jagged(torch.tensor([7, 8, 99]), torch.tensor([0, 3]))}
+    assert made.assemble(columns(**changes), AGE, labels=LABELS).sparse.values().tolist() == [3, 3, 1, 5, 7, 0, 0]
+
+
+def kjt(users: Tensor) -> KeyedJaggedTensor:
+    values = torch.cat([users, torch.tensor([1, 5, 7, 2, 3, 42])])
+    lengths = torch.tensor([1, 1, 1, 1, 0, 3, 1, 0], dtype=torch.int32)
+    return KeyedJaggedTensor(keys=["user_id", "item_id", "history", "other"], values=values, lengths=lengths)
+
+
+def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
+    good = kjt(torch.tensor([0, 4]))
+    assert schema().check(good) is good
+    with pytest.raises(DataError, match="id 6 in row 1"):
+        schema().check(kjt(torch.tensor([0, 6])))
+    mapped = schema(out_of_range="oov").check(kjt(torch.tensor([0, 6])))
+    assert mapped.values().tolist() == [0, 0, 1, 5, 7, 2, 3, 42]
+    assert mapped.keys() == good.keys()
+
+
+def test_a_keyed_jagged_tensor_without_a_feature() -> None:
+    short = KeyedJaggedTensor(keys=["user_id"], values=torch.tensor([1]), lengths=torch.tensor([1]))
+    with pytest.raises(DataError, match=r"lacks \['item_id', 'history'\]; it has the keys \['user_id'\]"):
+        schema().check(short)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"out_of_range": "ignore"}, "out_of_range='ignore': must be one of error, oov"),
+        ({"oov_ids": {"user_id": 5}}, "feature 'user_id': oov_id=5 is not a row of table 'users'"),
+        ({"oov_ids": {"user": 0}}, "oov_ids names ['user'], which no table reads"),
+    ],
+)
+def test_a_wrong_schema_is_refused(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        schema(**options)
+    assert text in str(error.value)
+
+
+def test_a_column_cannot_be_sparse_and_dense() -> None:
+    table = EmbeddingBagConfig(name="t", feature_names=["age"], num_embeddings=5, embedding_dim=4)
+    with pytest.raises(ValueError, match=r"columns \['age'\] appear twice"):
+        BatchSchema.from_tables([table], dense=["age"])
