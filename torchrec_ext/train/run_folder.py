@@ -1,0 +1,97 @@
+"""RunFolder: what a run leaves on disk: its configuration, its metrics as JSON lines and TensorBoard events, a picture of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrec_ext.train.loop import Record
+
+
+class RunFolderError(ValueError):
+    """The folder cannot be written to, or a library for its pictures is missing."""
+
+
+class RunFolder:
+    """A folder that one rank writes.
+
+    Args:
+        path: made where missing.
+        config: written to ``config.json``.
+
+    Raises:
+        RunFolderError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self.path = path
+        self.records: list[Record] = []
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._metrics = (path / "metrics.jsonl").open("w")
+            (path / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+        except OSError as error:
+            raise RunFolderError(
+                f"run folder '{path}' cannot be written: {error.strerror or error}; choose another with --run-dir"
+            ) from None
+        self._events = _tensorboard(path / "tensorboard")
+
+    def log(self, record: Record) -> None:
+        """Appends one record to ``metrics.jsonl`` and its figures to TensorBoard."""
+        self.records.append(record)
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        for name, value in record.items():
+            if isinstance(value, float):
+                self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    def write(self, name: str, text: str) -> None:
+        """One more text file."""
+        (self.path / name).write_text(text if text.endswith("\n") else text + "\n")
+
+    def close(self, baselines: Mapping[str, float] | None = None) -> Path:
+        """Closes the files and draws ``training.png``.
+
+        Args:
+            baselines: figures by name to draw as dashed lines, such as those of the popularity ranking.
+        """
+        self._metrics.close()
+        self._events.close()
+        picture = self.path / "training.png"
+        draw(self.records, picture, baselines or {})
+        return picture
+
+
+def draw(records: list[Record], path: Path, baselines: Mapping[str, float]) -> None:
+    """Loss over steps on the left, one panel per evaluated figure beside it."""
+    from matplotlib.figure import Figure
+
+    train = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    names = [name for name, value in (evaluations[-1] if evaluations else {}).items() if isinstance(value, float)]
+    figure = Figure(figsize=(4.2 * (1 + len(names)), 3.4), layout="constrained")
+    axes = figure.subplots(1, 1 + len(names), squeeze=False)[0]
+    axes[0].plot([record["step"] for record in train], [record["loss"] for record in train], color="#1f5f99")
+    axes[0].set(title="training loss", xlabel="step")
+    for axis, name in zip(axes[1:], names, strict=True):
+        axis.plot([r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color="#1f5f99", label="this run")
+        if name in baselines:
+            axis.axhline(baselines[name], linestyle="--", color="#b3541e", label="popularity ranking")
+            axis.legend(frameon=False)
+        axis.set(title=name, xlabel="step")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def _tensorboard(path: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise RunFolderError(
+            "the run folder's TensorBoard events and picture need the extra 'report': pip install 'torchrec-ext[report]'"
+        ) from None
+    return SummaryWriter(str(path))
