@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +12,23 @@ Array = NDArray[Any]
 Int64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
+class Windows(NamedTuple):
+    """(B,) first places of rows in a pool of values, and (B,) the places after their last."""
+
+    starts: Int64
+    stops: Int64
+
+
 class Column:
-    """One feature of B rows.
+    """One feature of B rows, immutable.
 
     A scalar column is its ``values``. A ragged column holds the values of all rows one after the other::
 
         row 0: [3, 7]   row 1: []   row 2: [5]      values = [3, 7, 5]   offsets = [0, 2, 2, 3]
+
+    A ragged column that was taken, sliced or repeated is a list of windows into the values of the column that it came from, and is
+    gathered when its ``values`` are first read: histories overlap, so that 100,000 of them fit into a cache that their copies would
+    not.
 
     Args:
         values: (B,), or (sum of lengths,) with ``offsets``.
@@ -29,75 +38,109 @@ class Column:
         ValueError: the offsets do not fit the values.
     """
 
-    values: Array
-    offsets: Int64 | None = None
+    __slots__ = ("_pool", "_values", "_windows")
 
-    def __post_init__(self) -> None:
-        if self.values.ndim != 1:
-            raise ValueError(f"values have shape {self.values.shape}, must be one-dimensional; give a ragged column its offsets")
-        if self.offsets is None:
-            return
-        offsets = self.offsets
-        if offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets):
-            raise ValueError(f"offsets are {offsets.dtype} of shape {offsets.shape}, must be int64 of shape (B + 1,)")
-        if offsets[0] != 0 or offsets[-1] != len(self.values):
-            raise ValueError(f"offsets run from {offsets[0]} to {offsets[-1]}, must run from 0 to the {len(self.values)} values")
+    def __init__(self, values: Array, offsets: Int64 | None = None) -> None:
+        if values.ndim != 1:
+            raise ValueError(f"values have shape {values.shape}, must be one-dimensional; give a ragged column its offsets")
+        if offsets is not None:
+            if offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets):
+                raise ValueError(f"offsets are {offsets.dtype} of shape {offsets.shape}, must be int64 of shape (B + 1,)")
+            if offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
+                raise ValueError(f"offsets must rise from 0 to the {len(values)} values, got {offsets}")
+        self._pool = values
+        self._values: Array | None = values
+        self._windows = None if offsets is None else Windows(offsets[:-1], offsets[1:])
 
     @classmethod
     def from_lengths(cls, values: Array, lengths: Array) -> Column:
         """A ragged column from its row lengths (B,)."""
-        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        return cls(values, offsets)
+        return cls(values, _offsets(lengths))
+
+    @classmethod
+    def from_windows(cls, pool: Array, windows: Windows) -> Column:
+        """The ragged column whose row b is ``pool[starts[b]:stops[b]]``; windows may overlap.
+
+        Args:
+            pool: (V,).
+            windows: B of them.
+        """
+        column = cls.__new__(cls)
+        column._pool, column._windows, column._values = pool, windows, None
+        return column
 
     def __len__(self) -> int:
-        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+        return len(self._pool if self._windows is None else self._windows.starts)
+
+    def __repr__(self) -> str:
+        return f"Column({len(self)} rows of {self._pool.dtype}{', ragged' if self.ragged else ''})"
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a row may have any number of values."""
+        return self._windows is not None
+
+    @property
+    def pool(self) -> Array:
+        """The values that the windows of a ragged column look into."""
+        return self._pool
+
+    @property
+    def windows(self) -> Windows | None:
+        """Where each row of a ragged column lies in ``pool``; None for a scalar column."""
+        return self._windows
+
+    @property
+    def values(self) -> Array:
+        """(B,), or (sum of lengths,) for a ragged column."""
+        if self._values is None and self._windows is not None:
+            lengths = self.lengths
+            places = (self._windows.starts - _offsets(lengths)[:-1]).repeat(lengths)
+            places += np.arange(len(places))
+            self._values = self._pool.take(places)
+        return self._pool if self._values is None else self._values
+
+    @property
+    def offsets(self) -> Int64 | None:
+        """(B + 1,) where each row begins in ``values``; None for a scalar column."""
+        return _offsets(self.lengths) if self.ragged else None
 
     @property
     def lengths(self) -> Int64:
         """(B,) values per row; ones for a scalar column."""
-        return np.ones(len(self), dtype=np.int64) if self.offsets is None else np.diff(self.offsets)
+        if self._windows is None:
+            return np.ones(len(self), dtype=np.int64)
+        return self._windows.stops - self._windows.starts
 
     def row(self, index: int) -> Array:
         """The values of one row, as a view."""
-        return self.slice(index, index + 1).values
+        if self._windows is None:
+            return self._pool[[index]]
+        return self._pool[self._windows.starts[index] : self._windows.stops[index]]
 
     def slice(self, start: int, stop: int) -> Column:
-        """Rows ``start`` to ``stop``; the values are a view."""
-        if self.offsets is None:
-            return Column(self.values[start:stop])
-        offsets = self.offsets[start : stop + 1]
-        return Column(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+        """Rows ``start`` to ``stop``, as views."""
+        if self._windows is None:
+            return Column(self._pool[start:stop])
+        return Column.from_windows(self._pool, Windows(*(places[start:stop] for places in self._windows)))
 
     def take(self, indices: Int64) -> Column:
         """The rows ``indices`` (B',), in that order; a row may be taken twice."""
-        if self.offsets is None:
-            return Column(self.values.take(indices))
-        starts = self.offsets.take(indices)
-        return gather_windows(self.values, starts, self.offsets.take(indices + 1))
+        if self._windows is None:
+            return Column(self._pool.take(indices))
+        return Column.from_windows(self._pool, Windows(*(places.take(indices) for places in self._windows)))
 
     def repeat(self, times: int) -> Column:
         """Each row ``times`` times in a row: B * times rows."""
-        if times == 1:
-            return self
-        if self.offsets is None:
-            return Column(self.values.repeat(times))
-        return self.take(np.arange(len(self)).repeat(times))
+        if self._windows is None:
+            return Column(self._pool.repeat(times))
+        return Column.from_windows(self._pool, Windows(*(places.repeat(times) for places in self._windows)))
 
 
-def gather_windows(values: Array, starts: Int64, stops: Int64) -> Column:
-    """The ragged column whose row b is ``values[starts[b]:stops[b]]``; windows may overlap.
-
-    Args:
-        values: (V,).
-        starts: (B,) first place of each window.
-        stops: (B,) place after the last; ``stops >= starts``.
-    """
-    offsets = np.zeros(len(starts) + 1, dtype=np.int64)
-    np.cumsum(stops - starts, out=offsets[1:])
-    places = (starts - offsets[:-1]).repeat(stops - starts)
-    places += np.arange(len(places))
-    return Column(values.take(places), offsets)
+def _offsets(lengths: Array) -> Int64:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def concatenate(columns: Sequence[Column]) -> Column:
@@ -105,7 +148,7 @@ def concatenate(columns: Sequence[Column]) -> Column:
     if len(columns) == 1:
         return columns[0]
     values = np.concatenate([column.values for column in columns])
-    if columns[0].offsets is None:
+    if not columns[0].ragged:
         return Column(values)
     return Column.from_lengths(values, np.concatenate([column.lengths for column in columns]))
 
@@ -154,3 +197,28 @@ class Chunk(Mapping[str, Column]):
     def select(self, names: Sequence[str]) -> Chunk:
         """Only the columns ``names``."""
         return Chunk({name: self[name] for name in names})
+
+
+class PackedRows:
+    """The rows of a chunk with its integers side by side: taking a random row touches one cache line and not one per column.
+
+    Args:
+        chunk: what to pack; ragged columns are packed as their windows. Columns of other types stay as they are.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.num_rows = chunk.num_rows
+        self._ragged = [name for name in chunk if chunk[name].ragged]
+        self._scalar = [name for name in chunk if not chunk[name].ragged and chunk[name].values.dtype == np.int64]
+        self._rest = chunk.select([name for name in chunk if name not in self._ragged + self._scalar])
+        self._pools = {name: chunk[name].pool for name in self._ragged}
+        packed = [places for name in self._ragged for places in chunk[name].windows or ()]
+        packed += [chunk[name].values for name in self._scalar]
+        self._matrix = np.stack(packed, axis=1) if packed else np.zeros((self.num_rows, 0), dtype=np.int64)
+
+    def take(self, indices: Int64) -> Chunk:
+        """The rows ``indices`` (B',), in that order."""
+        vectors = iter(np.ascontiguousarray(self._matrix.take(indices, axis=0).T))
+        columns = {name: Column.from_windows(self._pools[name], Windows(next(vectors), next(vectors))) for name in self._ragged}
+        columns |= {name: Column(next(vectors)) for name in self._scalar}
+        return self._rest.take(indices).with_columns(columns)

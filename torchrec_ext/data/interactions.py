@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, gather_windows
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
 from torchrec_ext.schema import DataError
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
@@ -75,7 +75,8 @@ class InteractionData:
         pairs = self.pairs(*(parts or ("train",)))
         order = np.argsort(pairs.users, kind="stable")
         ordered = pairs.users[order]
-        return gather_windows(pairs.items[order], ordered.searchsorted(users), ordered.searchsorted(users, side="right"))
+        windows = Windows(ordered.searchsorted(users), ordered.searchsorted(users, side="right"))
+        return Column.from_windows(pairs.items[order], windows)
 
 
 class LeaveOneOut(NamedTuple):
@@ -111,7 +112,7 @@ def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: in
     from_end = past_last - np.arange(len(rows))
     part = np.where(past_last - first < 3, TRAIN, np.where(from_end == 1, TEST, np.where(from_end == 2, VALIDATION, TRAIN)))
     same_time, _ = _runs(user, timestamp)
-    history = gather_windows(item, np.maximum(first, same_time - history_length), same_time)
+    history = Column.from_windows(item, Windows(np.maximum(first, same_time - history_length), same_time))
     return LeaveOneOut(rows, part.astype(np.int8), history)
 
 

@@ -163,7 +163,7 @@ def _same_kind(name: str, files: Sequence[Path], chunks: Sequence[Chunk], at: in
     first, column = (chunks[index].get(name) for index in (0, at))
     if column is None or first is None:
         raise DataError(f"{files[at]}: column '{name}' is missing, but {files[0]} has it; give files with the same columns")
-    if column.values.dtype.kind != first.values.dtype.kind or (column.offsets is None) != (first.offsets is None):
+    if column.values.dtype.kind != first.values.dtype.kind or column.ragged != first.ragged:
         raise DataError(
             f"{files[at]}: column '{name}' is {column.values.dtype}, in {files[0]} it is {first.values.dtype}; "
             "give files with the same types"

@@ -1,0 +1,179 @@
+"""Columns -> TowerBatch: users repeated beside their candidates, item features looked up by id."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.schema import BatchSchema, DataError, Jagged
+
+
+class BatchBuilder:
+    """Builds batches that always have every key of the schema, in its order.
+
+    TorchRec's sharded modules fix the keys at their first call, so a batch of users only or of items only carries the other side's
+    features as empty bags and zeros.
+
+    Args:
+        schema: the columns that the model reads.
+        items: row i holds the features of item i, as in ``InteractionData.items``; what it names is the item side, all else the
+            user side. None where the rows hold everything themselves.
+    """
+
+    def __init__(self, schema: BatchSchema, items: Chunk | None) -> None:
+        self.schema = schema
+        self.items = items if items is not None else Chunk({})
+        names = schema.keys + list(schema.dense)
+        self._item_side = [name for name in names if name in self.items]
+        self._user_side = [name for name in names if name not in self.items]
+
+    def user_batch(self, users: Chunk) -> TowerBatch:
+        """B rows with the user side only; labels are 0."""
+        return self._assemble(self._user_columns(users, 1), users.num_rows, {"labels": np.zeros(users.num_rows)})
+
+    def item_batch(self, item_ids: Int64) -> TowerBatch:
+        """B rows with the item side of ``item_ids`` (B,) only; labels are 0."""
+        return self._assemble(self._item_columns(item_ids), len(item_ids), {"labels": np.zeros(len(item_ids))})
+
+    def pairs(
+        self,
+        users: Chunk,
+        candidates: Int64 | None = None,
+        *,
+        labels: Array | None = None,
+        weights: Array | None = None,
+        log_q: Array | None = None,
+        total_weight: float | None = None,
+        row_numbers: Int64 | None = None,
+        padded_rows: int | None = None,
+    ) -> TowerBatch:
+        """B users with N candidates each: B x N rows, a user's candidates one after the other.
+
+        Args:
+            users: B rows with the user side.
+            candidates: (B, N) item ids. None: the rows hold the item side themselves, or name it by their own ``item_id``.
+            labels: (B, N); zeros where not given.
+            weights: (B, N); ones where not given.
+            log_q: (B, N).
+            total_weight: see :class:`TowerBatch`.
+            row_numbers: (B,) what an error message calls the rows.
+            padded_rows: add rows of weight 0, with empty bags and zeros, until there are this many users.
+        """
+        if candidates is None and self._item_side:
+            candidates = users["item_id"].values[:, None]
+        width = 1 if candidates is None else candidates.shape[1]
+        size = users.num_rows * width
+        if row_numbers is None:
+            row_numbers = np.arange(users.num_rows)
+        row_numbers = row_numbers.repeat(width)
+        columns = self._user_columns(users, width)
+        if candidates is not None:
+            columns |= self._item_columns(np.ascontiguousarray(candidates).reshape(-1), row_numbers)
+        vectors = {"labels": np.zeros(size) if labels is None else labels, "weights": np.ones(size) if weights is None else weights}
+        if log_q is not None:
+            vectors["log_q"] = log_q
+        padded = None if padded_rows is None else padded_rows * width
+        return self._assemble(columns, size, vectors, row_numbers, total_weight, padded)
+
+    def _user_columns(self, users: Chunk, times: int) -> dict[str, _Repeated]:
+        return {name: _Repeated(users[name], times) for name in self._user_side if name in users}
+
+    def _item_columns(self, item_ids: Int64, row_numbers: Int64 | None = None) -> dict[str, _Repeated]:
+        bad = (item_ids < 0) | (item_ids >= self.items.num_rows)
+        if bad.any():
+            if self.schema.out_of_range != "oov":
+                raise _unknown_item(item_ids, bad, self.items.num_rows, row_numbers)
+            item_ids = np.where(bad, 0, item_ids)
+        return {name: _Repeated(self.items[name].take(item_ids)) for name in self._item_side}
+
+    def _assemble(
+        self,
+        columns: dict[str, _Repeated],
+        size: int,
+        vectors: dict[str, Array],
+        row_numbers: Int64 | None = None,
+        total_weight: float | None = None,
+        padded: int | None = None,
+    ) -> TowerBatch:
+        """The batch; a side of the schema of which there is no column at all is empty, a single missing column is an error."""
+        for side in (self._user_side, self._item_side):
+            if not any(name in columns for name in side):
+                columns |= {name: _nothing(size, name in self.schema.dense) for name in side}
+        pad = (padded or size) - size
+        rows = np.arange(size) if row_numbers is None else row_numbers
+        floats = {name: _padded(torch.from_numpy(_fresh(vector.reshape(-1))).float(), pad) for name, vector in vectors.items()}
+        return self.schema.assemble(
+            {name: _jagged(name, columns[name], pad) for name in self.schema.keys if name in columns},
+            {name: _padded(_dense(name, columns[name]), pad) for name in self.schema.dense if name in columns},
+            labels=floats["labels"],
+            weights=floats.get("weights"),
+            log_q=floats.get("log_q"),
+            total_weight=total_weight,
+            rows=_padded(torch.from_numpy(_fresh(rows)), pad),
+        )
+
+
+class _Repeated(NamedTuple):
+    """A column of which each row stands ``times`` times in a row."""
+
+    column: Column
+    times: int = 1
+
+
+def _nothing(size: int, dense: bool) -> _Repeated:
+    if dense:
+        return _Repeated(Column(np.zeros(size, dtype=np.float32)))
+    return _Repeated(Column(np.zeros(0, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)))
+
+
+def _jagged(name: str, repeated: _Repeated, pad: int) -> Jagged:
+    column, times = repeated
+    if column.values.dtype.kind not in "iufb":
+        raise DataError(f"column '{name}' is {column.values.dtype}, ids must be integers; map the values to ids first")
+    values = torch.from_numpy(_fresh(column.values))
+    if not column.ragged:
+        values = values.repeat_interleave(times)
+        lengths = torch.ones(len(values), dtype=torch.int32) if pad else None
+    else:
+        lengths = torch.from_numpy(column.lengths.astype(np.int32))
+        if times > 1:
+            lengths, values = _repeat_rows(lengths, values, times)
+    return Jagged(values, lengths if lengths is None else _padded(lengths, pad))
+
+
+def _repeat_rows(lengths: Tensor, values: Tensor, times: int) -> tuple[Tensor, Tensor]:
+    """FBGEMM copies row by row, which is several times faster than a gather through an index for every value."""
+    rows = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(times)
+    lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(rows, lengths, values, None, len(values) * times)
+    return lengths, values
+
+
+def _dense(name: str, repeated: _Repeated) -> Tensor:
+    column, times = repeated
+    if column.ragged or column.values.dtype.kind not in "fiub":
+        found = "ragged" if column.ragged else str(column.values.dtype)
+        raise DataError(f"column '{name}' is {found}, must be one number per row; read it as a sparse feature, or convert it")
+    return torch.from_numpy(_fresh(column.values)).float().repeat_interleave(times)
+
+
+def _padded(tensor: Tensor, pad: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(pad)]) if pad else tensor
+
+
+def _fresh(array: Array) -> Array:
+    """Memory that torch may own: what comes from Arrow is read-only."""
+    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
+
+
+def _unknown_item(item_ids: Int64, bad: Array, size: int, row_numbers: Int64 | None) -> DataError:
+    at = int(bad.argmax())
+    row = at if row_numbers is None else int(row_numbers[at])
+    return DataError(
+        f"item_id {item_ids[at]} in row {row} has no features (known items: 0 to {size - 1}; {int(bad.sum())} such ids in this "
+        "batch); fix the data, or set out_of_range='oov' to use item 0 for them"
+    )
