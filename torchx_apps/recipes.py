@@ -4,95 +4,107 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+from torchrec_ext.data.datasets import DataConfig
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.loader import LoaderConfig
+from torchrec_ext.distributed.parallel import OptimizerConfig
+from torchrec_ext.distributed.planning import PlanConfig
+from torchrec_ext.models.tower_model import Interaction, TowerModel
+from torchrec_ext.models.tower_model import two_tower as make_two_tower
+from torchrec_ext.modules.tower import Activation
+from torchrec_ext.schema import OutOfRange
+from torchrec_ext.train.loop import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where the rows come from.
+class TwoTowerConfig:
+    """The towers of the recipe ``two_tower``.
 
-    Attributes:
-        name: a data set known by name.
-        path: folder of parquet files, in place of a name.
+    Args:
+        embedding_dim: columns of every table.
+        tower_widths: widths of each tower's MLP; the last is D, what the interaction sees.
+        interaction: ``top_nn`` (concatenation, MLP, logit) or ``dot``.
+        top_widths: hidden widths of the top NN.
+        activation: between layers.
+        dropout: after each activation.
+        out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
     """
 
-    name: Literal["planted", "checkerboard"] = "planted"
-    path: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The towers.
-
-    Attributes:
-        embedding_dim: D, width of every tower's output.
-        layers: widths of the hidden layers.
-    """
-
-    embedding_dim: int = 64
-    layers: tuple[int, ...] = (128, 64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderConfig:
-    """How batches are cut.
-
-    Attributes:
-        batch_size: B, rows per rank and step.
-    """
-
-    batch_size: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """How parameters move.
-
-    Attributes:
-        learning_rate: step size of the dense optimizer.
-    """
-
-    learning_rate: float = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """How tables are sharded."""
-
-    path: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How long to train.
-
-    Attributes:
-        epochs: passes over the data.
-        shuffle: draw rows in a new order each epoch.
-    """
-
-    epochs: int = 1
-    shuffle: bool = True
+    embedding_dim: int = 32
+    tower_widths: tuple[int, ...] = (64, 32)
+    interaction: Interaction = "top_nn"
+    top_widths: tuple[int, ...] = (64,)
+    activation: Activation = "relu"
+    dropout: float = 0.0
+    out_of_range: OutOfRange = "error"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that one training needs."""
+    """All that one training run needs.
+
+    Args:
+        name: of the recipe.
+        build: makes the model from ``model`` and the data, its tables on the meta device.
+        data: which rows.
+        model: a frozen dataclass that ``build`` reads; it has ``out_of_range``.
+        loader: how rows become batches.
+        optimizer: how parameters move.
+        plan: how tables are spread over ranks.
+        train: how long, and the seed of everything.
+        device: ``cpu``, ``cuda``, or CUDA where there is a GPU for each rank of a host.
+        threads: compute threads per rank; the cores divided by the ranks where not given.
+    """
 
     name: str
+    build: Callable[[Any, InteractionData], TowerModel]
+    model: Any
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    build: Callable[[Job], object] = lambda job: None
+    device: str | None = None
+    threads: int | None = None
 
 
 def two_tower() -> Job:
-    """A query tower and a candidate tower under a dot product."""
-    return Job(name="two_tower")
+    """User features -> NN_user, item features -> NN_item, both -> top NN; MovieLens 100K."""
+    return Job(name="two_tower", build=build_two_tower, model=TwoTowerConfig())
+
+
+USER_FEATURES = ("user_id", "gender", "occupation", "zip_prefix", "history")
+ITEM_FEATURES = ("item_id", "release_year", "genres")
+
+
+def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
+    """The towers over the features that MovieLens and the generated sets have."""
+
+    def tables(features: tuple[str, ...]) -> list[EmbeddingBagConfig]:
+        return [
+            EmbeddingBagConfig(
+                name=feature,
+                feature_names=[feature],
+                num_embeddings=data.vocab[feature],
+                embedding_dim=config.embedding_dim,
+                pooling=PoolingType.MEAN,
+            )
+            for feature in features
+        ]
+
+    return make_two_tower(
+        tables(USER_FEATURES),
+        tables(ITEM_FEATURES),
+        user_dense=data.dense,
+        tower_widths=config.tower_widths,
+        interaction=config.interaction,
+        top_widths=config.top_widths,
+        activation=config.activation,
+        dropout=config.dropout,
+        device=torch.device("meta"),
+    )

@@ -5,17 +5,12 @@ This file is the outer shell: command line in, exit code out, one error told onc
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torchx_apps.agent import die_with_parent
 from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
-
-if TYPE_CHECKING:
-    from torchx_apps.recipes import Job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,30 +55,15 @@ def _train(argv: Sequence[str] | None) -> int:
     job = apply_overrides(load_recipe(options.recipe), options.set)
     if options.dry_run:
         return _say(describe(job))
-    return run(job, options)
+    from torchx_apps.training import run
+
+    run(job, options.run_dir)
+    return 0
 
 
 def _say(text: str) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(text)
-    return 0
-
-
-def run(job: Job, options: argparse.Namespace) -> int:
-    """A stand-in until the training loop is in place: the ranks meet, build the model and add up their numbers."""
-    import torch
-    import torch.distributed as dist
-
-    alone = {} if "RANK" in os.environ else {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ.update(alone)
-    dist.init_process_group("gloo")
-    try:
-        job.build(job)
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        _say(f"recipe {job.name}: {int(total)} rank(s), batch size {job.loader.batch_size}")
-    finally:
-        dist.destroy_process_group()
     return 0
 
 

@@ -116,13 +116,12 @@ def catalogue_ranks(
     Args:
         model: the model, under DistributedModelParallel its ``module``.
         runtime: this process's place in the job.
-        queries: this rank's share of the queries; rank r of R holds rows r * S to (r + 1) * S, with S = ceil(U / R), in order.
-        candidates: this rank's share of the items 0 to I - 1, likewise. As many batches on every rank, padding at the end with
-            weight 0.
+        queries: batches of the queries in :func:`own_share`, one for each slice, also for an empty one.
+        candidates: batches of the items 0 to I - 1, likewise.
         question: targets and what to leave out.
         towers: names of the query tower and of the candidate tower.
     """
-    items = gather_rows(_embed(model, towers[1], candidates, runtime), runtime)
+    items = embed_all(model, towers[1], candidates, runtime)
     own = _embed(model, towers[0], queries, runtime)
     share = -(-len(question.targets) // runtime.world_size)
     start = runtime.rank * share
@@ -136,12 +135,30 @@ def catalogue_ranks(
     return Ranks(whole[:, 0], whole[:, 1])
 
 
+def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[slice]:
+    """This rank's rows of ``total``, a block at a time: as many slices on every rank, the last ones may be empty.
+
+    Example:
+        >>> own_share(5, Runtime(rank=1, world_size=2), block=2)
+        [slice(3, 5, None), slice(5, 5, None)]
+    """
+    share = -(-total // runtime.world_size)
+    stop = min((runtime.rank + 1) * share, total)
+    starts = range(runtime.rank * share, (runtime.rank + 1) * share, block)
+    return [slice(min(start, stop), min(start + block, stop)) for start in starts]
+
+
+@torch.no_grad()
+def embed_all(model: Recommender, tower: str, batches: Iterable[TowerBatch], runtime: Runtime) -> Tensor:
+    """(rows of all ranks, D), the outputs of one tower; ``batches`` as in :func:`catalogue_ranks`."""
+    return gather_rows(_embed(model, tower, batches, runtime), runtime)
+
+
 def _embed(model: Recommender, tower: str, batches: Iterable[TowerBatch], runtime: Runtime) -> Tensor:
-    """(rows, D) of this rank's real rows; every rank looks up as many batches, because a look-up is collective."""
+    """(rows, D) of this rank; every rank looks up as many batches, because a look-up is collective."""
     outputs = []
     for batch in batches:
-        batch = batch.to(runtime.device)
-        outputs.append(model.embed(tower, batch)[batch.weights > 0])
+        outputs.append(model.embed(tower, batch.to(runtime.device)))
     return torch.cat(outputs)
 
 
