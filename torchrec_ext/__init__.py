@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrec_ext.batch import TowerBatch
-    from torchrec_ext.distributed.parallel import hybrid_parallel
     from torchrec_ext.distributed.explain import explain
+    from torchrec_ext.distributed.parallel import hybrid_parallel
     from torchrec_ext.distributed.planning import plan_sharding
     from torchrec_ext.distributed.runtime import Runtime
     from torchrec_ext.models.tower_model import TowerModel, two_tower
