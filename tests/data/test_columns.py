@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrec_ext.data.columns import Chunk, Column, PackedRows, concatenate
+
+ROWS = st.lists(st.lists(st.integers(-5, 5), max_size=4), min_size=1, max_size=20)
+pytestmark = pytest.mark.unit
+
+
+def ragged(rows: list[list[int]]) -> Column:
+    return Column.from_lengths(
+        np.array([value for row in rows for value in row], dtype=np.int64), np.array([len(row) for row in rows])
+    )
+
+
+def as_lists(column: Column) -> list[list[int]]:
+    return [column.row(index).tolist() for index in range(len(column))]
+
+
+@given(rows=ROWS, data=st.data())
+def test_take_slice_and_repeat_do_to_a_ragged_column_what_they_do_to_a_list(rows: list[list[int]], data: st.DataObject) -> None:
+    column = ragged(rows)
+    indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=30))
+    taken = column.take(np.array(indices, dtype=np.int64))
+    assert as_lists(taken) == [rows[index] for index in indices]
+    assert taken.values.tolist() == [value for index in indices for value in rows[index]]
+    start = data.draw(st.integers(0, len(rows)))
+    stop = data.draw(st.integers(start, len(rows)))
+    assert as_lists(column.slice(start, stop)) == rows[start:stop]
+    assert column.slice(start, stop).repeat(3).lengths.tolist() == [len(row) for row in rows[start:stop] for _ in range(3)]
+    assert as_lists(taken.slice(0, len(indices) // 2).repeat(2)) == [
+        rows[i] for i in indices[: len(indices) // 2] for _ in range(2)
+    ]
+
+
+@given(rows=ROWS)
+def test_offsets_and_values_describe_the_same_rows(rows: list[list[int]]) -> None:
+    column = ragged(rows).take(np.arange(len(rows))[::-1].copy())
+    assert column.offsets is not None
+    again = Column(column.values, column.offsets)
+    assert as_lists(again) == rows[::-1]
+    assert as_lists(concatenate([again, ragged(rows)])) == rows[::-1] + rows
+
+
+@given(rows=ROWS, data=st.data())
+def test_packed_rows_are_taken_like_the_chunk(rows: list[list[int]], data: st.DataObject) -> None:
+    size = len(rows)
+    chunk = Chunk({"id": Column(np.arange(size)), "bag": ragged(rows), "age": Column(np.linspace(0, 1, size, dtype=np.float32))})
+    indices = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=30)), dtype=np.int64)
+    packed, plain = PackedRows(chunk).take(indices), chunk.take(indices)
+    for name, column in plain.items():
+        assert packed[name].values.tolist() == column.values.tolist()
+        assert packed[name].lengths.tolist() == column.lengths.tolist()
+
+
+def test_slices_are_views() -> None:
+    values = np.arange(10)
+    assert np.shares_memory(Column(values).slice(2, 5).values, values)
+    assert np.shares_memory(Column(values, np.array([0, 4, 10])).slice(1, 2).pool, values)
+
+
+def test_a_chunk_has_equally_many_rows_in_all_columns() -> None:
+    with pytest.raises(ValueError, match=r"equally many rows, got \{'a': 2, 'b': 3\}"):
+        Chunk({"a": Column(np.zeros(2)), "b": Column(np.zeros(3))})
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (np.array([0, 2]), r"must rise from 0 to the 3 values, got \[0 2\]"),
+        (np.array([1, 3]), r"must rise from 0"),
+        (np.array([0, 4, 3]), r"must rise from 0"),
+        (np.array([0, 3], dtype=np.int32), r"offsets are int32 of shape \(2,\), must be int64"),
+    ],
+)
+def test_offsets_must_fit_the_values(offsets: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Column(np.arange(3), offsets)

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from torchrec_ext.data import datasets
+from torchrec_ext.data.datasets import DataConfig, DatasetUnavailable, load
+from torchrec_ext.data.download import Download, fetch, sha256
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.movielens import GENRES, from_parquet
+from torchrec_ext.schema import DataError
+
+RATINGS = "196\t242\t3\t881250949\n196\t1\t5\t881250950\n196\t3\t4\t881250951\n22\t242\t1\t878887116\n"
+USERS = "22|25|M|writer|40206\n196|49|F|other|V0R2M\n"
+FLAGS = {name: place for place, name in enumerate(("unknown", *GENRES))}
+
+
+def movie(number: int, title: str, *genres: str) -> str:
+    flags = "|".join("1" if name in genres else "0" for name in FLAGS)
+    return f"{number}|{title}|01-Jan-1995||http://example.org/|{flags}\n"
+
+
+MOVIES = (
+    movie(1, "Toy Story (1995)", "Animation", "Comedy")
+    + movie(3, "Misérables, Les (1998)", "Drama")
+    + movie(242, "Land Before Time III (1995) (V)", "Animation")
+    + movie(267, "unknown", "unknown")
+)
+
+
+def publish(path: Path, ratings: str = RATINGS, users: str = USERS, movies: str = MOVIES) -> Download:
+    """A zip in the publisher's form, and where to get it."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in (("u.data", ratings), ("u.user", users), ("u.item", movies)):
+            archive.writestr(f"ml-100k/{name}", text.encode("latin-1"))
+    return Download(url=path.as_uri(), size=path.stat().st_size, sha256=sha256(path))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no data folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def publisher(home: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
+    source = publish(home / "published.zip")
+    monkeypatch.setattr(datasets, "ML_100K", source)
+    return source
+
+
+def same(left: Any, right: Any) -> bool:
+    return sorted(left) == sorted(right) and all(
+        np.array_equal(left[name].values, right[name].values) and np.array_equal(left[name].lengths, right[name].lengths)
+        for name in left
+    )
+
+
+@pytest.mark.unit
+def test_the_set_is_downloaded_once_and_then_found_in_the_cache(
+    publisher: Download, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = load("ml-100k")
+    shown = capfd.readouterr().err
+    assert "research use only" in shown
+    assert "Harper" in shown
+    assert "100%" in shown
+    (home / "published.zip").unlink()
+    again = load("ml-100k", offline=True)
+    assert capfd.readouterr().err == ""
+    assert same(data.train, again.train)
+    cached = home / "cache" / "torchrec_ext" / "ml-100k"
+    assert sorted(path.name for path in cached.iterdir()) == [".lock", "ml-100k.zip"]
+
+
+@pytest.mark.unit
+def test_the_publishers_text_becomes_features(publisher: Download) -> None:
+    data = load("ml-100k", progress=False)
+    assert data.titles is not None
+    assert [data.titles[i] for i in (0, 1, 3, 242, 267)] == [
+        "(unknown)",
+        "Toy Story",
+        "Misérables, Les",
+        "Land Before Time III",
+        "unknown",
+    ]
+    assert data.items["release_year"].values[[1, 3, 242, 267, 0]].tolist() == [1, 2, 1, 0, 0]
+    assert [data.items["genres"].row(i).tolist() for i in (1, 242, 267, 2, 0)] == [[3, 5], [3], [0], [], []]
+    assert data.vocab["release_year"] == 3
+    assert data.test["user_id"].values.tolist() == [196]
+    assert data.test["zip_prefix"].values.tolist() == [11], "a Canadian code starts with a letter"
+    assert data.test["age"].values[0] == pytest.approx((49 - 35) / 15)
+    assert data.train["zip_prefix"].values[data.train["user_id"].values == 22].tolist() == [5], "'4' is the fifth digit"
+
+
+@pytest.mark.unit
+def test_two_processes_at_once_leave_one_whole_file(publisher: Download, home: Path) -> None:
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(load("ml-100k", progress=False).train.num_rows)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [2] * 4
+
+
+@pytest.mark.unit
+def test_offline_says_which_file_to_put_where(home: Path) -> None:
+    where = home / "cache" / "torchrec_ext" / "ml-100k" / "ml-100k.zip"
+    with pytest.raises(DatasetUnavailable) as caught:
+        load("ml-100k", offline=True)
+    message = str(caught.value)
+    for part in (str(where), "TORCHREC_EXT_DATA is not set", "https://files.grouplens.org", "4,924,029 bytes", "data.name=planted"):
+        assert part in message
+    assert "inter.parquet,users.parquet,items.parquet" in message
+
+
+@pytest.mark.unit
+def test_a_publisher_out_of_reach_is_unavailable_and_leaves_nothing(publisher: Download, home: Path) -> None:
+    (home / "published.zip").unlink()
+    with pytest.raises(DatasetUnavailable, match=r"was not downloaded: file://.*published\.zip"):
+        load("ml-100k", progress=False)
+    assert [path.name for path in (home / "cache" / "torchrec_ext" / "ml-100k").iterdir()] == [".lock"]
+
+
+@pytest.mark.unit
+def test_another_file_than_the_published_one_is_refused_and_not_kept(home: Path) -> None:
+    source = publish(home / "published.zip")
+    other = Download(url=source.url, size=source.size, sha256="0" * 64)
+    with pytest.raises(DataError, match=rf"sha256 {source.sha256}, the publisher's file has .*sha256 {'0' * 64}; delete it"):
+        fetch(other, home / "kept" / "ml-100k.zip", licence="", progress=False)
+    assert [path.name for path in (home / "kept").iterdir()] == [".lock"]
+
+
+@pytest.mark.unit
+def test_a_damaged_zip_in_the_folder_is_refused(publisher: Download, home: Path) -> None:
+    folder = home / "data" / "ml-100k"
+    folder.mkdir(parents=True)
+    (folder / "ml-100k.zip").write_bytes((home / "published.zip").read_bytes()[:-7])
+    with pytest.raises(DataError, match=r"data/ml-100k/ml-100k\.zip: .* the publisher's file has"):
+        load("ml-100k", folder=str(home / "data"))
+
+
+@pytest.mark.unit
+def test_a_text_file_of_another_form_names_file_and_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "ML_100K", publish(home / "published.zip", users="22|25|M|writer\n"))
+    with pytest.raises(DataError, match=r"u\.user line 1 has 4 fields, must have 5"):
+        load("ml-100k", progress=False)
+
+
+@pytest.mark.unit
+def test_parquet_that_was_written_again_is_read_with_a_warning(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = home / "ml-100k"
+    folder.mkdir()
+    pq.write_table(
+        pa.table({"user_id": [1, 1], "item_id": [1, 2], "rating": [5, 4], "timestamp": [1, 2]}), folder / "inter.parquet"
+    )
+    users = {"user_id": [1], "age": [24], "gender": ["M"], "occupation": ["technician"], "zip_code": ["85711"]}
+    pq.write_table(pa.table(users), folder / "users.parquet")
+    items = {"item_id": [1, 2], "movie_title": ["A", "B"], "release_year": ["1995", "1996"], "class": ["Drama", "Comedy Drama"]}
+    pq.write_table(pa.table(items), folder / "items.parquet")
+    monkeypatch.setenv("TORCHREC_EXT_DATA", str(home))
+    with pytest.warns(UserWarning, match=r"inter\.parquet: sha256 is .*figures may differ"):
+        assert load("ml-100k").train.num_rows == 2
+    pq.write_table(pa.table({"user_id": [1]}), folder / "items.parquet")
+    with (
+        pytest.warns(UserWarning, match="figures may differ"),
+        pytest.raises(DataError, match=r"items\.parquet: column 'item_id' is missing"),
+    ):
+        load("ml-100k")
+
+
+def test_the_parquet_files_and_the_publishers_zip_give_the_same_data(
+    ml_100k: InteractionData, ml_100k_folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratings, people, movies = from_parquet(ml_100k_folder)
+
+    def lines(separator: str, *columns: Any) -> str:
+        return "".join(separator.join(map(str, row)) + "\n" for row in zip(*columns, strict=True))
+
+    titles = [
+        "unknown" if year == "unkonwn" else f"{title} (V)" if year == "V" else f"{title} ({year})"
+        for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)
+    ]
+    numbers = movies["item_id"].values.tolist()
+    genres = [names.split() for names in movies["class"].values]
+    source = publish(
+        home / "published.zip",
+        ratings=lines("\t", *(ratings[name].values for name in ("user_id", "item_id", "rating", "timestamp"))),
+        users=lines("|", *(people[name].values for name in ("user_id", "age", "gender", "occupation", "zip_code"))),
+        movies="".join(movie(number, title, *names) for number, title, names in zip(numbers, titles, genres, strict=True)),
+    )
+    monkeypatch.setattr(datasets, "ML_100K", source)
+    data = load("ml-100k", progress=False)
+    assert data.titles == ml_100k.titles
+    assert data.vocab == ml_100k.vocab
+    for part in ("train", "validation", "test", "items"):
+        assert same(getattr(data, part), getattr(ml_100k, part))
+    assert np.array_equal(data.liked.values, ml_100k.liked.values)
+
+
+def test_movielens_has_the_figures_of_its_readme(ml_100k: InteractionData) -> None:
+    assert (ml_100k.vocab["user_id"], ml_100k.vocab["item_id"]) == (944, 1683)
+    assert ml_100k.licence is not None
+    for chunk in (ml_100k.train, ml_100k.items):
+        for name, rows in ml_100k.vocab.items():
+            if name in chunk:
+                values = chunk[name].values
+                assert 0 <= values.min() <= values.max() < rows, name
+    assert ml_100k.titles is not None
+    assert ml_100k.titles[1] == "Toy Story"
+    assert "unkonwn" not in ml_100k.titles
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "ml-1b"}, r"data\.name='ml-1b': there is no such set; choose one of ml-100k, planted, checkerboard"),
+        ({"history_length": -1}, r"data\.history_length=-1: must be 0 or more"),
+        ({"users": 5}, r"data\.users=5: ml-100k has its own"),
+        ({"name": "planted", "items": 0}, r"data\.items=0: must be 1 or more"),
+    ],
+)
+def test_a_wrong_setting_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**options)
