@@ -158,6 +158,7 @@ def test_a_text_file_of_another_form_names_file_and_line(home: Path, monkeypatch
 
 
 @pytest.mark.unit
+@pytest.mark.filterwarnings("ignore:.*figures may differ")
 def test_parquet_that_was_written_again_is_read_with_a_warning(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = home / "ml-100k"
     folder.mkdir()

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.data.synthetic import planted
+from torchrec_ext.schema import BatchSchema, DataError
+
+pytestmark = pytest.mark.unit
+DATA = planted(users=40, items=60, clusters=4)
+ITEMS = 30
+
+
+def schema_of(rows: dict[str, int], dense: tuple[str, ...] = ()) -> BatchSchema:
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name]) for name, size in rows.items()
+    ]
+    return BatchSchema.from_tables(tables, dense=dense)
+
+
+def rows_of(size: int) -> Chunk:
+    """Distinct (user, item) pairs, so that a multiset says which row was seen how often."""
+    numbers = np.arange(size)
+    return Chunk(
+        {
+            "user_id": Column(numbers // 3),
+            "item_id": Column(1 + numbers % ITEMS),
+            "history": Column.from_lengths(np.arange((numbers % 4).sum()) % ITEMS, numbers % 4),
+            "row": Column(numbers.astype(np.float32)),
+            "weight": Column((numbers % 5).astype(np.float32)),
+        }
+    )
+
+
+ITEM_TABLE = Chunk({"item_id": Column(np.arange(ITEMS + 1)), "kind": Column(np.arange(ITEMS + 1) % 3)})
+
+
+def loader_of(size: int, rank: int = 0, world_size: int = 1, **options: Any) -> ChunkLoader:
+    chunk = rows_of(size)
+    negatives = UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values, options.get("seed", 0))
+    schema = schema_of({"user_id": size, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}, ("row",))
+    config = LoaderConfig(**{"prefetch": 0, "batch_size": 8, "negatives": 2} | options)
+    return ChunkLoader(chunk, schema, config=config, items=ITEM_TABLE, negatives=negatives, rank=rank, world_size=world_size)
+
+
+def samples(batch: TowerBatch) -> list[tuple[int, int, int, float]]:
+    """(user, item, label, weight) of the rows that count."""
+    real = batch.weights > 0
+    users, items = (batch.sparse[name].values() for name in ("user_id", "item_id"))
+    return list(zip(users.tolist(), items.tolist(), batch.labels[real].long().tolist(), batch.weights[real].tolist(), strict=True))
+
+
+def equal(left: TowerBatch, right: TowerBatch) -> bool:
+    parts = ("dense", "labels", "weights", "total_weight", "log_q")
+    return all(torch.equal(getattr(left, part), getattr(right, part)) for part in parts) and (
+        torch.equal(left.sparse.values(), right.sparse.values()) and torch.equal(left.sparse.lengths(), right.sparse.lengths())
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(1, 120),
+    batch_size=st.integers(1, 40),
+    negatives=st.integers(0, 3),
+    epoch=st.integers(0, 3),
+    shuffle=st.booleans(),
+)
+@example(size=1003, batch_size=64, negatives=4, epoch=1, shuffle=True)
+def test_any_number_of_ranks_sees_the_same_samples_once(
+    size: int, batch_size: int, negatives: int, epoch: int, shuffle: bool
+) -> None:
+    seen: list[Counter[tuple[int, int, int, float]]] = []
+    for world_size in (1, 2, 3, 4):
+        loaders = [
+            loader_of(size, rank, world_size, batch_size=batch_size, negatives=negatives, shuffle=shuffle)
+            for rank in range(world_size)
+        ]
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        ranks = [list(loader) for loader in loaders]
+        assert {len(batches) for batches in ranks} == {len(loaders[0])} == {-(-size // batch_size)}
+        assert {len(batch) for batches in ranks for batch in batches} == {-(-batch_size // world_size) * (1 + negatives)}
+        for step in zip(*ranks, strict=True):
+            share = sum(float(batch.weights.sum()) for batch in step) / world_size
+            assert [float(batch.total_weight) for batch in step] == pytest.approx([share] * world_size)
+        seen.append(Counter(sample for batches in ranks for batch in batches for sample in samples(batch)))
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+    positives = Counter((user, item) for user, item, label, _ in seen[0].elements() if label == 1)
+    rows = rows_of(size)
+    assert positives == Counter(zip(rows["user_id"].values.tolist(), rows["item_id"].values.tolist(), strict=True))
+    assert seen[0].total() == size * (1 + negatives)
+
+
+def test_a_positive_is_followed_by_its_own_negatives_which_are_not_known() -> None:
+    known = set(zip(*(rows_of(100)[name].values.tolist() for name in ("user_id", "item_id")), strict=True))
+    for batch in loader_of(100, negatives=3):
+        rows = samples(batch)
+        assert batch.log_q is not None
+        for start in range(0, len(rows), 4):
+            user = rows[start][0]
+            assert [label for _, _, label, _ in rows[start : start + 4]] == [1, 0, 0, 0]
+            assert (user, rows[start][1]) in known
+            assert all(row[0] == user and (user, row[1]) not in known for row in rows[start + 1 : start + 4])
+            assert batch.log_q[start + 1 : start + 4].tolist() == pytest.approx([-np.log(ITEMS - 3)] * 3, abs=0.1)
+        assert batch.sparse["kind"].values().tolist() == [item % 3 for _, item, _, _ in rows]
+
+
+def test_the_order_depends_on_seed_and_epoch_only() -> None:
+    def order(epoch: int = 0, **options: Any) -> list[float]:
+        loader = loader_of(50, **options)
+        loader.set_epoch(epoch)
+        return [value for batch in loader for value in batch.dense[batch.labels == 1, 0].tolist()]
+
+    assert order() == order()
+    assert order() != order(epoch=1)
+    assert order() != order(seed=1)
+    assert sorted(order(epoch=1)) == order(shuffle=False) == list(range(50))
+
+
+@settings(max_examples=20, deadline=None)
+@given(stop=st.integers(0, 12), prefetch=st.integers(0, 3), before=st.integers(1, 4), after=st.integers(1, 4))
+def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
+    stop: int, prefetch: int, before: int, after: int
+) -> None:
+    uninterrupted = loader_of(91, after - 1, after)
+    uninterrupted.set_epoch(2)
+    expected = list(uninterrupted)[stop:]
+    first = loader_of(91, before - 1, before, prefetch=prefetch)
+    first.set_epoch(2)
+    iterator = iter(first)
+    for _ in range(stop):
+        next(iterator)
+    state = first.state_dict()
+    iterator.close()  # type: ignore[attr-defined]
+    assert (state["epoch"], state["step"]) == (2, stop)
+    second = loader_of(91, after - 1, after, prefetch=prefetch)
+    second.load_state_dict(state)
+    resumed = list(second)
+    assert len(resumed) == len(expected)
+    assert all(equal(left, right) for left, right in zip(resumed, expected, strict=True))
+    assert len(list(second)) == len(second), "the next iteration is a whole epoch again"
+
+
+def test_a_state_can_say_how_far_a_pipeline_that_fetches_ahead_has_come() -> None:
+    loader = loader_of(91)
+    for _, _ in zip(range(5), loader, strict=False):
+        pass
+    assert loader.state_dict(step=3)["step"] == 3
+
+
+def test_a_state_of_another_stream_is_refused() -> None:
+    state = loader_of(91).state_dict()
+    with pytest.raises(ValueError, match=r"cannot resume .*: batch_size was 8 and is 4, seed was 0 and is 1; restore"):
+        loader_of(91, batch_size=4, seed=1).load_state_dict(state)
+
+
+def test_prefetched_batches_are_those_built_in_place() -> None:
+    assert all(equal(left, right) for left, right in zip(loader_of(91, prefetch=3), loader_of(91), strict=True))
+
+
+def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
+    loader = loader_of(23, negatives=0, weight="weight", label="weight", shuffle=False)
+    for step, batch in enumerate(loader):
+        rows = np.arange(step * 8, min(23, step * 8 + 8))
+        assert batch.weights[: len(rows)].tolist() == batch.labels[: len(rows)].tolist() == (rows % 5).tolist()
+        assert batch.total_weight == (rows % 5).sum()
+        assert batch.log_q is None
+
+
+def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
+    loader = loader_of(23, drop_last=True)
+    assert len(loader) == len(list(loader)) == 2
+    assert all(bool((batch.weights == 1).all()) for batch in loader)
+    with pytest.raises(DataError, match=r"7 rows with loader\.batch_size=8 and loader\.drop_last=True make no step"):
+        loader_of(7, drop_last=True)
+
+
+def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
+    chunk = rows_of(30)
+    users = chunk["user_id"].values.copy()
+    users[17] = 99
+    schema = schema_of({"user_id": 30})
+    config = LoaderConfig(batch_size=8, negatives=0)
+    with pytest.raises(DataError, match=r"feature 'user_id': id 99 in row 17 is outside table 'user_id'"):
+        list(ChunkLoader(chunk.with_columns({"user_id": Column(users)}), schema, config=config))
+    items = chunk["item_id"].values.copy()
+    items[4] = -3
+    broken = chunk.with_columns({"item_id": Column(items)})
+    negatives = UniformNegatives(ITEMS, users, chunk["item_id"].values)
+    schema = schema_of({"user_id": 100, "item_id": 31})
+    with pytest.raises(DataError, match="item_id -3 in row 4 has no features"):
+        list(ChunkLoader(broken, schema, config=LoaderConfig(batch_size=8), items=ITEM_TABLE, negatives=negatives))
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "popularity"])
+def test_generated_data_runs_through_the_training_loader(sampling: Any) -> None:
+    schema = schema_of(dict(DATA.vocab), DATA.dense)
+    config = LoaderConfig(batch_size=128, sampling=sampling)
+    for rank in range(2):
+        loader = training_loader(DATA, schema, config, rank=rank, world_size=2)
+        assert {len(batch) for batch in loader} == {64 * 5}
+
+
+def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_negative() -> None:
+    rows, again = labelled_rows(DATA, "test", negatives=3), labelled_rows(DATA, "test", negatives=3)
+    assert np.array_equal(rows["item_id"].values, again["item_id"].values)
+    known = set(zip(*(part.tolist() for part in DATA.pairs()), strict=True))
+    pairs = zip(rows["user_id"].values.tolist(), rows["item_id"].values.tolist(), strict=True)
+    assert [pair in known for pair in pairs] == (rows["label"].values == 1).tolist()
+    config = LoaderConfig(batch_size=32, negatives=0, label="label", shuffle=False)
+    loader = ChunkLoader(rows, schema_of(dict(DATA.vocab), DATA.dense), config=config, items=DATA.items)
+    assert sum(float(batch.labels.sum()) for batch in loader) == DATA.test.num_rows
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, r"loader\.batch_size=0: must be 1 or more"),
+        ({"negatives": -1}, r"loader\.negatives=-1: must be 0 or more"),
+        ({"sampling": "hard"}, r"loader\.sampling='hard': must be one of uniform, popularity"),
+        ({"label": "label"}, r"loader\.label='label' with loader\.negatives=4"),
+    ],
+)
+def test_a_wrong_setting_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoaderConfig(**options)
+
+
+def test_wrong_arguments_are_named() -> None:
+    chunk, schema = rows_of(4), schema_of({"user_id": 9})
+    with pytest.raises(ValueError, match=r"rank=2 of world_size=2: rank must be 0 to 1"):
+        ChunkLoader(chunk, schema, config=LoaderConfig(negatives=0), rank=2, world_size=2)
+    with pytest.raises(ValueError, match=r"loader\.negatives=4, but no sampler was given"):
+        ChunkLoader(chunk, schema, config=LoaderConfig())
+    with pytest.raises(DataError, match=r"column 'stars' is missing; the rows have \['history', 'item_id'"):
+        ChunkLoader(chunk, schema, config=LoaderConfig(negatives=0, label="stars"))
