@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_ext.data import negatives as module
-from torchrec_ext.data.negatives import KnownPairs, PopularityNegatives, UniformNegatives, alias_table
+from torchrec_ext.data import known_pairs
+from torchrec_ext.data.known_pairs import KnownPairs
+from torchrec_ext.data.negatives import PopularityNegatives, UniformNegatives, alias_table
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -24,7 +25,7 @@ def random_pairs(users: int, items: int, density: float, seed: int = 0) -> tuple
 @pytest.fixture(params=["bitmap", "search"])
 def known_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "search":
-        monkeypatch.setattr(module, "MOST_BITS", 0)
+        monkeypatch.setattr(known_pairs, "MOST_BITS", 0)
 
 
 @pytest.mark.usefixtures("known_by")
