@@ -190,6 +190,13 @@ def test_another_failure_of_pip_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.unit
+def test_a_missing_network_is_named() -> None:
+    output = "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution found for x\n"
+    assert install.reason(output).splitlines()[0] == "No matching distribution found for x"
+    assert "did not reach its package index; without a network give it a folder of wheels" in install.reason(output)
+
+
+@pytest.mark.unit
 def test_cuda_takes_the_registrys_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     finds(monkeypatch, stack.Installed(versions={}))
     fake = commands(monkeypatch)

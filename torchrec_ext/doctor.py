@@ -89,6 +89,8 @@ def probe(variant: Variant) -> float | Problem:
     """Imports the triple in a process of its own and looks two rows up; the seconds it took, or what went wrong."""
     done = subprocess.run(
         [sys.executable, "-m", "torchrec_ext.probe"],
+        # pip installs without bytecode (install.py): the first import writes what is needed of it, 15 s once, 5 s ever after.
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -48,11 +48,13 @@ def reason(output: str) -> str:
     r"""The lines of pip's or uv's output that say why it failed, without warnings and progress.
 
     Example:
-        >>> reason("WARNING: Retrying\nERROR: No matching distribution found for torch==2.13.0+cpu\n")
+        >>> reason("WARNING: Location is ignored\nERROR: No matching distribution found for torch==2.13.0+cpu\n")
         'No matching distribution found for torch==2.13.0+cpu'
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith(("ERROR: ", "error: ", "cause: "))]
+    if any("after connection broken by" in line for line in lines):
+        errors.append("pip did not reach its package index; without a network give it a folder of wheels: PIP_FIND_LINKS=DIR")
     return "\n    ".join(errors[-6:] or [line for line in lines if not line.startswith("WARNING")][-5:])
 
 
@@ -141,7 +143,7 @@ def _remove_intruders(found: stack.Installed, variant: Variant, say: Say) -> Non
 
 
 def _pip_install(*what: str) -> list[str]:
-    # Bytecode for all of torch costs longer than Python needs to compile the part that is imported.
+    # Bytecode for everything costs 40 s; the doctor's first import writes it for what is used.
     return [*PIP, "install", "--quiet", "--no-compile", *what]
 
 
