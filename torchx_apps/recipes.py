@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -36,9 +36,9 @@ class TwoTowerConfig:
     """
 
     embedding_dim: int = 32
-    tower_widths: tuple[int, ...] = (64, 32)
+    tower_widths: tuple[int, ...] = (64,)
     interaction: Interaction = "top_nn"
-    top_widths: tuple[int, ...] = (64,)
+    top_widths: tuple[int, ...] = (128, 64)
     activation: Activation = "relu"
     dropout: float = 0.0
     out_of_range: OutOfRange = "error"
@@ -57,6 +57,7 @@ class Job:
         optimizer: how parameters move.
         plan: how tables are spread over ranks.
         train: how long, and the seed of everything.
+        fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
         device: ``cpu``, ``cuda``, or CUDA where there is a GPU for each rank of a host.
         threads: compute threads per rank; the cores divided by the ranks where not given.
     """
@@ -69,13 +70,21 @@ class Job:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    fallback: Literal["planted"] | None = None
     device: str | None = None
     threads: int | None = None
 
 
 def two_tower() -> Job:
     """User features -> NN_user, item features -> NN_item, both -> top NN; MovieLens 100K."""
-    return Job(name="two_tower", build=build_two_tower, model=TwoTowerConfig())
+    return Job(
+        name="two_tower",
+        build=build_two_tower,
+        model=TwoTowerConfig(),
+        data=DataConfig(history_length=20),
+        optimizer=OptimizerConfig(tables_lr=0.25, dense_lr=2e-3),
+        train=TrainConfig(epochs=8),
+    )
 
 
 USER_FEATURES = ("user_id", "gender", "occupation", "zip_prefix", "history")

@@ -41,8 +41,8 @@ def finish(
     seconds: float,
 ) -> None:
     """Prints the figures and the recommendations; writes ``summary.json`` and the picture."""
-    rates = [record["rows_per_s"] for record in history if record["kind"] == "train"]
-    rate = sum(rates) / len(rates) if rates else float("nan")
+    records = [record for record in history if record["kind"] == "train"]
+    rate = sum(r["rows"] for r in records) / sum(r["rows"] / r["rows_per_s"] for r in records)
     print(f"\n{figures_table(figures, popularity)}")
     print(f"\ntrained in {seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s\n")
     print(recommendation_text(data, recommended))

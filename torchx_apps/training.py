@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.batches import BatchBuilder
-from torchrec_ext.data.datasets import load_config
+from torchrec_ext.data.datasets import DatasetUnavailable, load_config
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
 from torchrec_ext.distributed.explain import explain
@@ -34,7 +35,7 @@ def run(job: Job, run_dir: Path | None = None) -> None:
     """Trains ``job`` on this process's share of the ranks; rank 0 prints and writes the run folder."""
     with Runtime.start(job.device, threads=job.threads) as runtime:
         folder = _open_folder(job, run_dir) if runtime.is_main else None
-        data = load_config(job.data, progress=runtime.is_main)
+        data = load_data(job, runtime)
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, data)
         schema = model.schema(out_of_range=job.model.out_of_range)
@@ -64,6 +65,26 @@ def run(job: Job, run_dir: Path | None = None) -> None:
         recommended = judge.recommend()
         if folder is not None:
             report.finish(folder, data, figures, judge.popularity("test"), recommended, history, seconds)
+
+
+def load_data(job: Job, runtime: Runtime) -> InteractionData:
+    """The job's data on every rank; one rank of each host looks and downloads first, and all share its outcome."""
+    reason = None
+    if runtime.local_rank == 0:
+        try:
+            data = load_config(job.data, progress=runtime.is_main)
+        except DatasetUnavailable as error:
+            reason = str(error)
+    reasons: list[str | None] = [None] * runtime.world_size
+    dist.all_gather_object(reasons, reason)
+    reason = next((found for found in reasons if found), None)
+    if reason is None:
+        return data if runtime.local_rank == 0 else load_config(job.data, progress=False)
+    if job.fallback is None:
+        raise DatasetUnavailable(reason)
+    if runtime.is_main:
+        print(f"note: training on the generated set '{job.fallback}' instead: {reason}")
+    return load_config(dataclasses.replace(job.data, name=job.fallback))
 
 
 def _open_folder(job: Job, run_dir: Path | None) -> RunFolder:

@@ -39,7 +39,8 @@ class TrainConfig:
 
     Args:
         epochs: passes over the data.
-        log_every: steps between two records of loss and throughput; a record is the only place where the loop waits for the device.
+        log_every: steps between two records of loss and throughput, besides one at each epoch's end; a record is the only place where
+            the loop waits for the device.
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
         seed: of the dense layers, the tables, dropout, the order of samples and the negatives.
     """
@@ -81,8 +82,8 @@ def train(
         log: called on rank 0 with each record.
 
     Returns:
-        The records, the same on every rank but for throughput: ``kind`` (``train`` or ``eval``), ``epoch``, ``step``, and ``loss``
-        and ``rows_per_s`` over all ranks, or the figures.
+        The records, the same on every rank but for throughput: ``kind`` (``train`` or ``eval``), ``epoch``, ``step``, and
+        ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before, or the figures.
 
     Raises:
         TrainingDivergedError: the loss is not finite.
@@ -110,7 +111,7 @@ def train(
             progress.advance()
             if step == 1 and runtime.is_main:
                 _warn_unpipelined(unpipelined(pipeline, model))
-            if step % config.log_every == 0:
+            if step % config.log_every == 0 or step % len(loader) == 0:
                 keep(window.record(epoch, step))
         if evaluate is not None and ((epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs):
             pipeline.detach()
@@ -166,6 +167,7 @@ class _Window:
             "epoch": epoch,
             "step": step,
             "loss": sum(losses) / len(losses),
+            "rows": int(by_rank[:, 2].sum()),
             "rows_per_s": float(by_rank[:, 2].sum()) / seconds,
         }
 
