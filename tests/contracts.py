@@ -49,7 +49,9 @@ def _collect(results: Any, world_size: int, timeout_s: float) -> list[Any]:
         try:
             rank, error, value = results.get(timeout=timeout_s)
         except queue.Empty:
-            raise RankFailedError(f"ranks {sorted(set(range(world_size)) - set(by_rank))} gave no result in {timeout_s} s") from None
+            raise RankFailedError(
+                f"ranks {sorted(set(range(world_size)) - set(by_rank))} gave no result in {timeout_s} s"
+            ) from None
         if error is not None:
             raise RankFailedError(f"rank {rank}:\n{error}")
         by_rank[rank] = pickle.loads(value)

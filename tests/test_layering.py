@@ -138,7 +138,6 @@ def test_every_import_follows_the_table() -> None:
     assert violations(sources()) == []
 
 
-@pytest.mark.xfail(strict=True, reason="the modules are being written; drop this mark when the lines are in")
 @pytest.mark.unit
 def test_whatever_imports_torch_checks_the_stack_first() -> None:
     """Add `import torchrec_ext.needs_torch  # noqa: F401` as the first import of the module or of its package's __init__."""

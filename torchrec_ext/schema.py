@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar, get_args
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig

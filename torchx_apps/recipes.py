@@ -83,7 +83,7 @@ def two_tower() -> Job:
         model=TwoTowerConfig(),
         data=DataConfig(history_length=20),
         optimizer=OptimizerConfig(tables_lr=0.25, dense_lr=2e-3),
-        train=TrainConfig(epochs=8),
+        train=TrainConfig(epochs=10, eval_every=2),
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ K = 10
 
 def run(job: Job, run_dir: Path | None = None) -> None:
     """Trains ``job`` on this process's share of the ranks; rank 0 prints and writes the run folder."""
+    _quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
         folder = _open_folder(job, run_dir) if runtime.is_main else None
         data = load_data(job, runtime)
@@ -85,6 +89,17 @@ def load_data(job: Job, runtime: Runtime) -> InteractionData:
     if runtime.is_main:
         print(f"note: training on the generated set '{job.fallback}' instead: {reason}")
     return load_config(dataclasses.replace(job.data, name=job.fallback))
+
+
+def _quieten_libraries() -> None:
+    """Keeps what torch and torchrec say to their own developers, on every rank, out of a user's log; LOGLEVEL=INFO shows it."""
+    if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
+        return
+    logging.getLogger().setLevel(logging.ERROR)
+    for library in ("torch", "torchrec", "fbgemm_gpu"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+        for category in (FutureWarning, DeprecationWarning, UserWarning):
+            warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
 
 
 def _open_folder(job: Job, run_dir: Path | None) -> RunFolder:

@@ -1,1 +1,3 @@
+"""Rows on disk to batches in memory."""
 
+import torchrec_ext.needs_torch  # noqa: F401

@@ -39,8 +39,8 @@ class TrainConfig:
 
     Args:
         epochs: passes over the data.
-        log_every: steps between two records of loss and throughput, besides one at each epoch's end; a record is the only place where
-            the loop waits for the device.
+        log_every: steps between two records of loss and throughput, besides one at each epoch's end; a record is the only place
+            where the loop waits for the device.
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
         seed: of the dense layers, the tables, dropout, the order of samples and the negatives.
     """
