@@ -23,8 +23,8 @@ unexport PYTHONPATH PYTHONHOME PIP_USER
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
 
-demo: $(STAMP) ## set up, then train the recipe two_tower on two ranks: a bare `torchx run`
-	@$(WITH_VENV) $(BIN)/torchx run
+demo: $(STAMP) ## set up, then train the recipe two_tower on two ranks (a bare `torchx run`); without MovieLens, on generated data
+	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted
 
 test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
 	@$(WITH_VENV) $(BIN)/python -m pytest $(PYTEST_ARGS) || test $$? -eq 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
@@ -25,6 +25,8 @@ def say_start(data: InteractionData, runtime: Runtime, plan: str) -> None:
         f"data: {data.name}, {data.train.num_rows:,} training rows, {data.test.num_rows:,} users with a held-out item, "
         f"{data.num_items:,} items"
     )
+    if data.licence:
+        print(f"licence: {data.licence}")
     print(f"ranks: {runtime.world_size} on {runtime.device.type} over {runtime.backend}, {runtime.threads} thread(s) each")
     if runtime.oversubscribed:
         print(f"note: {runtime.oversubscribed}")
@@ -43,7 +45,7 @@ def finish(
     """Prints the figures and the recommendations; writes ``summary.json`` and the picture."""
     records = [record for record in history if record["kind"] == "train"]
     rate = sum(r["rows"] for r in records) / sum(r["rows"] / r["rows_per_s"] for r in records)
-    print(f"\n{figures_table(figures, popularity)}")
+    print(f"\n{figures_table(figures, popularity, data.best)}")
     print(f"\ntrained in {seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s\n")
     print(recommendation_text(data, recommended))
     summary = {"test": figures, "popularity": popularity, "best": dict(data.best), "seconds": seconds, "samples_per_s": rate}
@@ -54,13 +56,16 @@ def finish(
     )
 
 
-def figures_table(figures: Record, popularity: Record) -> str:
-    """Each figure of the held-out test items beside the popularity ranking's, and their ratio."""
+def figures_table(figures: Record, popularity: Record, best: Mapping[str, float]) -> str:
+    """Each figure of the held-out test items beside the popularity ranking's, their ratio, and the best possible where known."""
+    best = {name.lower(): value for name, value in best.items()}
     rows = []
     for name, value in figures.items():
         base = popularity.get(name)
-        rows.append([name, f"{value:.4f}", f"{base:.4f}" if base else "", f"{value / base:.2f}x" if base else ""])
-    return tabulate(rows, headers=["test items, whole catalogue", "this model", "popularity", "ratio"], disable_numparse=True)
+        row = [name, f"{value:.4f}", f"{base:.4f}" if base else "", f"{value / base:.2f}x" if base else ""]
+        rows.append(row + ([f"{best[name]:.4f}" if name in best else ""] if best else []))
+    headers = ["test items, whole catalogue", "this model", "popularity", "ratio"] + ["best possible"] * bool(best)
+    return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
 def recommendation_text(data: InteractionData, recommended: Recommended) -> str:

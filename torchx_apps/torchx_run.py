@@ -31,6 +31,8 @@ class Run(CmdRun):
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Takes the flags of `torchx run`."""
         super().add_arguments(subparser)
+        # Before the component, or without one where .torchxconfig names it; behind it the flag is one of the component's own.
+        subparser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe")
         self._parser = subparser
         self._launched = False
         self._ours = False
@@ -42,9 +44,12 @@ class Run(CmdRun):
         self._ours = is_ours(args.component_name_and_args)
         args.scheduler = args.scheduler or ("local_cwd" if self._ours else get_default_scheduler_name())
         if not self._ours:
+            if args.set:
+                self._parser.error(f"--set {args.set[0]}: only the components of torchrec_ext take it; name one, or leave it out")
             super().run(args)
             return
-        args.component_name_and_args = gather_overrides(args.component_name_and_args)
+        overrides = [f"--set={override}" for override in args.set]
+        args.component_name_and_args = gather_overrides([*args.component_name_and_args, *overrides])
         _put_this_python_on_path()
         try:
             super().run(args)
