@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
@@ -35,22 +36,32 @@ def say_start(data: InteractionData, runtime: Runtime, plan: str) -> None:
 
 def finish(
     folder: RunFolder,
+    picture: Path,
     data: InteractionData,
     figures: Record,
     popularity: Record,
     recommended: Recommended,
     history: Sequence[Record],
     seconds: float,
+    memory: float,
 ) -> None:
-    """Prints the figures and the recommendations; writes ``summary.json`` and the picture."""
+    """Prints the figures and the recommendations, and writes ``summary.json``."""
     records = [record for record in history if record["kind"] == "train"]
     rate = sum(r["rows"] for r in records) / sum(r["rows"] / r["rows_per_s"] for r in records)
     print(f"\n{figures_table(figures, popularity, data.best)}")
-    print(f"\ntrained in {seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s\n")
+    print(
+        f"\ntrained in {seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s; the largest rank took {memory:,.0f} MiB\n"
+    )
     print(recommendation_text(data, recommended))
-    summary = {"test": figures, "popularity": popularity, "best": dict(data.best), "seconds": seconds, "samples_per_s": rate}
+    summary = {
+        "test": figures,
+        "popularity": popularity,
+        "best": dict(data.best),
+        "seconds": seconds,
+        "samples_per_s": rate,
+        "peak_memory_mib": memory,
+    }
     folder.write("summary.json", json.dumps(summary, indent=2))
-    picture = folder.close(popularity)
     print(
         f"\nrun folder: {folder.path} (picture: {picture.name}; `tensorboard --logdir {folder.path}` shows the events)", flush=True
     )

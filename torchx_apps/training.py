@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import resource
 import time
 import warnings
 from dataclasses import dataclass
@@ -67,8 +68,21 @@ def run(job: Job, run_dir: Path | None = None) -> None:
         seconds = time.perf_counter() - start
         figures = judge.test()
         recommended = judge.recommend()
+        memory = peak_memory(runtime)
         if folder is not None:
-            report.finish(folder, data, figures, judge.popularity("test"), recommended, history, seconds)
+            picture = folder.close(judge.popularity("validation"))
+            report.finish(folder, picture, data, figures, judge.popularity("test"), recommended, history, seconds, memory)
+
+
+def peak_memory(runtime: Runtime) -> float:
+    """MiB of resident memory that the largest rank has had at most; on a GPU of device memory."""
+    if runtime.device.type == "cuda":
+        used = torch.cuda.max_memory_allocated(runtime.device) / 2**20
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    largest = torch.tensor(used, device=runtime.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def load_data(job: Job, runtime: Runtime) -> InteractionData:
@@ -106,7 +120,7 @@ def _open_folder(job: Job, run_dir: Path | None) -> RunFolder:
     config = dataclasses.asdict(dataclasses.replace(job, build=None))  # type: ignore[arg-type]
     config["build"] = f"{job.build.__module__}:{job.build.__qualname__}"
     path = run_dir or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunFolder(path, config)
+    return RunFolder(path, config, replace=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
 
 
 @dataclass(frozen=True)

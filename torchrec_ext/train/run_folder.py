@@ -20,18 +20,23 @@ class RunFolder:
     Args:
         path: made where missing.
         config: written to ``config.json``.
+        replace: write over another run in the folder, as a restarted rank does with its own.
 
     Raises:
-        RunFolderError: the folder cannot be made or written to.
+        RunFolderError: the folder cannot be made or written to, or holds another run.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], *, replace: bool = False) -> None:
         self.path = path
         self.records: list[Record] = []
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._metrics = (path / "metrics.jsonl").open("w")
+            self._metrics = (path / "metrics.jsonl").open("w" if replace else "x")
             (path / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+        except FileExistsError:
+            raise RunFolderError(
+                f"run folder '{path}' holds another run or is a file; choose another with --run-dir, or remove it"
+            ) from None
         except OSError as error:
             raise RunFolderError(
                 f"run folder '{path}' cannot be written: {error.strerror or error}; choose another with --run-dir"
@@ -55,7 +60,7 @@ class RunFolder:
         """Closes the files and draws ``training.png``.
 
         Args:
-            baselines: figures by name to draw as dashed lines, such as those of the popularity ranking.
+            baselines: figures by name on the same held-out items to draw as dashed lines: those of the popularity ranking.
         """
         self._metrics.close()
         self._events.close()
@@ -76,11 +81,11 @@ def draw(records: list[Record], path: Path, baselines: Mapping[str, float]) -> N
     axes[0].plot([record["step"] for record in train], [record["loss"] for record in train], color="#1f5f99")
     axes[0].set(title="training loss", xlabel="step")
     for axis, name in zip(axes[1:], names, strict=True):
-        axis.plot([r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color="#1f5f99", label="this run")
+        axis.plot([r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color="#1f5f99", label="model")
         if name in baselines:
             axis.axhline(baselines[name], linestyle="--", color="#b3541e", label="popularity ranking")
             axis.legend(frameon=False)
-        axis.set(title=name, xlabel="step")
+        axis.set(title=f"{name}, validation", xlabel="step")
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
