@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
 
@@ -10,14 +13,50 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
+from typing_extensions import Self
+
+
+class _Fields(Pipelineable):
+    """Does to a dataclass what TorchRec's pipelines ask of an input, field by field; None stays None."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """A copy on ``device``."""
+        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
+        return self._map(lambda part: part.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tells the allocator that ``stream`` still reads these tensors."""
+        self._map(lambda part: part.record_stream(stream))
+
+    def _map(self, function: Callable[[Any], Any]) -> Self:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return type(self)(**{name: value if value is None else function(value) for name, value in values.items()})
 
 
 @dataclass
-class TowerBatch(Pipelineable):
+class SharedRows(_Fields):
+    """Q rows that several rows of a batch share, such as a user beside each of its 1 + N candidates: towers over them run once.
+
+    Args:
+        sparse: the shared towers' keys, stride Q.
+        dense: (Q, Fd) float32, the shared towers' dense columns.
+        index: (B,) int64, the shared row of each row of the batch.
+    """
+
+    sparse: KeyedJaggedTensor
+    dense: Tensor
+    index: Tensor
+
+
+@dataclass
+class TowerBatch(_Fields):
     """B rows for all towers at once.
 
-    There is one KeyedJaggedTensor for all towers, as an attribute: ``TrainPipelineSparseDist`` overlaps the input dist only of
-    modules whose input it can follow by ``getattr`` from the batch.
+    All sparse features of a kind are one KeyedJaggedTensor, and an attribute: ``TrainPipelineSparseDist`` overlaps the input dist
+    only of modules whose input it can follow by ``getattr`` from the batch.
 
     Args:
         sparse: F keys, stride B.
@@ -27,6 +66,7 @@ class TowerBatch(Pipelineable):
         total_weight: () float32, the sum of ``weights`` over all ranks divided by R. Dividing the weighted loss by it makes the
             mean of the ranks' losses the mean over the global batch, however unevenly padding is spread.
         log_q: (B,) float32 log-probability with which the row's candidate was sampled, or None.
+        shared: the features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None without such.
     """
 
     sparse: KeyedJaggedTensor
@@ -35,35 +75,7 @@ class TowerBatch(Pipelineable):
     weights: Tensor
     total_weight: Tensor
     log_q: Tensor | None = None
+    shared: SharedRows | None = None
 
     def __len__(self) -> int:
         return self.labels.numel()
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> TowerBatch:
-        """The batch on ``device``."""
-        return TowerBatch(
-            sparse=self.sparse.to(device=device, non_blocking=non_blocking),
-            dense=self.dense.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            weights=self.weights.to(device, non_blocking=non_blocking),
-            total_weight=self.total_weight.to(device, non_blocking=non_blocking),
-            log_q=None if self.log_q is None else self.log_q.to(device, non_blocking=non_blocking),
-        )
-
-    def pin_memory(self) -> TowerBatch:
-        """The batch in page-locked memory, from which copies to a GPU are asynchronous."""
-        return TowerBatch(
-            sparse=self.sparse.pin_memory(),
-            dense=self.dense.pin_memory(),
-            labels=self.labels.pin_memory(),
-            weights=self.weights.pin_memory(),
-            total_weight=self.total_weight.pin_memory(),
-            log_q=None if self.log_q is None else self.log_q.pin_memory(),
-        )
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` still reads these tensors."""
-        self.sparse.record_stream(stream)
-        for tensor in (self.dense, self.labels, self.weights, self.total_weight, self.log_q):
-            if tensor is not None:
-                tensor.record_stream(stream)

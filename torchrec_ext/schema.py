@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import SharedRows, TowerBatch
 
 OutOfRange = Literal["error", "oov"]
 _Column = TypeVar("_Column")
@@ -68,6 +68,7 @@ class BatchSchema:
     Args:
         sparse: the keys of the one KeyedJaggedTensor, F of them.
         dense: the names of the columns of the one dense matrix, Fd of them.
+        shared: which of these columns are in the batch's shared part, see :class:`SharedRows`.
         out_of_range: what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps it to the feature's
             ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the sharding type (a row-wise table
             trains the row of another id, see FACTS).
@@ -75,6 +76,7 @@ class BatchSchema:
 
     sparse: tuple[SparseFeature, ...]
     dense: tuple[str, ...] = ()
+    shared: frozenset[str] = frozenset()
     out_of_range: OutOfRange = "error"
     _by_name: dict[str, SparseFeature] = field(init=False, repr=False, compare=False)
 
@@ -82,6 +84,9 @@ class BatchSchema:
         if self.out_of_range not in get_args(OutOfRange):
             raise ValueError(f"out_of_range={self.out_of_range!r}: must be one of {', '.join(get_args(OutOfRange))}")
         names = [feature.name for feature in self.sparse] + list(self.dense)
+        unknown = sorted(self.shared - set(names))
+        if unknown:
+            raise ValueError(f"shared names {unknown}, which are not columns; the columns are {names}")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"columns {twice} appear twice in the schema; a column is one sparse feature or one dense column")
@@ -93,6 +98,7 @@ class BatchSchema:
         tables: Iterable[BaseEmbeddingConfig],
         *,
         dense: Sequence[str] = (),
+        shared: Iterable[str] = (),
         out_of_range: OutOfRange = "error",
         oov_ids: Mapping[str, int] | None = None,
     ) -> BatchSchema:
@@ -101,6 +107,7 @@ class BatchSchema:
         Args:
             tables: EmbeddingBagConfigs or EmbeddingConfigs; a feature may be read by several.
             dense: names of the dense columns.
+            shared: names of the columns in the batch's shared part.
             out_of_range: see :class:`BatchSchema`.
             oov_ids: out-of-vocabulary row by feature name; row 0 where not given.
         """
@@ -123,12 +130,13 @@ class BatchSchema:
                 for name, found in readers.items()
             ),
             dense=tuple(dense),
+            shared=frozenset(shared),
             out_of_range=out_of_range,
         )
 
     @property
     def keys(self) -> list[str]:
-        """The KeyedJaggedTensor's keys, in order."""
+        """The names of the sparse features, in order; a KeyedJaggedTensor holds the shared or the other ones."""
         return [feature.name for feature in self.sparse]
 
     def assemble(
@@ -141,51 +149,91 @@ class BatchSchema:
         total_weight: float | None = None,
         log_q: Tensor | None = None,
         rows: Tensor | None = None,
+        index: Tensor | None = None,
+        shared_rows: Tensor | None = None,
     ) -> TowerBatch:
         """Checks the columns and packs them into one batch.
 
         Args:
-            sparse: a :class:`Jagged` for each sparse feature; further entries are ignored.
-            dense: a (B,) column for each dense name; further entries are ignored.
+            sparse: a :class:`Jagged` for each sparse feature, of B rows or, where it is shared, Q; further entries are ignored.
+            dense: a (B,) or (Q,) column for each dense name; further entries are ignored.
             labels: (B,).
             weights: (B,), 0 for padding; ones where not given.
             total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; this rank's own sum where
                 not given.
             log_q: (B,) log-probability with which the candidate was sampled.
             rows: (B,) numbers by which an error message names a row; the place in the batch where not given.
+            index: (B,) the shared row of each row; where not given, Q is B and each row has its own.
+            shared_rows: (Q,) numbers by which an error message names a shared row; must be given with ``index``.
 
         Raises:
             DataError: a column is missing, has another length or type, or holds an invalid value.
         """
         size = labels.numel()
+        dense = dense or {}
         if weights is None:
             weights = torch.ones(size)
-        jagged = [self._checked(feature, self._column(sparse, feature.name), size, rows) for feature in self.sparse]
-        columns = [_finite(name, self._column(dense or {}, name), size, rows) for name in self.dense]
         return TowerBatch(
-            sparse=KeyedJaggedTensor(
-                keys=self.keys,
-                values=torch.cat([values for values, _ in jagged]) if jagged else torch.empty(0, dtype=torch.int64),
-                lengths=torch.cat([lengths for _, lengths in jagged]) if jagged else torch.empty(0, dtype=torch.int32),
-                stride=size,
-            ),
-            dense=torch.stack(columns, dim=1) if columns else torch.empty(size, 0),
+            sparse=self._keyed(sparse, size, rows, shared=False),
+            dense=self._matrix(dense, size, rows, shared=False),
             labels=_finite("label", labels, size, rows),
             weights=_finite("weight", weights, size, rows),
             total_weight=weights.sum() if total_weight is None else torch.tensor(float(total_weight)),
             log_q=log_q,
+            shared=self._shared_part(sparse, dense, size, rows, index, shared_rows) if self.shared else None,
         )
+
+    def _shared_part(
+        self,
+        sparse: Mapping[str, Jagged],
+        dense: Mapping[str, Tensor],
+        size: int,
+        rows: Tensor | None,
+        index: Tensor | None,
+        shared_rows: Tensor | None,
+    ) -> SharedRows:
+        if index is None:
+            index, count, shared_rows = torch.arange(size), size, rows
+        elif shared_rows is None:
+            raise ValueError("index without shared_rows: give the number of each of the Q shared rows too")
+        else:
+            count = len(shared_rows)
+        if index.shape != (size,) or (size and not 0 <= int(index.min()) <= int(index.max()) < count):
+            raise DataError(f"index of shape {tuple(index.shape)}: must be (B,) = ({size},), places from 0 to {count - 1}")
+        return SharedRows(
+            sparse=self._keyed(sparse, count, shared_rows, shared=True),
+            dense=self._matrix(dense, count, shared_rows, shared=True),
+            index=index,
+        )
+
+    def _keyed(self, sparse: Mapping[str, Jagged], size: int, rows: Tensor | None, *, shared: bool) -> KeyedJaggedTensor:
+        features = [feature for feature in self.sparse if (feature.name in self.shared) == shared]
+        jagged = [self._checked(feature, self._column(sparse, feature.name), size, rows) for feature in features]
+        return KeyedJaggedTensor(
+            keys=[feature.name for feature in features],
+            values=torch.cat([values for values, _ in jagged]) if jagged else torch.empty(0, dtype=torch.int64),
+            lengths=torch.cat([lengths for _, lengths in jagged]) if jagged else torch.empty(0, dtype=torch.int32),
+            stride=size,
+        )
+
+    def _matrix(self, dense: Mapping[str, Tensor], size: int, rows: Tensor | None, *, shared: bool) -> Tensor:
+        names = [name for name in self.dense if (name in self.shared) == shared]
+        columns = [_finite(name, self._column(dense, name), size, rows) for name in names]
+        return torch.stack(columns, dim=1) if columns else torch.empty(size, 0)
 
     def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The same checks for a KeyedJaggedTensor of your own, as in ``batch.sparse = schema.check(batch.sparse)``.
+
+        It must have all shared features, all others, or both.
 
         Returns:
             ``features`` itself, or with ``out_of_range="oov"`` a new one in which invalid ids are the out-of-vocabulary row.
         """
         parts = features.to_dict()
-        missing = [name for name in self.keys if name not in parts]
-        if missing:
-            raise DataError(f"the KeyedJaggedTensor lacks {missing}; it has the keys {features.keys()}")
+        missing = {name for name in self.keys if name not in parts}
+        parts_of_schema = (set(self.keys) & self.shared, set(self.keys) - self.shared)
+        if missing and (missing == set(self.keys) or missing not in parts_of_schema):
+            raise DataError(f"the KeyedJaggedTensor lacks {[name for name in self.keys if name in missing]}; it has the keys {features.keys()}")
         keys: list[str] = features.keys()
         values = []
         for name in keys:

@@ -32,6 +32,7 @@ class TwoTowerConfig:
         top_widths: hidden widths of the top NN.
         activation: between layers.
         dropout: after each activation.
+        share_user: run the user tower once for a positive and its negatives; the result is the same.
         out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
     """
 
@@ -41,6 +42,7 @@ class TwoTowerConfig:
     top_widths: tuple[int, ...] = (128, 64)
     activation: Activation = "relu"
     dropout: float = 0.0
+    share_user: bool = True
     out_of_range: OutOfRange = "error"
 
 
@@ -115,5 +117,6 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         top_widths=config.top_widths,
         activation=config.activation,
         dropout=config.dropout,
+        shared=("user",) if config.share_user else (),
         device=torch.device("meta"),
     )

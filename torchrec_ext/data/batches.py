@@ -16,6 +16,8 @@ from torchrec_ext.schema import BatchSchema, DataError, Jagged
 class BatchBuilder:
     """Builds batches that always have every key of the schema, in its order.
 
+    The features of shared towers stand once per user; the user side of the others is repeated beside each candidate.
+
     TorchRec's sharded modules fix the keys at their first call, so a batch of users only or of items only carries the other side's
     features as empty bags and zeros.
 
@@ -34,11 +36,11 @@ class BatchBuilder:
 
     def user_batch(self, users: Chunk) -> TowerBatch:
         """B rows with the user side only; labels are 0."""
-        return self._assemble(self._user_columns(users, 1), users.num_rows, {"labels": np.zeros(users.num_rows)})
+        return self._assemble(self._user_columns(users, 1), users.num_rows, 1, {"labels": np.zeros(users.num_rows)})
 
     def item_batch(self, item_ids: Int64) -> TowerBatch:
         """B rows with the item side of ``item_ids`` (B,) only; labels are 0."""
-        return self._assemble(self._item_columns(item_ids), len(item_ids), {"labels": np.zeros(len(item_ids))})
+        return self._assemble(self._item_columns(item_ids), len(item_ids), 1, {"labels": np.zeros(len(item_ids))})
 
     def pairs(
         self,
@@ -70,18 +72,18 @@ class BatchBuilder:
         size = users.num_rows * width
         if row_numbers is None:
             row_numbers = np.arange(users.num_rows)
-        row_numbers = row_numbers.repeat(width)
         columns = self._user_columns(users, width)
+        shared_rows, row_numbers = row_numbers, row_numbers.repeat(width)
         if candidates is not None:
             columns |= self._item_columns(np.ascontiguousarray(candidates).reshape(-1), row_numbers)
         vectors = {"labels": np.zeros(size) if labels is None else labels, "weights": np.ones(size) if weights is None else weights}
         if log_q is not None:
             vectors["log_q"] = log_q
-        padded = None if padded_rows is None else padded_rows * width
-        return self._assemble(columns, size, vectors, row_numbers, total_weight, padded)
+        return self._assemble(columns, users.num_rows, width, vectors, shared_rows, total_weight, padded_rows)
 
     def _user_columns(self, users: Chunk, times: int) -> dict[str, _Repeated]:
-        return {name: _Repeated(users[name], times) for name in self._user_side if name in users}
+        times_of = {name: 1 if name in self.schema.shared else times for name in self._user_side}
+        return {name: _Repeated(users[name], times_of[name]) for name in self._user_side if name in users}
 
     def _item_columns(self, item_ids: Int64, row_numbers: Int64 | None = None) -> dict[str, _Repeated]:
         bad = (item_ids < 0) | (item_ids >= self.items.num_rows)
@@ -94,28 +96,44 @@ class BatchBuilder:
     def _assemble(
         self,
         columns: dict[str, _Repeated],
-        size: int,
+        users: int,
+        width: int,
         vectors: dict[str, Array],
         row_numbers: Int64 | None = None,
         total_weight: float | None = None,
-        padded: int | None = None,
+        padded_users: int | None = None,
     ) -> TowerBatch:
-        """The batch; a side of the schema of which there is no column at all is empty, a single missing column is an error."""
+        """``users`` shared rows with ``width`` rows each, padded to ``padded_users``.
+
+        A side of the schema of which there is no column at all is empty; a single missing column is an error.
+        """
         for side in (self._user_side, self._item_side):
             if not any(name in columns for name in side):
-                columns |= {name: _nothing(size, name in self.schema.dense) for name in side}
-        pad = (padded or size) - size
-        rows = np.arange(size) if row_numbers is None else row_numbers
-        floats = {name: _padded(torch.from_numpy(_fresh(vector.reshape(-1))).float(), pad) for name, vector in vectors.items()}
+                columns |= {name: self._nothing(name, users, width) for name in side}
+        pad = (padded_users or users) - users
+        pads = {name: pad if name in self.schema.shared else pad * width for name in columns}
+        numbers = torch.from_numpy(_fresh(np.arange(users) if row_numbers is None else row_numbers))
+        floats = {
+            name: _padded(torch.from_numpy(_fresh(values.reshape(-1))).float(), pad * width) for name, values in vectors.items()
+        }
+        shared_rows = _padded(numbers, pad)
         return self.schema.assemble(
-            {name: _jagged(name, columns[name], pad) for name in self.schema.keys if name in columns},
-            {name: _padded(_dense(name, columns[name]), pad) for name in self.schema.dense if name in columns},
+            {name: _jagged(name, columns[name], pads[name]) for name in self.schema.keys if name in columns},
+            {name: _padded(_dense(name, columns[name]), pads[name]) for name in self.schema.dense if name in columns},
             labels=floats["labels"],
             weights=floats.get("weights"),
             log_q=floats.get("log_q"),
             total_weight=total_weight,
-            rows=_padded(torch.from_numpy(_fresh(rows)), pad),
+            rows=shared_rows.repeat_interleave(width),
+            index=torch.arange(users + pad).repeat_interleave(width),
+            shared_rows=shared_rows,
         )
+
+    def _nothing(self, name: str, users: int, width: int) -> _Repeated:
+        size = users if name in self.schema.shared else users * width
+        if name in self.schema.dense:
+            return _Repeated(Column(np.zeros(size, dtype=np.float32)))
+        return _Repeated(Column(np.zeros(0, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)))
 
 
 class _Repeated(NamedTuple):
@@ -123,12 +141,6 @@ class _Repeated(NamedTuple):
 
     column: Column
     times: int = 1
-
-
-def _nothing(size: int, dense: bool) -> _Repeated:
-    if dense:
-        return _Repeated(Column(np.zeros(size, dtype=np.float32)))
-    return _Repeated(Column(np.zeros(0, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)))
 
 
 def _jagged(name: str, repeated: _Repeated, pad: int) -> Jagged:

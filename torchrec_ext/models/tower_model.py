@@ -38,12 +38,16 @@ class TowerModel(nn.Module):
         towers: by name; the order is that of the interaction's inputs.
         interaction: a module from the list of tower outputs, each (B, D), to logits (B,).
         loss: a function of (logits, batch) to ().
+        shared: names of towers whose input several rows share, such as the user's beside 1 + N candidates: they run once per
+            shared row, and their outputs are repeated. Logits and gradients are those of the plain form.
 
     Raises:
-        ValueError: two tables of one name, or a dense column of two towers.
+        ValueError: two tables of one name, a dense column of two towers, or a feature of a shared and of another tower.
     """
 
-    def __init__(self, towers: Mapping[str, Tower], interaction: nn.Module, *, loss: Loss = bce) -> None:
+    def __init__(
+        self, towers: Mapping[str, Tower], interaction: nn.Module, *, loss: Loss = bce, shared: Sequence[str] = ()
+    ) -> None:
         super().__init__()
         if not towers:
             raise ValueError("a TowerModel needs at least one tower")
@@ -54,11 +58,27 @@ class TowerModel(nn.Module):
         self.towers = nn.ModuleDict(towers)
         self.interaction = interaction
         self.loss = loss
+        unknown = sorted(set(shared) - set(towers))
+        if unknown:
+            raise ValueError(f"shared names {unknown}, which are not towers; the towers are {list(towers)}")
+        self._shared = frozenset(shared)
+        columns = {False: self._columns(False), True: self._columns(True)}
+        both = sorted(set(columns[False]) & set(columns[True]))
+        if both:
+            raise ValueError(f"features {both} are read by a shared tower and by another; share both towers, or give each its own")
         self._dense: dict[str, slice] = {}
-        start = 0
+        starts = {False: 0, True: 0}
         for name, tower in towers.items():
-            self._dense[name] = slice(start, start + len(tower.dense))
-            start += len(tower.dense)
+            start = starts[name in self._shared]
+            starts[name in self._shared] = stop = start + len(tower.dense)
+            self._dense[name] = slice(start, stop)
+
+    def _columns(self, shared: bool) -> list[str]:
+        """The columns that the shared towers read, or the others."""
+        towers: list[Tower] = [tower for name, tower in self.towers.items() if (name in self._shared) == shared]  # type: ignore[misc]
+        return [name for tower in towers for table in tower.tables for name in table.feature_names] + [
+            name for tower in towers for name in tower.dense
+        ]
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
         """The columns that a batch for this model needs."""
@@ -66,19 +86,25 @@ class TowerModel(nn.Module):
         return BatchSchema.from_tables(
             [table for tower in towers for table in tower.tables],
             dense=[name for tower in towers for name in tower.dense],
+            shared=self._columns(True),
             out_of_range=out_of_range,
             oov_ids=oov_ids,
         )
 
     def embed(self, tower: str, batch: TowerBatch) -> Tensor:
-        """(B, D), the output of one tower; the features of the others may be empty bags."""
+        """(B, D), of a shared tower (Q, D): the output of one tower; the features of the others may be empty bags."""
         if tower not in self._dense:
             raise ValueError(f"tower {tower!r} is not one of {list(self._dense)}")
-        return self.towers[tower](batch.sparse, batch.dense[:, self._dense[tower]])  # type: ignore[no-any-return]
+        rows = batch.shared if tower in self._shared else batch
+        return self.towers[tower](rows.sparse, rows.dense[:, self._dense[tower]])  # type: ignore[no-any-return, union-attr]
 
     def logits(self, batch: TowerBatch) -> Tensor:
         """(B,) logits."""
-        return self.interaction([self.embed(name, batch) for name in self._dense])  # type: ignore[no-any-return]
+        outputs = []
+        for name in self._dense:
+            output = self.embed(name, batch)
+            outputs.append(output[batch.shared.index] if name in self._shared else output)  # type: ignore[union-attr]
+        return self.interaction(outputs)  # type: ignore[no-any-return]
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """The loss, (), to call backward on, and the :class:`Prediction`."""
@@ -99,6 +125,7 @@ def two_tower(
     activation: Activation = "relu",
     dropout: float = 0.0,
     loss: Loss = bce,
+    shared: Sequence[str] = (),
     device: torch.device | None = None,
 ) -> TowerModel:
     """User features -> NN_user, item features -> NN_item, then a top NN over both outputs or their dot product.
@@ -114,6 +141,7 @@ def two_tower(
         activation: between layers.
         dropout: after each activation.
         loss: a function of (logits, batch).
+        shared: towers that run once for the rows that share their input, usually ``("user",)``.
         device: of the tables; ``meta`` declares them without memory.
 
     Example:
@@ -130,4 +158,4 @@ def two_tower(
     }
     widths = [tower.out_features for tower in towers.values()]
     top = TopMLP(widths, top_widths, activation=activation, dropout=dropout) if interaction == "top_nn" else DotProduct(widths)
-    return TowerModel(towers, top, loss=loss)
+    return TowerModel(towers, top, loss=loss, shared=shared)
