@@ -93,3 +93,12 @@ def test_a_table_that_does_not_fit_is_refused_in_numbers_on_every_rank() -> None
     assert f"the largest table, 'ad_id', needs {weights_and_state:.2f} GiB" in text
     assert "2 rank(s) of 8.00 GiB have 16.00 GiB" in text
     assert "at least 18 ranks of this size" in text
+
+
+@pytest.mark.unit
+def test_small_sizes_are_refused_in_numbers_too() -> None:
+    with pytest.raises(PlanError) as error:
+        plan_sharding(small_model(META), CPU, PlanConfig(memory_gb=0.00001))
+    assert "need 25.12 KiB; 1 rank(s) of 10.49 KiB have 10.49 KiB, and the largest table, 'user_id', needs 12.62 KiB" in str(
+        error.value
+    )
