@@ -55,18 +55,29 @@ def refusal(reason: str, tables: Sequence[BaseEmbeddingConfig], sharding: Mappin
     sizes = {table.name: table_bytes(table) + table.num_embeddings * table.embedding_dim * STATE_BYTES for table in tables}
     needed = sum(size * (world_size if sharding[name] == "data_parallel" else 1) for name, size in sizes.items())
     largest = max(sizes, key=lambda name: sizes[name])
-    rows = [[t.name, f"{t.num_embeddings:,}", t.embedding_dim, sharding[t.name], f"{sizes[t.name] / GB:.3f}"] for t in tables]
+    rows = [[t.name, f"{t.num_embeddings:,}", t.embedding_dim, sharding[t.name], size_text(sizes[t.name])] for t in tables]
     return "\n".join(
         [
-            f"no sharding plan fits: tables with optimizer state need {needed / GB:.2f} GiB; {world_size} rank(s) of "
-            f"{capacity / GB:.2f} GiB have {world_size * capacity / GB:.2f} GiB, and the largest table, '{largest}', "
-            f"needs {sizes[largest] / GB:.2f} GiB",
-            tabulate(rows, headers=["table", "rows", "dim", "sharding asked for", "GiB with state"], disable_numparse=True),
+            f"no sharding plan fits: tables with optimizer state need {size_text(needed)}; {world_size} rank(s) of "
+            f"{size_text(capacity)} have {size_text(world_size * capacity)}, and the largest table, '{largest}', "
+            f"needs {size_text(sizes[largest])}",
+            tabulate(rows, headers=["table", "rows", "dim", "sharding asked for", "with state"], disable_numparse=True),
             f"what would make it fit: at least {-(-needed // max(capacity, 1)):.0f} ranks of this size; fp16 tables; fewer rows or "
             "columns; row_wise for a table larger than one rank; or a larger memory_gb where the device has it",
             f"TorchRec's planner said: {reason.splitlines()[0]}",
         ]
     )
+
+
+def size_text(size: int) -> str:
+    """Bytes in the largest unit of which there is one.
+
+    Example:
+        >>> size_text(153_600_000_000), size_text(512_256), size_text(3)
+        ('143.05 GiB', '500.25 KiB', '0.00 KiB')
+    """
+    unit, name = next((pair for pair in ((GB, "GiB"), (MB, "MiB")) if size >= pair[0]), (1024, "KiB"))
+    return f"{size / unit:,.2f} {name}"
 
 
 def bytes_per_weight(table: BaseEmbeddingConfig) -> int:
