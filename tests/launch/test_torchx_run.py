@@ -1,6 +1,9 @@
 """`torchx run rec.train.hybrid` over real processes: exit codes, last lines, nothing left behind."""
 
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_sets import write_ml_100k
+
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.skipif(
@@ -19,40 +24,24 @@ pytestmark = [
     ),
 ]
 
-RECIPE = """
-import dataclasses, os, time
-from torchx_apps.recipes import two_tower
-
-def mistake(job):
-    if os.environ["RANK"] == "1":
-        raise ValueError("the user tower has 3 tables and the item tower 4; give both the same")
-
-def bug(job):
-    if os.environ["RANK"] == "1":
-        raise KeyError("tower")
-
-def once(job):
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), 9)
-
-def forever(job):
-    open(f"pid{os.environ['RANK']}", "w").write(str(os.getpid()))
-    time.sleep(300)
-
-def recipe(build):
-    return lambda: dataclasses.replace(two_tower(), build=build)
-
-mistaken, bugged, killed_once, endless = map(recipe, (mistake, bug, once, forever))
-"""
-
+CLONE = Path(__file__).parents[2]
 TORCHX = [str(Path(sys.executable).with_name("torchx")), "run"]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder that is not the clone: no .torchxconfig, the package found because it is installed."""
-    (tmp_path / "my_recipe.py").write_text(RECIPE)
+    shutil.copy(Path(__file__).with_name("my_recipe.py"), tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A tiny run of the recipe two_tower that succeeds, on three ranks and at most two cores, and its run folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    overrides = ["data.name=planted", "data.users=60", "data.items=60", "train.epochs=2", "train.eval_every=1"]
+    flags = [*(f"--set={override}" for override in overrides), "--set", "model.tower_widths=16,8", "--run_dir", "out"]
+    return torchx_run(folder, "rec.train.hybrid", "-j", "1x3", *flags, cores=2), folder / "out"
 
 
 @pytest.fixture
@@ -65,19 +54,37 @@ def endless(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     process.kill()
 
 
-def environment() -> dict[str, str]:
+def environment(**changes: str) -> dict[str, str]:
     """As of a user who did not activate the venv."""
     bin_folder = str(Path(sys.executable).parent)
     folders = [f for f in os.environ["PATH"].split(os.pathsep) if f != bin_folder]
-    return {**os.environ, "PATH": os.pathsep.join(folders)}
+    return {**os.environ, "PATH": os.pathsep.join(folders), **changes}
 
 
-def torchx_run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [*TORCHX, *flags]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+def torchx_run(folder: Path, *flags: str, cores: int | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
+    """`torchx run` in ``folder`` with the environment changed, on at most so many cores."""
+    allowed = sorted(os.sched_getaffinity(0))[:cores]
+    return subprocess.run(
+        [*TORCHX, *flags],
+        cwd=folder,
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        preexec_fn=lambda: os.sched_setaffinity(0, allowed),
+    )
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def failed(folder: Path, *flags: str, told: str, **changes: str) -> str:
+    """The last line of a run that fails as a user's mistake: ``told`` once, in no traceback. Returns all of stderr."""
+    done = torchx_run(folder, "rec.train.hybrid", *flags, **changes)
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count(told) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"still waiting after {seconds} s"
@@ -88,26 +95,75 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_two_ranks_train_with_repeated_overrides(folder: Path) -> None:
-    flags = ["--recipe", "two_tower", "--set", "loader.batch_size=4096", "--set", "data.name=planted", "-j", "1x2"]
-    done = torchx_run(folder, "rec.train.hybrid", *flags)
+def test_repeated_overrides_reach_the_job(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, out = trained
     assert done.returncode == 0, done.stderr
-    assert "2 rank(s), batch size 4096" in done.stderr
+    config = json.loads((out / "config.json").read_text())
+    assert (config["data"]["users"], config["train"]["epochs"], config["model"]["tower_widths"]) == (60, 2, [16, 8])
 
 
-def test_a_bare_torchx_run_in_the_clone_trains() -> None:
-    done = torchx_run(Path(__file__).parents[2])
+def test_more_ranks_than_cores_work_and_one_line_says_so(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, _ = trained
+    cores = min(2, len(os.sched_getaffinity(0)))
+    assert "ranks: 3 on cpu over gloo, 1 thread(s) each" in done.stderr
+    told = f"note: 3 processes share {cores} cores on this host, so they oversubscribe it: each step takes longer than with "
+    assert done.stderr.count(told) == done.stderr.count("oversubscribe") == 1
+
+
+def test_a_run_prints_plan_figures_and_recommendations_once(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, _ = trained
+    lines = [re.sub(r"^train/0 \[0\]:", "", line) for line in done.stderr.splitlines()]
+    printed = "\n".join(lines)
+    assert printed.count("data: planted, ") == 1
+    for table, rows in (("user_id", 61), ("gender", 3), ("history", 61), ("item_id", 61), ("genres", 19)):
+        assert re.search(rf"^{table} +{rows} x 32 +\d+\.\d+ +\w+ +\w+", printed, re.MULTILINE), table
+    for figure in (r"auc +0\.\d{4}", r"hr@10( +\d\.\d{4}){2} +\d+\.\d\dx +\d\.\d{4}", r"ndcg@10( +\d\.\d{4}){2} +\d+\.\d\dx"):
+        assert len(re.findall(rf"^{figure}", printed, re.MULTILINE)) == 1, figure
+    assert re.search(r"^trained in \d+\.\d s, .* [\d,]+ samples/s", printed, re.MULTILINE)
+    assert printed.count("user 1 liked before: item ") == 1
+    assert len(re.findall(r"^ *\d+\. item \d+, kind \d+  \(-?\d+\.\d\d\)", printed, re.MULTILINE)) == 10
+    assert "run folder: out (" in printed
+    assert not re.search(r"\[[12]\]:", done.stderr), "ranks 1 and 2 say nothing"
+
+
+def test_a_run_leaves_its_folder(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, out = trained
+    assert {"config.json", "metrics.jsonl", "plan.txt", "summary.json", "training.png", "tensorboard"} == set(os.listdir(out))
+
+
+def test_a_bare_torchx_run_in_the_clone_trains_on_two_ranks(tmp_path: Path) -> None:
+    # In a folder of its own, so that the clone's runs/ stays as it is, and on a set that is trained in seconds.
+    shutil.copy(CLONE / ".torchxconfig", tmp_path)
+    (tmp_path / "components").symlink_to(CLONE / "components")
+    done = torchx_run(tmp_path, TORCHREC_EXT_DATA=str(write_ml_100k(tmp_path / "data")))
     assert done.returncode == 0, done.stderr
-    assert "recipe two_tower: 2 rank(s)" in done.stderr
+    assert "data: ml-100k, 600 training rows, 60 users with a held-out item, 40 items" in done.stderr
+    assert "licence: MovieLens 100K (c) GroupLens" in done.stderr
+    assert "ranks: 2 on cpu over gloo" in done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "config.json").read_text())["name"] == "two_tower"
 
 
-def test_a_users_mistake_on_one_rank_is_the_last_line_once(folder: Path) -> None:
-    done = torchx_run(folder, "rec.train.hybrid", "--recipe", "my_recipe.py:mistaken")
-    last = "rank 1: the user tower has 3 tables and the item tower 4; give both the same"
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == last
-    assert (done.stdout + done.stderr).count("the user tower has") == 1
-    assert "Traceback" not in done.stderr
+def test_an_id_out_of_range_on_one_rank_is_the_last_line_once(folder: Path) -> None:
+    flags = ["--recipe", "my_recipe.py:id_out_of_range", "--set", "loader.batch_size=32"]
+    last = failed(folder, *flags, told="feature 'user_id': id 60 in row ").splitlines()[-1]
+    assert re.match(r"rank [01]: feature 'user_id': id 60 in row \d+ is outside table 'user_id' \(valid ids: 0 to 59; ", last)
+    assert last.endswith("enlarge num_embeddings, fix the data, or set out_of_range='oov' to use row 0 for them")
+
+
+def test_a_table_that_does_not_fit_is_refused_once_and_in_numbers(folder: Path) -> None:
+    flags = ["--set", "data.name=planted", "--set", "plan.memory_gb=0.0001"]
+    text = failed(folder, *flags, told="no sharding plan fits: tables with optimizer state need ")
+    numbers = r"920.00 KiB; 2 rank\(s\) of 104.86 KiB have 209.71 KiB, and the largest table, 'user_id', needs 500.25 KiB"
+    assert re.search(rf"^rank [01]: no sharding plan fits: tables with optimizer state need {numbers}$", text, re.MULTILINE)
+    assert "what would make it fit: at least 9 ranks of this size; " in text
+
+
+def test_a_truncated_file_is_named_in_the_last_line_once(folder: Path) -> None:
+    file = write_ml_100k(folder) / "ml-100k" / "inter.parquet"
+    file.write_bytes(file.read_bytes()[:-100])
+    last = failed(folder, told="its footer is missing or damaged", TORCHREC_EXT_DATA=str(folder)).splitlines()[-1]
+    assert last.startswith(f"rank 0: {file}: starts as parquet, but ")
 
 
 def test_a_bug_on_one_rank_ends_with_its_traceback_once(folder: Path) -> None:
@@ -127,17 +183,21 @@ def test_a_mistake_on_another_node_is_the_last_line_once(folder: Path) -> None:
 
 
 def test_a_mistake_that_every_rank_makes_is_told_once(folder: Path) -> None:
-    done = torchx_run(folder, "rec.train.hybrid", "--set", "loader.batchsize=3", "--set", "data.name=planted")
-    assert done.returncode == 1
-    assert "--set loader.batchsize=3: there is no key 'batchsize'; did you mean 'batch_size'?" in done.stderr.splitlines()[-1]
-    assert done.stderr.count("there is no key") == 1
+    flags = ["--set", "loader.batchsize=3", "--set", "data.name=planted"]
+    last = failed(folder, *flags, told="there is no key").splitlines()[-1]
+    assert "--set loader.batchsize=3: there is no key 'batchsize'; did you mean 'batch_size'?" in last
+
+
+def test_an_unknown_recipe_is_told_with_the_nearest(folder: Path) -> None:
+    last = failed(folder, "-j", "1x1", "--recipe", "two_towr", told="there is no such recipe").splitlines()[-1]
+    assert last == "rank 0: --recipe two_towr: there is no such recipe; did you mean 'two_tower'? Built in: two_tower"
 
 
 def test_a_killed_rank_is_started_again(folder: Path) -> None:
-    flags = ["--recipe", "my_recipe.py:killed_once", "--max_retries", "1"]
+    flags = ["--recipe", "my_recipe.py:killed_once", "--max_retries", "1", "--run_dir", "out"]
     done = torchx_run(folder, "rec.train.hybrid", *flags)
     assert done.returncode == 0, done.stderr
-    assert "2 rank(s)" in done.stderr
+    assert (folder / "out" / "summary.json").exists(), "the second attempt writes into the folder of the first"
 
 
 def test_a_bad_j_shows_usage_and_what_was_given(folder: Path) -> None:

@@ -1,0 +1,42 @@
+"""Small sets in the form of the real ones."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+USERS, ITEMS, RATINGS_EACH = 60, 40, 12
+
+
+def write_ml_100k(root: Path) -> Path:
+    """``ml-100k/`` below ``root`` with the real set's three files, columns and types; returns ``root``."""
+    rng = np.random.default_rng(0)
+    folder = root / "ml-100k"
+    folder.mkdir(parents=True)
+    users, items = np.arange(1, USERS + 1), np.arange(1, ITEMS + 1)
+    taken = np.concatenate([rng.permutation(items)[:RATINGS_EACH] for _ in users])
+    tables = {
+        "inter": {
+            "user_id": users.repeat(RATINGS_EACH),
+            "item_id": taken,
+            "rating": rng.integers(1, 6, len(taken)),
+            "timestamp": 880_000_000 + np.arange(len(taken)),
+        },
+        "users": {
+            "user_id": users,
+            "age": rng.integers(10, 70, USERS),
+            "gender": rng.choice(["M", "F"], USERS),
+            "occupation": rng.choice(["writer", "other"], USERS),
+            "zip_code": rng.choice(["10001", "94043", "V0R2M"], USERS),
+        },
+        "items": {
+            "item_id": items,
+            "movie_title": [f"Film {item}" for item in items],
+            "release_year": rng.choice(["1994", "1995"], ITEMS),
+            "class": rng.choice(["Comedy", "Drama War"], ITEMS),
+        },
+    }
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    return root
