@@ -102,3 +102,17 @@ def test_small_sizes_are_refused_in_numbers_too() -> None:
     assert "need 25.12 KiB; 1 rank(s) of 10.49 KiB have 10.49 KiB, and the largest table, 'user_id', needs 12.62 KiB" in str(
         error.value
     )
+
+
+def broken(runtime: Runtime) -> str:
+    try:
+        plan_sharding(small_model(META), runtime, constraints={"item_id": "not a constraint"})  # type: ignore[dict-item]
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_planner_that_breaks_on_rank_0_raises_on_every_rank() -> None:
+    first, second = run_ranks(broken, 2, timeout_s=60)
+    assert first == second
+    assert first.startswith("the planner failed on rank 0: AttributeError: ")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -131,17 +133,23 @@ def plan_sharding(
     wanted = {
         table.name: _constraint(table, chosen[table.name], runtime.world_size) for table in tables if chosen[table.name] != "auto"
     }
-    capacity = _capacity(config, runtime)
-    outcome: list[ShardingPlan | str] = [""]
+    outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone, and TorchRec's collective_plan leaves the other ranks waiting when it fails there.
     if runtime.rank == 0:
-        outcome = [_plan_or_reason(model, runtime, config, capacity, {**wanted, **(constraints or {})}, batch_size)]
+        capacity = _capacity(config, runtime)
+        try:
+            outcome = [_planner(config, runtime, capacity, {**wanted, **(constraints or {})}, batch_size).plan(model, sharders())]
+        except PlannerError as error:
+            reason = str(error).strip() or type(error).__name__
+            outcome = [PlanError(refusal(reason, tables, chosen, runtime.world_size, capacity))]
+        except Exception as error:
+            logging.getLogger(__name__).exception("the planner failed")
+            outcome = [RuntimeError(f"the planner failed on rank 0: {type(error).__name__}: {error}")]
     if runtime.world_size > 1:
         dist.broadcast_object_list(outcome, src=0, device=runtime.device)
-    plan = outcome[0]
-    if isinstance(plan, str):
-        raise PlanError(refusal(plan, tables, chosen, runtime.world_size, capacity))
-    return plan
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _constraint(table: BaseEmbeddingConfig, sharding: str, world_size: int) -> ParameterConstraints:
@@ -151,15 +159,10 @@ def _constraint(table: BaseEmbeddingConfig, sharding: str, world_size: int) -> P
     return ParameterConstraints(sharding_types=[sharding], min_partition=width if splits else None)
 
 
-def _plan_or_reason(
-    model: nn.Module,
-    runtime: Runtime,
-    config: PlanConfig,
-    capacity: int,
-    constraints: dict[str, ParameterConstraints],
-    batch_size: int,
-) -> ShardingPlan | str:
-    planner = EmbeddingShardingPlanner(
+def _planner(
+    config: PlanConfig, runtime: Runtime, capacity: int, constraints: dict[str, ParameterConstraints], batch_size: int
+) -> EmbeddingShardingPlanner:
+    return EmbeddingShardingPlanner(
         topology=_topology(runtime, capacity),
         batch_size=batch_size,
         storage_reservation=FixedPercentageStorageReservation(percentage=config.reserve),
@@ -167,10 +170,6 @@ def _plan_or_reason(
         constraints=constraints,
         debug=False,
     )
-    try:
-        return planner.plan(model, sharders())
-    except PlannerError as error:
-        return str(error).strip() or type(error).__name__
 
 
 def _topology(runtime: Runtime, capacity: int) -> Topology:
@@ -188,4 +187,29 @@ def _capacity(config: PlanConfig, runtime: Runtime) -> int:
         return int(config.memory_gb * GB)
     if runtime.device.type == "cuda":
         return int(torch.cuda.mem_get_info(runtime.device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // runtime.local_world_size
+    return available_memory() // runtime.local_world_size
+
+
+def available_memory() -> int:
+    """Bytes of memory that this host, or the container that this process runs in, can still give."""
+    limits = [_kilobytes("/proc/meminfo", "MemAvailable:") * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit is not None and used is not None:
+        limits.append(max(limit - used, 0))
+    return min(limits)
+
+
+def _kilobytes(path: str, name: str) -> int:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+
+
+def _number(path: str) -> int | None:
+    """The number in a file of the control group; None where there is no such file, or no limit."""
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None
