@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_ext.data import known_pairs
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.negatives import PopularityNegatives, UniformNegatives, alias_table
+from torchrec_ext.data.known_pairs import FreeMass, KnownPairs
+from torchrec_ext.data.negatives import PopularityNegatives, UniformNegatives
+from torchrec_ext.data.random_numbers import alias_table
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -124,3 +125,26 @@ def test_wrong_arguments_are_named() -> None:
         KnownPairs(5, np.array([1, 2]), np.array([1, 9]))
     with pytest.raises(ValueError, match=r"smoothing=0: must be greater than 0"):
         PopularityNegatives(5, np.array([1]), np.array([1]), smoothing=0)
+
+
+@pytest.mark.usefixtures("known_by")
+def test_narrow_ids_and_no_known_pair_at_all() -> None:
+    wide = random_pairs(3000, 40, 0.2)
+    narrow = KnownPairs(40, wide[0].astype(np.int16), wide[1].astype(np.int16))
+    assert narrow.contains(*wide).all()
+    nobody = KnownPairs(5, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    assert not nobody.contains(np.array([[0], [3]]), np.arange(1, 6)).any()
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 99))
+def test_free_mass_covers_each_item_not_taken_by_its_own_weight(users: int, items: int, seed: int) -> None:
+    owner, taken = random_pairs(users, items, 0.6, seed)
+    weights = np.random.default_rng(seed).random(items) ** 9
+    free = FreeMass(KnownPairs(items, owner, taken), weights)
+    np.testing.assert_allclose(free.share[1:], weights / weights.sum(), atol=1e-12)
+    for user in range(users + 2):
+        left = np.setdiff1d(np.arange(1, items + 1), taken[owner == user])
+        ends = np.cumsum(np.diff(free.sums)[left - 1])
+        places = np.concatenate([[0], ends[:-1], ends - 1])  # the first and the last place of each
+        assert free.mass[free.known.place(np.array([user]))[0]] == ends[-1]
+        assert np.array_equal(free.item_at(np.full(len(places), user), places), np.concatenate([left, left]))

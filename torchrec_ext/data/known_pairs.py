@@ -1,6 +1,8 @@
-"""KnownPairs: who has taken what, asked for millions of pairs at once."""
+"""KnownPairs: who has taken what, asked for millions of pairs at once; FreeMass: the same with a weight for each item."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +11,19 @@ from torchrec_ext.data.columns import Int64
 from torchrec_ext.schema import DataError
 
 MOST_BITS = 1 << 28  # a bitmap of users x items up to 32 MB; above it, a search in the sorted pairs
+
+
+class Tables(NamedTuple):
+    """The inside of :class:`KnownPairs`: P pairs, U + 1 rows by user.
+
+    ``keys`` (P,), ``starts`` (U + 1,), ``free`` (U + 1,), ``below`` (P,) int64 and ``bitmap`` uint8 or None.
+    """
+
+    keys: Int64
+    starts: Int64
+    free: Int64
+    below: Int64
+    bitmap: NDArray[np.uint8] | None
 
 
 class KnownPairs:
@@ -28,10 +43,11 @@ class KnownPairs:
                 f"known pair {at} is user {users[at]}, item {items[at]}; users must be 0 or more, items 1 to {num_items}; "
                 "fix the pairs, or num_items"
             )
+        users, items = users.astype(np.int64, copy=False), items.astype(np.int64, copy=False)  # a narrower key would overflow
         self.num_items = num_items
         self.num_users = int(users.max(initial=-1)) + 1
         self._width = num_items + 1
-        self._keys = np.unique(users * self._width + items)
+        self._keys = _sorted_once(users * self._width + items)
         # One row more than there are users: a user without a known item reads that one.
         counts = np.bincount(self._keys // self._width, minlength=self.num_users + 1).astype(np.int64)
         self._starts = np.cumsum(counts) - counts
@@ -70,11 +86,17 @@ class KnownPairs:
         """(B,) log of the number of items not taken, -inf where it is 0."""
         return self._log_free[self.place(users)]
 
+    def known(self, users: Int64) -> Int64:
+        """(B,) number of items taken."""
+        return self.num_items - self._free[self.place(users)]
+
     def contains(self, users: Int64, items: Int64) -> NDArray[np.bool_]:
         """Whether each pair is known; ``users`` and ``items`` broadcast."""
         keys = self.place(users) * self._width + items
         if self._bitmap is not None:
             return np.asarray(self._bitmap[keys >> 3] >> (keys & 7).astype(np.uint8) & 1, dtype=np.bool_)
+        if not len(self._keys):
+            return np.zeros(keys.shape, dtype=np.bool_)
         at = np.minimum(self._keys.searchsorted(keys), len(self._keys) - 1)
         return np.asarray(self._keys[at] == keys)
 
@@ -85,7 +107,55 @@ class KnownPairs:
         items: Int64 = ranks + 1 + found - self._starts[rows]
         return items
 
+    def nth_known(self, users: Int64, ranks: Int64) -> Int64:
+        """(B,) the item taken by each of ``users`` (B,) whose place in ascending order, from 0, is in ``ranks`` (B,)."""
+        items: Int64 = self._keys[self._starts[self.place(users)] + ranks] % self._width
+        return items
+
+    def tables(self) -> Tables:
+        """What a copy on a device needs."""
+        return Tables(self._keys, self._starts, self._free, self._below, self._bitmap)
+
     def _make_bitmap(self, users: Int64, items: Int64) -> NDArray[np.uint8]:
         bits = np.zeros((self.num_users + 1) * self._width, dtype=bool)
         bits[users * self._width + items] = True
         return np.packbits(bits, bitorder="little")
+
+
+def _sorted_once(keys: Int64) -> Int64:
+    """Like np.unique, which hashes: 0.6 s in place of 3.6 s for 3.6 million pairs."""
+    keys = np.sort(keys)
+    return keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
+
+
+class FreeMass:
+    """The weight of what each user has not taken, and the item at any place in it: exact, in whole numbers.
+
+    Args:
+        known: what is taken.
+        weights: (num_items,) of the items 1 to ``num_items``, greater than 0. They become whole numbers, at least 1 each, whose sum
+            is as great as int64 allows (2 ** 52, or 2 ** 62 / users); ``share`` (num_items + 1,) are these over their sum.
+    """
+
+    def __init__(self, known: KnownPairs, weights: NDArray[np.float64]) -> None:
+        rows = known.num_users + 1
+        whole = np.maximum(np.rint(weights * (min(1 << 52, (1 << 62) // rows) / weights.sum())), 1).astype(np.int64)
+        self.known = known
+        self.sums = np.concatenate([[0], np.cumsum(whole)])  # by item: the weight of it and of those before
+        self.total = int(self.sums[-1])
+        self.share = np.concatenate([[0.0], whole / self.total])
+        owners, taken = known.pairs
+        self.starts = known.tables().starts
+        self.before = np.concatenate([[0], np.cumsum(whole[taken - 1])])  # of the pairs before each, over all users
+        own_before = self.before[:-1] - self.before[self.starts[owners]]
+        ends = np.append(self.starts[1:], len(taken))
+        self.mass = self.total - (self.before[ends] - self.before[self.starts])
+        # For each pair the free weight below it: ascending within a user, so a search finds the item at any place.
+        self.below = self.sums[taken - 1] - own_before + owners * (self.total + 1)
+
+    def item_at(self, users: Int64, places: Int64) -> Int64:
+        """(B,) the item not taken by each of ``users`` (B,) at the place, 0 to the user's ``mass`` - 1, in ``places`` (B,)."""
+        rows = self.known.place(users)
+        found = self.below.searchsorted(places + rows * (self.total + 1), side="right")
+        items: Int64 = self.sums.searchsorted(places + self.before[found] - self.before[self.starts[rows]], side="right")
+        return items

@@ -1,0 +1,88 @@
+"""Random numbers by formula: a number is a function of (key, position, draw), bit for bit the same in numpy and in torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_ext.data.columns import Int64
+
+Float64 = NDArray[np.float64]
+UInt64 = NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN_64, _FIRST_64, _SECOND_64, _ONE = np.uint64(_GOLDEN), np.uint64(_FIRST), np.uint64(_SECOND), np.uint64(1)
+
+
+def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
+    """(accept, alias), each (I,): take slot i of I equally likely ones with probability accept[i], else alias[i] (Walker 1977).
+
+    Built without a loop: the slots below 1/I are filled in order from those above, so running sums say who fills whom, and a slot
+    above that gave too much is filled by the next (Huebschle-Schneider and Sanders 2019, sweeping).
+    """
+    scaled = probabilities * len(probabilities)
+    light, heavy = np.flatnonzero(scaled < 1), np.flatnonzero(scaled >= 1)
+    accept, alias = scaled.copy(), np.arange(len(scaled))
+    lack, spare = np.cumsum(1 - scaled[light]), np.cumsum(scaled[heavy] - 1)
+    last = len(heavy) - 1
+    alias[light] = heavy[np.minimum(spare.searchsorted(np.concatenate([[0.0], lack[:-1]])[: len(light)], side="right"), last)]
+    emptied = lack.searchsorted(spare)  # the light slot at which each heavy one has given all that it had to spare
+    inner = emptied < len(light)
+    accept[heavy] = 1.0
+    accept[heavy[inner]] = 1 + spare[inner] - lack[emptied[inner]]
+    alias[heavy] = heavy[np.minimum(np.arange(len(heavy)) + 1, last)]
+    return accept, alias
+
+
+@lru_cache(maxsize=256)
+def stream(seed: int, *numbers: int) -> int:
+    """A 64-bit key for one stream of random numbers."""
+    key = seed & _MASK
+    for number in numbers:
+        key = int(_mixed(np.array([(key * _GOLDEN + number + 1) & _MASK], dtype=np.uint64))[0])
+    return key
+
+
+def uniform(key: int, positions: Int64, draws: Int64) -> Float64:
+    """Numbers in [0, 1) with 53 random bits, one for each (position, draw); the arguments broadcast."""
+    rows = _mixed(positions.astype(np.uint64) * _GOLDEN_64 + np.uint64(key))
+    hashed = _mixed(rows + (draws.astype(np.uint64) + _ONE) * _GOLDEN_64)
+    hashed >>= np.uint64(11)
+    return np.asarray(hashed * 2.0**-53)
+
+
+def _mixed(x: UInt64) -> UInt64:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014), in place."""
+    x ^= x >> np.uint64(30)
+    x *= _FIRST_64
+    x ^= x >> np.uint64(27)
+    x *= _SECOND_64
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def device_uniform(key: int, positions: Tensor, draws: Tensor) -> Tensor:
+    """:func:`uniform` on the device of ``positions``: int64 in, float64 out, without a synchronisation."""
+    rows = mixed(positions * _signed(_GOLDEN) + _signed(key))
+    hashed = mixed(rows + (draws + 1) * _signed(_GOLDEN))
+    return _shifted(hashed, 11).double() * 2.0**-53
+
+
+def mixed(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 on the bits of int64: multiplication wraps around as it does for uint64."""
+    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, filled with zeros: torch's own shift of int64 repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
