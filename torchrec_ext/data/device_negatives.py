@@ -1,0 +1,167 @@
+"""DeviceNegatives: the samplers of :mod:`negatives` as torch ops, for rows that already are on the device.
+
+Ids and log_q are bit for bit those of the numpy samplers, so a run may move between the two. A draw launches a fixed number of
+kernels and never waits for the device: what is left after a rejection is computed for every draw, and a mask says where to take it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.known_pairs import KnownPairs
+from torchrec_ext.data.negatives import FROM_REST, PROPOSED, PopularityNegatives, RejectionNegatives, UniformNegatives
+from torchrec_ext.data.random_numbers import device_uniform, stream
+
+
+class DeviceSample(NamedTuple):
+    """``ids`` (B, N) int64 and ``log_q`` (B, N) float32 on the device."""
+
+    ids: Tensor
+    log_q: Tensor
+
+
+class DeviceKnownPairs:
+    """:class:`KnownPairs` on a device.
+
+    Args:
+        known: the pairs.
+        device: of the copy, which takes as much memory as ``known``.
+    """
+
+    def __init__(self, known: KnownPairs, device: torch.device) -> None:
+        self.num_users, self.num_items = known.num_users, known.num_items
+        self._width = known.num_items + 1
+        tables = known.tables()
+        self.keys, self.starts, self.free, self.below = (torch.from_numpy(table).to(device) for table in tables[:4])
+        self.bitmap = None if tables.bitmap is None else torch.from_numpy(tables.bitmap).to(device)
+
+    def place(self, users: Tensor) -> Tensor:
+        """See :meth:`KnownPairs.place`."""
+        return torch.where((users >= 0) & (users < self.num_users), users, self.num_users)
+
+    def contains(self, users: Tensor, items: Tensor) -> Tensor:
+        """Whether each pair is known; ``users`` and ``items`` broadcast."""
+        keys = self.place(users) * self._width + items
+        if self.bitmap is not None:
+            return (self.bitmap[keys >> 3] >> (keys & 7).to(torch.uint8) & 1).bool()
+        if not len(self.keys):
+            return torch.zeros_like(keys, dtype=torch.bool)
+        return self.keys[torch.searchsorted(self.keys, keys).clamp_(max=len(self.keys) - 1)] == keys
+
+    def nth_free(self, users: Tensor, ranks: Tensor) -> Tensor:
+        """See :meth:`KnownPairs.nth_free`; ``users`` and ``ranks`` broadcast."""
+        rows = self.place(users)
+        return ranks + 1 + torch.searchsorted(self.below, ranks + rows * self._width, right=True) - self.starts[rows]
+
+
+class DeviceNegatives(ABC):
+    """Made by :func:`on_device`; see there."""
+
+    def __init__(self, sampler: RejectionNegatives, device: torch.device, users: Int64 | None) -> None:
+        sampler.known.free(np.arange(sampler.known.num_users) if users is None else users)
+        self.seed, self.device = sampler.seed, device
+        self.known = DeviceKnownPairs(sampler.known, device)
+
+    @abstractmethod
+    def log_q(self, users: Tensor, items: Tensor) -> Tensor:
+        """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
+
+    @abstractmethod
+    def _propose(self, numbers: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _from_rest(self, users: Tensor, numbers: Tensor) -> Tensor: ...
+
+    def draw(self, users: Tensor, positions: Tensor, epoch: int, n: int) -> DeviceSample:
+        """N = ``n`` items for each of B rows: see :meth:`Negatives.draw`.
+
+        A user without a negative who was not among the ``users`` of :func:`on_device` gets item 0, since to raise would take a
+        synchronisation.
+
+        Args:
+            users: (B,) int64 ids on the device.
+            positions: (B,) int64, the number of each row in the whole set.
+            epoch: of the training.
+            n: draws per row.
+        """
+        users, positions, draws = users[:, None], positions[:, None], torch.arange(n, device=self.device)
+        first = self._propose(device_uniform(stream(self.seed, epoch, PROPOSED), positions, draws))
+        second = self._from_rest(users, device_uniform(stream(self.seed, epoch, FROM_REST), positions, draws))
+        ids = torch.where(self.known.contains(users, first), second, first)
+        ids = torch.where(self.known.free[self.known.place(users)] > 0, ids, 0)
+        return DeviceSample(ids, self.log_q(users, ids))
+
+    def _copied(self, table: NDArray[np.float64] | NDArray[np.float32] | Int64) -> Tensor:
+        return torch.from_numpy(table).to(self.device)
+
+
+class _Uniform(DeviceNegatives):
+    def __init__(self, sampler: UniformNegatives, device: torch.device, users: Int64 | None) -> None:
+        super().__init__(sampler, device, users)
+        self._log_q = self._copied(sampler.log_q_of)
+
+    def log_q(self, users: Tensor, items: Tensor) -> Tensor:
+        log_q = self._log_q[self.known.place(users)]
+        return torch.broadcast_tensors(log_q, items)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+    def _propose(self, numbers: Tensor) -> Tensor:
+        return (numbers * self.known.num_items).long() + 1
+
+    def _from_rest(self, users: Tensor, numbers: Tensor) -> Tensor:
+        free = self.known.free[self.known.place(users)]
+        return self.known.nth_free(users, torch.minimum((numbers * free).long(), free - 1))
+
+
+class _Popularity(DeviceNegatives):
+    def __init__(self, sampler: PopularityNegatives, device: torch.device, users: Int64 | None) -> None:
+        super().__init__(sampler, device, users)
+        mass = sampler.free_mass
+        self._log_p, self._log_left = self._copied(sampler.log_p), self._copied(sampler.log_left)
+        self._accept, self._alias = self._copied(sampler.accept), self._copied(sampler.alias)
+        self._sums, self._before, self._below = self._copied(mass.sums), self._copied(mass.before), self._copied(mass.below)
+        self._mass, self._total = self._copied(mass.mass), mass.total
+
+    def log_q(self, users: Tensor, items: Tensor) -> Tensor:
+        return (self._log_p[items] - self._log_left[self.known.place(users)]).float()
+
+    def _propose(self, numbers: Tensor) -> Tensor:
+        scaled = numbers * self.known.num_items
+        slot = scaled.long()
+        return torch.where(scaled - slot < self._accept[slot], slot, self._alias[slot]) + 1
+
+    def _from_rest(self, users: Tensor, numbers: Tensor) -> Tensor:
+        rows = self.known.place(users)
+        mass = self._mass[rows]
+        places = torch.minimum((numbers * mass).long(), mass - 1)
+        found = torch.searchsorted(self._below, places + rows * (self._total + 1), right=True)
+        return torch.searchsorted(self._sums, places + self._before[found] - self._before[self.known.starts[rows]], right=True)
+
+
+def on_device(
+    sampler: UniformNegatives | PopularityNegatives, device: torch.device, *, users: Int64 | None = None
+) -> DeviceNegatives:
+    """The sampler's draws as torch ops.
+
+    Args:
+        sampler: its tables are copied.
+        device: where users and positions will be.
+        users: (U,) the ids that will be drawn for, checked here; all users of the known pairs where not given.
+
+    Raises:
+        DataError: one of ``users`` has taken every item.
+        ValueError: a sampler without a form in torch.
+    """
+    kinds = {UniformNegatives: _Uniform, PopularityNegatives: _Popularity}
+    kind = kinds.get(type(sampler))
+    if kind is None:
+        names = " or ".join(known.__name__ for known in kinds)
+        raise ValueError(f"sampler={type(sampler).__name__}: must be {names}; draw with it in the loader, or use one of these")
+    made: DeviceNegatives = kind(sampler, device, users)
+    return made
