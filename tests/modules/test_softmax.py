@@ -1,0 +1,109 @@
+"""The softmax losses against their closed forms, in float64."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.examples import batches
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.modules.in_batch import in_batch_negatives
+from torchrec_ext.modules.losses import in_batch_softmax, sampled_softmax, softmax_losses
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def rows(log_q: Tensor | None, weights: list[float], width: int) -> TowerBatch:
+    made = next(batches(1, size=len(weights) * width))
+    made.weights, made.log_q = torch.tensor(weights).repeat_interleave(width), log_q
+    made.total_weight = made.weights.sum()
+    return made
+
+
+def test_sampled_softmax_equals_its_closed_form() -> None:
+    logits = torch.tensor([0.5, -0.2, 1.0, 2.0, 0.1, -3.0])
+    q = torch.tensor([0.1, 0.3, 0.6, 0.2, 0.2, 0.5])
+    made = sampled_softmax(logits, rows(q.log(), [1.0, 3.0], 3), negatives=2, temperature=0.5)
+    expected = 0.0
+    for start, weight in ((0, 1.0), (3, 3.0)):
+        terms = [math.exp(float(logits[start + i]) / 0.5) / float(q[start + i]) for i in range(3)]
+        expected -= weight * math.log(terms[0] / sum(terms))
+    assert float(made) == pytest.approx(expected / 4, rel=1e-14)
+    plain = sampled_softmax(logits, rows(None, [1.0, 1.0], 3), negatives=2, correct=False)
+    assert float(plain) == pytest.approx(-float(torch.log_softmax(logits.view(2, 3), 1)[:, 0].mean()), rel=1e-14)
+
+
+def test_rows_of_weight_0_count_nothing() -> None:
+    logits = torch.tensor([0.5, -0.2, 7.0, 9.0])
+    padded = sampled_softmax(logits, rows(torch.zeros(4), [1.0, 0.0], 2), negatives=1)
+    assert float(padded) == pytest.approx(math.log1p(math.exp(-0.7)), rel=1e-14)
+
+
+def test_in_batch_softmax_equals_its_closed_form() -> None:
+    queries, items = torch.randn(4, 3), torch.randn(4, 3)
+    ids, p = torch.tensor([5, 7, 5, 9]), torch.tensor([0.5, 0.2, 0.5, 0.3])
+    weights = torch.tensor([1.0, 2.0, 0.5, 1.0])
+    in_batch = in_batch_negatives(items, ids, log_q=p.log())
+    made = in_batch_softmax(queries, in_batch, weights=weights, total_weight=weights.sum(), temperature=0.7)
+    expected = 0.0
+    for row in range(4):
+        terms = (queries[row] @ items.T / 0.7).exp() / p
+        kept = [c for c in range(4) if c == row or ids[c] != ids[row]]
+        expected -= float(weights[row]) * math.log(float(terms[row]) / sum(float(terms[c]) for c in kept))
+    assert float(made) == pytest.approx(expected / 4.5, rel=1e-14)
+
+
+def test_the_correction_makes_repeated_candidates_the_softmax_over_all_items() -> None:
+    """Yi et al. 2019: an item that stands in the batch in proportion to p counts once after subtracting log p."""
+    scores, copies = torch.randn(2, 5), torch.tensor([1, 4, 2, 1, 7])
+    order = torch.arange(5).repeat_interleave(copies)
+    made = softmax_losses(scores[:, order], torch.tensor([0, 7]), log_q=copies.double().log()[order])
+    torch.testing.assert_close(made, torch.nn.functional.cross_entropy(scores, torch.tensor([0, 3]), reduction="none"))
+    biased = softmax_losses(scores[:, order], torch.tensor([0, 7]))
+    assert float((biased - made).abs().min()) > 0.05
+
+
+def test_sampling_by_any_law_estimates_the_gradient_of_the_whole_softmax() -> None:
+    """Corrected, many popularity draws give the full gradient; uncorrected they do not."""
+    generator = torch.Generator().manual_seed(0)
+    items, samples = 20, 20_000
+    scores = torch.randn(items, generator=generator)
+    q = torch.softmax(2 * torch.randn(items, generator=generator), 0)
+    whole = torch.softmax(scores, 0)
+    drawn = torch.multinomial(q, samples, replacement=True, generator=generator)
+    for log_q, close in ((q.log(), True), (torch.zeros(items), False)):
+        logits = scores[drawn].requires_grad_()
+        softmax_losses(logits[None], torch.tensor([0]), log_q=log_q[drawn]).sum().backward()
+        assert logits.grad is not None
+        logits.grad[0] += 1  # the positive's own share
+        estimate = torch.zeros(items).index_add_(0, drawn, logits.grad)
+        assert (float((estimate - whole).abs().max()) < 0.02) == close
+
+
+def test_an_excluded_candidate_gets_no_gradient() -> None:
+    logits = torch.randn(2, 3, requires_grad=True)
+    excluded = torch.tensor([[False, True, False], [False, False, True]])
+    softmax_losses(logits, torch.tensor([0, 1]), excluded=excluded).sum().backward()
+    assert logits.grad is not None
+    assert (logits.grad[excluded] == 0).all()
+    assert torch.autograd.gradcheck(
+        lambda x: softmax_losses(x, torch.tensor([0, 1]), excluded=excluded, temperature=0.3), (logits,)
+    )
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"negatives=3 with 6 logits: must be those of the loader"):
+        sampled_softmax(torch.zeros(6), rows(None, [1.0, 1.0], 3), negatives=3)
+    with pytest.raises(ValueError, match=r"no log_q to correct by; let the loader draw.*correct=False"):
+        sampled_softmax(torch.zeros(6), rows(None, [1.0, 1.0], 3), negatives=2)
+    with pytest.raises(ValueError, match=r"temperature=0.0: must be greater than 0"):
+        softmax_losses(torch.zeros(1, 2), torch.tensor([0]), temperature=0.0)
