@@ -1,0 +1,96 @@
+"""StreamingFrequency: how often items come by, when nobody counted them before (Yi et al. 2019, algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_ext.data.random_numbers import mixed, stream
+
+_SIGNED = 1 << 63
+
+
+class StreamingFrequency:
+    """Estimates with which probability a batch holds an item, from the steps between its appearances, in fixed memory.
+
+    Per hash function and bucket it keeps A, the step of the last appearance, and B, the moving average of the gap; the estimate is
+    1 / B. Items that share a bucket look too frequent, so of several hash functions the greatest gap counts. All ops run on the
+    device without a wait. With ids of all ranks (``InBatch.ids``) every rank holds the same state.
+
+    The relative spread of an estimate is about sqrt(rate / 2), and it follows a change within about 1 / rate appearances.
+
+    Args:
+        buckets: H per hash function; several times the number of items that come by.
+        rate: alpha, the weight of the newest gap, above 0, at most 1.
+        initial_gap: steps, what is assumed of an item before its first appearance; rare items start there.
+        hashes: number of hash functions.
+        seed: of the hash functions.
+        device: of the arrays.
+    """
+
+    def __init__(
+        self,
+        buckets: int = 1 << 20,
+        *,
+        rate: float = 0.05,
+        initial_gap: float = 100.0,
+        hashes: int = 2,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        for name, value, good in (("buckets", buckets, buckets >= 1), ("hashes", hashes, hashes >= 1)):
+            if not good:
+                raise ValueError(f"{name}={value}: must be 1 or more")
+        if not 0 < rate <= 1:
+            raise ValueError(f"rate={rate}: must be above 0 and at most 1; 0.01 to 0.1 is usual")
+        if not initial_gap >= 1:
+            raise ValueError(f"initial_gap={initial_gap}: must be 1 step or more")
+        self._settings = {"buckets": buckets, "rate": rate, "initial_gap": initial_gap, "hashes": hashes, "seed": seed}
+        keys = [stream(seed, number) for number in range(hashes)]
+        self._keys = torch.tensor([key - 2 * _SIGNED if key >= _SIGNED else key for key in keys], device=device)[:, None]
+        self._rows = torch.arange(hashes, device=device)[:, None]
+        # One bucket more, for what is not to be counted.
+        self.last = torch.zeros(hashes, buckets + 1, dtype=torch.int64, device=device)
+        self.gap = torch.full((hashes, buckets + 1), float(initial_gap), dtype=torch.float64, device=device)
+        self.step = 0
+
+    def update(self, ids: Tensor) -> None:
+        """Takes one batch, of all ranks: (C,) int64 items; an item that stands there twice counts once, item 0 not at all."""
+        self.step += 1
+        rate, places = self._settings["rate"], self._places(ids)
+        # Equal places write equal values, so their order does not matter.
+        self.gap[self._rows, places] = (1 - rate) * self.gap[self._rows, places] + rate * (
+            self.step - self.last[self._rows, places]
+        )
+        self.last[self._rows, places] = self.step
+
+    def log_q(self, ids: Tensor) -> Tensor:
+        """(C,) float32 log of the estimated probability that a batch holds each item: what a softmax over the batch subtracts."""
+        return -self.gap[self._rows, self._places(ids)].amax(dim=0).clamp(min=1.0).log().float()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arrays, the step and the settings."""
+        return {"last": self.last.clone(), "gap": self.gap.clone(), "step": self.step, "settings": dict(self._settings)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from ``state``.
+
+        Raises:
+            ValueError: it was made with other settings, which would read other buckets.
+        """
+        different = {name: value for name, value in state["settings"].items() if value != self._settings.get(name)}
+        if different:
+            parts = ", ".join(f"{name} was {value} and is {self._settings.get(name)}" for name, value in different.items())
+            raise ValueError(f"the frequencies were estimated with other settings: {parts}; restore these, or start anew")
+        self.last.copy_(state["last"])
+        self.gap.copy_(state["gap"])
+        self.step = int(state["step"])
+
+    def _places(self, ids: Tensor) -> Tensor:
+        """(hashes, C) the bucket of each id under each function."""
+        buckets = self._settings["buckets"]
+        hashed = (mixed(ids + self._keys) & (_SIGNED - 1)) % buckets
+        return torch.where(ids == 0, buckets, hashed)
