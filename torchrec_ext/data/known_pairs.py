@@ -112,6 +112,13 @@ class KnownPairs:
         items: Int64 = self._keys[self._starts[self.place(users)] + ranks] % self._width
         return items
 
+    def of(self, users: Int64) -> tuple[Int64, Int64]:
+        """(rows, items) of everything that ``users`` (B,) have taken, row 0 to B - 1 by row."""
+        counts = self.known(users)
+        rows = np.arange(len(users)).repeat(counts)
+        ranks = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+        return rows, self.nth_known(users[rows], ranks)
+
     def tables(self) -> Tables:
         """What a copy on a device needs."""
         return Tables(self._keys, self._starts, self._free, self._below, self._bitmap)

@@ -18,8 +18,8 @@ from torchrec_ext.data.random_numbers import Float64, alias_table, stream, unifo
 
 Float32 = NDArray[np.float32]
 
-# The number of a stream within an epoch. HardNegatives draws from the same seed.
-PROPOSED, FROM_REST, KIND, PLACE = range(4)
+# The number of a stream within an epoch, so that hard and mixed negatives can share a seed with these.
+PROPOSED, FROM_REST, KIND, PLACE, SHARED = range(5)
 
 
 class NegativeSample(NamedTuple):

@@ -1,0 +1,137 @@
+"""HardNegatives: items that the current model ranks high for a user who has not taken them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.known_pairs import KnownPairs
+from torchrec_ext.data.negatives import KIND, PLACE, Float32, NegativeSample, UniformNegatives
+from torchrec_ext.data.random_numbers import stream, uniform
+from torchrec_ext.schema import DataError
+
+Index = Callable[[Int64], Int64]  # from users (B,) to items (B, K), best first; below 1 where there are fewer
+
+
+class HardNegatives:
+    """A draw is one of the user's K best items of the last :meth:`refresh` with probability ``share``, else a uniform one.
+
+    With T_u the K best of the items that the user is not known to have taken, q(i) = share / K if i is in T_u, plus
+    (1 - share) / (number not taken). Before the first refresh, and for users it did not cover, all draws are uniform.
+
+    Draws are functions of (seed, epoch, position) and of the last refresh. To keep ranks and restarts alike, refresh between epochs
+    (a loader that prefetches has drawn ahead), on every rank from the same embeddings, and save :meth:`state_dict`.
+
+    Args:
+        easy: draws the uniform part, and knows what each user has taken; its seed is used here too.
+        k: K; items among which a hard one is equally likely. Small K draws false negatives more often.
+        share: of hard draws, above 0 and below 1: a positive must have a q of its own for the correction.
+    """
+
+    def __init__(self, easy: UniformNegatives, *, k: int = 100, share: float = 0.5) -> None:
+        if k < 1:
+            raise ValueError(f"k={k}: must be 1 or more")
+        if not 0 < share < 1:
+            raise ValueError(f"share={share}: must be above 0 and below 1, so that every item can be drawn and has a log_q")
+        self.easy, self.k, self.share = easy, k, share
+        nothing = np.zeros(0, dtype=np.int64)
+        self._hard = KnownPairs(easy.known.num_items, nothing, nothing)
+
+    def refresh(self, index: Index, users: Int64 | None = None, *, block: int = 1024) -> None:
+        """Asks for each user's best items anew.
+
+        Args:
+            index: from users (B,) to (B, K') items, best first, such as :class:`ExactTopK` or a search in a FAISS index; ids below
+                1 are places without an item, known items are dropped, so an index that does not know them should return more.
+            users: (U,) all known users where not given.
+            block: B, users asked for at once.
+
+        Raises:
+            DataError: the index returned an item that does not exist.
+        """
+        users = np.arange(self.easy.known.num_users) if users is None else users
+        parts = [self._best(users[at : at + block], index) for at in range(0, len(users), block)]
+        owners, items = (np.concatenate([part[side] for part in parts] or [users[:0]]) for side in (0, 1))
+        self._hard = KnownPairs(self.easy.known.num_items, owners, items)
+
+    def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
+        """See :meth:`Negatives.draw`."""
+        hard = self._hard  # one object for the whole draw, whatever another thread refreshes
+        ids = self.easy.draw(users, positions, epoch, n).ids
+        counts = hard.known(users)
+        kinds = uniform(stream(self.easy.seed, epoch, KIND), positions[:, None], np.arange(n))
+        rows, draws = np.nonzero((kinds < self.share) & (counts > 0)[:, None])
+        places = uniform(stream(self.easy.seed, epoch, PLACE), positions[rows], draws) * counts[rows]
+        ids[rows, draws] = hard.nth_known(users[rows], np.minimum(places.astype(np.int64), counts[rows] - 1))
+        return NegativeSample(ids, self._log_q(hard, users[:, None], ids))
+
+    def log_q(self, users: Int64, items: Int64) -> Float32:
+        """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
+        return self._log_q(self._hard, users, items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The K best items of the last refresh."""
+        users, items = self._hard.pairs
+        return {"users": users, "items": items}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Draws as it would have when ``state`` was taken."""
+        self._hard = KnownPairs(self.easy.known.num_items, state["users"], state["items"])
+
+    def _log_q(self, hard: KnownPairs, users: Int64, items: Int64) -> Float32:
+        counts = hard.known(users)
+        share = np.where(counts > 0, self.share, 0.0)
+        easy = (1 - share) * np.exp(self.easy.log_q(users, items).astype(np.float64))
+        log_q: Float32 = np.log(easy + hard.contains(users, items) * share / np.maximum(counts, 1)).astype(np.float32)
+        return log_q
+
+    def _best(self, users: Int64, index: Index) -> tuple[Int64, Int64]:
+        """(owners, items) of up to K pairs per user."""
+        found = np.asarray(index(users), dtype=np.int64)
+        num_items = self.easy.known.num_items
+        if found.ndim != 2 or len(found) != len(users):
+            raise DataError(f"the index returned shape {found.shape} for {len(users)} users; it must return (B, K) items")
+        if (found > num_items).any():
+            row, place = np.argwhere(found > num_items)[0]
+            raise DataError(
+                f"the index returned item {found[row, place]} for user {users[row]}; items are 1 to {num_items}: return the ids of "
+                "the data, not places in the index, and 0 where there is none"
+            )
+        good = (found > 0) & ~self.easy.known.contains(users[:, None], np.maximum(found, 0))
+        rows, places = np.nonzero(good & (np.cumsum(good, axis=1) <= self.k))
+        return users[rows], found[rows, places]
+
+
+class ExactTopK:
+    """An index without an index: all items scored by the dot product, the known ones left out.
+
+    Args:
+        queries: (U, D), row u of user u.
+        items: (num_items + 1, D), row i of item i; row 0 is not returned.
+        known: what to leave out.
+        k: K.
+    """
+
+    def __init__(self, queries: Tensor, items: Tensor, known: KnownPairs, k: int) -> None:
+        if len(items) != known.num_items + 1 or queries.shape[1:] != items.shape[1:]:
+            raise ValueError(
+                f"items: shape {tuple(items.shape)} with queries {tuple(queries.shape)}; must be (num_items + 1, D) = "
+                f"({known.num_items + 1}, {queries.shape[-1]}), row i for item i"
+            )
+        self._queries, self._items, self._known, self._k = queries.detach(), items.detach(), known, min(k, known.num_items)
+
+    def __call__(self, users: Int64) -> Int64:
+        """(B, K) the best items of ``users`` (B,), best first, 0 where there are fewer."""
+        device = self._items.device
+        scores = self._queries[torch.from_numpy(users).to(device)] @ self._items.T
+        rows, taken = self._known.of(users)
+        scores[torch.from_numpy(rows).to(device), torch.from_numpy(taken).to(device)] = -torch.inf
+        scores[:, 0] = -torch.inf
+        best = scores.topk(self._k, dim=1)
+        found: Int64 = best.indices.masked_fill(best.values == -torch.inf, 0).cpu().numpy()
+        return found
