@@ -1,93 +1,58 @@
-"""ChunkLoader: rows in memory -> TowerBatches, the same samples whatever the number of ranks, resumable at any step."""
+"""ChunkLoader: rows in memory or files -> TowerBatches, the same samples whatever the number of ranks, resumable at any step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.batches import BatchBuilder
-from torchrec_ext.data.columns import Chunk, Column, Int64, PackedRows
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, PackedRows
 from torchrec_ext.data.interactions import InteractionData, Pairs
+from torchrec_ext.data.loader_config import LoaderConfig as LoaderConfig
+from torchrec_ext.data.loader_config import Sampling as Sampling
 from torchrec_ext.data.negatives import Negatives, PopularityNegatives, UniformNegatives
 from torchrec_ext.data.prefetch import prefetched
+from torchrec_ext.data.resident import ResidentRows, read_all
+from torchrec_ext.data.source import Source
+from torchrec_ext.data.streamed import StreamedRows
 from torchrec_ext.schema import BatchSchema, DataError
-
-Sampling = Literal["uniform", "popularity"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderConfig:
-    """How rows become batches.
-
-    Args:
-        batch_size: positives per step *over all ranks*, so that a result does not depend on the number of ranks. A rank's batch has
-            ceil(batch_size / R) x (1 + negatives) rows.
-        negatives: drawn per positive; 0 for rows with labels of their own, or for losses that take negatives from the batch.
-        sampling: how negatives are drawn, ``uniform`` or ``popularity``.
-        popularity_exponent: see :class:`PopularityNegatives`.
-        shuffle: a new order each epoch; else the order of the rows.
-        drop_last: leave out the last step if it is not full. Else its missing rows are rows of weight 0.
-        prefetch: batches built ahead by a thread; 0 builds them in the caller's.
-        pin_memory: page-locked batches; where there is a CUDA device if not given.
-        seed: of the order and the negatives.
-        label: the column with the labels, for ``negatives=0``; all labels are 1 where not given.
-        weight: the column with a weight for each row; all weights are 1 where not given.
-    """
-
-    batch_size: int = 1024
-    negatives: int = 4
-    sampling: Sampling = "uniform"
-    popularity_exponent: float = 0.75
-    shuffle: bool = True
-    drop_last: bool = False
-    prefetch: int = 2
-    pin_memory: bool | None = None
-    seed: int = 0
-    label: str | None = None
-    weight: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("negatives", 0), ("prefetch", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"loader.{name}={getattr(self, name)}: must be {least} or more")
-        if self.sampling not in get_args(Sampling):
-            raise ValueError(f"loader.sampling={self.sampling!r}: must be one of {', '.join(get_args(Sampling))}")
-        if self.label and self.negatives:
-            raise ValueError(
-                f"loader.label={self.label!r} with loader.negatives={self.negatives}: drawn negatives have label 0 and their "
-                "positives label 1; set one of the two"
-            )
 
 
 class ChunkLoader:
-    """An epoch of TowerBatches from rows in memory.
+    """An epoch of TowerBatches from rows in memory, or from files of any size.
 
     The order and the negatives are functions of (seed, epoch). Each global step takes the next ``batch_size`` rows; rank r of R
     takes a contiguous part of them. All ranks take the same number of steps with batches of the same shape: what is missing are
     rows of weight 0 with empty bags, so every sample counts exactly once. With N negatives, a positive (label 1) is followed by its
     own N (label 0).
 
+    Rows in memory are shuffled as a whole. Files are read while the epoch runs: :class:`StreamPlan` says in which order, and what
+    each rank reads.
+
     Args:
-        chunk: all rows, the same on every rank.
+        chunk: all rows, the same on every rank; or a :class:`Source` of them, such as :class:`ParquetSource`.
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
         negatives: draws the negatives; must be given if ``config.negatives`` > 0. A row's place in ``chunk`` is its position.
         rank: r.
         world_size: R.
+        device: hold all rows as tensors on this device and gather the batches there, in the order of rows in memory; for a set that
+            fits, and ``negatives=0`` without ``items``.
 
     Raises:
-        DataError: when iterated, for a bad value, naming feature, row of ``chunk`` and value.
+        DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of ``chunk``, or
+            file, row group and row.
     """
 
     def __init__(
         self,
-        chunk: Chunk,
+        chunk: Chunk | Source,
         schema: BatchSchema,
         *,
         config: LoaderConfig,
@@ -95,17 +60,30 @@ class ChunkLoader:
         negatives: Negatives | None = None,
         rank: int = 0,
         world_size: int = 1,
+        device: torch.device | str | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} of world_size={world_size}: rank must be 0 to {world_size - 1}")
         if config.negatives and negatives is None:
             raise ValueError(f"loader.negatives={config.negatives}, but no sampler was given; pass negatives=, or set it to 0")
-        for name in filter(None, (config.label, config.weight)):
-            if name not in chunk:
-                raise DataError(f"column '{name}' is missing; the rows have {sorted(chunk)}")
+        if device is not None and (config.negatives or items is not None):
+            raise ValueError(
+                f"device={device} with loader.negatives={config.negatives}{' and items' if items is not None else ''}: rows on a "
+                "device come as they are; set negatives=0 and give rows that hold the item features, or leave device out"
+            )
         self.config = config
-        self._rows = PackedRows(chunk.select([name for name in chunk if name in _needed(schema, config)]))
-        self._weights = chunk[config.weight].values if config.weight else None
+        self._resident: ResidentRows | None = None
+        self._streamed: StreamedRows | None = None
+        if device is not None:
+            rows = chunk if isinstance(chunk, Chunk) else read_all(chunk, schema, config.label, config.weight)
+            self._resident = ResidentRows(rows, schema, config.label, config.weight, torch.device(device))
+            self._device = torch.device(device)
+            self._num_rows = rows.num_rows
+        elif isinstance(chunk, Chunk):
+            self._hold(chunk, schema)
+        else:
+            self._streamed = StreamedRows(chunk, schema, config, items, rank, world_size)
+            self._num_rows = self._streamed.num_rows
         self._builder = BatchBuilder(schema, items)
         self._negatives = negatives
         self._rank, self._world_size = rank, world_size
@@ -113,13 +91,21 @@ class ChunkLoader:
         self._epoch = self._step = self._start = 0
         if not len(self):
             raise DataError(
-                f"{chunk.num_rows} rows with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} make no "
+                f"{self._num_rows} rows with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} make no "
                 "step; give more rows or a smaller batch_size, or keep the last batch"
             )
 
+    def _hold(self, chunk: Chunk, schema: BatchSchema) -> None:
+        for name in filter(None, (self.config.label, self.config.weight)):
+            if name not in chunk:
+                raise DataError(f"column '{name}' is missing; the rows have {sorted(chunk)}")
+        self._rows = PackedRows(chunk.select([name for name in chunk if name in _needed(schema, self.config)]))
+        self._weights = chunk[self.config.weight].values if self.config.weight else None
+        self._num_rows = chunk.num_rows
+
     def __len__(self) -> int:
         """Steps in an epoch, the same on every rank."""
-        whole, rest = divmod(self._rows.num_rows, self.config.batch_size)
+        whole, rest = divmod(self._num_rows, self.config.batch_size)
         return whole + (rest > 0 and not self.config.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
@@ -130,7 +116,8 @@ class ChunkLoader:
         """The epoch's batches; after :meth:`load_state_dict`, those that remain (once)."""
         start, self._start = self._start, 0
         self._step = start
-        for step, batch in enumerate(prefetched(self._batches(self._epoch, start), self.config.prefetch), start=start + 1):
+        depth = 0 if self._resident else self.config.prefetch
+        for step, batch in enumerate(prefetched(self._batches(self._epoch, start), depth), start=start + 1):
             self._step = step
             yield batch
 
@@ -160,41 +147,68 @@ class ChunkLoader:
     def _stream(self) -> dict[str, Any]:
         """What the stream of samples depends on beside the epoch."""
         names = ("batch_size", "negatives", "sampling", "popularity_exponent", "shuffle", "drop_last", "seed")
-        return {"rows": self._rows.num_rows} | {name: getattr(self.config, name) for name in names}
+        order = self._streamed.fingerprint() if self._streamed else {"rows": self._num_rows}
+        return order | {name: getattr(self.config, name) for name in names}
 
     def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
-        order = self._order(epoch)
-        for step in range(start, len(self)):
-            batch = self._build(order, epoch, step)
-            yield batch.pin_memory() if self._pin else batch
+        if self._streamed:
+            made = self._from_stream(self._streamed, epoch, start)
+        else:
+            order = self._order(epoch)
+            build = self._on_device(self._resident, order) if self._resident else partial(self._build, order, epoch)
+            made = (build(step) for step in range(start, len(self)))
+        yield from (batch.pin_memory() for batch in made) if self._pin and not self._resident else made
 
     def _order(self, epoch: int) -> Int64:
         if not self.config.shuffle:
-            return np.arange(self._rows.num_rows)
-        return np.random.Generator(np.random.PCG64([self.config.seed, epoch])).permutation(self._rows.num_rows)
+            return np.arange(self._num_rows)
+        return np.random.Generator(np.random.PCG64([self.config.seed, epoch])).permutation(self._num_rows)
+
+    def _part(self, count: int) -> slice:
+        """This rank's rows of a global batch of ``count``."""
+        return slice(self._rank * count // self._world_size, (self._rank + 1) * count // self._world_size)
+
+    def _on_device(self, resident: ResidentRows, order: Int64) -> Callable[[int], TowerBatch]:
+        numbers, size = torch.from_numpy(order).to(self._device), self.config.batch_size
+
+        def build(step: int) -> TowerBatch:
+            everyone = numbers[step * size : (step + 1) * size]
+            total = resident.total_weight(everyone) / self._world_size
+            return resident.batch(everyone[self._part(len(everyone))], -(-size // self._world_size), total)
+
+        return build
+
+    def _from_stream(self, streamed: StreamedRows, epoch: int, start: int) -> Iterator[TowerBatch]:
+        for rows in streamed.rows(epoch, start):
+            if rows.batch is not None:
+                yield rows.batch
+            else:
+                yield self._paired(rows.chunk, rows.numbers, rows.weights, epoch, rows.total)
 
     def _build(self, order: Int64, epoch: int, step: int) -> TowerBatch:
         everyone = order[step * self.config.batch_size : (step + 1) * self.config.batch_size]
-        count, ranks = len(everyone), self._world_size
-        rows = everyone[self._rank * count // ranks : (self._rank + 1) * count // ranks]
-        mine = self._rows.take(rows)
+        rows = everyone[self._part(len(everyone))]
+        weights, total = None, float(len(everyone))
+        if self._weights is not None:
+            weights = self._weights[rows]
+            total = float(self._weights[everyone].sum(dtype=np.float64))
+        return self._paired(self._rows.take(rows), rows, weights, epoch, total)
+
+    def _paired(self, mine: Chunk, rows: Int64, weights: Array | None, epoch: int, total: float) -> TowerBatch:
+        """This rank's batch of the rows ``mine`` with the numbers ``rows``; ``total`` is the weight of the global batch."""
         width = 1 + self.config.negatives
         labels = np.zeros((len(rows), width), dtype=np.float32)
         labels[:, 0] = mine[self.config.label].values if self.config.label else 1.0
-        weights, total = None, float(count)
-        if self._weights is not None:
-            weights = self._weights[rows].repeat(width)
-            total = float(self._weights[everyone].sum(dtype=np.float64))
         candidates, log_q = self._candidates(mine, rows, epoch)
         return self._builder.pairs(
             mine,
             candidates,
             labels=labels,
-            weights=weights,
+            weights=None if weights is None else weights.repeat(width),
             log_q=log_q,
-            total_weight=total * width / ranks,
+            total_weight=total * width / self._world_size,
             row_numbers=rows,
-            padded_rows=-(-self.config.batch_size // ranks),
+            padded_rows=-(-self.config.batch_size // self._world_size),
         )
 
     def _candidates(self, mine: Chunk, rows: Int64, epoch: int) -> tuple[Int64 | None, Any]:

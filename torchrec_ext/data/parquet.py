@@ -6,16 +6,15 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
+from torchrec_ext.data.arrow import ColumnRules, Kind, kind_of
+from torchrec_ext.data.columns import Chunk, Column, concatenate
 from torchrec_ext.schema import DataError
 
-Kind = Literal["int", "float", "bool", "string", "ints", "floats"]
 Path_ = str | os.PathLike[str]
 _WANTED: dict[str, set[str]] = {"float": {"float", "int"}, "floats": {"floats", "ints"}}
 
@@ -69,7 +68,7 @@ def _read_file(path: Path, kinds: Mapping[str, Kind | None] | None, fill: Mappin
         _check_type(path, schema, name, kind)
     groups = [_read_group(path, file, group, list(kinds), fill) for group in range(file.metadata.num_row_groups)]
     table = pa.concat_tables(groups) if groups else schema.empty_table().select(list(kinds))
-    return Chunk({name: _column(table.column(name)) for name in kinds})
+    return Chunk({name: ColumnRules().column(str(path), name, table.column(name)) for name in kinds})
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -113,23 +112,10 @@ def _check_type(path: Path, schema: pa.Schema, name: str, wanted: Kind | None) -
         near = difflib.get_close_matches(name, schema.names, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "rename the column, or write it"
         raise DataError(f"{path}: column '{name}' is missing, the file has {schema.names}; {hint}")
-    found = _kind(schema.field(name).type)
+    found = kind_of(schema.field(name).type)
     if found is None or (wanted and found not in _WANTED.get(wanted, {wanted})):
         rule = f"must be {wanted}" if wanted else f"must be one of {', '.join(get_args(Kind))}"
         raise DataError(f"{path}: column '{name}' is {schema.field(name).type}, {rule}; convert it where it is written")
-
-
-def _kind(dtype: pa.DataType) -> Kind | None:
-    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
-        inner = _kind(dtype.value_type)
-        return "ints" if inner == "int" else "floats" if inner == "float" else None
-    if pa.types.is_integer(dtype):
-        return "int"
-    if pa.types.is_floating(dtype):
-        return "float"
-    if pa.types.is_boolean(dtype):
-        return "bool"
-    return "string" if pa.types.is_string(dtype) or pa.types.is_large_string(dtype) else None
 
 
 def _without_nulls(where: str, name: str, data: pa.ChunkedArray, fill: Mapping[str, Any]) -> pa.ChunkedArray:
@@ -144,19 +130,6 @@ def _without_nulls(where: str, name: str, data: pa.ChunkedArray, fill: Mapping[s
         f"{where}, column '{name}', row {row}: value is null ({data.null_count or inside} nulls in this row group), nulls are not "
         f"allowed here; fill them where the file is written, or pass fill={{'{name}': ...}} for a scalar column"
     )
-
-
-def _column(data: pa.ChunkedArray) -> Column:
-    array = data.chunk(0) if data.num_chunks == 1 else pa.concat_arrays(data.chunks) if data.num_chunks else pa.array([], data.type)
-    if not hasattr(data.type, "value_type"):
-        return Column(_numpy(array))
-    return Column.from_lengths(_numpy(array.flatten()), np.diff(array.offsets.to_numpy()))
-
-
-def _numpy(array: pa.Array) -> Array:
-    plain = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
-    values: Array = array.to_numpy(zero_copy_only=plain)
-    return values
 
 
 def _same_kind(name: str, files: Sequence[Path], chunks: Sequence[Chunk], at: int) -> Column:

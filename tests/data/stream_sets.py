@@ -1,0 +1,96 @@
+"""Small sets in files, for the tests of sources and of the streaming loader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.source import ArrowSource, ParquetSource, Source
+from torchrec_ext.schema import BatchSchema
+
+ITEMS = 30
+
+
+def table_of(size: int, start: int = 0) -> pa.Table:
+    """Rows that can be told apart by ``row``; every other column follows from it."""
+    numbers = np.arange(start, start + size)
+    return pa.table(
+        {
+            "user_id": numbers // 3,
+            "history": pa.array([[int(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers], pa.list_(pa.int64())),
+            "item_id": pa.array(1 + numbers % ITEMS, pa.int32()),
+            "row": numbers.astype(np.float32),
+            "weight": (1 + numbers % 5).astype(np.float32),
+            "label": numbers % 2 == 0,
+        }
+    )
+
+
+def schema_of(shared: Sequence[str] = (), users: int = 5_000, **options: Any) -> BatchSchema:
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name])
+        for name, size in {"user_id": users, "history": ITEMS + 1, "item_id": ITEMS + 1}.items()
+    ]
+    return BatchSchema.from_tables(tables, dense=["row"], shared=shared, **options)
+
+
+def parquet(folder: Path, sizes: Sequence[int], files: int = 1) -> ParquetSource:
+    """A source with row groups of these sizes, spread over some files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = np.cumsum([0, *sizes])
+    for part, places in enumerate(np.array_split(np.arange(len(sizes)), files)):
+        with pq.ParquetWriter(folder / f"part-{part}.parquet", table_of(0).schema, write_page_checksum=True) as writer:
+            for at in places:
+                writer.write_table(table_of(sizes[at], int(starts[at])), row_group_size=max(1, sizes[at]))
+    return ParquetSource(folder)
+
+
+def arrow(folder: Path, sizes: Sequence[int]) -> ArrowSource:
+    """The same rows as record batches of one Arrow IPC file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = np.cumsum([0, *sizes])
+    with pa.ipc.new_file(folder / "rows.arrow", table_of(0).schema) as writer:
+        for start, size in zip(starts, sizes, strict=False):
+            writer.write_table(table_of(size, int(start)))
+    return ArrowSource(folder)
+
+
+def loader_of(source: Source, rank: int = 0, world_size: int = 1, **options: Any) -> ChunkLoader:
+    schema = options.pop("schema", None) or schema_of()
+    config = LoaderConfig(**{"prefetch": 0, "read_ahead": 0, "batch_size": 8, "negatives": 0, "buffer_rows": 40} | options)
+    return ChunkLoader(source, schema, config=config, rank=rank, world_size=world_size)
+
+
+def bags(batch: TowerBatch, name: str) -> list[list[int]]:
+    part = batch.shared.sparse if batch.shared and name in batch.shared.sparse.keys() else batch.sparse  # noqa: SIM118
+    return [bag.tolist() for bag in part[name].to_dense()]
+
+
+def row_numbers(batch: TowerBatch) -> list[int]:
+    """The rows that count, after a check that every column of each is its own and that padding is empty."""
+    real = batch.weights > 0
+    count = int(real.sum())
+    assert bool(real[:count].all())
+    dense = batch.dense if batch.dense.shape[1] else batch.shared.dense  # type: ignore[union-attr]
+    numbers = dense[:count, 0].long().tolist()
+    assert bags(batch, "user_id") == [[n // 3] for n in numbers] + [[]] * (len(batch) - count)
+    assert bags(batch, "item_id") == [[1 + n % ITEMS] for n in numbers] + [[]] * (len(batch) - count)
+    assert bags(batch, "history") == [[(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers] + [[]] * (len(batch) - count)
+    assert dense[count:].abs().sum() == 0
+    return numbers
+
+
+def equal(left: TowerBatch, right: TowerBatch) -> bool:
+    parts = ("dense", "labels", "weights", "total_weight")
+    return all(torch.equal(getattr(left, part), getattr(right, part)) for part in parts) and (
+        torch.equal(left.sparse.values(), right.sparse.values()) and torch.equal(left.sparse.lengths(), right.sparse.lengths())
+    )

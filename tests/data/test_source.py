@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.stream_sets import arrow, loader_of, parquet, row_numbers, schema_of, table_of
+from torchrec_ext.data.source import ArrowSource, FileSource, ParquetSource
+from torchrec_ext.schema import DataError
+
+pytestmark = pytest.mark.unit
+MAKERS: list[Callable[[Path, Sequence[int]], FileSource]] = [parquet, arrow]
+NAMES = ["user_id", "history", "item_id", "row", "weight", "label"]
+
+
+def write(path: Path, table: dict[str, Any] | pa.Table, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), path, **options)
+    return path
+
+
+def rows(source: FileSource, name: str = "row") -> list[Any]:
+    return [value for group in source.groups for value in source.read(group, [name])[name].values.tolist()]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_groups_are_known_from_metadata_and_read_one_by_one(tmp_path: Path, make: Any) -> None:
+    source = make(tmp_path, [4, 0, 7])
+    assert [group.rows for group in source.groups] == [4, 7]
+    assert source.num_rows == 11
+    chunk = source.read(source.groups[1], NAMES)
+    assert list(chunk) == NAMES
+    assert chunk["row"].values.tolist() == list(range(4, 11))
+    assert chunk["history"].lengths.tolist() == [number % 4 for number in range(4, 11)]
+    assert not chunk["row"].values.flags.owndata
+
+
+def test_files_folders_and_patterns_name_the_same_rows(tmp_path: Path) -> None:
+    parquet(tmp_path, [3, 4, 5, 6], files=2)
+    write(tmp_path / "_temporary" / "part.parquet", table_of(9))
+    (tmp_path / "_SUCCESS").write_text("")
+    expected = [float(number) for number in range(18)]
+    for paths in (tmp_path, str(tmp_path / "*.parquet"), sorted(tmp_path.glob("*.parquet"))):
+        assert rows(ParquetSource(paths)) == expected
+
+
+def test_hive_partitions_are_columns(tmp_path: Path) -> None:
+    for day in (1, 2):
+        for country in ("de", "ch%20"):
+            write(tmp_path / f"day={day}" / f"country={country}" / "a.parquet", table_of(2, day))
+    source = ParquetSource(tmp_path)
+    assert rows(source, "day") == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert rows(source, "country")[:4] == ["ch ", "ch ", "de", "de"]
+    assert source.require({"day": ["int"]}) == {"day": "int"}
+    with pytest.raises(DataError, match="column 'country' is string, must be int"):
+        source.require({"country": ["int"]})
+    write(tmp_path / "day=3" / "a.parquet", table_of(2))
+    with pytest.raises(DataError, match=r"a\.parquet: has the hive partitions \['day'\], .* has \['country', 'day'\]"):
+        ParquetSource(tmp_path)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_addresses_are_read_through_fsspec(tmp_path: Path, make: Any) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    local = make(tmp_path, [5, 6])
+    memory = fsspec.filesystem("memory")
+    folder = f"/{make.__name__}-{tmp_path.name}"
+    for file in local.files:
+        memory.pipe(f"{folder}/day=1/{Path(file.path).name}", Path(file.path).read_bytes())
+    for paths in (f"memory:/{folder}", f"memory:/{folder}/day=*/*"):
+        source = type(local)(paths)
+        assert rows(source) == rows(local)
+        assert rows(source, "day") == [1] * 11
+        assert source.groups[0].name.startswith("memory://")
+    assert sorted(row for batch in loader_of(source) for row in row_numbers(batch)) == list(range(11))
+
+
+def test_an_unreadable_address_is_named() -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(DataError, match=r"memory://nowhere/a: no file that ends in \.parquet .*; check the address"):
+        ParquetSource("memory://nowhere/a")
+    with pytest.raises(DataError, match=r"nosuch://bucket/a: cannot be read \(ValueError: Protocol not known.*check address"):
+        ParquetSource("nosuch://bucket/a")
+
+
+def test_nothing_to_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.parquet: no such file; check the path"):
+        ParquetSource(tmp_path / "none.parquet")
+    with pytest.raises(DataError, match=r"the folder has no file that ends in \.parquet or"):
+        ParquetSource(tmp_path)
+    with pytest.raises(DataError, match="no file was given"):
+        ParquetSource([])
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"a\.parquet: is empty \(0 bytes\)"):
+        ParquetSource(tmp_path)
+    write(tmp_path / "a.parquet", table_of(0))
+    with pytest.raises(DataError, match=r"a\.parquet: zero rows, as in all 1 files"):
+        ParquetSource(tmp_path)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_cut_file_is_named(tmp_path: Path, make: Any) -> None:
+    path = Path(make(tmp_path, [50]).files[0].path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=rf"{path.name}: starts as .*, but its footer is missing or damaged .*cut short"):
+        type(make(tmp_path / "other", [1]))(path)
+    path.write_text("user,item\n")
+    with pytest.raises(DataError, match=rf"{path.name}: is not (parquet|Arrow IPC); copy or write it again"):
+        type(make(tmp_path / "other", [1]))(path)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_file_that_vanishes_or_is_cut_in_mid_epoch_is_named_at_once(tmp_path: Path, make: Any, ahead: int) -> None:
+    for fault, message in ((Path.unlink, "vanished while it was in use"), (cut, "changed while it was in use, .* bytes became")):
+        shutil.rmtree(tmp_path / "set", ignore_errors=True)
+        source = make(tmp_path / "set", [16] * 12)
+        if make is arrow:
+            source = ArrowSource(tmp_path / "set", memory_map=fault is not cut)
+        iterator = iter(loader_of(source, prefetch=ahead, read_ahead=ahead, lanes=1, buffer_rows=16))
+        next(iterator)
+        path = Path(source.files[-1].path)
+        fault(path)
+        begun = time.monotonic()
+        with pytest.raises(DataError, match=rf"{path.name}: the file {message}"):
+            list(iterator)
+        assert time.monotonic() - begun < 5
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def test_a_damaged_page_is_found_by_its_checksum(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.parquet",
+        table_of(3_000),
+        row_group_size=1_000,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    content = bytearray(path.read_bytes())
+    content[pq.ParquetFile(path).metadata.row_group(1).column(3).data_page_offset + 400] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.parquet: row group 1, column '\w+' cannot be read: the file is damaged or cut"):
+        list(loader_of(ParquetSource(path), schema=schema_of(), read_ahead=1, prefetch=1))
+
+
+def test_missing_mistyped_and_differing_columns_are_refused_before_the_first_row_is_read(tmp_path: Path) -> None:
+    table = table_of(4)
+    write(tmp_path / "a.parquet", table)
+    write(tmp_path / "b.parquet", table.rename_columns(["user_id", "history", "item", "row", "weight", "label"]))
+    with pytest.raises(DataError, match=r"b\.parquet: column 'item_id' is missing, .*a\.parquet has it"):
+        loader_of(ParquetSource(tmp_path))
+    with pytest.raises(DataError, match=r"b\.parquet: column 'item_id' is missing, the file has .*; did you mean 'item'\?"):
+        loader_of(ParquetSource(tmp_path / "b.parquet"))
+    write(tmp_path / "b.parquet", table.set_column(2, "item_id", table["item_id"].cast(pa.int64())))
+    with pytest.raises(DataError, match=r"b\.parquet: column 'item_id' is int64, in .*a\.parquet it is int32; give files with"):
+        loader_of(ParquetSource(tmp_path))
+    write(tmp_path / "b.parquet", table.set_column(2, "item_id", table["item_id"].cast(pa.float64())))
+    with pytest.raises(DataError, match=r"b\.parquet: column 'item_id' is double, must be int or ints; convert it"):
+        loader_of(ParquetSource(tmp_path / "b.parquet"))
+    with pytest.raises(DataError, match=r"a\.parquet: column 'history' is list.*, must be float or int or bool"):
+        loader_of(ParquetSource(tmp_path / "a.parquet"), weight="history")
+
+
+def test_nulls_are_refused_by_row_or_filled(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "user_id": [1, None, 3],
+            "history": pa.array([[1, None], None, [2]], pa.list_(pa.int64())),
+            "day": pa.array([1.0, None, None]),
+        }
+    )
+    path = write(tmp_path / "k=1" / "a.parquet", table)
+    (tmp_path / "k=__HIVE_DEFAULT_PARTITION__").mkdir()
+    shutil.copy(path, tmp_path / "k=__HIVE_DEFAULT_PARTITION__" / "a.parquet")
+    source = ParquetSource(tmp_path)
+    for name, row, count in (("user_id", 1, 1), ("history", 1, 1), ("day", 1, 2)):
+        with pytest.raises(DataError, match=rf"a\.parquet: row group 0, column '{name}', row {row}: value is null \({count} nulls"):
+            source.read(source.groups[0], [name])
+    filled = ParquetSource(tmp_path, fill={"user_id": 7, "history": 9, "day": 0.5, "k": 4})
+    chunk = filled.read(filled.groups[1], ["user_id", "history", "day"])
+    assert chunk["user_id"].values.tolist() == [1, 7, 3]
+    assert (chunk["history"].values.tolist(), chunk["history"].lengths.tolist()) == ([1, 9, 2], [2, 0, 1])
+    assert chunk["day"].values.tolist() == [1.0, 0.5, 0.5]
+    assert sorted(rows(filled, "k")) == [1, 1, 1, 4, 4, 4]
+    only = ParquetSource(write(tmp_path / "b.parquet", {"history": pa.array([[1], [2, None]], pa.list_(pa.int64()))}))
+    with pytest.raises(DataError, match=r"column 'history', row 1: value is null"):
+        only.read(only.groups[0], ["history"])
+
+
+def test_a_list_of_any_layout_is_read_and_one_that_is_too_long_is_named(tmp_path: Path) -> None:
+    lists = [[1, 2], [3, 4], [5, 6]]
+    for dtype in (pa.list_(pa.int32(), 2), pa.large_list(pa.int64()), pa.list_(pa.int16())):
+        with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("bag", dtype)])) as writer:
+            writer.write_table(pa.table({"bag": pa.array(lists, dtype)}).slice(1))
+        source = ArrowSource(tmp_path / "a.arrow")
+        chunk = source.read(source.groups[0], ["bag"])
+        assert [chunk["bag"].row(at).tolist() for at in range(2)] == lists[1:]
+    path = parquet(tmp_path / "p", [8, 8]).files[0].path
+    with pytest.raises(DataError, match=r"row group 0, column 'history', row 3: a list of 3 values \(2 rows .* max_length=2\)"):
+        list(loader_of(ParquetSource(path, max_length={"history": 2})))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_bad_value_is_named_by_file_row_group_and_row_or_mapped(tmp_path: Path, ahead: int) -> None:
+    source = parquet(tmp_path, [30, 30])
+    schema = schema_of(users=15)
+    with pytest.raises(
+        DataError,
+        match=r"part-0\.parquet: row group 1, column 'user_id', row 15: id 15 is outside table 'user_id' \(valid ids: 0 to 14; "
+        r"15 such ids in this row group\)",
+    ):
+        list(loader_of(source, schema=schema, prefetch=ahead, read_ahead=ahead, shuffle=False))
+    mapped = loader_of(source, schema=schema_of(users=15, out_of_range="oov"), shuffle=False)
+    users = [user for batch in mapped for user in batch.sparse["user_id"].values().tolist()]
+    assert users == [row // 3 if row < 45 else 0 for row in range(60)]
+    table = table_of(5).set_column(3, "row", pa.array([0.0, 1.0, np.nan, 3.0, np.inf], pa.float32()))
+    path = write(tmp_path / "b.parquet", table)
+    with pytest.raises(DataError, match=r"b\.parquet: row group 0, column 'row', row 2: value nan is not finite"):
+        list(loader_of(ParquetSource(path)))

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import gc
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.data.stream_sets import ITEMS, arrow, equal, loader_of, parquet, row_numbers, schema_of
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.plan import StreamPlan
+from torchrec_ext.data.source import ParquetSource
+from torchrec_ext.schema import DataError
+
+pytestmark = pytest.mark.unit
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """As tmp_path, for tests that make many sets."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=SIZES,
+    batch_size=st.integers(1, 40),
+    lanes=st.integers(1, 9),
+    buffer_rows=st.integers(1, 300),
+    epoch=st.integers(0, 2),
+    shuffle=st.booleans(),
+    weight=st.sampled_from([None, "weight"]),
+    drop_last=st.booleans(),
+)
+@example(sizes=[200] * 5 + [3], batch_size=64, lanes=8, buffer_rows=900, epoch=1, shuffle=True, weight="weight", drop_last=False)
+@example(sizes=[91], batch_size=8, lanes=4, buffer_rows=900, epoch=0, shuffle=True, weight=None, drop_last=False)
+def test_any_number_of_ranks_sees_each_row_once_in_the_same_step(
+    sizes: list[int],
+    batch_size: int,
+    lanes: int,
+    buffer_rows: int,
+    epoch: int,
+    shuffle: bool,
+    weight: str | None,
+    drop_last: bool,
+) -> None:
+    size = sum(sizes)
+    if drop_last and size < batch_size:
+        return
+    options = {"batch_size": batch_size, "lanes": lanes, "buffer_rows": buffer_rows, "shuffle": shuffle, "weight": weight}
+    streams = []
+    with tempfile.TemporaryDirectory() as name:
+        source = parquet(Path(name), sizes, files=2)
+        for world_size in (1, 2, 3, 4):
+            loaders = [loader_of(source, rank, world_size, drop_last=drop_last, **options) for rank in range(world_size)]
+            for loader in loaders:
+                loader.set_epoch(epoch)
+            ranks = [list(loader) for loader in loaders]
+            assert {len(batches) for batches in ranks} == {len(loaders[0])}
+            assert {len(batch) for batches in ranks for batch in batches} == {-(-batch_size // world_size)}
+            for step in zip(*ranks, strict=True):
+                share = sum(float(batch.weights.sum()) for batch in step) / world_size
+                assert [float(batch.total_weight) for batch in step] == pytest.approx([share] * world_size)
+            streams.append([[row for batch in step for row in row_numbers(batch)] for step in zip(*ranks, strict=True)])
+    assert streams[0] == streams[1] == streams[2] == streams[3]
+    seen = Counter(row for step in streams[0] for row in step)
+    whole = size - size % batch_size
+    assert seen.total() == len(seen) == (whole if drop_last else size)
+    assert not shuffle or {len(step) for step in streams[0][:-1]} <= {batch_size}
+    if not shuffle:
+        assert list(seen) == list(range(len(seen)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=SIZES,
+    stop=st.integers(0, 12),
+    before=st.integers(1, 4),
+    after=st.integers(1, 4),
+    ahead=st.integers(0, 2),
+    lanes=st.integers(1, 4),
+)
+def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
+    sizes: list[int], stop: int, before: int, after: int, ahead: int, lanes: int
+) -> None:
+    options = {"lanes": lanes, "weight": "weight", "label": "label"}
+    with tempfile.TemporaryDirectory() as name:
+        source = parquet(Path(name), sizes)
+        uninterrupted = loader_of(source, after - 1, after, **options)
+        uninterrupted.set_epoch(2)
+        expected = list(uninterrupted)[stop:]
+        first = loader_of(source, before - 1, before, prefetch=ahead, read_ahead=ahead, **options)
+        first.set_epoch(2)
+        iterator = iter(first)
+        for _ in zip(range(stop), iterator, strict=False):
+            pass
+        state = first.state_dict()
+        iterator.close()  # type: ignore[attr-defined]
+        second = loader_of(ParquetSource(Path(name)), after - 1, after, prefetch=ahead, read_ahead=ahead, **options)
+        second.load_state_dict(state)
+        resumed = list(second)
+    assert len(resumed) == len(expected)
+    assert all(equal(left, right) for left, right in zip(resumed, expected, strict=True))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_parquet_and_arrow_ipc_give_the_same_stream(folder: Path, shuffle: bool) -> None:
+    sizes = [30, 7, 64, 1, 40]
+    for rank in range(2):
+        left, right = (
+            list(loader_of(source, rank, 2, shuffle=shuffle, label="label", weight="weight"))
+            for source in (parquet(folder / "p", sizes, files=2), arrow(folder / "a", sizes))
+        )
+        assert len(left) == len(right)
+        assert all(equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def test_a_buffer_that_holds_everything_permutes_all_rows(folder: Path) -> None:
+    def order(epoch: int, **options: object) -> list[int]:
+        loader = loader_of(source, buffer_rows=10_000, lanes=1, **options)
+        loader.set_epoch(epoch)
+        return [row for batch in loader for row in row_numbers(batch)]
+
+    source = parquet(folder, [50] * 6)
+    rows = order(0)
+    assert sorted(rows) == list(range(300))
+    assert rows == order(0)
+    assert rows not in (order(1), order(0, seed=1))
+    # Every tenth of the stream has rows of every tenth of the files: in 300 draws the chance that a cell is empty is below 1 %.
+    counts = np.histogram2d(np.arange(300), rows, bins=3)[0]
+    assert counts.min() > 15
+
+
+def test_a_batch_is_mixed_from_as_many_row_groups_as_there_are_lanes(folder: Path) -> None:
+    source = parquet(folder, [48] * 8)
+    for batch in loader_of(source, lanes=4, buffer_rows=48 * 4, batch_size=16):
+        groups = Counter(row // 48 for row in row_numbers(batch))
+        assert max(groups.values()) <= 4
+
+
+def test_a_rank_reads_only_its_share_where_the_ranks_divide_the_lanes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    source = parquet(folder, [32] * 16)
+    reader = source.read
+    monkeypatch.setattr(source, "read", lambda group, names: read.append(group.number) or reader(group, names))
+    for rank in range(4):
+        list(loader_of(source, rank, 4, lanes=4, buffer_rows=128))
+    assert sorted(read) == list(range(16))
+
+
+def test_the_batch_equals_that_of_rows_in_memory(folder: Path) -> None:
+    source = parquet(folder, [20, 20])
+    chunk = read_parquet([file.path for file in source.files])
+    chunk = chunk.with_columns({"label": Column(chunk["label"].values.astype(np.float32))})
+    config = LoaderConfig(batch_size=8, negatives=0, shuffle=False, label="label", weight="weight")
+    for shared in ((), ("user_id", "history", "row"), ("item_id",)):
+        schema = schema_of(shared)
+        memory, stream = ChunkLoader(chunk, schema, config=config), ChunkLoader(source, schema, config=config)
+        for left, right in zip(memory, stream, strict=True):
+            assert equal(left, right)
+            row_numbers(right)
+            if left.shared and right.shared:
+                assert torch.equal(left.shared.sparse.values(), right.shared.sparse.values())
+                assert torch.equal(left.shared.sparse.lengths(), right.shared.sparse.lengths())
+                assert torch.equal(left.shared.dense, right.shared.dense)
+                assert torch.equal(left.shared.index, right.shared.index)
+
+
+def test_negatives_and_item_features_are_those_of_rows_in_memory(folder: Path) -> None:
+    source = parquet(folder, [20, 21])
+    chunk = read_parquet([file.path for file in source.files])
+    items = Chunk({"item_id": Column(np.arange(ITEMS + 1))})
+    sampler = UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values.astype(np.int64))
+    config = LoaderConfig(batch_size=8, negatives=2, shuffle=False, weight="weight")
+    for rank in range(2):
+        memory, stream = (
+            ChunkLoader(rows, schema_of(), config=config, items=items, negatives=sampler, rank=rank, world_size=2)
+            for rows in (chunk, source)
+        )
+        # The tail is spread over the ranks differently: it is not compared.
+        pairs = list(zip(memory, stream, strict=True))[:-1]
+        assert all(equal(left, right) for left, right in pairs)
+        assert all(torch.equal(left.log_q, right.log_q) for left, right in pairs)  # type: ignore[arg-type]
+
+
+def test_threads_change_nothing_and_end(folder: Path) -> None:
+    source = parquet(folder, [30] * 5)
+    ahead = loader_of(source, prefetch=3, read_ahead=2)
+    assert all(equal(left, right) for left, right in zip(ahead, loader_of(source), strict=True))
+    iterator = iter(ahead)
+    next(iterator)
+    del iterator
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+
+
+def test_a_set_on_a_device_gives_the_batches_of_rows_in_memory(folder: Path, device: torch.device) -> None:
+    source = parquet(folder, [20, 23])
+    chunk = read_parquet([file.path for file in source.files])
+    config = LoaderConfig(batch_size=8, negatives=0, label="label", weight="weight")
+    for shared in ((), ("user_id", "row")):
+        for rank in range(3):
+            options = {"config": config, "rank": rank, "world_size": 3}
+            memory = ChunkLoader(chunk, schema_of(shared), **options)  # type: ignore[arg-type]
+            for rows in (chunk, source):
+                resident = ChunkLoader(rows, schema_of(shared), device=device, **options)  # type: ignore[arg-type]
+                for left, right in zip(memory, resident, strict=True):
+                    assert right.labels.device.type == device.type
+                    assert equal(left, right.to(torch.device("cpu")))
+                    row_numbers(right.to(torch.device("cpu")))
+
+
+def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:
+    state = loader_of(parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=60).state_dict()
+    with pytest.raises(ValueError, match=r"cannot resume .*: row_groups was '\w+' and is '\w+'; restore"):
+        loader_of(parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=80).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"lanes was 2 and is 1; restore"):
+        loader_of(parquet(folder / "a", [30, 30]), lanes=1, buffer_rows=60).load_state_dict(state)
+
+
+def test_lanes_are_as_many_as_batch_row_groups_and_buffer_allow() -> None:
+    def lanes(group_rows: list[int], batch_size: int = 64, buffer_rows: int = 1_000, shuffle: bool = True) -> int:
+        plan = StreamPlan(
+            group_rows=tuple(group_rows),
+            batch_size=batch_size,
+            lanes=8,
+            buffer_rows=buffer_rows,
+            shuffle=shuffle,
+            drop_last=False,
+            seed=0,
+        )
+        return plan.num_lanes
+
+    assert lanes([10] * 20) == 8
+    assert lanes([10] * 5) == 4
+    assert lanes([10] * 20, batch_size=7) == 7
+    assert lanes([10] * 20, batch_size=11) == 1
+    assert lanes([300] * 20) == 2
+    assert lanes([3_000] * 20) == 1
+    assert lanes([10] * 20, shuffle=False) == 1
+
+
+def test_a_device_takes_no_items_and_no_negatives(folder: Path) -> None:
+    source = parquet(folder, [20])
+    with pytest.raises(ValueError, match=r"device=cpu with loader\.negatives=2: rows on a device come as they are"):
+        ChunkLoader(source, schema_of(), config=LoaderConfig(negatives=2), negatives=object(), device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"20 rows with loader\.batch_size=21 and loader\.drop_last=True make no step"):
+        ChunkLoader(source, schema_of(), config=LoaderConfig(negatives=0, batch_size=21, drop_last=True), device="cpu")

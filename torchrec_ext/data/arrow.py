@@ -1,0 +1,111 @@
+"""Arrow arrays -> Columns: no copy where the layout allows it, and what a column may not hold is named by its row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchrec_ext.data.columns import Array, Column
+from torchrec_ext.schema import DataError
+
+Kind = Literal["int", "float", "bool", "string", "ints", "floats"]
+
+
+def kind_of(dtype: pa.DataType) -> Kind | None:
+    """What a column of this type holds; None for a type that cannot become a feature."""
+    if is_list(dtype):
+        inner = kind_of(dtype.value_type)
+        return "ints" if inner == "int" else "floats" if inner == "float" else None
+    if pa.types.is_integer(dtype):
+        return "int"
+    if pa.types.is_floating(dtype):
+        return "float"
+    if pa.types.is_boolean(dtype):
+        return "bool"
+    return "string" if pa.types.is_string(dtype) or pa.types.is_large_string(dtype) else None
+
+
+def is_list(dtype: pa.DataType) -> bool:
+    """Whether a row of this type has several values."""
+    return bool(pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnRules:
+    """What the values of a source's columns may be.
+
+    Args:
+        fill: by column, the value that stands for null; nulls are refused where not given. In a list column it stands for null
+            elements, and a null list is empty.
+        max_length: by list column, the most values that a row may have.
+    """
+
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    max_length: Mapping[str, int] = field(default_factory=dict)
+
+    def column(self, where: str, name: str, data: pa.Array | pa.ChunkedArray) -> Column:
+        """The column as numpy arrays, checked.
+
+        Args:
+            where: file and row group, for the message.
+            name: of the column.
+            data: its values.
+
+        Raises:
+            DataError: a null that may not be, or a list that is too long.
+        """
+        array = _one_piece(data)
+        if not is_list(array.type):
+            return Column(_numpy(self._filled(where, name, array)))
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        if array.null_count and name not in self.fill:
+            raise _null(where, name, array, int(pc.index(array.is_null(), True).as_py()))
+        values = array.flatten()
+        if values.null_count and name not in self.fill:
+            place = int(pc.index(values.is_null(), True).as_py())
+            raise _null(where, name, values, int(np.searchsorted(np.cumsum(lengths), place, side="right")))
+        self._check_lengths(where, name, lengths)
+        return Column.from_lengths(_numpy(self._filled(where, name, values)), lengths)
+
+    def _filled(self, where: str, name: str, array: pa.Array) -> pa.Array:
+        if not array.null_count:
+            return array
+        if name not in self.fill:
+            raise _null(where, name, array, int(pc.index(array.is_null(), True).as_py()))
+        return array.fill_null(self.fill[name])
+
+    def _check_lengths(self, where: str, name: str, lengths: Array) -> None:
+        most = self.max_length.get(name)
+        if most is None or not len(lengths) or int(lengths.max()) <= most:
+            return
+        row = int((lengths > most).argmax())
+        raise DataError(
+            f"{where}, column '{name}', row {row}: a list of {lengths[row]} values ({int((lengths > most).sum())} rows of this row "
+            f"group have more than max_length={most}); cut the lists where they are written, or raise max_length"
+        )
+
+
+def _null(where: str, name: str, array: pa.Array, row: int) -> DataError:
+    return DataError(
+        f"{where}, column '{name}', row {row}: value is null ({array.null_count} nulls in this row group), nulls are not allowed "
+        f"here; fill them where the file is written, or pass fill={{'{name}': ...}}"
+    )
+
+
+def _one_piece(data: pa.Array | pa.ChunkedArray) -> pa.Array:
+    if isinstance(data, pa.ChunkedArray):
+        if data.num_chunks == 1:
+            return data.chunk(0)
+        return pa.concat_arrays(data.chunks) if data.num_chunks else pa.array([], data.type)
+    return data
+
+
+def _numpy(array: pa.Array) -> Array:
+    plain = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
+    values: Array = array.to_numpy(zero_copy_only=plain)
+    return values

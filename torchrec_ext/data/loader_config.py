@@ -1,0 +1,62 @@
+"""LoaderConfig: how rows become batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Sampling = Literal["uniform", "popularity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """How rows become batches.
+
+    Args:
+        batch_size: positives per step *over all ranks*, so that a result does not depend on the number of ranks. A rank's batch has
+            ceil(batch_size / R) x (1 + negatives) rows.
+        negatives: drawn per positive; 0 for rows with labels of their own, or for losses that take negatives from the batch.
+        sampling: how negatives are drawn, ``uniform`` or ``popularity``.
+        popularity_exponent: see :class:`PopularityNegatives`.
+        shuffle: a new order each epoch; else the order of the rows.
+        drop_last: leave out the last step if it is not full. Else its missing rows are rows of weight 0.
+        prefetch: batches built ahead by a thread; 0 builds them in the caller's.
+        pin_memory: page-locked batches; where there is a CUDA device if not given.
+        seed: of the order and the negatives.
+        label: the column with the labels, for ``negatives=0``; all labels are 1 where not given.
+        weight: the column with a weight for each row; all weights are 1 where not given.
+        lanes: files only. A batch is mixed from so many places of the data, and each rank reads only its share of them if this is a
+            multiple of the number of ranks; see :class:`StreamPlan`. The order depends on it.
+        buffer_rows: files only. Rows held for shuffling, over all lanes and ranks; row groups are read whole, so a lane holds at
+            least one, and there are fewer lanes if the buffer has no room for a row group of each. The order depends on it.
+        read_ahead: files only. Parts of the buffer (``buffer_rows / lanes`` rows) read and shuffled ahead by a thread; 0 reads in
+            the thread that builds the batches.
+    """
+
+    batch_size: int = 1024
+    negatives: int = 4
+    sampling: Sampling = "uniform"
+    popularity_exponent: float = 0.75
+    shuffle: bool = True
+    drop_last: bool = False
+    prefetch: int = 2
+    pin_memory: bool | None = None
+    seed: int = 0
+    label: str | None = None
+    weight: str | None = None
+    lanes: int = 8
+    buffer_rows: int = 524_288
+    read_ahead: int = 1
+
+    def __post_init__(self) -> None:
+        least_of = {"batch_size": 1, "negatives": 0, "prefetch": 0, "lanes": 1, "buffer_rows": 1, "read_ahead": 0}
+        for name, least in least_of.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"loader.{name}={getattr(self, name)}: must be {least} or more")
+        if self.sampling not in get_args(Sampling):
+            raise ValueError(f"loader.sampling={self.sampling!r}: must be one of {', '.join(get_args(Sampling))}")
+        if self.label and self.negatives:
+            raise ValueError(
+                f"loader.label={self.label!r} with loader.negatives={self.negatives}: drawn negatives have label 0 and their "
+                "positives label 1; set one of the two"
+            )

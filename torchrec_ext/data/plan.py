@@ -1,0 +1,179 @@
+"""StreamPlan: which rows of which row groups make which step, computed by every rank alone from the groups' row counts.
+
+A stream that is shuffled as a whole would make every rank decode everything. Here an epoch is S *lanes*, and a global batch of B
+rows has S blocks of b = B / S slots, one for each lane::
+
+    row groups in the order of the epoch   | 7  . . . | 2  . . | 5 . . . . . | 0 . .   (cut where a lane ends, also inside a group)
+    lanes                                  | lane 0       | lane 1         | lane 2 ...
+    global batch                           [ b of lane 0 | b of lane 1 | ... ]
+    rank r of R takes the slots            r B / R  to  (r + 1) B / R
+
+A lane is read block by block: whole row groups, at least ``block_rows`` rows together, shuffled as one. So a batch is mixed from at
+least S row groups, and a rank reads only the lanes that its slots touch: 1 / R of the data where R divides S. Nothing but the last
+line knows R, so the rows of each step are the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from torchrec_ext.data.columns import Int64
+
+
+class Segment(NamedTuple):
+    """Rows ``start`` to ``stop`` of row group ``group``."""
+
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Rows that are read and shuffled together: the places ``start`` to ``stop`` of a lane."""
+
+    lane: int
+    number: int
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+
+
+class Piece(NamedTuple):
+    """Rows ``start`` to ``stop`` of a block, after its shuffle. ``mine`` says whether they are this rank's."""
+
+    block: Block
+    start: int
+    stop: int
+    mine: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """The rows of every step.
+
+    Args:
+        group_rows: rows of each row group, all more than 0.
+        batch_size: B.
+        lanes: S is the greatest divisor of B up to this, up to the number of row groups, and such that the buffer has room for the
+            greatest row group of each lane; 1 without shuffle.
+        buffer_rows: of all lanes together.
+        shuffle: else the rows come in the order of the files.
+        drop_last: leave out the last step if it is not full.
+        seed: of the order.
+    """
+
+    group_rows: tuple[int, ...]
+    batch_size: int
+    lanes: int
+    buffer_rows: int
+    shuffle: bool
+    drop_last: bool
+    seed: int
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows of all groups."""
+        return sum(self.group_rows)
+
+    @cached_property
+    def steps(self) -> int:
+        """Of an epoch, on every rank."""
+        whole, rest = divmod(self.num_rows, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    @cached_property
+    def num_lanes(self) -> int:
+        """S."""
+        if not self.shuffle:
+            return 1
+        most = max(1, min(self.lanes, len(self.group_rows), self.buffer_rows // max(self.group_rows)))
+        return next(count for count in range(most, 0, -1) if self.batch_size % count == 0)
+
+    @property
+    def width(self) -> int:
+        """Slots of a lane in a batch, b."""
+        return self.batch_size // self.num_lanes
+
+    @cached_property
+    def lane_ends(self) -> list[int]:
+        """S + 1 places in the sequence of all rows; lanes differ by one row at most."""
+        whole, rest = divmod(self.num_rows, self.batch_size)
+        rest = 0 if self.drop_last else rest
+        tails = [rest * (lane + 1) // self.num_lanes - rest * lane // self.num_lanes for lane in range(self.num_lanes)]
+        return [0, *accumulate(whole * self.width + tail for tail in tails)]
+
+    def permutation(self, epoch: int, block: Block) -> Int64 | None:
+        """The order of a block's rows; None if it is theirs."""
+        if not self.shuffle:
+            return None
+        return self._random(epoch, 1 + block.lane, block.number).permutation(block.stop - block.start)
+
+    def blocks(self, epoch: int) -> list[list[Block]]:
+        """The blocks of each lane."""
+        count = len(self.group_rows)
+        order = self._random(epoch, 0, 0).permutation(count) if self.shuffle else np.arange(count)
+        starts = np.concatenate([[0], np.cumsum(np.array(self.group_rows)[order])])
+        least = -(-self.buffer_rows // self.num_lanes) if self.shuffle else 1
+        return [_lane(lane, *ends, order, starts, least) for lane, ends in enumerate(pairwise(self.lane_ends))]
+
+    def pieces(
+        self, lanes: Sequence[Sequence[Block]], step: int, rank: int, world_size: int, *, everyone: bool = False
+    ) -> Iterator[Piece]:
+        """The rows of one step: this rank's, or with ``everyone`` those of all ranks, in the order of the slots.
+
+        Args:
+            lanes: the epoch's :meth:`blocks`.
+            step: of the epoch.
+            rank: r.
+            world_size: R.
+            everyone: see above.
+        """
+        low, high = self.slots(rank, world_size)
+        for lane, blocks in enumerate(lanes):
+            first, last = lane * self.width, (lane + 1) * self.width
+            cuts = sorted({first, min(max(low, first), last), min(max(high, first), last), last})
+            for start, stop in pairwise(cuts):
+                mine = low <= start < high
+                if mine or everyone:
+                    shift = step * self.width - first
+                    yield from _cut(blocks, start + shift, stop + shift, mine)
+
+    def slots(self, rank: int, world_size: int) -> tuple[int, int]:
+        """A rank's part of each batch."""
+        return rank * self.batch_size // world_size, (rank + 1) * self.batch_size // world_size
+
+    def _random(self, *key: int) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64([self.seed, *key]))
+
+
+def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: int) -> list[Block]:
+    blocks: list[Block] = []
+    segments: list[Segment] = []
+    start = place = begin
+    at = int(np.searchsorted(starts, begin, side="right")) - 1
+    while place < end:
+        stop = min(end, int(starts[at + 1]))
+        segments.append(Segment(int(order[at]), place - int(starts[at]), stop - int(starts[at])))
+        place, at = stop, at + 1
+        if place - start >= least or place == end:
+            blocks.append(Block(lane=lane, number=len(blocks), start=start - begin, stop=place - begin, segments=tuple(segments)))
+            segments, start = [], place
+    return blocks
+
+
+def _cut(blocks: Sequence[Block], start: int, stop: int, mine: bool) -> Iterator[Piece]:
+    at = max(bisect_right(blocks, start, key=lambda block: block.start) - 1, 0)
+    while at < len(blocks) and blocks[at].start < stop:
+        block = blocks[at]
+        low, high = max(start, block.start), min(stop, block.stop)
+        if low < high:
+            yield Piece(block, low - block.start, high - block.start, mine)
+        at += 1
