@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec_ext.data.datasets import DataConfig
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.data.loader import LoaderConfig
-from torchrec_ext.distributed.parallel import OptimizerConfig
+from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.planning import PlanConfig
 from torchrec_ext.models.tower_model import Interaction, TowerModel
 from torchrec_ext.models.tower_model import two_tower as make_two_tower

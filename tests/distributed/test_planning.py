@@ -1,6 +1,6 @@
 """Plans that are made, shown, refused in numbers, and the same refusal on every rank."""
 
-import time
+import unittest.mock
 
 import pytest
 from torchrec import EmbeddingBagConfig
@@ -9,9 +9,10 @@ from torchrec.distributed.planner import ParameterConstraints
 from tests.contracts import run_ranks
 from tests.examples import META, small_model, table
 from torchrec_ext.distributed.explain import explain
+from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.planning import PlanConfig, PlanError, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.tower_model import two_tower
+from torchrec_ext.models.tower_model import TowerModel, two_tower
 
 CPU = Runtime()
 TWO_RANKS = Runtime(world_size=2, local_world_size=2)
@@ -74,34 +75,76 @@ def test_explain_says_what_lies_where() -> None:
     assert f"rank 0: {size:.2f} MiB, rank 1: {size:.2f} MiB" in replicated
 
 
-def refused(runtime: Runtime) -> tuple[str, float]:
+def giant_model() -> TowerModel:
     giant = EmbeddingBagConfig(name="ad_id", feature_names=["ad_id"], num_embeddings=300_000_000, embedding_dim=64)
-    model = two_tower([giant], [table("item_id", 50)], device=META)
-    start = time.monotonic()
+    return two_tower([giant], [table("item_id", 50)], device=META)
+
+
+def refused(runtime: Runtime) -> str:
     try:
-        plan_sharding(model, runtime, PlanConfig(memory_gb=8))
+        plan_sharding(giant_model(), runtime, PlanConfig(memory_gb=8))
     except PlanError as error:
-        return str(error), time.monotonic() - start
-    return "", 0.0
+        return str(error)
+    return ""
 
 
 def test_a_table_that_does_not_fit_is_refused_in_numbers_on_every_rank() -> None:
-    outcomes = run_ranks(refused, 2)
-    assert outcomes[0][0] == outcomes[1][0]
-    text, _ = outcomes[0]
+    first, second = run_ranks(refused, 2, timeout_s=60)
+    assert first == second
     weights_and_state = 300_000_000 * 64 * 8 / 1024**3
-    assert f"the largest table, 'ad_id', needs {weights_and_state:.2f} GiB" in text
-    assert "2 rank(s) of 8.00 GiB have 16.00 GiB" in text
-    assert "at least 18 ranks of this size" in text
+    assert f"the largest table, 'ad_id', needs {weights_and_state:.2f} GiB" in first
+    assert "2 rank(s) have 6.80 GiB for them each, 13.60 GiB together" in first  # 8 GiB less 15 %
+    assert "at least 22 ranks of this size" in first
+
+
+def outcome(world_size: int, optimizer: OptimizerConfig, **config: object) -> str:
+    """What rank 0 of ``world_size`` would decide; the others only receive it."""
+    runtime = Runtime(world_size=world_size, local_world_size=8)
+    with unittest.mock.patch("torch.distributed.broadcast_object_list"):
+        try:
+            plan_sharding(giant_model(), runtime, PlanConfig(memory_gb=8, **config), optimizer=optimizer)  # type: ignore[arg-type]
+        except PlanError as error:
+            return str(error)
+    return "fits"
+
+
+@pytest.mark.parametrize(("optimizer", "fits", "refused_at"), [("adagrad", 24, 16), ("row_wise_adagrad", 12, 8), ("sgd", 12, 8)])
+def test_the_state_of_the_optimizer_counts(optimizer: str, fits: int, refused_at: int) -> None:
+    config = OptimizerConfig(tables=optimizer)  # type: ignore[arg-type]
+    assert outcome(fits, config) == "fits"
+    assert "no sharding plan fits" in outcome(refused_at, config)
+
+
+def test_the_reserve_is_kept() -> None:
+    assert outcome(12, OptimizerConfig(tables="sgd")) == "fits"
+    assert "12 rank(s) have 3.20 GiB for them each" in outcome(12, OptimizerConfig(tables="sgd"), reserve=0.6)
+
+
+def test_more_ranks_are_not_advised_where_they_cannot_help() -> None:
+    text = outcome(8, OptimizerConfig(), sharding="data_parallel")
+    assert "shard the data_parallel tables, which no number of ranks makes smaller" in text
+    assert "at least" not in text
 
 
 @pytest.mark.unit
 def test_small_sizes_are_refused_in_numbers_too() -> None:
     with pytest.raises(PlanError) as error:
         plan_sharding(small_model(META), CPU, PlanConfig(memory_gb=0.00001))
-    assert "need 25.12 KiB; 1 rank(s) of 10.49 KiB have 10.49 KiB, and the largest table, 'user_id', needs 12.62 KiB" in str(
-        error.value
-    )
+    assert "need 25.12 KiB over all ranks and 0.00 KiB on each; 1 rank(s) have 8.91 KiB for them each" in str(error.value)
+
+
+@pytest.mark.unit
+def test_columns_that_do_not_split_are_refused() -> None:
+    narrow = two_tower([EmbeddingBagConfig(name="a", feature_names=["a"], num_embeddings=9, embedding_dim=4)], [table("b", 9)])
+    with pytest.raises(PlanError, match="table 'a': 4 columns cannot be split over 2 ranks into equal parts of a multiple of 4"):
+        plan_sharding(narrow, TWO_RANKS, PlanConfig(sharding="column_wise"))
+
+
+@pytest.mark.unit
+def test_a_width_that_the_kernels_do_not_take_is_refused() -> None:
+    odd = two_tower([EmbeddingBagConfig(name="a", feature_names=["a"], num_embeddings=9, embedding_dim=30)], [table("b", 9)])
+    with pytest.raises(PlanError, match="table 'a': embedding_dim=30 must be a multiple of 4"):
+        plan_sharding(odd, CPU)
 
 
 def broken(runtime: Runtime) -> str:

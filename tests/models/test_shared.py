@@ -9,7 +9,8 @@ from torch import Tensor
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, table
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.parallel import OptimizerConfig, hybrid_parallel
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables

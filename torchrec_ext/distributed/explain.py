@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tabulate import tabulate
 from torch import nn
@@ -13,7 +13,6 @@ from torchrec_ext.distributed.tables import collections, table_configs
 
 GB = 1024**3
 MB = 1024**2
-STATE_BYTES = 4  # per weight, of an elementwise fp32 optimizer such as Adagrad; the larger of the common cases
 
 
 def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
@@ -42,7 +41,14 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
     return f"{readable}\nweights on {totals}"
 
 
-def refusal(reason: str, tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], world_size: int, capacity: int) -> str:
+def refusal(
+    reason: str,
+    tables: Sequence[BaseEmbeddingConfig],
+    sharding: Mapping[str, str],
+    world_size: int,
+    usable: int,
+    state_bytes: Callable[[BaseEmbeddingConfig], int],
+) -> str:
     """Why no plan fits and what would make it fit.
 
     Args:
@@ -50,23 +56,31 @@ def refusal(reason: str, tables: Sequence[BaseEmbeddingConfig], sharding: Mappin
         tables: all tables of the model.
         sharding: the sharding type asked for, by table.
         world_size: R.
-        capacity: bytes per rank.
+        usable: bytes per rank that tables and their state may take.
+        state_bytes: bytes of optimizer state of a table.
     """
-    sizes = {table.name: table_bytes(table) + table.num_embeddings * table.embedding_dim * STATE_BYTES for table in tables}
-    needed = sum(size * (world_size if sharding[name] == "data_parallel" else 1) for name, size in sizes.items())
+    sizes = {table.name: table_bytes(table) + state_bytes(table) for table in tables}
+    on_each = sum(size for name, size in sizes.items() if sharding[name] == "data_parallel")
+    spread = sum(sizes.values()) - on_each
     largest = max(sizes, key=lambda name: sizes[name])
     rows = [[t.name, f"{t.num_embeddings:,}", t.embedding_dim, sharding[t.name], size_text(sizes[t.name])] for t in tables]
     return "\n".join(
         [
-            f"no sharding plan fits: tables with optimizer state need {size_text(needed)}; {world_size} rank(s) of "
-            f"{size_text(capacity)} have {size_text(world_size * capacity)}, and the largest table, '{largest}', "
-            f"needs {size_text(sizes[largest])}",
+            f"no sharding plan fits: tables with optimizer state need {size_text(spread)} over all ranks and {size_text(on_each)} "
+            f"on each; {world_size} rank(s) have {size_text(usable)} for them each, {size_text(world_size * usable)} together; "
+            f"the largest table, '{largest}', needs {size_text(sizes[largest])}",
             tabulate(rows, headers=["table", "rows", "dim", "sharding asked for", "with state"], disable_numparse=True),
-            f"what would make it fit: at least {-(-needed // max(capacity, 1)):.0f} ranks of this size; fp16 tables; fewer rows or "
-            "columns; row_wise for a table larger than one rank; or a larger memory_gb where the device has it",
+            f"what would make it fit: {_remedy(spread, on_each, usable)}",
             f"TorchRec's planner said: {reason.splitlines()[0]}",
         ]
     )
+
+
+def _remedy(spread: int, on_each: int, usable: int) -> str:
+    others = "fp16 tables; row_wise_adagrad or sgd; fewer rows or columns; a larger plan.memory_gb where the device has it"
+    if on_each >= usable:
+        return f"shard the data_parallel tables, which no number of ranks makes smaller; {others}"
+    return f"at least {-(-spread // (usable - on_each))} ranks of this size, with row_wise for a table larger than one; {others}"
 
 
 def size_text(size: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -29,6 +29,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_ext.distributed.explain import refusal
+from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, table_configs
 
@@ -112,6 +113,7 @@ def plan_sharding(
     runtime: Runtime,
     config: PlanConfig | None = None,
     *,
+    optimizer: OptimizerConfig | None = None,
     batch_size: int = 512,
     constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> ShardingPlan:
@@ -121,27 +123,33 @@ def plan_sharding(
         model: any module that holds EmbeddingBagCollections or EmbeddingCollections, also on the meta device.
         runtime: this process's place in the job.
         config: sharding types and memory.
+        optimizer: of the tables, whose state takes memory too; the same as is given to :func:`hybrid_parallel`.
         batch_size: rows per rank and step, for the cost model.
         constraints: TorchRec's own constraints by table name, for what ``config`` cannot say; they win.
 
     Raises:
-        PlanError: the tables do not fit, on every rank alike.
+        PlanError: the tables do not fit, or cannot be sharded as asked, on every rank alike.
     """
-    config = config or PlanConfig()
+    config, optimizer = config or PlanConfig(), optimizer or OptimizerConfig()
     tables = [table for _, collection in collections(model) for table in table_configs(collection)]
     chosen = config.by_table([table.name for table in tables])
-    wanted = {
-        table.name: _constraint(table, chosen[table.name], runtime.world_size) for table in tables if chosen[table.name] != "auto"
-    }
+    wanted = {table.name: _constraint(table, chosen[table.name], runtime.world_size) for table in tables}
+    own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
+    # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
+    declare_table_optimizer(model, optimizer)
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone, and TorchRec's collective_plan leaves the other ranks waiting when it fails there.
     if runtime.rank == 0:
-        capacity = _capacity(config, runtime)
         try:
-            outcome = [_planner(config, runtime, capacity, {**wanted, **(constraints or {})}, batch_size).plan(model, sharders())]
-        except PlannerError as error:
-            reason = str(error).strip() or type(error).__name__
-            outcome = [PlanError(refusal(reason, tables, chosen, runtime.world_size, capacity))]
+            usable = int(_capacity(config, runtime) * (1 - config.reserve))
+            planner = _planner(runtime, usable, {**own, **(constraints or {})}, batch_size)
+            outcome = [
+                _plan_or_refusal(
+                    planner,
+                    model,
+                    lambda reason: refusal(reason, tables, chosen, runtime.world_size, usable, optimizer.state_bytes),
+                )
+            ]
         except Exception as error:
             logging.getLogger(__name__).exception("the planner failed")
             outcome = [RuntimeError(f"the planner failed on rank 0: {type(error).__name__}: {error}")]
@@ -152,20 +160,44 @@ def plan_sharding(
     return outcome[0]
 
 
-def _constraint(table: BaseEmbeddingConfig, sharding: str, world_size: int) -> ParameterConstraints:
-    """Asking for columns means to have them split: TorchRec leaves a table of up to 128 columns whole unless told otherwise."""
-    width = table.embedding_dim // world_size
-    splits = "column" in sharding and width % 4 == 0 and table.embedding_dim % max(width, 1) == 0 and width > 0
-    return ParameterConstraints(sharding_types=[sharding], min_partition=width if splits else None)
+def _plan_or_refusal(planner: EmbeddingShardingPlanner, model: nn.Module, say: Callable[[str], str]) -> ShardingPlan | PlanError:
+    try:
+        return planner.plan(model, sharders())
+    except PlannerError as error:
+        return PlanError(say(str(error).strip() or type(error).__name__))
+
+
+def _constraint(table: BaseEmbeddingConfig, sharding: str, world_size: int) -> ParameterConstraints | None:
+    """What a sharding type asks of the planner; nothing for ``auto``.
+
+    Asking for columns means to have them split: TorchRec leaves a table of up to 128 columns whole unless told otherwise.
+    """
+    if table.embedding_dim % 4:
+        raise PlanError(
+            f"table '{table.name}': embedding_dim={table.embedding_dim} must be a multiple of 4, as FBGEMM's kernels ask"
+        )
+    if sharding == "auto":
+        return None
+    if "column" not in sharding or world_size == 1:
+        return ParameterConstraints(sharding_types=[sharding])
+    widths = range(4, table.embedding_dim, 4)
+    fitting = [width for width in widths if table.embedding_dim % width == 0 and width * world_size >= table.embedding_dim]
+    if not fitting:
+        raise PlanError(
+            f"table '{table.name}': {table.embedding_dim} columns cannot be split over {world_size} ranks into equal parts of a "
+            f"multiple of 4; choose another sharding type, as in plan.tables={table.name}=row_wise, or another embedding_dim"
+        )
+    return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0])
 
 
 def _planner(
-    config: PlanConfig, runtime: Runtime, capacity: int, constraints: dict[str, ParameterConstraints], batch_size: int
+    runtime: Runtime, usable: int, constraints: dict[str, ParameterConstraints], batch_size: int
 ) -> EmbeddingShardingPlanner:
     return EmbeddingShardingPlanner(
-        topology=_topology(runtime, capacity),
+        topology=_topology(runtime, usable),
         batch_size=batch_size,
-        storage_reservation=FixedPercentageStorageReservation(percentage=config.reserve),
+        # Ours is taken off `usable` already: TorchRec's reserve leaves the memory of a CPU rank as it is.
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         stats=NoopEmbeddingStats(),
         constraints=constraints,
         debug=False,
@@ -192,19 +224,21 @@ def _capacity(config: PlanConfig, runtime: Runtime) -> int:
 
 def available_memory() -> int:
     """Bytes of memory that this host, or the container that this process runs in, can still give."""
-    limits = [_kilobytes("/proc/meminfo", "MemAvailable:") * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [_line("/proc/meminfo", "MemAvailable:") * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit is not None and used is not None:
-        limits.append(max(limit - used, 0))
+        cache = _line("/sys/fs/cgroup/memory.stat", "inactive_file")  # given back when memory is short
+        limits.append(max(limit - used + cache, 0))
     return min(limits)
 
 
-def _kilobytes(path: str, name: str) -> int:
+def _line(path: str, name: str) -> int:
+    """The number in the line of a file that begins with ``name``; 0 where there is none."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
 
 def _number(path: str) -> int | None:
