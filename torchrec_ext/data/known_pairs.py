@@ -1,4 +1,4 @@
-"""KnownPairs: who has taken what, asked for millions of pairs at once; FreeMass: the same with a weight for each item."""
+"""KnownPairs: who has taken what, asked for millions of pairs at once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.schema import DataError
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MOST_BITS = 1 << 28  # a bitmap of users x items up to 32 MB; above it, a search in the sorted pairs
 
 
@@ -36,13 +37,7 @@ class KnownPairs:
     """
 
     def __init__(self, num_items: int, users: Int64, items: Int64) -> None:
-        bad = (items < 1) | (items > num_items) | (users < 0)
-        if bad.any():
-            at = int(bad.argmax())
-            raise DataError(
-                f"known pair {at} is user {users[at]}, item {items[at]}; users must be 0 or more, items 1 to {num_items}; "
-                "fix the pairs, or num_items"
-            )
+        _check(num_items, users, items)
         users, items = users.astype(np.int64, copy=False), items.astype(np.int64, copy=False)  # a narrower key would overflow
         self.num_items = num_items
         self.num_users = int(users.max(initial=-1)) + 1
@@ -53,10 +48,12 @@ class KnownPairs:
         self._starts = np.cumsum(counts) - counts
         self._free = num_items - counts
         self._log_free = np.log(self._free, where=self._free > 0, out=np.full(len(counts), -np.inf))
-        owners, ids = self.pairs
+        owners = self._keys // self._width
         # For each pair the number of not taken items below it: ascending within a user, so a search finds the r-th one not taken.
         self._below = self._keys - 1 - (np.arange(len(self._keys)) - self._starts[owners])
-        self._bitmap = self._make_bitmap(owners, ids) if (self.num_users + 1) * self._width <= MOST_BITS else None
+        small = (self.num_users + 1) * self._width <= MOST_BITS
+        self._bitmap = _bitmap(self._keys, (self.num_users + 1) * self._width) if small else None
+        self._filter = _Filter(self._keys[:0] if small else self._keys)
 
     @property
     def pairs(self) -> tuple[Int64, Int64]:
@@ -94,11 +91,14 @@ class KnownPairs:
         """Whether each pair is known; ``users`` and ``items`` broadcast."""
         keys = self.place(users) * self._width + items
         if self._bitmap is not None:
-            return np.asarray(self._bitmap[keys >> 3] >> (keys & 7).astype(np.uint8) & 1, dtype=np.bool_)
-        if not len(self._keys):
-            return np.zeros(keys.shape, dtype=np.bool_)
-        at = np.minimum(self._keys.searchsorted(keys), len(self._keys) - 1)
-        return np.asarray(self._keys[at] == keys)
+            return _bits(self._bitmap, keys)
+        found = self._filter.may_hold(keys)
+        maybe = np.nonzero(found)
+        if len(self._keys):
+            wanted = keys[maybe]
+            at = np.minimum(self._keys.searchsorted(wanted), len(self._keys) - 1)
+            found[maybe] = self._keys[at] == wanted
+        return found
 
     def nth_free(self, users: Int64, ranks: Int64) -> Int64:
         """(B,) the item not taken by each of ``users`` (B,) whose place among these, from 0, is in ``ranks`` (B,)."""
@@ -123,46 +123,45 @@ class KnownPairs:
         """What a copy on a device needs."""
         return Tables(self._keys, self._starts, self._free, self._below, self._bitmap)
 
-    def _make_bitmap(self, users: Int64, items: Int64) -> NDArray[np.uint8]:
-        bits = np.zeros((self.num_users + 1) * self._width, dtype=bool)
-        bits[users * self._width + items] = True
-        return np.packbits(bits, bitorder="little")
+
+class _Filter:
+    """One bit of 16 to 32 per key says of most others that they are not there: a search would miss the cache at every level."""
+
+    def __init__(self, keys: Int64) -> None:
+        bits = max(16 * len(keys), 8).bit_length()
+        self._shift = np.uint64(64 - bits)
+        self._bitmap = _bitmap(self._places(keys), 1 << bits)
+
+    def may_hold(self, keys: Int64) -> NDArray[np.bool_]:
+        """False only where a key is not there."""
+        return _bits(self._bitmap, self._places(keys))
+
+    def _places(self, keys: Int64) -> Int64:
+        places: Int64 = (keys.astype(np.uint64) * _GOLDEN >> self._shift).astype(np.int64)  # Fibonacci hashing
+        return places
+
+
+def _check(num_items: int, users: Int64, items: Int64) -> None:
+    bad = (items < 1) | (items > num_items) | (users < 0)
+    if bad.any():
+        at = int(bad.argmax())
+        raise DataError(
+            f"known pair {at} is user {users[at]}, item {items[at]}; users must be 0 or more, items 1 to {num_items}; "
+            "fix the pairs, or num_items"
+        )
+
+
+def _bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
+    bits = np.zeros(size, dtype=bool)
+    bits[places] = True
+    return np.packbits(bits, bitorder="little")
+
+
+def _bits(bitmap: NDArray[np.uint8], places: Int64) -> NDArray[np.bool_]:
+    return np.asarray(bitmap[places >> 3] >> (places & 7).astype(np.uint8) & 1, dtype=np.bool_)
 
 
 def _sorted_once(keys: Int64) -> Int64:
     """Like np.unique, which hashes: 0.6 s in place of 3.6 s for 3.6 million pairs."""
     keys = np.sort(keys)
     return keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
-
-
-class FreeMass:
-    """The weight of what each user has not taken, and the item at any place in it: exact, in whole numbers.
-
-    Args:
-        known: what is taken.
-        weights: (num_items,) of the items 1 to ``num_items``, greater than 0. They become whole numbers, at least 1 each, whose sum
-            is as great as int64 allows (2 ** 52, or 2 ** 62 / users); ``share`` (num_items + 1,) are these over their sum.
-    """
-
-    def __init__(self, known: KnownPairs, weights: NDArray[np.float64]) -> None:
-        rows = known.num_users + 1
-        whole = np.maximum(np.rint(weights * (min(1 << 52, (1 << 62) // rows) / weights.sum())), 1).astype(np.int64)
-        self.known = known
-        self.sums = np.concatenate([[0], np.cumsum(whole)])  # by item: the weight of it and of those before
-        self.total = int(self.sums[-1])
-        self.share = np.concatenate([[0.0], whole / self.total])
-        owners, taken = known.pairs
-        self.starts = known.tables().starts
-        self.before = np.concatenate([[0], np.cumsum(whole[taken - 1])])  # of the pairs before each, over all users
-        own_before = self.before[:-1] - self.before[self.starts[owners]]
-        ends = np.append(self.starts[1:], len(taken))
-        self.mass = self.total - (self.before[ends] - self.before[self.starts])
-        # For each pair the free weight below it: ascending within a user, so a search finds the item at any place.
-        self.below = self.sums[taken - 1] - own_before + owners * (self.total + 1)
-
-    def item_at(self, users: Int64, places: Int64) -> Int64:
-        """(B,) the item not taken by each of ``users`` (B,) at the place, 0 to the user's ``mass`` - 1, in ``places`` (B,)."""
-        rows = self.known.place(users)
-        found = self.below.searchsorted(places + rows * (self.total + 1), side="right")
-        items: Int64 = self.sums.searchsorted(places + self.before[found] - self.before[self.starts[rows]], side="right")
-        return items

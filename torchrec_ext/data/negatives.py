@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.known_pairs import FreeMass, KnownPairs
+from torchrec_ext.data.free_mass import FreeMass
+from torchrec_ext.data.known_pairs import KnownPairs
 from torchrec_ext.data.random_numbers import Float64, alias_table, stream, uniform
 
 Float32 = NDArray[np.float32]

@@ -60,14 +60,10 @@ def in_batch_softmax(
         total_weight: () the sum of ``weights`` over all ranks divided by R, see :class:`TowerBatch`.
         temperature: greater than 0.
     """
-    losses = softmax_losses(
-        queries @ negatives.candidates.T,
-        negatives.targets,
-        log_q=negatives.log_q,
-        excluded=negatives.excluded,
-        temperature=temperature,
-    )
-    return (losses * weights).sum() / total_weight
+    _check_temperature(temperature)
+    scaled, candidates = queries / temperature, negatives.candidates.T  # B x D divisions in place of B x C
+    logits = scaled @ candidates if negatives.log_q is None else torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
+    return (softmax_losses(logits, negatives.targets, excluded=negatives.excluded) * weights).sum() / total_weight
 
 
 def softmax_losses(
@@ -82,11 +78,15 @@ def softmax_losses(
         excluded: (B, N) bool; must not hold a target.
         temperature: greater than 0.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 suits embeddings of length 1")
+    _check_temperature(temperature)
     scores = logits / temperature
     if log_q is not None:
         scores = scores - log_q
     if excluded is not None:
         scores = scores.masked_fill(excluded, -torch.inf)
     return cross_entropy(scores, targets, reduction="none")
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 suits embeddings of length 1")
