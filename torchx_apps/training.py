@@ -155,7 +155,7 @@ class Judge:
         return metrics.popularity_metrics(torch.from_numpy(self._data.popularity()), self._question(part, seen), K)
 
     def recommend(self, user_row: int = 0) -> Recommended:
-        """The K best items for the user of one test row, what that user has taken left out."""
+        """The K best items for the user of one test row, fewer where that user has taken all but those."""
         row = self._data.test.slice(user_row, user_row + 1)
         user = row["user_id"].values
         model = self._model.module
@@ -165,7 +165,7 @@ class Judge:
             scores = model.interaction.score_all(vector, items)[0].cpu()
         scores[0] = -torch.inf
         scores[torch.from_numpy(self._data.seen(user, "train", "validation").values)] = -torch.inf
-        best = scores.topk(min(K, self._data.num_items))
+        best = scores.topk(min(K, int((scores > -torch.inf).sum())))
         return Recommended(int(user[0]), best.indices.tolist(), best.values.tolist())
 
     def _figures(self, part: str, seen: tuple[str, ...]) -> Record:
