@@ -48,7 +48,7 @@ def in_batch_negatives(
     Args:
         embeddings: (B + M, D); the first B are the positives of this rank's queries, in order, the rest are negatives only
             (mixed negatives, Yang et al. 2020).
-        ids: (B + M,) int64 items.
+        ids: (B + M,) int64 items, 0 for padding: ``batch.sparse["item_id"].to_padded_dense(1)[:, 0].long()``.
         log_q: (B + M,) log-probability that a place of the batch holds the item, up to one constant.
         queries: B; all rows where not given.
         is_known: from items (C,) to (B, C) bool, whether each query's user is known to have taken each, such as
@@ -58,6 +58,11 @@ def in_batch_negatives(
 
     Raises:
         ValueError: shapes that do not fit together on this rank.
+
+    Example:
+        >>> made = in_batch_negatives(torch.eye(4), torch.tensor([7, 8, 7, 5]), queries=3)
+        >>> [made.ids[~row].tolist() for row in made.excluded]  # each query's own item and its negatives
+        [[7, 8, 5], [7, 8, 7, 5], [8, 7, 5]]
     """
     size = len(ids)
     count = size if queries is None else queries
