@@ -5,7 +5,7 @@ import torch
 from torchrec.streamable import Pipelineable
 
 from tests.examples import batches
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import SharedRows, TowerBatch
 
 pytestmark = pytest.mark.unit
 
@@ -13,12 +13,18 @@ pytestmark = pytest.mark.unit
 def batch() -> TowerBatch:
     made = next(batches(1))
     made.log_q = torch.arange(len(made)).float()
+    made.shared = SharedRows(sparse=next(batches(1, seed=2)).sparse, dense=torch.rand(24, 3), index=torch.arange(24))
     return made
 
 
 def parts(made: TowerBatch) -> list[torch.Tensor]:
     assert made.log_q is not None
+    assert made.shared is not None
     return [
+        made.shared.sparse.values(),
+        made.shared.sparse.lengths(),
+        made.shared.dense,
+        made.shared.index,
         made.sparse.values(),
         made.sparse.lengths(),
         made.dense,
@@ -62,8 +68,15 @@ def test_a_stream_is_recorded_on_every_tensor() -> None:
     made = batch().to(torch.device("cuda"))
     stream = torch.cuda.Stream()
     made.record_stream(stream)
-    torch.cuda.synchronize()
-    assert torch.isfinite(made.dense).all()
+    with torch.cuda.stream(stream):
+        sums = [part.double().sum() for part in parts(made)]
+    pointers = [part.data_ptr() for part in parts(made)]
+    del made
+    # Memory that a stream still reads is not handed out again before the stream is done with it.
+    again = [torch.empty(24, device="cuda") for _ in pointers]
+    assert not {tensor.data_ptr() for tensor in again} & set(pointers) or stream.query()
+    stream.synchronize()
+    assert all(torch.isfinite(value) for value in sums)
 
 
 def test_pinning_and_recording_reach_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,11 @@ def test_small_integers_become_the_one_id_type() -> None:
         ({"user_id": Jagged(torch.tensor([True, False]))}, "feature 'user_id': ids are bool, must be integers"),
         ({"history": Jagged(torch.tensor([1, 2, 3]), torch.tensor([4, -1]))}, "feature 'history': length -1 in row 1"),
         ({"history": Jagged(torch.tensor([1, 2]), torch.tensor([0, 3]))}, "the lengths add up to 3, but there are 2 ids"),
-        ({"user_id": Jagged(torch.tensor([0, 4, 1]))}, "feature 'user_id': 3 rows, but the batch has 2 labels"),
+        ({"user_id": Jagged(torch.tensor([0, 4, 1]))}, "feature 'user_id': 3 rows, must be (B,) = (2,)"),
+        ({"history": Jagged(torch.tensor([1, 2, 3]), torch.tensor([1.5, 1.5]))}, "feature 'history': lengths are float32, must be"),
+        ({"user_id": torch.tensor([0, 4])}, "feature 'user_id': a Tensor, must be Jagged(values, lengths) of tensors"),
+        ({"user_id": [0, 4]}, "feature 'user_id': a list, must be Jagged(values, lengths) of tensors"),
+        ({"user_id": Jagged(torch.tensor([[0], [4]]))}, "feature 'user_id': ids have shape (2, 1), must have one dimension"),
     ],
 )
 def test_a_bad_column_is_named(changes: dict[str, Jagged], text: str) -> None:
@@ -147,3 +151,26 @@ def test_a_column_cannot_be_sparse_and_dense() -> None:
     table = EmbeddingBagConfig(name="t", feature_names=["age"], num_embeddings=5, embedding_dim=4)
     with pytest.raises(ValueError, match=r"columns \['age'\] appear twice"):
         BatchSchema.from_tables([table], dense=["age"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"labels": torch.tensor([5.0, 4.0])},
+            "column 'label': value 5 in row 0 of the batch must be from 0 to 1; for other labels",
+        ),
+        ({"weights": torch.tensor([-1.0, 1.0])}, "column 'weight': value -1 in row 0 of the batch must be 0 or more"),
+        ({"weights": torch.zeros(2)}, "total_weight=0.0: must be greater than 0"),
+        ({"log_q": torch.zeros(7)}, "column 'log_q': shape (7,), must be (B,) = (2,)"),
+    ],
+)
+def test_labels_weights_and_log_q_are_checked(arguments: dict[str, Tensor], text: str) -> None:
+    with pytest.raises(DataError) as error:
+        schema().assemble(columns(), AGE, **({"labels": LABELS} | arguments))  # type: ignore[arg-type]
+    assert text in str(error.value)
+
+
+def test_any_label_where_the_schema_says_so() -> None:
+    batch = schema(label_range=None).assemble(columns(), AGE, labels=torch.tensor([5.0, -4.0]))
+    assert batch.labels.tolist() == [5.0, -4.0]

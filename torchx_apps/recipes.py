@@ -60,8 +60,8 @@ class Job:
         plan: how tables are spread over ranks.
         train: how long, and the seed of everything.
         fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
-        device: ``cpu``, ``cuda``, or CUDA where there is a GPU for each rank of a host.
-        threads: compute threads per rank; the cores divided by the ranks where not given.
+        device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
+        threads: compute threads per rank; OMP_NUM_THREADS, which the component's --threads sets, where not given.
     """
 
     name: str

@@ -36,7 +36,6 @@ def say_start(data: InteractionData, runtime: Runtime, plan: str) -> None:
 
 def finish(
     folder: RunFolder,
-    picture: Path,
     data: InteractionData,
     figures: Record,
     popularity: Record,
@@ -54,6 +53,7 @@ def finish(
     )
     print(recommendation_text(data, recommended))
     summary = {
+        "data": data.name,
         "test": figures,
         "popularity": popularity,
         "best": dict(data.best),
@@ -62,9 +62,11 @@ def finish(
         "peak_memory_mib": memory,
     }
     folder.write("summary.json", json.dumps(summary, indent=2))
-    print(
-        f"\nrun folder: {folder.path} (picture: {picture.name}; `tensorboard --logdir {folder.path}` shows the events)", flush=True
-    )
+
+
+def say_end(folder: Path, picture: Path) -> None:
+    """Where the run's files are."""
+    print(f"\nrun folder: {folder} (picture: {picture.name}; `tensorboard --logdir {folder}` shows the events)", flush=True)
 
 
 def figures_table(figures: Record, popularity: Record, best: Mapping[str, float]) -> str:

@@ -39,20 +39,23 @@ def run(job: Job, run_dir: Path | None = None) -> None:
     """Trains ``job`` on this process's share of the ranks; rank 0 prints and writes the run folder."""
     _quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
-        folder = _open_folder(job, run_dir) if runtime.is_main else None
         data = load_data(job, runtime)
+        job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=data.name))  # after a fallback another one
+        _check(job, data)
+        folder = _open_folder(job, run_dir) if runtime.is_main else None
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, data)
         schema = model.schema(out_of_range=job.model.out_of_range)
         rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
-        plan = plan_sharding(model, runtime, job.plan, batch_size=rows)
+        plan = plan_sharding(model, runtime, job.plan, optimizer=job.optimizer, batch_size=rows)
         plan_text = explain(plan, model, runtime.world_size)
         if folder is not None:
             report.say_start(data, runtime, plan_text)
             folder.write("plan.txt", plan_text)
         parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed)
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
-        loader_config = dataclasses.replace(job.loader, seed=job.train.seed)
+        # train.seed moves everything; loader.seed moves the order and the negatives alone.
+        loader_config = dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
         loader = training_loader(data, schema, loader_config, rank=runtime.rank, world_size=runtime.world_size)
         judge = Judge(data, schema, parallel, runtime)
         start = time.perf_counter()
@@ -70,8 +73,8 @@ def run(job: Job, run_dir: Path | None = None) -> None:
         recommended = judge.recommend()
         memory = peak_memory(runtime)
         if folder is not None:
-            picture = folder.close(judge.popularity("validation"))
-            report.finish(folder, picture, data, figures, judge.popularity("test"), recommended, history, seconds, memory)
+            report.finish(folder, data, figures, judge.popularity("test"), recommended, history, seconds, memory)
+            report.say_end(folder.path, folder.close(judge.popularity("validation")))
 
 
 def peak_memory(runtime: Runtime) -> float:
@@ -105,6 +108,18 @@ def load_data(job: Job, runtime: Runtime) -> InteractionData:
     return load_config(dataclasses.replace(job.data, name=job.fallback))
 
 
+def _check(job: Job, data: InteractionData) -> None:
+    """Refuses what would train or evaluate on nothing."""
+    if job.loader.negatives == 0 and not job.loader.label:
+        raise ValueError(
+            "loader.negatives=0 without loader.label: every row would have label 1, from which nothing can be learned; "
+            "draw negatives, or name the column with the labels"
+        )
+    for part in ("validation", "test"):
+        if not getattr(data, part).num_rows:
+            raise ValueError(f"set '{data.name}' has no {part} rows: no user has the 3 interactions that a split by time needs")
+
+
 def _quieten_libraries() -> None:
     """Keeps what torch and torchrec say to their own developers, on every rank, out of a user's log; LOGLEVEL=INFO shows it."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
@@ -133,7 +148,7 @@ class Recommended:
 
 
 class Judge:
-    """The figures of a model on the held-out items of ``data``; every rank calls each method."""
+    """The figures of a model on the held-out items of ``data``; every rank calls each method but :meth:`popularity`."""
 
     def __init__(self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
@@ -170,11 +185,11 @@ class Judge:
 
     def _figures(self, part: str, seen: tuple[str, ...]) -> Record:
         chunk = getattr(self._data, part)
-        queries = [chunk.slice(own.start, own.stop) for own in metrics.own_share(chunk.num_rows, self._runtime)]
+        shares = metrics.own_share(chunk.num_rows, self._runtime)
         ranks = metrics.catalogue_ranks(
             self._model.module,
             self._runtime,
-            (self._builder.user_batch(rows) for rows in queries),
+            ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares),
             self._item_batches(),
             self._question(part, seen),
         )
@@ -202,7 +217,7 @@ class Judge:
 
     def _item_batches(self) -> Any:
         ids = np.arange(self._data.items.num_rows)
-        return (self._builder.item_batch(ids[own]) for own in metrics.own_share(len(ids), self._runtime))
+        return ((self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
 
     def _catalogue(self) -> torch.Tensor:
         return metrics.embed_all(self._model.module, "item", self._item_batches(), self._runtime)

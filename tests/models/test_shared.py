@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torchrec import EmbeddingBagConfig
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, table
@@ -16,6 +17,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import DataError, Jagged
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
@@ -132,9 +134,32 @@ def test_a_wrong_name_is_refused(shared: tuple[str, ...], text: str) -> None:
 
 @pytest.mark.unit
 def test_a_feature_of_a_shared_and_of_another_tower_is_refused() -> None:
-    towers = {name: Tower([table(name, 5)], [4], dense=["age"]) for name in ("user", "item")}
-    with pytest.raises(ValueError, match=r"features \['age'\] are read by a shared tower and by another"):
+    towers = {
+        name: Tower([EmbeddingBagConfig(name=name, feature_names=["city"], num_embeddings=5, embedding_dim=4)], [4])
+        for name in ("user", "item")
+    }
+    with pytest.raises(ValueError, match=r"features \['city'\] are read by a shared tower and by another"):
         TowerModel(towers, TopMLP([4, 4]), shared=["user"])
+
+
+def branching_loss(logits: Tensor, batch: TowerBatch) -> Tensor:
+    if bool((batch.labels > 0).any()):
+        return bce(logits, batch)
+    return logits.square().mean()
+
+
+def with_a_branch(runtime: Runtime) -> tuple[float, list[str]]:
+    made = TowerModel(dict(model(("user",), META).towers.items()), TopMLP([8, 8]), shared=["user"], loss=branching_loss)
+    parallel, optimizer = hybrid_parallel(made, runtime)
+    pipeline = make_pipeline(parallel, optimizer, runtime.device)
+    output = pipeline.progress(batches(3, shared=True))
+    return float(output.loss), unpipelined(pipeline, parallel)
+
+
+def test_a_loss_that_branches_on_values_keeps_the_towers_pipelined() -> None:
+    loss, missed = run_ranks(with_a_branch, 1)[0]
+    assert 0 < loss < 2
+    assert missed == []
 
 
 def trained(runtime: Runtime, shared: bool, sharding: str) -> tuple[dict[str, Tensor] | None, list[str]]:

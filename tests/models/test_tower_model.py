@@ -6,7 +6,7 @@ import torch
 from tests.examples import META, batches, small_model, table
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.modules.interaction import DotProduct
+from torchrec_ext.modules.interaction import DotProduct, TopMLP
 from torchrec_ext.modules.tower import Tower
 
 pytestmark = pytest.mark.unit
@@ -73,3 +73,18 @@ def test_a_wrong_declaration_is_refused(make: object, text: str) -> None:
     with pytest.raises(ValueError) as error:
         make()  # type: ignore[operator]
     assert text in str(error.value)
+
+
+def test_a_dense_column_of_two_towers_is_refused() -> None:
+    towers = {name: Tower([table(name, 5)], [4], dense=["age"]) for name in ("user", "item")}
+    with pytest.raises(ValueError, match=r"dense columns \['age'\] are read by more than one tower"):
+        TowerModel(towers, DotProduct([4, 4]))
+
+
+def test_the_top_nn_does_not_put_a_linear_layer_on_a_linear_layer() -> None:
+    """Else the towers would be a factorisation of its first layer."""
+    model, batch = small_model(), next(batches(1))
+    outputs = [model.embed("user", batch), model.embed("item", batch)]
+    top = TopMLP([8, 8], hidden=[])  # one linear layer: affine in the outputs unless there is an activation between
+    logits = {scale: top([output * scale for output in outputs]) for scale in (-1.0, 0.0, 1.0)}
+    assert (logits[-1.0] + logits[1.0] - 2 * logits[0.0]).abs().max() > 1e-3

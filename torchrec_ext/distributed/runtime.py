@@ -59,8 +59,9 @@ class Runtime:
         """Joins the process group that torchrun describes, or makes a group of one without torchrun.
 
         Args:
-            device: ``cpu`` or ``cuda``; CUDA where there is a GPU for each local rank, else the CPU.
-            threads: compute threads; the cores divided by the local processes where not given.
+            device: ``cpu``, ``cuda`` for the GPU of the local rank's number, or ``cuda:0`` where each process sees one GPU of its
+                own; where not given, ``cuda`` on a host with GPUs, else ``cpu``.
+            threads: compute threads; where not given, OMP_NUM_THREADS, else the cores divided by the local processes.
             timeout_s: seconds after which a collective that another rank does not join fails.
 
         Raises:
@@ -79,8 +80,12 @@ class Runtime:
         try:
             yield runtime
             dist.barrier()
-        finally:
-            dist.destroy_process_group()
+        except BaseException:
+            # NCCL's teardown waits for peers, which wait for this rank: it would hide the error until the timeout.
+            if runtime.backend != "nccl":
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
 
 
 def _describe(device: str | None, threads: int | None) -> Runtime:
@@ -97,19 +102,22 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
         local_world_size=local_world_size,
         device=chosen,
         backend="nccl" if chosen.type == "cuda" else "gloo",
-        threads=threads or max(1, cores // local_world_size),
+        threads=threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // local_world_size),
         cores=cores,
     )
 
 
 def _device(name: str | None, local_rank: int, local_world_size: int) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name not in (None, "cpu", "cuda"):
-        raise ValueError(f"device={name!r}: must be 'cpu' or 'cuda'")
-    if name == "cuda" and gpus < local_world_size:
+    if name == "cpu" or (name is None and gpus == 0):
+        return torch.device("cpu")
+    if name not in (None, "cuda", "cuda:0"):
+        raise ValueError(f"device={name!r}: must be 'cpu', 'cuda' or 'cuda:0'")
+    if name == "cuda:0" and gpus:
+        return torch.device("cuda", 0)
+    if gpus < local_world_size:
         raise ValueError(
-            f"device='cuda' with {local_world_size} processes on this host, but torch sees {gpus} GPUs: "
-            f"launch -j NODESx{max(gpus, 1)}, or use device='cpu'; `python -m torchrec_ext.doctor` says what is installed"
+            f"{local_world_size} processes on this host, but torch sees {gpus} GPU(s): launch -j NODESx{max(gpus, 1)}, or set "
+            "device=cpu, or device=cuda:0 where each process sees a GPU of its own; `python -m torchrec_ext.doctor` says more"
         )
-    use_cuda = name == "cuda" or (name is None and gpus >= local_world_size)
-    return torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    return torch.device("cuda", local_rank)

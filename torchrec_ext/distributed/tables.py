@@ -94,6 +94,7 @@ def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor
     block = torch.empty(min(BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim)
     digest = hashlib.blake2b(f"{seed}/{config.name}/{start}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest, "little"))
+        # The CPU's alone: torch.manual_seed would seed the generators of every GPU again, which are not forked here.
+        torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
         config.init_fn(block)
     return block

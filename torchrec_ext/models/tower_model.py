@@ -19,6 +19,17 @@ Interaction = Literal["top_nn", "dot"]
 Loss = Callable[[Tensor, TowerBatch], Tensor]
 
 
+class _LossModule(nn.Module):
+    """The loss as a module: TorchRec's pipelines do not trace into modules without tables, so it may branch on values."""
+
+    def __init__(self, function: Loss) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, logits: Tensor, batch: TowerBatch) -> Tensor:
+        return self.function(logits, batch)
+
+
 class Prediction(NamedTuple):
     """What a step leaves behind, detached: ``loss`` (), ``logits``, ``labels`` and ``weights`` (B,)."""
 
@@ -57,12 +68,16 @@ class TowerModel(nn.Module):
             raise ValueError(f"tables {twice} are declared by more than one tower; table names must be unique over the model")
         self.towers = nn.ModuleDict(towers)
         self.interaction = interaction
-        self.loss = loss
+        self.loss = _LossModule(loss)
         unknown = sorted(set(shared) - set(towers))
         if unknown:
             raise ValueError(f"shared names {unknown}, which are not towers; the towers are {list(towers)}")
         self._shared = frozenset(shared)
         columns = {False: self._columns(False), True: self._columns(True)}
+        dense = [name for tower in towers.values() for name in tower.dense]
+        twice = sorted({name for name in dense if dense.count(name) > 1})
+        if twice:
+            raise ValueError(f"dense columns {twice} are read by more than one tower; give each tower a column of its own name")
         both = sorted(set(columns[False]) & set(columns[True]))
         if both:
             raise ValueError(f"features {both} are read by a shared tower and by another; share both towers, or give each its own")
@@ -87,6 +102,7 @@ class TowerModel(nn.Module):
             [table for tower in towers for table in tower.tables],
             dense=[name for tower in towers for name in tower.dense],
             shared=self._columns(True),
+            label_range=(0.0, 1.0) if self.loss.function is bce else None,
             out_of_range=out_of_range,
             oov_ids=oov_ids,
         )

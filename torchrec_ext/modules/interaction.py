@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from torchrec_ext.modules.tower import Activation, mlp
+from torchrec_ext.modules.tower import Activation, activation_layer, mlp
 
 
 class DotProduct(nn.Module):
@@ -35,12 +35,12 @@ class DotProduct(nn.Module):
 
 
 class TopMLP(nn.Module):
-    """The network on top (YouTube's shape): the towers' outputs concatenated, an MLP, one logit.
+    """The network on top (YouTube's shape): the towers' outputs concatenated, an activation, an MLP, one logit.
 
     Args:
         widths: D of each tower, in order.
         hidden: widths of the hidden layers.
-        activation: between the layers; also over the concatenation.
+        activation: over the concatenation, whose towers end in a linear layer, and between the layers.
         dropout: after each activation.
     """
 
@@ -50,10 +50,11 @@ class TopMLP(nn.Module):
         super().__init__()
         self.widths = tuple(widths)
         self.mlp = mlp(sum(widths), [*hidden, 1], activation=activation, dropout=dropout)
+        self.activation = activation_layer(activation)
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """(B,) logits from the towers' outputs, each (B, D) with a D of its own."""
-        return self.mlp(torch.cat(outputs, dim=1)).squeeze(1)  # type: ignore[no-any-return]
+        return self.mlp(self.activation(torch.cat(outputs, dim=1))).squeeze(1)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """(B, N) logits of every query (B, D1) with every candidate (N, D2).
@@ -62,6 +63,7 @@ class TopMLP(nn.Module):
         """
         first: nn.Linear = self.mlp[0]  # type: ignore[assignment]
         left, right = torch.split(first.weight, self._two_widths(), dim=1)
+        query, candidates = self.activation(query), self.activation(candidates)
         hidden = (query @ left.T + first.bias)[:, None, :] + (candidates @ right.T)[None, :, :]
         return self.mlp[1:](hidden).squeeze(2)  # type: ignore[no-any-return]
 

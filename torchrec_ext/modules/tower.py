@@ -15,6 +15,13 @@ Activation = Literal["relu", "gelu", "silu", "tanh"]
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
 
+def activation_layer(name: Activation) -> nn.Module:
+    """The activation of that name."""
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation={name!r}: must be one of {', '.join(get_args(Activation))}")
+    return _ACTIVATIONS[name]()
+
+
 def mlp(in_features: int, widths: Sequence[int], *, activation: Activation = "relu", dropout: float = 0.0) -> nn.Sequential:
     """Linear layers with an activation between them and none after the last, so that its output may be of either sign.
 
@@ -24,12 +31,13 @@ def mlp(in_features: int, widths: Sequence[int], *, activation: Activation = "re
     """
     if not widths or min(widths) < 1:
         raise ValueError(f"widths={list(widths)}: an MLP needs at least one layer and every width 1 or more")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}: must be one of {', '.join(get_args(Activation))}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
+    activation_layer(activation)
     layers: list[nn.Module] = []
     for before, width in zip([in_features, *widths], widths, strict=False):
         if layers:
-            layers.append(_ACTIVATIONS[activation]())
+            layers.append(activation_layer(activation))
             if dropout:
                 layers.append(nn.Dropout(dropout))
         layers.append(nn.Linear(before, width))

@@ -42,7 +42,7 @@ class TrainConfig:
         log_every: steps between two records of loss and throughput, besides one at each epoch's end; a record is the only place
             where the loop waits for the device.
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
-        seed: of the dense layers, the tables, dropout, the order of samples and the negatives.
+        seed: of the dense layers, the tables and dropout; added to the loader's, of the order of samples and the negatives.
     """
 
     epochs: int = 10

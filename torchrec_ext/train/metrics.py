@@ -14,6 +14,7 @@ from torchmetrics.functional.classification import binary_auroc
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.runtime import Runtime
 
+Kept = tuple[TowerBatch, int]  # a batch and how many of its rows count
 PAIRS_PER_BLOCK = 2**17  # x hidden width x 4 bytes: 32 MiB at width 64
 
 
@@ -102,8 +103,8 @@ def popularity_metrics(popularity: Tensor, question: Question, k: int = 10, bloc
 def catalogue_ranks(
     model: Recommender,
     runtime: Runtime,
-    queries: Iterable[TowerBatch],
-    candidates: Iterable[TowerBatch],
+    queries: Iterable[Kept],
+    candidates: Iterable[Kept],
     question: Question,
     *,
     towers: tuple[str, str] = ("user", "item"),
@@ -116,7 +117,7 @@ def catalogue_ranks(
     Args:
         model: the model, under DistributedModelParallel its ``module``.
         runtime: this process's place in the job.
-        queries: batches of the queries in :func:`own_share`, one for each slice, also for an empty one.
+        queries: for each :class:`Share` of the queries in :func:`own_share` the batch of its rows, and its ``keep``.
         candidates: batches of the items 0 to I - 1, likewise.
         question: targets and what to leave out.
         towers: names of the query tower and of the candidate tower.
@@ -135,31 +136,38 @@ def catalogue_ranks(
     return Ranks(whole[:, 0], whole[:, 1])
 
 
-def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[slice]:
-    """This rank's rows of ``total``, a block at a time: as many slices on every rank, the last ones may be empty.
+class Share(NamedTuple):
+    """Rows of one look-up, never none (a row-wise sharded look-up of no rows fails), of which the first ``keep`` count."""
+
+    rows: slice
+    keep: int
+
+
+def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[Share]:
+    """This rank's rows of ``total`` (1 or more), a block at a time: as many look-ups on every rank.
 
     Example:
         >>> own_share(5, Runtime(rank=1, world_size=2), block=2)
-        [slice(3, 5, None), slice(5, 5, None)]
+        [Share(rows=slice(3, 5, None), keep=2), Share(rows=slice(4, 5, None), keep=0)]
     """
     share = -(-total // runtime.world_size)
     stop = min((runtime.rank + 1) * share, total)
-    starts = range(runtime.rank * share, (runtime.rank + 1) * share, block)
-    return [slice(min(start, stop), min(start + block, stop)) for start in starts]
+    shares = []
+    for start in range(runtime.rank * share, (runtime.rank + 1) * share, block):
+        keep = max(0, min(start + block, stop) - start)
+        shares.append(Share(slice(start, start + keep) if keep else slice(total - 1, total), keep))
+    return shares
 
 
 @torch.no_grad()
-def embed_all(model: Recommender, tower: str, batches: Iterable[TowerBatch], runtime: Runtime) -> Tensor:
+def embed_all(model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime) -> Tensor:
     """(rows of all ranks, D), the outputs of one tower; ``batches`` as in :func:`catalogue_ranks`."""
     return gather_rows(_embed(model, tower, batches, runtime), runtime)
 
 
-def _embed(model: Recommender, tower: str, batches: Iterable[TowerBatch], runtime: Runtime) -> Tensor:
+def _embed(model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime) -> Tensor:
     """(rows, D) of this rank; every rank looks up as many batches, because a look-up is collective."""
-    outputs = []
-    for batch in batches:
-        outputs.append(model.embed(tower, batch.to(runtime.device)))
-    return torch.cat(outputs)
+    return torch.cat([model.embed(tower, batch.to(runtime.device))[:keep] for batch, keep in batches])
 
 
 def gather_rows(rows: Tensor, runtime: Runtime) -> Tensor:
@@ -179,4 +187,6 @@ def gather_rows(rows: Tensor, runtime: Runtime) -> Tensor:
 def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> float:
     """Exact AUC over the rows of all ranks with a weight above 0."""
     rows = gather_rows(torch.stack([logits, labels], dim=1)[weights > 0], runtime)
-    return float(binary_auroc(rows[:, 0], rows[:, 1].long()))
+    # Places in the order, because torchmetrics puts logits through a float32 sigmoid, after which large ones tie.
+    places = torch.unique(rows[:, 0], return_inverse=True)[1].double()
+    return float(binary_auroc(places / places.max().clamp(min=1), rows[:, 1].long()))

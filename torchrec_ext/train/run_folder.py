@@ -94,6 +94,7 @@ def draw(records: list[Record], path: Path, baselines: Mapping[str, float]) -> N
 
 def _tensorboard(path: Path) -> Any:
     try:
+        import matplotlib.figure  # noqa: F401  (needed at the end: better to miss it now)
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise RunFolderError(
