@@ -1,0 +1,187 @@
+"""train(): what it records, when it stops, and that an evaluation leaves no trace in what is learned."""
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from torch import nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import DIM, ITEMS, META, USERS, batches, small_model, table
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.loader import LoaderConfig, training_loader
+from torchrec_ext.data.synthetic import checkerboard
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.tower_model import Prediction
+from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, train
+from torchx_apps.recipes import TwoTowerConfig, build_two_tower
+from torchx_apps.training import Judge
+
+
+class Batches:
+    """The same few batches every epoch, of which each rank has its part."""
+
+    def __init__(self, runtime: Runtime, count: int) -> None:
+        self.epochs: list[int] = []
+        self._own = list(batches(count, rank=runtime.rank, world_size=runtime.world_size))
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def recorded(runtime: Runtime) -> dict[str, Any]:
+    """Three epochs of 50 positives in steps of 16, neither a multiple of the other, evaluated after the second and the last."""
+    data = checkerboard(users=10, items=14)
+    model = build_two_tower(TwoTowerConfig(embedding_dim=8), data)
+    parallel, optimizer = hybrid_parallel(model, runtime)
+    config = LoaderConfig(batch_size=16, negatives=2)
+    loader = training_loader(data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size)
+    logged: list[Any] = []
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        history = train(
+            parallel,
+            optimizer,
+            loader,
+            runtime,
+            TrainConfig(epochs=3, log_every=3, eval_every=2),
+            evaluate=lambda: {"auc": 0.5, "training": parallel.training},
+            log=logged.append,
+        )
+    return {"history": history, "logged": logged, "rows": data.train.num_rows * 3, "steps": len(loader), "said": said.getvalue()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_row_is_recorded_once_per_epoch_and_every_epoch_ends_with_a_record(world_size: int) -> None:
+    ranks = run_ranks(recorded, world_size)
+    first = ranks[0]
+    trained = [record for record in first["history"] if record["kind"] == "train"]
+    for epoch in range(3):
+        own = [record for record in trained if record["epoch"] == epoch]
+        assert sum(record["rows"] for record in own) == first["rows"]
+        assert own[-1]["step"] == (epoch + 1) * first["steps"]
+    steps = [record["step"] for record in trained]
+    assert steps == sorted(set(steps))
+    assert {step for step in range(1, 3 * first["steps"] + 1) if step % 3 == 0} <= set(steps)
+    evaluated = [record for record in first["history"] if record["kind"] == "eval"]
+    assert [(record["epoch"], record["step"]) for record in evaluated] == [(1, 2 * first["steps"]), (2, 3 * first["steps"])]
+    assert all(record["auc"] == 0.5 and record["training"] is False for record in evaluated)
+
+
+def test_every_rank_returns_the_same_history_and_rank_0_alone_logs_it() -> None:
+    ranks = run_ranks(recorded, 2)
+    without_time = [[{**record, "rows_per_s": 0} for record in rank["history"]] for rank in ranks]
+    assert without_time[0] == without_time[1]
+    assert ranks[0]["logged"] == ranks[0]["history"]
+    assert ranks[1]["logged"] == []
+
+
+def test_every_sharded_module_of_the_recipe_is_pipelined() -> None:
+    assert all("not pipelined" not in rank["said"] for rank in run_ranks(recorded, 2))
+
+
+@torch.fx.wrap
+def made_anew(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=sparse.keys(), values=sparse.values(), lengths=sparse.lengths())
+
+
+class Detour(nn.Module):
+    """A model that hands its tables something else than an attribute of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [table("user_id", USERS), table("history", ITEMS), table("item_id", ITEMS)]
+        self.inner = EmbeddingBagCollection(tables=tables, device=META)
+        self.top = nn.Linear(3 * DIM, 1)
+
+    def forward(self, batch: TowerBatch) -> Any:
+        logits = self.top(self.inner(made_anew(batch.sparse)).values()).squeeze(1)
+        loss = logits.square().mean()
+        return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
+
+
+def detoured(runtime: Runtime) -> str:
+    parallel, optimizer = hybrid_parallel(Detour(), runtime)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        train(parallel, optimizer, Batches(runtime, 3), runtime, TrainConfig(epochs=1))
+    return said.getvalue()
+
+
+def test_a_module_that_is_not_pipelined_is_named_once_by_rank_0() -> None:
+    said = run_ranks(detoured, 2)
+    assert said[0].count("not pipelined: ") == 1
+    assert "inner: their input dist does not overlap with the step before" in said[0]
+    assert "not pipelined" not in said[1]
+
+
+def diverged(runtime: Runtime) -> str:
+    parallel, optimizer = hybrid_parallel(small_model(META), runtime)
+    loader = Batches(runtime, 4)
+    if runtime.rank == 1:
+        list(loader)[2].labels.fill_(float("nan"))
+    try:
+        train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2, log_every=1))
+    except TrainingDivergedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_loss_that_is_no_number_stops_every_rank_and_names_the_one_it_came_from() -> None:
+    told = run_ranks(diverged, 2)
+    assert told[0] == told[1]
+    assert told[0].startswith("the loss is nan on rank(s) [1] at step 3 of epoch 0; lower optimizer.tables_lr or ")
+
+
+def learned(runtime: Runtime, evaluated: bool) -> dict[str, Any]:
+    """Weights after three epochs with dropout, and so with random numbers that an evaluation might use up."""
+    data = checkerboard(users=10, items=14)
+    torch.manual_seed(3)
+    model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=0.2), data)
+    parallel, optimizer = hybrid_parallel(model, runtime, seed=3)
+    torch.manual_seed(4 + runtime.rank)
+    schema = model.schema()
+    loader = training_loader(data, schema, LoaderConfig(batch_size=16), rank=runtime.rank, world_size=runtime.world_size)
+    judge = Judge(data, schema, parallel, runtime)
+    history = train(parallel, optimizer, loader, runtime, TrainConfig(epochs=3), evaluate=judge.validate if evaluated else None)
+    losses = [record["loss"] for record in history if record["kind"] == "train"]
+    return {"state": gather_state(parallel), "losses": losses, "evaluations": len(history) - len(losses)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_evaluation_between_epochs_changes_no_bit_of_what_is_learned(world_size: int) -> None:
+    with_it, without = (run_ranks(learned, world_size, evaluated)[0] for evaluated in (True, False))
+    assert (with_it["evaluations"], without["evaluations"]) == (3, 0)
+    assert with_it["losses"] == without["losses"]
+    assert with_it["state"].keys() == without["state"].keys()
+    assert all(torch.equal(value, without["state"][name]) for name, value in with_it["state"].items())
+
+
+def epochs_chosen(runtime: Runtime) -> list[int]:
+    parallel, optimizer = hybrid_parallel(small_model(META), runtime)
+    loader = Batches(runtime, 2)
+    train(parallel, optimizer, loader, runtime, TrainConfig(epochs=3))
+    return loader.epochs
+
+
+def test_every_epoch_chooses_its_order_before_it_is_read() -> None:
+    assert run_ranks(epochs_chosen, 1) == [[0, 1, 2]]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["epochs", "log_every", "eval_every"])
+def test_a_count_below_one_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=0: must be 1 or more"):
+        TrainConfig(**{name: 0})

@@ -1,0 +1,73 @@
+"""What a run leaves on disk, and how an unusable folder is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchrec_ext.train.run_folder import RunFolder, RunFolderError
+
+pytestmark = pytest.mark.unit
+
+RECORDS = [
+    {"kind": "train", "epoch": 0, "step": 5, "loss": 0.7, "rows": 80, "rows_per_s": 1000.0},
+    {"kind": "eval", "epoch": 0, "step": 5, "auc": 0.6, "hr@10": 0.2},
+    {"kind": "train", "epoch": 1, "step": 10, "loss": 0.5, "rows": 80, "rows_per_s": 1200.0},
+    {"kind": "eval", "epoch": 1, "step": 10, "auc": 0.7, "hr@10": 0.3},
+]
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+
+
+def events(folder: Path) -> dict[str, dict[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
+
+
+def test_a_run_can_be_read_back(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a" / "b", {"seed": 3, "path": Path("x")})
+    for record in RECORDS:
+        folder.log(record)
+        assert json.loads((folder.path / "metrics.jsonl").read_text().splitlines()[-1]) == record, "not later than it is known"
+    folder.write("plan.txt", "every rank")
+    picture = folder.close({"hr@10": 0.1})
+    assert json.loads((folder.path / "config.json").read_text()) == {"seed": 3, "path": "x"}
+    assert [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()] == RECORDS
+    assert (folder.path / "plan.txt").read_text() == "every rank\n"
+    width, height = png_size(picture)
+    assert width > 2.5 * height, "the loss and two figures beside it"
+    assert picture.stat().st_size > 10_000, "not an empty canvas"
+    found = events(folder.path / "tensorboard")
+    assert found["train/loss"] == {5: pytest.approx(0.7), 10: pytest.approx(0.5)}
+    assert found["eval/hr@10"] == {5: pytest.approx(0.2), 10: pytest.approx(0.3)}
+
+
+def test_a_run_that_was_never_evaluated_has_a_picture_of_its_loss(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, {})
+    folder.log(RECORDS[0])
+    width, height = png_size(folder.close())
+    assert width > height > 100
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_flag(tmp_path: Path) -> None:
+    file = tmp_path / "file"  # below a regular file even root can make no folder
+    file.write_text("")
+    with pytest.raises(RunFolderError) as error:
+        RunFolder(file / "run", {})
+    assert str(error.value) == f"run folder '{file / 'run'}' cannot be written: Not a directory; choose another with --run-dir"
+
+
+def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
+    RunFolder(tmp_path, {"first": True}).close()
+    with pytest.raises(RunFolderError, match=f"run folder '{tmp_path}' holds another run .*--run-dir"):
+        RunFolder(tmp_path, {"second": True})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"first": True}
+    RunFolder(tmp_path, {"restarted": True}, replace=True).close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"restarted": True}
