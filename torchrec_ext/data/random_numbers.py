@@ -25,7 +25,8 @@ def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
     above that gave too much is filled by the next (Huebschle-Schneider and Sanders 2019, sweeping).
     """
     scaled = probabilities * len(probabilities)
-    light, heavy = np.flatnonzero(scaled < 1), np.flatnonzero(scaled >= 1)
+    least = min(1.0, scaled.max())  # rounding may leave all of them below 1; the greatest then give to the others
+    light, heavy = np.flatnonzero(scaled < least), np.flatnonzero(scaled >= least)
     accept, alias = scaled.copy(), np.arange(len(scaled))
     lack, spare = np.cumsum(1 - scaled[light]), np.cumsum(scaled[heavy] - 1)
     last = len(heavy) - 1
