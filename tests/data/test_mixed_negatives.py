@@ -59,6 +59,12 @@ def test_a_million_places_count_no_known_item_of_a_query() -> None:
     assert places > 1_000_000
 
 
+def test_an_item_that_no_batch_holds_comes_from_the_uniform_part_alone() -> None:
+    log_q = MixedNegatives(ITEMS, 16, 48).log_q(torch.tensor([-torch.inf, -1.0]))
+    assert float(log_q[0].exp()) == pytest.approx(16 / 64 / ITEMS)
+    assert float(log_q[1].exp()) == pytest.approx((48 * np.exp(-1) + 16 / ITEMS) / 64)
+
+
 def test_wrong_settings_are_named() -> None:
     with pytest.raises(ValueError, match="extra=0: must be 1 or more"):
         MixedNegatives(5, 0, 3)

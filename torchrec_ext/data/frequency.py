@@ -65,7 +65,7 @@ class StreamingFrequency:
         self.gap[self._rows, places] = (1 - rate) * self.gap[self._rows, places] + rate * (
             self.step - self.last[self._rows, places]
         )
-        self.last[self._rows, places] = self.step
+        self.last[self._rows, places] = torch.full_like(places, self.step)  # a number of the host's would be copied first
 
     def log_q(self, ids: Tensor) -> Tensor:
         """(C,) float32 log of the estimated probability that a batch holds each item: what a softmax over the batch subtracts."""
