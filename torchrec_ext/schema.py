@@ -54,11 +54,13 @@ class SparseFeature:
     def __post_init__(self) -> None:
         if not 0 <= self.oov_id < self.num_embeddings:
             raise ValueError(
-                f"feature '{self.name}': oov_id={self.oov_id} is not a row of table {self._tables()}; "
+                f"feature '{self.name}': oov_id={self.oov_id} is not a row of table {self.readers}; "
                 f"choose a row from 0 to {self.num_embeddings - 1}"
             )
 
-    def _tables(self) -> str:
+    @property
+    def readers(self) -> str:
+        """Its tables as a message names them."""
         return ", ".join(f"'{table}'" for table in self.tables)
 
 
@@ -144,6 +146,10 @@ class BatchSchema:
     def keys(self) -> list[str]:
         """The names of the sparse features, in order; a KeyedJaggedTensor holds the shared or the other ones."""
         return [feature.name for feature in self.sparse]
+
+    def feature(self, name: str) -> SparseFeature | None:
+        """The sparse feature of that name, if there is one."""
+        return self._by_name.get(name)
 
     def assemble(
         self,
@@ -282,7 +288,7 @@ class BatchSchema:
         first = int(bad.nonzero()[0])
         row = int(torch.searchsorted(lengths.long().cumsum(0), first, right=True))
         raise DataError(
-            f"feature '{feature.name}': id {int(values[first])} in {rows.name(row)} is outside table {feature._tables()} "
+            f"feature '{feature.name}': id {int(values[first])} in {rows.name(row)} is outside table {feature.readers} "
             f"(valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in this batch); "
             f"enlarge num_embeddings, fix the data, or set out_of_range='oov' to use row {feature.oov_id} for them"
         )

@@ -199,7 +199,7 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
     broken = chunk.with_columns({"item_id": Column(items)})
     negatives = UniformNegatives(ITEMS, users, chunk["item_id"].values)
     schema = schema_of({"user_id": 100, "item_id": 31})
-    with pytest.raises(DataError, match="item_id -3 in row 4 has no features"):
+    with pytest.raises(DataError, match="id -3 in row 4 has no features"):
         list(ChunkLoader(broken, schema, config=LoaderConfig(batch_size=8), items=ITEM_TABLE, negatives=negatives))
 
 

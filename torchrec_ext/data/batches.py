@@ -88,9 +88,12 @@ class BatchBuilder:
     def _item_columns(self, item_ids: Int64, row_numbers: Int64 | None = None) -> dict[str, _Repeated]:
         bad = (item_ids < 0) | (item_ids >= self.items.num_rows)
         if bad.any():
+            feature = self.schema.feature("item_id")
+            oov_id = feature.oov_id if feature else 0
             if self.schema.out_of_range != "oov":
-                raise _unknown_item(item_ids, bad, self.items.num_rows, row_numbers)
-            item_ids = np.where(bad, 0, item_ids)
+                readers = f" of table {feature.readers}" if feature else ""
+                raise _unknown_item(item_ids, bad, self.items.num_rows, row_numbers, readers, oov_id)
+            item_ids = np.where(bad, oov_id, item_ids)
         return {name: _Repeated(self.items[name].take(item_ids)) for name in self._item_side}
 
     def _assemble(
@@ -182,10 +185,10 @@ def _fresh(array: Array) -> Array:
     return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
 
 
-def _unknown_item(item_ids: Int64, bad: Array, size: int, row_numbers: Int64 | None) -> DataError:
+def _unknown_item(item_ids: Int64, bad: Array, size: int, row_numbers: Int64 | None, readers: str, oov_id: int) -> DataError:
     at = int(bad.argmax())
     row = at if row_numbers is None else int(row_numbers[at])
     return DataError(
-        f"item_id {item_ids[at]} in row {row} has no features (known items: 0 to {size - 1}; {int(bad.sum())} such ids in this "
-        "batch); fix the data, or set out_of_range='oov' to use item 0 for them"
+        f"feature 'item_id'{readers}: id {item_ids[at]} in row {row} has no features (known items: 0 to {size - 1}; {int(bad.sum())} "
+        f"such ids in this batch); fix the data, or set out_of_range='oov' to use item {oov_id} for them"
     )
