@@ -70,7 +70,9 @@ def test_padding_rows_weigh_nothing_and_are_empty() -> None:
 def test_an_item_without_features_is_named_or_mapped() -> None:
     rows = DATA.test.slice(0, 2)
     candidates = np.array([[1, 2], [3, 61]])
-    with pytest.raises(DataError, match=r"feature 'item_id' of table .*: id 61 in row 70 has no features \(known items: 0 to 60; 1 such"):
+    with pytest.raises(
+        DataError, match=r"feature 'item_id' of table .*: id 61 in row 70 has no features \(known items: 0 to 60; 1 such"
+    ):
         BatchBuilder(schema(), DATA.items).pairs(rows, candidates, row_numbers=np.array([50, 70]))
     batch = BatchBuilder(schema(out_of_range="oov"), DATA.items).pairs(rows, candidates)
     assert bags(batch, "item_id") == [[1], [2], [3], [0]]

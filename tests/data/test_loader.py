@@ -26,7 +26,7 @@ def schema_of(rows: dict[str, int], dense: tuple[str, ...] = ()) -> BatchSchema:
     tables = [
         EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name]) for name, size in rows.items()
     ]
-    return BatchSchema.from_tables(tables, dense=dense)
+    return BatchSchema.from_tables(tables, dense=dense, label_range=None)
 
 
 def rows_of(size: int) -> Chunk:

@@ -189,6 +189,6 @@ def _unknown_item(item_ids: Int64, bad: Array, size: int, row_numbers: Int64 | N
     at = int(bad.argmax())
     row = at if row_numbers is None else int(row_numbers[at])
     return DataError(
-        f"feature 'item_id'{readers}: id {item_ids[at]} in row {row} has no features (known items: 0 to {size - 1}; {int(bad.sum())} "
-        f"such ids in this batch); fix the data, or set out_of_range='oov' to use item {oov_id} for them"
+        f"feature 'item_id'{readers}: id {item_ids[at]} in row {row} has no features (known items: 0 to {size - 1}; "
+        f"{int(bad.sum())} such ids in this batch); fix the data, or set out_of_range='oov' to use item {oov_id} for them"
     )
