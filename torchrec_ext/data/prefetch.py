@@ -38,9 +38,10 @@ def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
             yield element  # type: ignore[misc]
     finally:
         stop.set()
-        while not ready.empty():  # makes room for the one element that the thread may be waiting to hand over
-            ready.get_nowait()
-        thread.join()
+        while thread.is_alive():  # it may be waiting to hand over its last element, and then the end
+            while not ready.empty():
+                ready.get_nowait()
+            thread.join(0.001)
 
 
 def _fill(source: Iterator[T], ready: queue.Queue[tuple[object, BaseException | None]], stop: threading.Event) -> None:
