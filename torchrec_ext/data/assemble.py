@@ -87,7 +87,8 @@ class Assembler:
         count = _count(slices)
         totals = {name: sum(_values(piece, name).size for piece in slices) for name in keys if name not in self._scalar}
         values = torch.empty(sum(totals.get(name, count) for name in keys), dtype=torch.int64)
-        lengths = torch.zeros(len(keys), size, dtype=torch.int32)
+        lengths = torch.ones(len(keys), size, dtype=torch.int32)
+        lengths[:, count:] = 0
         self._fill(slices, keys, values.numpy(), lengths.numpy(), count)
         return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths.view(-1), stride=size)
 
@@ -99,8 +100,6 @@ class Assembler:
                 out = values[place : place + width * count].reshape(width, count)
                 for at, piece in _places(slices):
                     _copy(piece.rows.scalars, first, piece, out[:, at : at + piece.stop - piece.start])
-                at_key = keys.index(names[0])
-                lengths[at_key : at_key + width, :count] = 1
                 place += width * count
             else:
                 place = _fill_ragged(slices, names[0], values, place, lengths[keys.index(names[0])])
@@ -108,11 +107,14 @@ class Assembler:
     def _matrix(self, slices: Sequence[Slice], size: int, *, shared: bool) -> Tensor:
         names = [name for name in self.schema.dense if (name in self.schema.shared) == shared]
         dense = torch.zeros(size, len(names))
+        count = _count(slices)
         for (_, first), run in _runs(names, self._float):
-            column = names.index(run[0])
+            vectors = np.empty((len(run), count), np.float32)
             for at, piece in _places(slices):
-                out = dense.numpy()[at : at + piece.stop - piece.start, column : column + len(run)]
-                _copy(piece.rows.floats, first, piece, out.T)
+                _copy(piece.rows.floats, first, piece, vectors[:, at : at + piece.stop - piece.start])
+            # Column by column is twice as fast as numpy's copy of a transposed matrix.
+            for name, vector in zip(run, vectors, strict=True):
+                dense.numpy()[:count, names.index(name)] = vector
         return dense
 
     def _vector(self, slices: Sequence[Slice], size: int, name: str | None) -> Tensor:

@@ -20,6 +20,7 @@ from torchrec_ext.data.files import DataFile, PathLike, find_files
 from torchrec_ext.schema import DataError
 
 _WHOLE_FOOTERS = 8  # footers read at a time: each waits for the disk or the network
+_KEPT_FOOTERS = 64  # parsed footers held; a set of many files parses them anew for each row group rather than fill the memory
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -138,10 +139,10 @@ class FileSource(ABC):
         stored = [name for name in names if name not in self._partitions]
         try:
             table = self._read(group, stored)
-        except DataError:
-            raise
         except Exception as error:  # of Arrow, the disk, or any fsspec file system
             file.check_unchanged()
+            if isinstance(error, DataError):
+                raise
             column = next((name for name in stored if not self._readable(group, name)), None)
             where = group.name + (f", column '{column}'" if column else "")
             raise DataError(f"{where} cannot be read: the file is damaged or cut; copy or write it again ({error})") from error
@@ -185,14 +186,25 @@ class ParquetSource(FileSource):
 
     endings = (".parquet", ".parq", ".pq")
 
+    def __init__(self, paths: PathLike | Sequence[PathLike], **options: Any) -> None:
+        self._footers: dict[str, pq.FileMetaData] = {}
+        super().__init__(paths, **options)
+
     def _open(self, file: DataFile) -> tuple[pa.Schema, list[int]]:
         metadata = self._file(file).metadata
+        if len(self.files) <= _KEPT_FOOTERS:
+            self._footers[file.path] = metadata
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         return metadata.schema.to_arrow_schema(), rows
 
     def _file(self, file: DataFile) -> pq.ParquetFile:
         try:
-            return pq.ParquetFile(file.open() if file.remote else file.path, page_checksum_verification=True, pre_buffer=True)
+            return pq.ParquetFile(
+                file.open() if file.remote else file.path,
+                metadata=self._footers.get(file.path),
+                page_checksum_verification=True,
+                pre_buffer=file.remote is not None,  # fewer and larger requests
+            )
         except Exception as error:
             raise _unreadable(file, b"PAR1", "parquet", error) from error
 
@@ -208,8 +220,8 @@ class ArrowSource(FileSource):
 
     Args:
         paths: see :class:`ParquetSource`.
-        memory_map: the operating system kills a process (SIGBUS) that reads a mapped file while another cuts it in place. Files that
-            are only ever deleted or replaced as a whole are safe; set False, and pay a copy, for those that are not.
+        memory_map: the operating system kills a process (SIGBUS) that reads a mapped file while another cuts it in place. Files
+            that are only ever deleted or replaced as a whole are safe; set False, and pay a copy, for those that are not.
         options: see :class:`ParquetSource`.
     """
 
