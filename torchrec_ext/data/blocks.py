@@ -8,8 +8,8 @@ at a time, which costs a tenth of checking them in each batch and knows file and
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ Float32 = NDArray[np.float32]
 Vectors = Array | list[Array]
 SCALAR: tuple[Kind, ...] = ("int",)
 IDS: tuple[Kind, ...] = ("int", "ints")
+_SPARE = 8  # buffers kept for the next blocks
 NUMBERS: tuple[Kind, ...] = ("float", "int", "bool")
 
 
@@ -109,6 +110,33 @@ def _finite(group: RowGroup, name: str, values: Array) -> Float32:
     return floats
 
 
+class Memory:
+    """The matrices of blocks, used again.
+
+    Fresh pages cost as much as the shuffle, and in malloc's heap, between many short-lived arrays, blocks leave holes by which a
+    process grew by some 400 MB.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Array] = []
+        self._lock = threading.Lock()  # the reading thread takes, the one that builds batches gives
+
+    def take(self, columns: int, rows: int, dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
+        """A (columns, rows) matrix with any content, and what to :meth:`give` back for it."""
+        size = columns * rows * dtype.itemsize
+        with self._lock:
+            place = next((at for at, buffer in enumerate(self._free) if size <= buffer.size <= 2 * size), None)
+            buffer = None if place is None else self._free.pop(place)
+        if buffer is None:
+            buffer = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+        return buffer[:size].view(dtype).reshape(columns, rows), buffer
+
+    def give(self, rows: Rows) -> None:
+        """Takes a block's memory back; nobody may read the block any more."""
+        with self._lock:
+            self._free = [*self._free, *rows.buffers][-_SPARE:]
+
+
 class Rows:
     """The rows of a block, in the order in which they are handed out.
 
@@ -126,12 +154,13 @@ class Rows:
         self.scalars = scalars
         self.floats = floats
         self.float_names = float_names
+        self.buffers: list[Array] = []
         self.numbers = numbers
         self.ragged = ragged
         self.offsets = {name: offsets for name, column in ragged.items() if (offsets := column.offsets) is not None}
 
 
-def load_block(source: Source, layout: Layout, block: plans.Block, order: Int64 | None, firsts: Int64) -> Rows:
+def load_block(source: Source, layout: Layout, block: plans.Block, order: Int64 | None, firsts: Int64, memory: Memory) -> Rows:
     """Reads, checks and shuffles a block.
 
     Args:
@@ -140,18 +169,22 @@ def load_block(source: Source, layout: Layout, block: plans.Block, order: Int64 
         block: which rows.
         order: of the block's rows; None keeps theirs.
         firsts: number of each row group's first row in the whole source.
+        memory: for what is shuffled.
     """
     parts = [_segment(source, layout, segment) for segment in block.segments]
     numbers = np.concatenate([np.arange(start, stop) + firsts[group] for group, start, stop in block.segments])
     ids = {name: [part[0][name] for part in parts] for name in layout.features}
     scalars = [[column.values for column in columns] for columns in ids.values() if not columns[0].ragged]
-    return Rows(
-        _ordered(scalars, np.int64, order),
+    buffers: list[Array] = []
+    rows = Rows(
+        _ordered(scalars, np.int64, order, memory, buffers),
         {name: _reordered(concatenate(columns), order) for name, columns in ids.items() if columns[0].ragged},
-        _ordered([[part[1][name] for part in parts] for name in layout.floats], np.float32, order),
+        _ordered([[part[1][name] for part in parts] for name in layout.floats], np.float32, order, memory, buffers),
         layout.floats,
         numbers if order is None else numbers.take(order),
     )
+    rows.buffers = buffers
+    return rows
 
 
 def _segment(source: Source, layout: Layout, segment: plans.Segment) -> tuple[dict[str, Column], dict[str, Float32]]:
@@ -165,30 +198,18 @@ def _segment(source: Source, layout: Layout, segment: plans.Segment) -> tuple[di
     )
 
 
-def _ordered(columns: Sequence[Sequence[Array]], dtype: type[np.generic], order: Int64 | None) -> Vectors:
+def _ordered(
+    columns: Sequence[Sequence[Array]], dtype: type[np.generic], order: Int64 | None, memory: Memory, buffers: list[Array]
+) -> Vectors:
     whole = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in columns]
     if order is None:
         return whole
-    matrix = _own_memory(len(whole), len(order), np.dtype(dtype))
+    matrix, buffer = memory.take(len(whole), len(order), np.dtype(dtype))
+    buffers.append(buffer)
     for column, out in zip(whole, matrix, strict=True):
         # A mode other than "raise" lets numpy write to `out` without a copy in between; the order has no place to clip.
         np.take(column, order, out=out, mode="clip")
     return matrix
-
-
-def _own_memory(columns: int, rows: int, dtype: np.dtype[np.generic]) -> Array:
-    """(columns, rows) in a mapping of its own, which the system takes back whole.
-
-    Blocks live long between many short-lived arrays: in malloc's heap they leave holes, and a process grew by some 400 MB.
-    """
-    size = columns * rows * dtype.itemsize
-    if not size:
-        return np.empty((columns, rows), dtype)
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype).reshape(columns, rows)
 
 
 def _reordered(column: Column, order: Int64 | None) -> Column:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchrec_ext.data.assemble import Slice
-from torchrec_ext.data.blocks import Layout, Rows, load_block
+from torchrec_ext.data.blocks import Layout, Memory, Rows, load_block
 from torchrec_ext.data.plan import Block, Piece, StreamPlan
 from torchrec_ext.data.prefetch import prefetched
 from torchrec_ext.data.source import Source
@@ -53,12 +53,14 @@ class Stream:
     def steps(self, epoch: int, start: int) -> Iterator[Step]:
         """The steps of an epoch from ``start`` on."""
         lanes = self.plan.blocks(epoch)
-        blocks = prefetched(self._load(epoch, start), self._read_ahead)
+        memory = Memory()
+        blocks = prefetched(self._load(epoch, start, memory), self._read_ahead)
         held: dict[tuple[int, int], Rows] = {}
         for step in range(start, self.plan.steps):
             pieces = self._pieces(lanes, step)
             keys = dict.fromkeys((piece.block.lane, piece.block.number) for piece in pieces)
-            held = {key: rows for key, rows in held.items() if key in keys}
+            for key in [key for key in held if key not in keys]:
+                memory.give(held.pop(key))
             for key in keys:
                 if key not in held:
                     held[key] = next(blocks)
@@ -69,7 +71,7 @@ class Stream:
     def _pieces(self, lanes: list[list[Block]], step: int) -> list[Piece]:
         return list(self.plan.pieces(lanes, step, self._rank, self._world_size, everyone=self._weight is not None))
 
-    def _load(self, epoch: int, start: int) -> Iterator[Rows]:
+    def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[Rows]:
         """The blocks in the order in which the steps first need them, each once."""
         lanes = self.plan.blocks(epoch)
         last: dict[int, int] = {}
@@ -77,12 +79,12 @@ class Stream:
             for block in dict.fromkeys(piece.block for piece in self._pieces(lanes, step)):
                 if last.get(block.lane, -1) < block.number:
                     last[block.lane] = block.number
-                    yield self._block(epoch, block)
+                    yield self._block(epoch, block, memory)
 
-    def _block(self, epoch: int, block: Block) -> Rows:
+    def _block(self, epoch: int, block: Block, memory: Memory) -> Rows:
         mine = self._weight is None or self._reads(block.lane)
         layout = self._layout if mine else self._layout.only(str(self._weight))
-        return load_block(self._source, layout, block, self.plan.permutation(epoch, block), self._firsts)
+        return load_block(self._source, layout, block, self.plan.permutation(epoch, block), self._firsts, memory)
 
     def _reads(self, lane: int) -> bool:
         low, high = self.plan.slots(self._rank, self._world_size)
