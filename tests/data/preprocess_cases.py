@@ -1,0 +1,137 @@
+"""One preprocessor with every step, and rows that are unkind to it; shared by the tests of the laws."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.preprocess import (
+    Bucketize,
+    Categorify,
+    Cross,
+    FillMissing,
+    HashBucket,
+    History,
+    Lists,
+    LogClip,
+    Normalize,
+    Preprocessor,
+    TimeFeatures,
+)
+
+TYPES: Mapping[str, pa.DataType] = {
+    "user": pa.int64(),
+    "item": pa.string(),
+    "ts": pa.int64(),
+    "when": pa.timestamp("ms"),
+    "price": pa.float32(),
+    "age": pa.int32(),
+    "score": pa.float64(),
+    "city": pa.string(),
+    "tags": pa.list_(pa.string()),
+    "shops": pa.list_(pa.int64()),
+    "genre": pa.string(),
+    "prime": pa.bool_(),
+    "label": pa.float32(),
+}
+ALL_TIMES = ("hour", "weekday", "hour_of_week", "day", "month")
+
+EVERY_STEP = Preprocessor(
+    [
+        History(user="user", item="item", time="ts", length=3, where="label"),
+        Cross(columns=("user", "city"), buckets=97, salt="a'b\\"),
+        Categorify(column="item", also=("history",), max_size=5),
+        HashBucket(column="user", buckets=1000, output="user_hash"),
+        Categorify(column="user", min_count=2),
+        FillMissing(column="city", value="it's \\ \u00fc", output="city_filled"),
+        Categorify(column="city_filled"),
+        HashBucket(column="city", buckets=50, salt="s"),
+        Lists(column="tags", max_length=2),
+        Categorify(column="tags"),
+        Lists(column="shops"),
+        HashBucket(column="shops", buckets=11),
+        Lists(column="genre", separator="|"),
+        Categorify(column="genre"),
+        Bucketize(column="age", quantiles=4, output="age_bucket"),
+        FillMissing(column="age", statistic="most_common"),
+        Normalize(column="age"),
+        Bucketize(column="price", boundaries=(-1.5, 0.1, 1e6), output="price_bucket"),
+        FillMissing(column="price", statistic="median"),
+        LogClip(column="price", low=-2.0, high=1e9),
+        Normalize(column="price"),
+        LogClip(column="score", low=-100, high=100, log=False),
+        FillMissing(column="score", value=0.1),
+        Categorify(column="prime"),
+        TimeFeatures(column="ts", zone="Europe/Berlin", features=ALL_TIMES),
+        TimeFeatures(column="when", zone="America/Sao_Paulo", features=ALL_TIMES),
+    ],
+    keep=("label",),
+)
+
+Rows = Mapping[str, Sequence[Any]]
+
+
+def write(rows: Rows, path: Path, **options: Any) -> Path:
+    """The rows as a parquet file."""
+    pq.write_table(pa.table({name: pa.array(values, TYPES[name]) for name, values in rows.items()}), path, **options)
+    return path
+
+
+def random_rows(size: int, seed: int) -> dict[str, list[Any]]:
+    """Rows with nulls, NaN, infinities, unicode, huge and negative numbers, ties in time."""
+    rng = np.random.default_rng(seed)
+
+    def pick(values: Sequence[Any]) -> list[Any]:
+        return [values[k] for k in rng.integers(0, len(values), size)]
+
+    texts = ["", " ", "a", "\u00fc", "\U0001f363", "it's", "back\\slash", "a|b||c", "%x_", "\x00", "zz", None, "\u00e9", "e\u0301"]
+    numbers = [0.0, -0.0, 0.1, -1.5, 1e12, float("nan"), float("inf"), float("-inf"), None, 3.25, 1e-9]
+    whole = [0, 1, -1, 2**63 - 1, -(2**63), 7, None, 2**53 + 1]
+    seconds = [*range(1_616_893_190, 1_616_893_215, 5), -1, 0, 1_635_642_000, 4_000_000_000, -(10**12), None]
+    moment = datetime.datetime(2018, 11, 4, 2, 30, 0, 999_000)
+    return {
+        "user": pick(whole),
+        "item": pick(texts[:9]),
+        "ts": pick(seconds),
+        "when": [None if k == 3 else moment + datetime.timedelta(hours=int(k)) for k in rng.integers(0, 5000, size)],
+        "price": pick(numbers),
+        "age": pick([-5, 0, 18, 18, 40, 99, None]),
+        "score": pick([*numbers, 99.99, -1e300, 1e300]),
+        "city": pick(texts),
+        "tags": [pick(texts)[: rng.integers(0, 5)] if k else None for k in rng.integers(0, 6, size)],
+        "shops": [pick(whole)[: rng.integers(0, 4)] for _ in range(size)],
+        "genre": pick(["Act|Dra", "|", "Dra", "", None, "Com|Act|", "a.c"]),
+        "prime": pick([True, False, None]),
+        "label": pick([0.0, 1.0]),
+    }
+
+
+def with_events(rows: Rows, events: Rows) -> dict[str, Sequence[Any]]:
+    """The rows as a request, with what the keeper of the users' events would send: all of them, the future too."""
+    kept: dict[Any, list[tuple[Any, Any]]] = {}
+    for user, item, time, label in zip(*(events[name] for name in ("user", "item", "ts", "label")), strict=True):
+        if label >= 1:
+            kept.setdefault(user, []).append((item, time))
+    lists = [kept.get(user, []) if user is not None else [] for user in rows["user"]]
+    return {
+        **rows,
+        "history_items": [[item for item, _ in pairs] for pairs in lists],
+        "history_times": [[time for _, time in pairs] for pairs in lists],
+    }
+
+
+def same(left: Chunk, right: Chunk) -> None:
+    """Both hold the same columns, types, lengths and values, to the last bit."""
+    assert list(left) == list(right)
+    for name in left:
+        ours, theirs = left[name], right[name]
+        assert ours.values.dtype == theirs.values.dtype, name
+        np.testing.assert_array_equal(ours.lengths, theirs.lengths, err_msg=name)
+        np.testing.assert_array_equal(ours.values, theirs.values, err_msg=name)

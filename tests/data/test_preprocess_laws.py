@@ -1,0 +1,155 @@
+"""Files and requests agree; fitting sees its own rows alone; no history looks ahead."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+
+from tests.data.preprocess_cases import EVERY_STEP, TYPES, random_rows, same, with_events, write
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.preprocess import Categorify, History, Preprocessor
+from torchrec_ext.data.preprocess.engines import DuckDB
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+FLOAT = st.floats(-(2.0**40), 2.0**40, width=32) | st.sampled_from([float("nan"), float("inf"), float("-inf")])
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "user": st.none() | st.integers(-2, 3) | INT64,
+    "item": st.none() | st.sampled_from(["a", "b", "\u00fc"]) | TEXT,
+    "ts": st.none() | st.integers(1_600_000_000, 1_600_000_005) | INT64,
+    "when": st.none()
+    | st.datetimes(datetime.datetime(1971, 1, 1), datetime.datetime(2099, 1, 1)).map(lambda t: t.replace(microsecond=7000)),
+    "price": st.none() | FLOAT,
+    "age": st.none() | st.integers(-(2**31), 2**31 - 1),
+    "score": st.none() | st.floats(),
+    "city": st.none() | TEXT,
+    "tags": st.none() | st.lists(st.none() | TEXT, max_size=4),
+    "shops": st.none() | st.lists(st.none() | INT64, max_size=4),
+    "genre": st.none() | st.text("ab|", max_size=6),
+    "prime": st.none() | st.booleans(),
+    "label": st.sampled_from([0.0, 1.0]),
+}
+ROW = st.fixed_dictionaries(VALUES)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
+KNOWN = {"age": 30, "price": 1.5}  # fitting needs one number at least
+
+
+@pytest.fixture(scope="module")
+def duckdb() -> Iterator[DuckDB]:
+    engine = DuckDB(threads=2)
+    yield engine
+    engine.close()
+
+
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in TYPES}
+
+
+@given(train=st.lists(ROW, min_size=1, max_size=20), other=st.lists(ROW, min_size=1, max_size=20))
+# Without shrinking: an example costs seconds of planning, whatever its rows.
+@settings(
+    max_examples=6,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_requests_agree_with_files_on_any_rows(
+    duckdb: DuckDB, tmp_path_factory: pytest.TempPathFactory, train: list[dict[str, Any]], other: list[dict[str, Any]]
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    train[0] |= KNOWN
+    rows = columns(other)
+    fitted = EVERY_STEP.fit(write(columns(train), folder / "train.parquet"), engine=duckdb)
+    fitted.transform(write(rows, folder / "other.parquet"), folder / "out", engine=duckdb)
+    same(fitted.online(with_events(rows, rows)), read_parquet(folder / "out/part-00000.parquet"))
+
+
+def test_requests_agree_with_files_on_many_rows_in_their_order(duckdb: DuckDB, tmp_path: Path) -> None:
+    rows = random_rows(3000, seed=1)
+    files = [
+        write({k: v[at : at + 1000] for k, v in rows.items()}, tmp_path / f"{at}.parquet", row_group_size=300)
+        for at in (0, 1000, 2000)
+    ]
+    fitted = EVERY_STEP.fit(files, engine=duckdb)
+    assert fitted.transform(files, tmp_path / "out", engine=duckdb) == 3000
+    whole = read_parquet(tmp_path / "out/part-00000.parquet")
+    requests = with_events(rows, rows)
+    same(fitted.online(requests), whole)
+    for at in (0, 17, 2999):
+        same(fitted.online({name: list(values)[at : at + 1] for name, values in requests.items()}), whole.slice(at, at + 1))
+
+
+def test_a_saved_preprocessor_is_the_same(duckdb: DuckDB, tmp_path: Path) -> None:
+    rows = random_rows(500, seed=2)
+    fitted = EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), engine=duckdb)
+    fitted.save(tmp_path / "saved")
+    loaded = type(fitted).load(tmp_path / "saved")
+    assert (loaded.vocab, loaded.outputs, loaded.dense, loaded.steps) == (fitted.vocab, fitted.outputs, fitted.dense, fitted.steps)
+    same(loaded.online(with_events(rows, rows)), fitted.online(with_events(rows, rows)))
+
+
+def test_ids_stay_below_the_vocabulary_sizes(duckdb: DuckDB, tmp_path: Path) -> None:
+    fitted = EVERY_STEP.fit(write(random_rows(200, seed=3), tmp_path / "a.parquet"), engine=duckdb)
+    rows = random_rows(2000, seed=4)
+    made = fitted.online(with_events(rows, rows))
+    assert set(fitted.vocab) | set(fitted.dense) | {"label"} == set(fitted.outputs)
+    for name, size in fitted.vocab.items():
+        assert 0 <= made[name].values.min(initial=0) <= made[name].values.max(initial=0) < size, name
+
+
+def test_fitting_sees_the_training_rows_alone(duckdb: DuckDB, tmp_path: Path) -> None:
+    train = write(random_rows(300, seed=5), tmp_path / "train.parquet")
+    alone = EVERY_STEP.fit(train, engine=duckdb)
+    alone.save(tmp_path / "alone")
+    write(random_rows(300, seed=6), tmp_path / "test.parquet")  # beside it, and in histories' events
+    again = EVERY_STEP.fit(train, engine=duckdb, events=[train, tmp_path / "test.parquet"])
+    again.transform(tmp_path / "test.parquet", tmp_path / "out", engine=duckdb, events=tmp_path / "*.parquet")
+    again.save(tmp_path / "again")
+    assert (tmp_path / "alone/preprocessor.json").read_bytes() == (tmp_path / "again/preprocessor.json").read_bytes()
+
+
+def test_fitted_twice_the_state_is_byte_for_byte_the_same(duckdb: DuckDB, tmp_path: Path) -> None:
+    rows = random_rows(4000, seed=7)
+    EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), engine=duckdb).save(tmp_path / "one")
+    backwards = {name: values[::-1] for name, values in rows.items()}
+    EVERY_STEP.fit(write(backwards, tmp_path / "b.parquet", row_group_size=100), engine=duckdb).save(tmp_path / "two")
+    assert (tmp_path / "one/preprocessor.json").read_bytes() == (tmp_path / "two/preprocessor.json").read_bytes()
+
+
+def test_histories_against_brute_force(duckdb: DuckDB, tmp_path: Path) -> None:
+    rng = np.random.default_rng(8)
+    size = 2000
+    user, item, time = rng.integers(0, 20, size), rng.integers(0, 50, size), rng.integers(0, 40, size)
+    rows = {"user": user.tolist(), "item": [str(i) for i in item], "ts": time.tolist(), "label": rng.integers(0, 2, size).tolist()}
+    steps = [History(user="user", item="item", time="ts", length=4, where="label"), Categorify(column="item", also=("history",))]
+    path = write(rows, tmp_path / "a.parquet")
+    fitted = Preprocessor(steps).fit(path, engine=duckdb)
+    fitted.transform(path, tmp_path / "out", engine=duckdb)
+    made = read_parquet(tmp_path / "out/part-00000.parquet")["history"]
+    ids = {value: place + 1 for place, value in enumerate(fitted.states[1].values.to_pylist())}
+    events = sorted(zip(rows["ts"], rows["item"], rows["user"], rows["label"], strict=True))
+    for row in range(size):
+        before = [ids[i] for t, i, u, label in events if u == user[row] and t < time[row] and label]
+        assert made.row(row).tolist() == before[-4:]
+
+
+def test_a_test_set_sees_the_training_events(duckdb: DuckDB, tmp_path: Path) -> None:
+    base = {"user": [1, 1, 2], "item": ["a", "b", "c"], "ts": [1, 2, 3], "label": [1.0, 1.0, 1.0]}
+    train = write(base, tmp_path / "train.parquet")
+    test = write({"user": [1, 2, 3], "item": ["d", "a", "a"], "ts": [2, 9, 9], "label": [1.0] * 3}, tmp_path / "test.parquet")
+    steps = [History(user="user", item="item", time="ts", length=9), Categorify(column="item", also=("history",))]
+    fitted = Preprocessor(steps).fit(train, engine=duckdb)
+    fitted.transform(test, tmp_path / "out", engine=duckdb, events=[train, test])
+    made = read_parquet(tmp_path / "out/part-00000.parquet")
+    assert [made["history"].row(k).tolist() for k in range(3)] == [[1], [3], []]
+    assert made["item"].values.tolist() == [0, 1, 1]

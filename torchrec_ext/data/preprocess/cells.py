@@ -1,0 +1,119 @@
+"""Cells: one column of a request's rows, with what is missing marked, as numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from torchrec_ext.data.columns import Array, Column, Int64
+from torchrec_ext.data.preprocess.column_types import arrow_type, element, is_list, working_type
+from torchrec_ext.schema import DataError
+
+Mask = NDArray[np.bool_]
+_AS_NUMPY = {"int64": np.int64, "float64": np.float64}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cells:
+    """B rows of one column.
+
+    Args:
+        values: (B,), or (sum of lengths,) for a list column: int64, float64, or str objects. Times are int64 in their own unit.
+        valid: the same shape; where False, the value is null and what stands in ``values`` means nothing.
+        lengths: (B,) for a list column (a null list is empty), else None.
+    """
+
+    values: Array
+    valid: Mask
+    lengths: Int64 | None = None
+
+    def with_values(self, values: Array, valid: Mask | None = None) -> Cells:
+        """The same rows with other values."""
+        return Cells(values=values, valid=np.ones(len(values), dtype=bool) if valid is None else valid, lengths=self.lengths)
+
+    def numbers(self) -> tuple[NDArray[np.float64], Mask]:
+        """The values as float64, and where they are numbers: null, NaN and the infinities are one thing, missing."""
+        values = self.values.astype(np.float64)
+        return values, self.valid & np.isfinite(values)
+
+    def rows(self) -> list[Array]:
+        """The values of each row of a list column."""
+        assert self.lengths is not None
+        return np.split(self.values, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+    def column(self) -> Column:
+        """As a column of a chunk."""
+        return Column(self.values) if self.lengths is None else Column.from_lengths(self.values, self.lengths)
+
+
+def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
+    """A request's values as cells.
+
+    Args:
+        name: of the column.
+        data: (B,) values, None for null; lists of them for a list column.
+        raw: the raw type that the column had in fitting.
+
+    Raises:
+        DataError: a value of another type, naming the row.
+    """
+    dtype = arrow_type(raw)
+    try:
+        array = pa.array(data, dtype)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        raise _refused(name, data, raw, dtype) from None
+    lengths = None
+    if is_list(raw):
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        array = array.flatten()
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    return Cells(values=_numpy(array, element(raw)), valid=valid, lengths=lengths)
+
+
+def _numpy(array: pa.Array, raw: str) -> Array:
+    if raw == "string":
+        texts: Array = array.to_numpy(zero_copy_only=False)
+        return texts
+    if raw not in ("bool", "int64", "float32", "float64"):
+        array = array.cast(pa.int64())
+    elif raw == "bool":
+        array = array.cast(pa.int8())
+    if array.null_count:
+        array = array.fill_null(0)
+    values: Array = array.to_numpy(zero_copy_only=False).astype(_AS_NUMPY.get(working_type(raw), np.int64), copy=False)
+    return values
+
+
+def _refused(name: str, data: Sequence[Any], raw: str, dtype: pa.DataType) -> DataError:
+    if isinstance(data, str | bytes) or not hasattr(data, "__iter__"):
+        return DataError(f"column '{name}': {data!r} is one value; give a list with one entry per row")
+    row, why = next(((row, why) for row, value in enumerate(data) if (why := _complaint(value, dtype))), (0, "mixed types"))
+    return DataError(f"column '{name}', row {row}: value {_short(data[row])} is not {raw} ({why}); send values of that type")
+
+
+def _complaint(value: Any, dtype: pa.DataType) -> str:
+    try:
+        pa.array([value], dtype)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _short(value: Any) -> str:
+    text = ascii(value) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def map_texts(cells: Cells, function: Callable[[str], int]) -> Int64:
+    """An int64 of each valid value's text, 0 for null; integers are written in decimal."""
+    return np.fromiter(
+        (function(str(value)) if valid else 0 for value, valid in zip(cells.values.tolist(), cells.valid.tolist(), strict=True)),
+        dtype=np.int64,
+        count=len(cells.values),
+    )

@@ -1,0 +1,125 @@
+"""Lists: a list column, or a text that holds one, made ready for Categorify or HashBucket."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.preprocess.cells import Cells
+from torchrec_ext.data.preprocess.column_types import Types, element, is_list
+from torchrec_ext.data.preprocess.step import Run, State, Step, Table, positive
+from torchrec_ext.schema import DataError
+
+TooLong = Literal["recent", "error"]
+_TYPES = frozenset({"list<int64>", "list<float64>", "list<string>"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lists(Step):
+    """Drops null elements and keeps the last ``max_length`` of what is left; a null list is empty.
+
+    Args:
+        column: a list column, oldest element first; or strings, with ``separator``.
+        max_length: the most elements that a row may have; no limit where not given.
+        too_long: ``recent`` keeps the last ones, ``error`` refuses the row.
+        separator: splits a string into its elements, of which empty ones are dropped.
+        output: the name of the result; ``column`` itself where not given.
+    """
+
+    column: str
+    max_length: int | None = None
+    too_long: TooLong = "recent"
+    separator: str | None = None
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        positive(f"Lists('{self.column}')", "max_length", self.max_length)
+        if self.too_long not in get_args(TooLong):
+            raise ValueError(f"Lists('{self.column}'): too_long={self.too_long!r}: must be one of {', '.join(get_args(TooLong))}")
+        if self.separator == "":
+            raise ValueError(f"Lists('{self.column}'): separator='': must be one character or more")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """``column``."""
+        return (self.column,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """``output``."""
+        return (self.output or self.column,)
+
+    def types(self, types: Types) -> Mapping[str, str]:
+        """A list of the same elements."""
+        if self.separator is not None:
+            types.need(self, self.column, {"string"}, "leave separator out for a column that is a list already")
+            return {self.writes[0]: "list<string>"}
+        return {self.writes[0]: types.need(self, self.column, _TYPES, "give separator to split a string")}
+
+    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+        """Splits, filters and cuts."""
+        table = table.mutate({self.writes[0]: self._whole(table)})
+        if self.max_length is None:
+            return table
+        import ibis
+
+        values = table[self.writes[0]]
+        first = ibis.greatest(values.length() - self.max_length, 0)
+        return table.mutate({self.writes[0]: values[first:]})
+
+    def _whole(self, table: Table) -> Any:
+        import ibis
+
+        column = table[self.column]
+        if self.separator is None:
+            return column.filter(lambda value: value.notnull())
+        # A pattern, since Spark knows no other way to split.
+        parts = column.re_split(re.escape(self.separator)).filter(lambda part: part != "")
+        return ibis.coalesce(parts, ibis.literal([], type="array<string>"))
+
+    def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
+        """Rows that are too long, where these are refused."""
+        if self.too_long == "recent" or self.max_length is None:
+            return []
+        return [(self._whole(table).length() > self.max_length, self.column, self._rule())]
+
+    def _rule(self) -> str:
+        return f"a list longer than max_length={self.max_length}; cut it where it is written, or set too_long='recent'"
+
+    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+        """The same in numpy."""
+        found = cells[self.column] if self.separator is None else self._split(cells[self.column])
+        assert found.lengths is not None
+        row = np.repeat(np.arange(len(found.lengths)), found.lengths)[found.valid]
+        lengths = np.bincount(row, minlength=len(found.lengths)).astype(np.int64)
+        kept = self._kept(lengths)
+        values = found.values[found.valid]
+        if int(kept.sum()) < len(values):
+            from_end = np.cumsum(lengths)[row] - np.arange(len(values))
+            values = values[from_end <= kept[row]]
+        return {self.writes[0]: Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=kept)}
+
+    def _split(self, cells: Cells) -> Cells:
+        pairs = zip(cells.values.tolist(), cells.valid.tolist(), strict=True)
+        parts = [[part for part in text.split(self.separator) if part] if known else [] for text, known in pairs]
+        values = np.array([part for row in parts for part in row], dtype=object)
+        lengths = np.array([len(row) for row in parts], dtype=np.int64)
+        return Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths)
+
+    def _kept(self, lengths: Int64) -> Int64:
+        if self.max_length is None:
+            return lengths
+        if self.too_long == "error" and len(lengths) and lengths.max() > self.max_length:
+            row = int((lengths > self.max_length).argmax())
+            raise DataError(f"column '{self.column}', row {row}: {lengths[row]} elements, {self._rule()}")
+        return np.minimum(lengths, self.max_length)
+
+
+def list_of(kind: str) -> str:
+    """The type of a list of such values."""
+    return kind if is_list(kind) else f"list<{element(kind)}>"

@@ -1,0 +1,100 @@
+"""A fitted preprocessor over files: expressions put together, checked, run and written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrec_ext.data.preprocess.column_types import TIMES, missing_column
+from torchrec_ext.data.preprocess.engines import ROW, Engine, connected
+from torchrec_ext.data.preprocess.expressions import as_float32
+from torchrec_ext.data.preprocess.sources import Source
+from torchrec_ext.data.preprocess.step import Run, Table
+from torchrec_ext.data.preprocess.tables import Opened, open_source
+from torchrec_ext.data.preprocess.writing import Progress, Sink, whole_folder
+from torchrec_ext.schema import DataError
+
+if TYPE_CHECKING:
+    from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
+
+_STAGE = 8  # 26 steps took Ibis and DuckDB 2.8 s to plan in one piece, 2.2 s in stages of 8, 5.4 s in stages of 1
+
+
+def transform(
+    fitted: FittedPreprocessor,
+    source: Source,
+    out: Path,
+    *,
+    events: Source | None,
+    order_by: Sequence[str],
+    engine: Any,
+    overwrite: bool,
+    progress: Progress | None,
+) -> int:
+    """See :meth:`FittedPreprocessor.transform`."""
+    with whole_folder(out, overwrite=overwrite) as staging, connected(engine) as opened:
+        data = open_source(source, list(dict.fromkeys([*fitted.raw, *order_by])), opened)
+        past = data if events is None else open_source(events, list(fitted.raw), opened)
+        for name, kind in fitted.raw.items():
+            _check_kind(fitted, data, name, kind)
+        sink = Sink(staging, fitted.outputs, fitted.remedies(), progress)
+        with data.blaming():
+            table = _applied(fitted, data, Run(engine=opened, events=past.table))
+            order = [_ordering(data, table, name) for name in order_by] or ([table[ROW]] if ROW in table.columns else [])
+            table = (table.order_by(order) if order else table).select(*fitted.outputs)
+            return opened.write(table, sink)
+
+
+def _check_kind(fitted: FittedPreprocessor, data: Opened, name: str, kind: str) -> None:
+    if data.raw[name] != kind:
+        raise DataError(
+            f"{data.where}: column '{name}' is {data.raw[name]}, in fitting it was {kind}; write it with the type it had there"
+        )
+
+
+def _applied(fitted: FittedPreprocessor, data: Opened, run: Run) -> Table:
+    table = data.table
+    # A column that a step replaces in place may be kept or ordered by under its own name, as it was.
+    raw = {f"__raw_{name}__": table[name] for name in data.raw}
+    table = table.mutate(**raw)
+    for at, (step, types, state) in enumerate(zip(fitted.steps, fitted.types, fitted.states, strict=False), start=1):
+        for predicate, column, rule in step.problems(table, types):
+            _refuse(data, table, predicate, column, rule, run.engine)
+        table = step.transform(table, types, state, run)
+        if at % _STAGE == 0:
+            table = run.engine.stage(table)
+    made = {name: _result(fitted, table, name, kind) for name, kind in fitted.outputs.items()}
+    row = {ROW: table[ROW]} if ROW in table.columns else {}
+    return table.select(**made, **row, **{name: table[name] for name in raw})
+
+
+def _result(fitted: FittedPreprocessor, table: Table, name: str, kind: str) -> Any:
+    if name in fitted.keep:
+        column = table[f"__raw_{name}__"]
+        if fitted.raw[name] in TIMES:
+            return column.truncate("s").epoch_seconds().cast("int64")
+        return as_float32(column) if kind == "float32" else column
+    if kind == "float32":
+        return as_float32(table[name])
+    return table[name].map(as_float32) if kind == "list<float32>" else table[name]
+
+
+def _refuse(data: Opened, table: Table, predicate: Any, column: str, rule: str, engine: Engine) -> None:
+    """Stops at a row that a step does not take."""
+    bad = table.filter(predicate)
+    order = [ROW] if ROW in table.columns else []
+    found = engine.collect(
+        bad.select(column, *order).order_by(order).limit(1) if order else bad.select(column).limit(1)
+    ).to_pylist()
+    if not found:
+        return
+    place = f", row {found[0][ROW] % 2**40}" if order else ""
+    value = ascii(found[0][column])
+    raise DataError(f"{data.where}: column '{column}'{place}: {value if len(value) < 80 else value[:77] + '...'}: {rule}")
+
+
+def _ordering(data: Opened, table: Table, name: str) -> Any:
+    if name not in data.raw:
+        raise missing_column(data.where, name, data.raw.keys())
+    return table[f"__raw_{name}__"]

@@ -1,0 +1,94 @@
+"""Step: one named operation on columns, written twice: as an Ibis expression for files and in numpy for a request's rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchrec_ext.data.preprocess.cells import Cells
+from torchrec_ext.data.preprocess.column_types import Types
+
+if TYPE_CHECKING:
+    from torchrec_ext.data.preprocess.engines import Engine
+
+Table = Any  # an ibis Table; ibis is imported by the engines alone, when files are processed
+State = Any  # what fitting found: a Vocabulary, or a dict of JSON values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a step may use beside its table.
+
+    Args:
+        engine: runs expressions and holds tables.
+        events: the rows that histories are made of, as they stand before any step.
+    """
+
+    engine: Engine
+    events: Table
+
+
+class Step(ABC):
+    """One operation of a preprocessor. Subclasses are frozen dataclasses whose fields are JSON values."""
+
+    @property
+    @abstractmethod
+    def reads(self) -> tuple[str, ...]:
+        """The columns that it needs."""
+
+    @property
+    @abstractmethod
+    def writes(self) -> tuple[str, ...]:
+        """The columns that it makes or replaces."""
+
+    @property
+    def fit_reads(self) -> tuple[str, ...]:
+        """The columns that fitting looks at; none where nothing is fitted."""
+        return ()
+
+    @abstractmethod
+    def types(self, types: Types) -> Mapping[str, str]:
+        """The working types of what it writes.
+
+        Raises:
+            DataError: a column is missing or has a type that the step cannot take.
+        """
+
+    def fit(self, table: Table, types: Types, run: Run) -> State:
+        """What is to be known of the training rows."""
+        return {}
+
+    @abstractmethod
+    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+        """The table with ``writes`` added or replaced; further columns stay, the number of rows too."""
+
+    def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
+        """The raw columns that a request must have for it, of those that no earlier step writes."""
+        return {name: raw[name] for name in self.reads if name in raw}
+
+    @abstractmethod
+    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+        """``writes`` for a request's rows, value for value what ``transform`` gives."""
+
+    def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
+        """What a table may not hold: (boolean expression, column, rule and remedy) each."""
+        return []
+
+    def vocab(self, state: State) -> Mapping[str, int]:
+        """By column, the rows that its embedding table needs, row 0 for the unknown."""
+        return {}
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.writes))})"
+
+
+def positive(step: str, name: str, value: int | None) -> None:
+    """Refuses a number below 1.
+
+    Raises:
+        ValueError: naming step, argument and value.
+    """
+    if value is not None and value < 1:
+        raise ValueError(f"{step}: {name}={value}: must be 1 or more")

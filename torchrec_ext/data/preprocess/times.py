@@ -1,0 +1,140 @@
+"""TimeFeatures: hour, weekday and the like from a time, in a stated zone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.preprocess.cells import Cells, Mask
+from torchrec_ext.data.preprocess.column_types import TIMES, Types
+from torchrec_ext.data.preprocess.expressions import floor_div, floor_mod, step_function
+from torchrec_ext.data.preprocess.step import Run, State, Step, Table
+from torchrec_ext.data.preprocess.zones import offsets_of
+
+Feature = Literal["hour", "weekday", "hour_of_week", "day", "month"]
+Unit = Literal["s", "ms", "us", "ns"]
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+SIZES = {"hour": 24, "weekday": 7, "hour_of_week": 168, "day": 31, "month": 12}
+# From 1900 to 2200: beyond it a time is a mistake of unit, and engines disagree on what they can hold.
+_FIRST, _LAST = -2_208_988_800, 7_258_118_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeFeatures(Step):
+    """Ids from 1, 0 for a missing time or one outside the years 1900 to 2199.
+
+    ``hour`` 1 to 24 (from midnight), ``weekday`` 1 to 7 (from Monday), ``hour_of_week`` 1 to 168, ``day`` of the month, ``month``.
+
+    Args:
+        column: a timestamp (without a zone it is taken as UTC), or integers counted from 1970 in ``unit``.
+        zone: whose clock is read, such as ``Europe/Berlin``.
+        features: which; the results are called ``<column>_<feature>``.
+        unit: of an integer column: s, ms, us or ns.
+    """
+
+    column: str
+    zone: str = "UTC"
+    features: tuple[Feature, ...] = ("hour", "weekday")
+    unit: Unit = "s"
+
+    def __post_init__(self) -> None:
+        for name, given, allowed in (("features", self.features, Feature), ("unit", (self.unit,), Unit)):
+            wrong = sorted(set(given) - set(get_args(allowed)))
+            if wrong or not given:
+                raise ValueError(f"TimeFeatures('{self.column}'): {name}={given}: choose from {', '.join(get_args(allowed))}")
+        offsets_of(self.zone)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """``column``."""
+        return (self.column,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """One column per feature."""
+        return tuple(f"{self.column}_{feature}" for feature in self.features)
+
+    def types(self, types: Types) -> Mapping[str, str]:
+        """Integers."""
+        types.need(self, self.column, TIMES | {"int64"}, "convert it to a timestamp, or to seconds since 1970")
+        return dict.fromkeys(self.writes, "int64")
+
+    def fit(self, table: Table, types: Types, run: Run) -> State:
+        """The zone's table of offsets, as this machine knows it today; the rows are not looked at."""
+        starts, offsets = offsets_of(self.zone)
+        return {"starts": list(starts), "offsets": list(offsets)}
+
+    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+        """Whole-number arithmetic; the calendar is the engine's."""
+        given = table.columns
+        table = table.mutate(__second__=_second(table[self.column], types[self.column], PER_SECOND[self.unit]))
+        offset = step_function(table["__second__"], state["starts"], state["offsets"])
+        # A stage, so that the zone's hundred conditions stand in the query once and not in every feature.
+        table = run.engine.stage(table.mutate(__local__=table["__second__"] + offset))
+        local = table["__local__"]
+        made = {f"{self.column}_{feature}": _expression(feature, local).cast("int64").fill_null(0) for feature in self.features}
+        return table.mutate(**made).select(*dict.fromkeys([*given, *self.writes]))
+
+    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+        """The same in numpy."""
+        found = cells[self.column]
+        per_second = PER_SECOND[types[self.column][10:-1] if types[self.column] in TIMES else self.unit]
+        second = found.values // per_second
+        known: Mask = found.valid & (second >= _FIRST) & (second < _LAST)
+        second = np.where(known, second, 0)
+        offsets = np.array(state["offsets"], dtype=np.int64)
+        local = second + offsets[np.searchsorted(np.array(state["starts"], dtype=np.int64), second, side="right")]
+        return {
+            f"{self.column}_{feature}": found.with_values(np.where(known, _numbers(feature, local), 0)) for feature in self.features
+        }
+
+    def vocab(self, state: State) -> Mapping[str, int]:
+        """The values of each feature and row 0."""
+        return {f"{self.column}_{feature}": SIZES[feature] + 1 for feature in self.features}
+
+
+def _second(column: Any, kind: str, per_second: int) -> Any:
+    """Seconds since 1970, downwards; null where they are beyond belief."""
+    import ibis
+
+    if kind in TIMES:
+        return _believable(column.truncate("s").epoch_seconds().cast("int64"))
+    # Beyond these limits first: a division of greater numbers would not be exact.
+    held = (column >= _FIRST * per_second) & (column < _LAST * per_second)
+    held = ibis.ifelse(held, column, ibis.null("int64"))
+    return held if per_second == 1 else floor_div(held, per_second)
+
+
+def _believable(second: Any) -> Any:
+    import ibis
+
+    return ibis.ifelse((second >= _FIRST) & (second < _LAST), second, ibis.null("int64"))
+
+
+def _expression(feature: Feature, local: Any) -> Any:
+    if feature == "hour":
+        return floor_div(floor_mod(local, 86_400), 3600) + 1
+    if feature == "weekday":
+        return floor_mod(floor_div(local, 86_400) + 3, 7) + 1
+    if feature == "hour_of_week":
+        return floor_mod(floor_div(local, 3600) + 72, 168) + 1  # 1970 began on a Thursday
+    date = local.as_timestamp("s")
+    return date.day() if feature == "day" else date.month()
+
+
+def _numbers(feature: Feature, local: Int64) -> Int64:
+    if feature == "hour":
+        return local % 86_400 // 3600 + 1
+    if feature == "weekday":
+        return (local // 86_400 + 3) % 7 + 1
+    if feature == "hour_of_week":
+        return (local // 3600 + 72) % 168 + 1
+    seconds: Any = local.astype("datetime64[s]")
+    months = seconds.astype("datetime64[M]")
+    if feature == "month":
+        return np.asarray(months.astype(np.int64) % 12 + 1)
+    return np.asarray((seconds.astype("datetime64[D]") - months.astype("datetime64[D]")).astype(np.int64) + 1)

@@ -1,0 +1,168 @@
+"""Categorify: values -> ids by frequency; one vocabulary for as many columns as share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.preprocess.cells import Cells, Mask
+from torchrec_ext.data.preprocess.column_types import ID_LISTS, IDS, Types, element, is_list
+from torchrec_ext.data.preprocess.step import Run, Step, Table, positive
+from torchrec_ext.schema import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """V values in the order of their ids, which begin at 1; 0 is the unknown value.
+
+    Args:
+        values: (V,) int64 or string, the most frequent first.
+        counts: (V,) int64 rows of each in fitting.
+    """
+
+    values: pa.Array
+    counts: pa.Array
+
+    def __len__(self) -> int:
+        """Rows of an embedding table: V + 1."""
+        return len(self.values) + 1
+
+    def ids(self, values: np.ndarray, valid: Mask) -> Int64:
+        """The ids of some values; 0 for an unknown one and for null."""
+        if pa.types.is_string(self.values.type):
+            get = self._by_text.get
+            return np.fromiter((get(value, 0) for value in values.tolist()), dtype=np.int64, count=len(values))
+        ordered, ids = self._by_number
+        if not len(ordered):
+            return np.zeros(len(values), dtype=np.int64)
+        places = np.minimum(ordered.searchsorted(values), len(ordered) - 1)
+        return np.where(valid & (ordered[places] == values), ids[places], 0)
+
+    def table(self, value: str, id_: str) -> pa.Table:
+        """Two columns, to be joined with."""
+        return pa.table({value: self.values, id_: np.arange(1, len(self))})
+
+    @cached_property
+    def _by_text(self) -> dict[str, int]:
+        return {value: place for place, value in enumerate(self.values.to_pylist(), start=1)}
+
+    @cached_property
+    def _by_number(self) -> tuple[Int64, Int64]:
+        order = pc.sort_indices(self.values).to_numpy().astype(np.int64)
+        return self.values.to_numpy()[order], order + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Categorify(Step):
+    """Values to ids: 1 for the most frequent, and so on; 0 for null and for a value that fitting did not see.
+
+    Values with equally many rows are ordered by value (numbers by size, texts by their UTF-8 bytes), so that the ids do not depend
+    on engine, threads or files. Of a list column the elements are counted and replaced.
+
+    Args:
+        column: integers, strings or lists of them.
+        output: the name of the result; ``column`` itself where not given.
+        also: further columns that share the vocabulary and are replaced in place, such as a history of the same items; only
+            ``column`` is counted.
+        min_count: rarer values are unknown.
+        max_size: at most this many values, the most frequent ones.
+    """
+
+    column: str
+    output: str | None = None
+    also: tuple[str, ...] = ()
+    min_count: int = 1
+    max_size: int | None = None
+
+    def __post_init__(self) -> None:
+        positive(f"Categorify('{self.column}')", "min_count", self.min_count)
+        positive(f"Categorify('{self.column}')", "max_size", self.max_size)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """``column`` and those that share its vocabulary."""
+        return (self.column, *self.also)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """``output`` and those that share its vocabulary."""
+        return (self.output or self.column, *self.also)
+
+    @property
+    def fit_reads(self) -> tuple[str, ...]:
+        """Only ``column`` is counted."""
+        return (self.column,)
+
+    def types(self, types: Types) -> Mapping[str, str]:
+        """Integers, as many per row as there were values."""
+        remedy = "bucket a number with Bucketize, or cast the column where it is written"
+        found = [types.need(self, name, IDS | ID_LISTS, remedy) for name in self.reads]
+        for name, kind in zip(self.reads, found, strict=True):
+            if element(kind) != element(found[0]):
+                raise DataError(
+                    f"{types.where}: column '{name}' is {kind}, but shares a vocabulary with '{self.column}', which is {found[0]}; "
+                    "give both one type, or each its own Categorify"
+                )
+        return {name: "list<int64>" if is_list(kind) else "int64" for name, kind in zip(self.writes, found, strict=True)}
+
+    def fit(self, table: Table, types: Types, run: Run) -> Vocabulary:
+        """Counts the values."""
+        column = table[self.column]
+        values = table.select(value=column.unnest() if is_list(types[self.column]) else column)
+        counts = values.filter(values.value.notnull()).group_by("value").aggregate(count=lambda t: t.count())
+        if self.min_count > 1:
+            counts = counts.filter(counts["count"] >= self.min_count)
+        counts = counts.order_by(counts["count"].desc(), counts.value.asc())
+        found = run.engine.collect(counts.limit(self.max_size) if self.max_size else counts)
+        kind = pa.int64() if element(types[self.column]) == "int64" else pa.string()
+        return Vocabulary(_one_piece(found["value"], kind), _one_piece(found["count"], pa.int64()))
+
+    def transform(self, table: Table, types: Types, state: Vocabulary, run: Run) -> Table:
+        """Joins with the vocabulary."""
+        vocabulary = run.engine.register(state.table("__value__", "__id__"))
+        for name, output in zip(self.reads, self.writes, strict=True):
+            table = (_replace_elements if is_list(types[name]) else _replace)(table, name, output, vocabulary)
+        return table
+
+    def online(self, cells: Mapping[str, Cells], types: Types, state: Vocabulary) -> Mapping[str, Cells]:
+        """Looks the values up."""
+        return {
+            output: cells[name].with_values(state.ids(cells[name].values, cells[name].valid))
+            for name, output in zip(self.reads, self.writes, strict=True)
+        }
+
+    def vocab(self, state: Vocabulary) -> Mapping[str, int]:
+        """The size of the vocabulary for each column."""
+        return dict.fromkeys(self.writes, len(state))
+
+
+def _one_piece(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
+    pieces = [chunk.cast(dtype) for chunk in data.chunks]
+    return pa.concat_arrays(pieces) if pieces else pa.array([], dtype)
+
+
+def _replace(table: Table, name: str, output: str, vocabulary: Table) -> Table:
+    joined = table.left_join(vocabulary, table[name] == vocabulary["__value__"])
+    return joined.mutate({output: joined["__id__"].fill_null(0)}).drop("__value__", "__id__")
+
+
+def _replace_elements(table: Table, name: str, output: str, vocabulary: Table) -> Table:
+    """Looks up the elements of each distinct list once; neither engine can look a value up inside a list."""
+    import ibis
+
+    elements = table.select(__list__=table[name]).distinct().mutate(__element__=lambda t: t["__list__"])
+    elements = elements.unnest("__element__", offset="__place__")
+    found = elements.left_join(vocabulary, elements["__element__"] == vocabulary["__value__"])
+    found = found.select("__list__", __pair__=ibis.struct({"place": found["__place__"], "id": found["__id__"].fill_null(0)}))
+    # Sorting pairs, since Spark cannot collect in an order.
+    ids = found.group_by("__list__").aggregate(__pairs__=found["__pair__"].collect())
+    ids = ids.select("__list__", __ids__=ids["__pairs__"].sort().map(lambda pair: pair["id"]))
+    joined = table.left_join(ids, table[name] == ids["__list__"])
+    empty = ibis.literal([], type="array<int64>")
+    return joined.mutate({output: ibis.coalesce(joined["__ids__"], empty)}).drop("__list__", "__ids__")
