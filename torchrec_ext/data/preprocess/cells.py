@@ -63,6 +63,8 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     Raises:
         DataError: a value of another type, naming the row.
     """
+    if isinstance(data, str | bytes) or not hasattr(data, "__iter__"):
+        raise DataError(f"column '{name}': {data!r} is one value; give a list with one entry per row")
     dtype = arrow_type(raw)
     try:
         array = pa.array(data, dtype)
@@ -91,8 +93,6 @@ def _numpy(array: pa.Array, raw: str) -> Array:
 
 
 def _refused(name: str, data: Sequence[Any], raw: str, dtype: pa.DataType) -> DataError:
-    if isinstance(data, str | bytes) or not hasattr(data, "__iter__"):
-        return DataError(f"column '{name}': {data!r} is one value; give a list with one entry per row")
     row, why = next(((row, why) for row, value in enumerate(data) if (why := _complaint(value, dtype))), (0, "mixed types"))
     return DataError(f"column '{name}', row {row}: value {_short(data[row])} is not {raw} ({why}); send values of that type")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from torchrec_ext.data.preprocess.engines import Engine
+
 Expr = Any
-FLOAT64_MAX = float(np.finfo(np.float64).max)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -19,24 +21,21 @@ def exact(value: float) -> Expr:
     return ibis.literal(repr(float(value))).cast("float64")
 
 
-def number(column: Expr, kind: str) -> Expr:
+def number(column: Expr, kind: str, engine: Engine) -> Expr:
     """A number column as float64; null, NaN and the infinities are one thing, null."""
-    if kind != "float64":
-        return column.cast("float64")
-    return _within(column, FLOAT64_MAX)
-
-
-def as_float32(column: Expr) -> Expr:
-    """As float32; null where it would overflow, which one engine answers with infinity and the other with an error."""
-    return _within(column, FLOAT32_MAX).cast("float32")
-
-
-def _within(column: Expr, limit: float) -> Expr:
     import ibis
 
-    # NaN by its own test: DuckDB answers the comparison from the file's least and greatest value, which leave NaN out.
-    held = ~column.isnan() & (column.abs() <= exact(limit))
-    return ibis.ifelse(held, column, ibis.null("float64"))
+    if kind != "float64":
+        return column.cast("float64")
+    return ibis.ifelse(engine.is_finite(column), column, ibis.null("float64"))
+
+
+def as_float32(column: Expr, engine: Engine) -> Expr:
+    """As float32; null where it would overflow, which one engine answers with infinity and the other with an error."""
+    import ibis
+
+    held = engine.is_finite(column) & (column.abs() <= exact(FLOAT32_MAX))
+    return ibis.ifelse(held, column, ibis.null("float64")).cast("float32")
 
 
 def step_function(x: Expr, starts: Sequence[Expr], values: Sequence[int]) -> Expr:

@@ -78,9 +78,9 @@ class FillMissing(Step):
             return {"value": self.value}
         kind = types[self.column]
         if self.statistic == "most_common":
-            x = number(table[self.column], kind) if kind == "float64" else table[self.column]
+            x = number(table[self.column], kind, run.engine) if kind == "float64" else table[self.column]
             return {"value": most_common(self, table.select(x=x), types.where, run.engine)}
-        values = table.select(x=number(table[self.column], kind))
+        values = table.select(x=number(table[self.column], kind, run.engine))
         if self.statistic == "mean":
             return {"value": mean_and_std(self, values, types.where, run.engine)[0]}
         return {"value": quantiles_of(self, values, [0.5], types.where, run.engine)[0]}
@@ -88,7 +88,7 @@ class FillMissing(Step):
     def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
         """The first of column and value that is there."""
         kind, value = self.types(types)[self.writes[0]], state["value"]
-        column = number(table[self.column], types[self.column]) if kind == "float64" else table[self.column]
+        column = number(table[self.column], types[self.column], run.engine) if kind == "float64" else table[self.column]
         filler = exact(value) if kind == "float64" else run.engine.text(value) if kind == "string" else value
         return table.mutate({self.writes[0]: column.fill_null(filler)})
 

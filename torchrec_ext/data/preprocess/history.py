@@ -70,7 +70,7 @@ class History(Step):
         """Numbers each user's events, counts for each (user, time) how many came before, and joins the two."""
         import ibis
 
-        events = self._events(run.events, types)
+        events = self._events(run, types)
         moments = table.select(user=table[self.user], time=table[self.time]).distinct()
         moments = moments.filter(moments.user.notnull() & moments.time.notnull())
         histories = _histories(moments, events, self.length)
@@ -79,9 +79,10 @@ class History(Step):
         filled = joined.mutate({self.output: ibis.coalesce(joined["__tail__"], empty)})
         return filled.drop("__user__", "__time__", "__tail__")
 
-    def _events(self, rows: Table, types: Types) -> Table:
+    def _events(self, run: Run, types: Types) -> Table:
+        rows = run.events
         if self.where:
-            rows = rows.filter(number(rows[self.where], types[self.where]) >= exact(self.at_least))
+            rows = rows.filter(number(rows[self.where], types[self.where], run.engine) >= exact(self.at_least))
         events = rows.select(user=rows[self.user], time=rows[self.time], item=rows[self.item])
         return events.filter(events.user.notnull() & events.time.notnull() & events.item.notnull())
 

@@ -37,8 +37,8 @@ class _OneColumn(Step):
         types.need(self, self.column, NUMBERS, "give it numbers")
         return {self.writes[0]: "float64"}
 
-    def _number(self, table: Table, types: Types) -> Any:
-        return number(table[self.column], types[self.column])
+    def _number(self, table: Table, types: Types, run: Run) -> Any:
+        return number(table[self.column], types[self.column], run.engine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,12 @@ class Bucketize(_OneColumn):
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
         shares = [at / self.quantiles for at in range(1, self.quantiles)]
-        found = quantiles_of(self, table.select(x=self._number(table, types)), shares, types.where, run.engine)
+        found = quantiles_of(self, table.select(x=self._number(table, types, run)), shares, types.where, run.engine)
         return {"boundaries": sorted(set(found))}
 
     def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
         """Bisection, as nested conditions."""
-        x = self._number(table, types)
+        x = self._number(table, types, run)
         edges = state["boundaries"]
         bucket = step_function(x, [exact(edge) for edge in edges], range(1, len(edges) + 2))
         return table.mutate({self.writes[0]: x.isnull().ifelse(0, bucket).cast("int64")})
@@ -127,7 +127,7 @@ class LogClip(_OneColumn):
 
     def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
         """Conditions and a logarithm."""
-        x = self._number(table, types)
+        x = self._number(table, types, run)
         x = (x < exact(self.low)).ifelse(exact(self.low), x)
         if self.high is not None:
             x = (x > exact(self.high)).ifelse(exact(self.high), x)
@@ -161,12 +161,12 @@ class Normalize(_OneColumn):
 
     def fit(self, table: Table, types: Types, run: Run) -> State:
         """Mean and standard deviation."""
-        mean, std = mean_and_std(self, table.select(x=self._number(table, types)), types.where, run.engine)
+        mean, std = mean_and_std(self, table.select(x=self._number(table, types, run)), types.where, run.engine)
         return {"mean": mean, "std": std or 1.0}
 
     def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
         """A difference and a quotient."""
-        x = self._number(table, types)
+        x = self._number(table, types, run)
         return table.mutate({self.writes[0]: (x - exact(state["mean"])) / exact(state["std"])})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:

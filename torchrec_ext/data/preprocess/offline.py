@@ -64,20 +64,20 @@ def _applied(fitted: FittedPreprocessor, data: Opened, run: Run) -> Table:
         table = step.transform(table, types, state, run)
         if at % _STAGE == 0:
             table = run.engine.stage(table)
-    made = {name: _result(fitted, table, name, kind) for name, kind in fitted.outputs.items()}
+    made = {name: _result(fitted, table, name, kind, run.engine) for name, kind in fitted.outputs.items()}
     row = {ROW: table[ROW]} if ROW in table.columns else {}
     return table.select(**made, **row, **{name: table[name] for name in raw})
 
 
-def _result(fitted: FittedPreprocessor, table: Table, name: str, kind: str) -> Any:
+def _result(fitted: FittedPreprocessor, table: Table, name: str, kind: str, engine: Engine) -> Any:
     if name in fitted.keep:
         column = table[f"__raw_{name}__"]
         if fitted.raw[name] in TIMES:
             return column.truncate("s").epoch_seconds().cast("int64")
-        return as_float32(column) if kind == "float32" else column
+        return as_float32(column, engine) if kind == "float32" else column
     if kind == "float32":
-        return as_float32(table[name])
-    return table[name].map(as_float32) if kind == "list<float32>" else table[name]
+        return as_float32(table[name], engine)
+    return table[name].map(lambda value: as_float32(value, engine)) if kind == "list<float32>" else table[name]
 
 
 def _refuse(data: Opened, table: Table, predicate: Any, column: str, rule: str, engine: Engine) -> None:

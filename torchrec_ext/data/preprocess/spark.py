@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from torchrec_ext.data.preprocess.engines import Table, need_ibis
+from torchrec_ext.data.preprocess.expressions import exact
 from torchrec_ext.data.preprocess.sources import Files
 from torchrec_ext.data.preprocess.writing import ROW_GROUP, Sink
 from torchrec_ext.schema import DataError
@@ -137,6 +138,10 @@ class Spark:
     def hex_to_int(self, digits: Any) -> Any:
         """Spark's ``conv`` gives decimal digits."""
         return self._conv(digits, 16, 10).cast("int64")
+
+    def is_finite(self, column: Any) -> Any:
+        """Two comparisons; to Spark NaN is greater than every number."""
+        return ~column.isnan() & (column.abs() < exact(float("inf")))
 
     def close(self) -> None:
         """Drops the views; stops the session if it was started here."""

@@ -1,0 +1,231 @@
+"""Bad input is told by file, column, row, rule and remedy, and leaves nothing behind that looks whole."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.preprocess import (
+    Bucketize,
+    Categorify,
+    FillMissing,
+    FittedPreprocessor,
+    HashBucket,
+    Lists,
+    Normalize,
+    Preprocessor,
+    TimeFeatures,
+)
+from torchrec_ext.data.preprocess.writing import ROW_GROUP
+from torchrec_ext.schema import DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
+CITY = Preprocessor([Categorify(column="city")], keep=("label",))
+
+
+def table(path: Path, **columns: Any) -> Path:
+    columns = columns or {"city": ["a", "b", "a"], "label": [0.0, 1.0, 0.0]}
+    pq.write_table(pa.table(columns), path, write_page_checksum=True, use_dictionary=False, compression="none")
+    return path
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return table(tmp_path / "good.parquet")
+
+
+@pytest.fixture
+def fitted(good: Path) -> FittedPreprocessor:
+    return CITY.fit(good)
+
+
+def refuses(message: str, source: Any, steps: Preprocessor = CITY) -> None:
+    with pytest.raises(DataError, match=message):
+        steps.fit(source)
+
+
+def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
+    refuses(
+        r"a\.parquet: column 'city' is missing, it has \['citi', 'label'\]; did you mean 'citi'",
+        table(tmp_path / "a.parquet", citi=[1], label=[1.0]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "step", "message"),
+    [
+        ([1.5], Categorify(column="x"), r"column 'x' is float64, Categorify\('x'\) takes int64, .*bucket a number with Bucketize"),
+        (["a"], Normalize(column="x"), r"column 'x' is string, Normalize\('x'\) takes float64, int64"),
+        (["a"], TimeFeatures(column="x"), r"takes int64, timestamp\[ms\].*convert it to a timestamp"),
+        ([1], Lists(column="x"), r"give separator to split a string"),
+        ([1], FillMissing(column="x", value="y"), r"column 'x' is int64, FillMissing\('x'\) has value='y'"),
+        ([1], FillMissing(column="x", value=2**63), r"value=9223372036854775808, which does not fit 64 bits"),
+        (pa.array([1], pa.uint64()), Categorify(column="x"), r"column 'x' is uint64, must be a bool, an integer of 64 signed bits"),
+        ([{"a": 1}], Categorify(column="x"), r"column 'x' is struct<a: int64>, must be"),
+        ([None], Normalize(column="x"), r"column 'x' is null, must be"),
+        (pa.array([None], pa.float64()), Normalize(column="x"), r"Normalize\('x'\): every value is missing; leave the column out"),
+        (pa.array([None], pa.float64()), Bucketize(column="x", quantiles=3), r"every value is missing"),
+        ([1e308, -1e308, 1.7e308], Normalize(column="x"), r"Normalize\('x'\): .*beyond float64.*LogClip"),
+    ],
+)
+def test_a_column_that_a_step_cannot_take(tmp_path: Path, values: Any, step: Any, message: str) -> None:
+    refuses(rf"a\.parquet.*{message}", table(tmp_path / "a.parquet", x=values), Preprocessor([step]))
+
+
+def test_files(tmp_path: Path, good: Path) -> None:
+    refuses(r"gone\.parquet: no such file", tmp_path / "gone.parquet")
+    (tmp_path / "text.parquet").write_text("hello")
+    refuses(r"text\.parquet: not parquet, or its footer is missing", tmp_path / "text.parquet")
+    (tmp_path / "cut.parquet").write_bytes(good.read_bytes()[:200])
+    refuses(r"cut\.parquet: .*was it cut short\? copy or write it again", [good, tmp_path / "cut.parquet"])
+    empty = table(tmp_path / "empty.parquet", city=pa.array([], pa.string()), label=pa.array([], pa.float64()))
+    refuses(r"empty\.parquet: zero rows", empty)
+    refuses(
+        r"b\.parquet: column 'city' is int64, in .*good\.parquet it is string",
+        [good, table(tmp_path / "b.parquet", city=[1], label=[1.0])],
+    )
+    refuses(r"c\.parquet: column 'label' is missing, but .*good\.parquet has it", [good, table(tmp_path / "c.parquet", city=["a"])])
+    refuses(r"s3x://bucket/a\.parquet: cannot be read", "s3x://bucket/a.parquet")
+    refuses("no file was given", [])
+
+
+def test_damage_in_the_middle_is_named(tmp_path: Path, good: Path, fitted: FittedPreprocessor) -> None:
+    data = bytearray(good.read_bytes())
+    start = pq.ParquetFile(good).metadata.row_group(0).column(0).data_page_offset
+    data[start : start + 12] = b"\xff" * 12
+    (tmp_path / "damaged.parquet").write_bytes(data)
+    with pytest.raises(DataError, match=r"damaged\.parquet: row group 0, column 'city' cannot be read: the file is damaged"):
+        fitted.transform([good, tmp_path / "damaged.parquet"], tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged.parquet", "good.parquet"]
+
+
+def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
+    size = ROW_GROUP + 10
+    price, label = [1.0 + k % 7 for k in range(size)], [0.0] * size
+    price[ROW_GROUP + 3] = float("nan")
+    path = table(tmp_path / "a.parquet", price=price, label=label)
+    fitted = Preprocessor([Normalize(column="price")], keep=("label",)).fit(path)
+    with pytest.raises(
+        DataError, match=rf"column 'price': the result of row {ROW_GROUP + 3} is missing.*FillMissing\(column='price'"
+    ):
+        fitted.transform(path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+    with pytest.raises(DataError, match=r"column 'price', row 1: the result is missing.*FillMissing\(column='price'"):
+        fitted.online({"price": [1.0, float("nan")]})
+    with pytest.raises(DataError, match=r"column 'price', row 0: the result is missing.*beyond float32"):
+        fitted.online({"price": [1e300]})
+    label[5] = None  # type: ignore[call-overload]
+    price[ROW_GROUP + 3] = 0.0
+    with pytest.raises(DataError, match=r"column 'label': the result of row 5 is missing.*it is kept as it is: fill it"):
+        fitted.transform(table(tmp_path / "b.parquet", price=price, label=label), tmp_path / "out")
+
+
+def test_a_list_longer_than_its_limit(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.parquet", tags=[["a"], ["a", None, "b", "c"]])
+    recent = Preprocessor([Lists(column="tags", max_length=2), Categorify(column="tags")]).fit(path)
+    recent.transform(path, tmp_path / "out")
+    assert read_parquet(tmp_path / "out/part-00000.parquet")["tags"].lengths.tolist() == [1, 2]
+    strict = Preprocessor([Lists(column="tags", max_length=2, too_long="error"), HashBucket(column="tags", buckets=9)]).fit(path)
+    with pytest.raises(
+        DataError, match=r"a\.parquet: column 'tags', row 1: \['a', None, 'b', 'c'\]: a list longer than max_length=2; cut it"
+    ):
+        strict.transform(path, tmp_path / "strict")
+    assert not (tmp_path / "strict").exists()
+    with pytest.raises(DataError, match=r"column 'tags', row 0: 3 elements, a list longer than max_length=2"):
+        strict.online({"tags": [["a", "b", "c"]]})
+
+
+def test_another_type_than_in_fitting(tmp_path: Path, fitted: FittedPreprocessor) -> None:
+    with pytest.raises(DataError, match=r"b\.parquet: column 'city' is int64, in fitting it was string"):
+        fitted.transform(table(tmp_path / "b.parquet", city=[1], label=[1.0]), tmp_path / "out")
+
+
+def test_an_order_by_a_column_that_is_not_there(tmp_path: Path, good: Path, fitted: FittedPreprocessor) -> None:
+    with pytest.raises(DataError, match=r"column 'cities' is missing.*did you mean 'city'"):
+        fitted.transform(good, tmp_path / "out", order_by=("cities",))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"out: the disk is full \([\d,]+ MiB are free in .*; free space or choose",
+        ),
+        (RuntimeError("Could not write: disk quota exceeded"), r"out: the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied"), r"out: cannot be written \(Permission denied\)"),
+    ],
+)
+def test_a_full_disk_leaves_the_old_output_and_nothing_else(
+    tmp_path: Path, good: Path, fitted: FittedPreprocessor, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    fitted.transform(good, tmp_path / "out")
+    before = (tmp_path / "out/part-00000.parquet").read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+    with pytest.raises(DataError, match=message):
+        fitted.transform(good, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out/part-00000.parquet").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good.parquet", "out"]
+
+
+def test_nothing_is_overwritten_unless_asked(tmp_path: Path, good: Path, fitted: FittedPreprocessor) -> None:
+    fitted.transform(good, tmp_path / "out")
+    with pytest.raises(DataError, match=r"out: there is something already; choose another folder"):
+        fitted.transform(good, tmp_path / "out")
+    fitted.transform(good, tmp_path / "out", overwrite=True)
+
+
+def test_the_result_has_row_groups_of_one_size_and_checksums(tmp_path: Path) -> None:
+    size = 2 * ROW_GROUP + 5
+    path = table(tmp_path / "a.parquet", x=list(range(size)), label=[0.0] * size)
+    seen: list[int] = []
+    fitted = Preprocessor([HashBucket(column="x", buckets=1000)], keep=("label",)).fit(path)
+    assert fitted.transform(path, tmp_path / "out", progress=seen.append) == size
+    assert seen[-1] == size
+    part = tmp_path / "out/part-00000.parquet"
+    metadata = pq.ParquetFile(part).metadata
+    assert [metadata.row_group(k).num_rows for k in range(3)] == [ROW_GROUP, ROW_GROUP, 5]
+    data = bytearray(part.read_bytes())
+    data[metadata.row_group(1).column(0).data_page_offset + 60] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(DataError, match=r"row group 1, column 'x' cannot be read: the file is damaged"):
+        read_parquet(part)
+
+
+def test_hive_partitions_are_columns(tmp_path: Path) -> None:
+    for day in ("01", "02"):
+        (tmp_path / f"log/day={day}").mkdir(parents=True)
+        table(tmp_path / f"log/day={day}/a.parquet", city=["a", "b"], label=[0.0, 1.0])
+    fitted = Preprocessor([Categorify(column="day"), Categorify(column="city")]).fit(tmp_path / "log")
+    fitted.transform(tmp_path / "log", tmp_path / "out")
+    assert read_parquet(tmp_path / "out/part-00000.parquet")["day"].values.tolist() == [1, 1, 2, 2]
+    assert fitted.online({"day": ["02"], "city": ["b"]})["day"].values.tolist() == [2]
+
+
+def test_remote_files_are_read_through_fsspec(tmp_path: Path, good: Path) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="needs fsspec: pip install 'torchrec-ext[data]'")
+    fsspec.filesystem("memory").pipe("/preprocess/good.parquet", good.read_bytes())
+    fitted = CITY.fit("memory://preprocess/good.parquet")
+    assert fitted.transform("memory://preprocess/*.parquet", tmp_path / "out") == 3
+
+
+def test_without_ibis_only_the_offline_half_is_missing(
+    good: Path, fitted: FittedPreprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ibis", None)
+    with pytest.raises(DataError, match=r"preprocessing files needs ibis, .*pip install 'torchrec-ext\[data\]'"):
+        CITY.fit(good)
+    assert fitted.online({"city": ["b"]})["city"].values.tolist() == [2]

@@ -1,0 +1,184 @@
+"""The half that serves: steps on a request's rows, saved states, and what is refused. Needs neither Ibis nor DuckDB."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import subprocess
+import sys
+import zoneinfo
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from torchrec_ext.data.preprocess import (
+    Bucketize,
+    Categorify,
+    Cross,
+    FillMissing,
+    FittedPreprocessor,
+    HashBucket,
+    History,
+    Lists,
+    LogClip,
+    Normalize,
+    Preprocessor,
+    Step,
+    TimeFeatures,
+    Vocabulary,
+)
+from torchrec_ext.data.preprocess.zones import offsets_of
+from torchrec_ext.schema import DataError
+
+pytestmark = pytest.mark.unit
+
+
+def fitted(raw: Mapping[str, str], *pairs: tuple[Step, Any], keep: tuple[str, ...] = ()) -> FittedPreprocessor:
+    return FittedPreprocessor(steps=tuple(s for s, _ in pairs), keep=keep, raw=raw, states=tuple(state for _, state in pairs))
+
+
+CITIES = Vocabulary(pa.array(["Rome", "Oslo"]), pa.array([3, 1]))
+CITY = fitted({"city": "string", "label": "float32"}, (Categorify(column="city"), CITIES), keep=("label",))
+
+
+def test_known_unknown_and_null_ids() -> None:
+    made = CITY.online({"city": ["Oslo", "Bern", None, "Rome"], "label": [1, 0, 0, 1]})
+    assert made["city"].values.tolist() == [2, 0, 0, 1]
+    assert made["label"].values.dtype == "float32"
+    assert list(CITY.online({"city": ["Oslo"], "other": ["left aside"]})) == ["city"], "a request has no label"
+    assert (CITY.vocab, CITY.dense, CITY.request_columns) == ({"city": 3}, (), {"city": "string"})
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert CITY.online({"city": []}).num_rows == 0
+
+
+def test_the_zone_is_a_table_of_numbers() -> None:
+    zone = zoneinfo.ZoneInfo("Europe/Berlin")
+    starts, offsets = offsets_of("Europe/Berlin")
+    step = TimeFeatures(column="t", zone="Europe/Berlin", features=("hour", "weekday", "hour_of_week", "day", "month"))
+    times = [s + d for s in starts[::9] for d in (-1, 0, 3600)] + [0, 86_399, 1_709_164_800]
+    made = fitted({"t": "int64"}, (step, {"starts": starts, "offsets": offsets})).online({"t": times})
+    for row, second in enumerate(times):
+        local = datetime.datetime.fromtimestamp(second, zone)
+        expected = (local.hour + 1, local.isoweekday(), (local.isoweekday() - 1) * 24 + local.hour + 1, local.day, local.month)
+        assert tuple(int(made[f"t_{name}"].values[row]) for name in step.features) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"city": ["a", 7]}, r"column 'city', row 1: value 7 is not string"),
+        ({"city": ["a", "\ud800"]}, r"column 'city', row 1: value '\\ud800' is not string \(.*surrogates not allowed"),
+        ({"city": "Oslo"}, r"column 'city': 'Oslo' is one value; give a list with one entry per row"),
+        ({"cty": ["Oslo"]}, r"the request: column 'city' is missing, it has \['cty'\]; did you mean 'cty'"),
+        ({"city": ["a"], "label": [1.0, 2.0]}, r"different numbers of rows, \{'city': 1, 'label': 2\}"),
+        ({"city": ["a"], "label": [None]}, r"column 'label', row 0: the result is missing.*kept as it is"),
+    ],
+)
+def test_requests_that_are_refused(rows: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        CITY.online(rows)
+
+
+def test_integers_beyond_64_bits_are_refused_and_within_are_unknown() -> None:
+    ids = fitted({"user": "int64"}, (Categorify(column="user"), Vocabulary(pa.array([5, -7]), pa.array([2, 1]))))
+    assert ids.online({"user": [-7, 2**63 - 1, -(2**63), 5]})["user"].values.tolist() == [2, 0, 0, 1]
+    with pytest.raises(DataError, match=r"column 'user', row 1: value 9223372036854775808 is not int64"):
+        ids.online({"user": [1, 2**63]})
+
+
+def test_a_history_needs_a_time_for_each_item() -> None:
+    raw = {"user": "int64", "item": "string", "t": "timestamp[us]"}
+    step = fitted(raw, (History(user="user", item="item", time="t", length=2), {}), (HashBucket(column="history", buckets=5), {}))
+    assert step.request_columns == {"t": "timestamp[us]", "history_items": "list<string>", "history_times": "list<timestamp[us]>"}
+    day = [datetime.datetime(2024, 1, d, tzinfo=datetime.timezone.utc) for d in range(1, 6)]
+    made = step.online({"t": [day[3]], "history_items": [["a", "b", "c", "d", "e"]], "history_times": [day[::-1]]})
+    assert made["history"].lengths.tolist() == [2]
+    with pytest.raises(DataError, match=r"column 'history_items', row 1: 1 items, but 'history_times' has 2"):
+        step.online({"t": day[:2], "history_items": [[], ["a"]], "history_times": [[], day[:2]]})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Categorify(column="x", min_count=0), r"Categorify\('x'\): min_count=0: must be 1 or more"),
+        (lambda: HashBucket(column="x", buckets=0), "buckets=0"),
+        (lambda: Cross(columns=("x",), buckets=3), "combines two columns or more"),
+        (lambda: Bucketize(column="x"), "either boundaries or quantiles"),
+        (lambda: Bucketize(column="x", boundaries=(2, 1)), r"boundaries=\(2, 1\): must rise"),
+        (lambda: FillMissing(column="x", value=float("nan")), "value=nan: must be finite"),
+        (lambda: FillMissing(column="x", statistic="mode"), "statistic='mode': must be one of mean, median, most_common"),  # type: ignore[arg-type]
+        (lambda: LogClip(column="x", low=2, high=1), "low=2, high=1"),
+        (lambda: Lists(column="x", too_long="cut"), "too_long='cut': must be one of recent, error"),  # type: ignore[arg-type]
+        (lambda: TimeFeatures(column="x", zone="Europe/Berlim"), "there is no such time zone; did you mean 'Europe/Berlin'"),
+        (lambda: TimeFeatures(column="x", features=("minute",)), "choose from hour, weekday"),  # type: ignore[arg-type]
+        (lambda: Preprocessor([Normalize(column="x")], keep=("x",)), r"keep=\['x'\]: a step writes these columns"),
+        (lambda: Preprocessor([Categorify(column="u"), History(user="u", item="i", time="t", length=1)]), "put it first"),
+        (lambda: Preprocessor([]), "give at least one"),
+    ],
+)
+def test_steps_that_make_no_sense(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_saving_and_loading(tmp_path: Path) -> None:
+    CITY.save(tmp_path / "saved")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "preprocessor.json",
+        "preprocessor.sha256",
+        "vocabulary-000.parquet",
+    ]
+    loaded = FittedPreprocessor.load(tmp_path / "saved")
+    assert loaded.online({"city": ["Oslo"]})["city"].values.tolist() == [2]
+    empty = fitted({"city": "string"}, (Categorify(column="city"), Vocabulary(pa.array([], pa.string()), pa.array([], pa.int64()))))
+    empty.save(tmp_path / "empty")
+    assert FittedPreprocessor.load(tmp_path / "empty").online({"city": ["Oslo"]})["city"].values.tolist() == [0]
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    main = json.loads((folder / "preprocessor.json").read_text()) | changes
+    text = json.dumps(main)
+    (folder / "preprocessor.json").write_text(text)
+    (folder / "preprocessor.sha256").write_text(hashlib.sha256(text.encode()).hexdigest())
+
+
+def test_what_loading_refuses(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+
+    def refused(message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            FittedPreprocessor.load(folder)
+        CITY.save(folder, overwrite=True)
+
+    refused(r"preprocessor\.json: no such file; name the folder")
+    rewrite(folder, version=9)
+    refused(r"preprocessor\.json: format version 9, this package reads 1")
+    rewrite(folder, steps=[{"step": "Categorfy", "fields": {}}])
+    refused(r"there is no step 'Categorfy'.*did you mean Categorify\?")
+    rewrite(folder, steps=[{"step": "Categorify", "fields": {"column": "x", "min_count": 0}}])
+    refused(r"step Categorify: Categorify\('x'\): min_count=0")
+    (folder / "preprocessor.json").write_text((folder / "preprocessor.json").read_text().replace("city", "cite"))
+    refused(r"preprocessor\.json: does not fit preprocessor\.sha256: it was changed or damaged")
+    data = bytearray((folder / "vocabulary-000.parquet").read_bytes())
+    data[20] ^= 1
+    (folder / "vocabulary-000.parquet").write_bytes(data)
+    refused(r"vocabulary-000\.parquet: does not have the SHA-256 in preprocessor\.json")
+    (folder / "vocabulary-000.parquet").unlink()
+    refused(r"vocabulary-000\.parquet: no such file, preprocessor\.json names it")
+
+
+def test_serving_imports_neither_ibis_nor_duckdb(tmp_path: Path) -> None:
+    CITY.save(tmp_path / "saved")
+    program = (
+        "import sys; from torchrec_ext.data.preprocess import FittedPreprocessor as F; "
+        f"F.load({str(tmp_path / 'saved')!r}).online({{'city': ['Oslo']}}); "
+        "print(sorted({'ibis', 'duckdb', 'pyspark'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
