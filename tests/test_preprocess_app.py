@@ -1,0 +1,156 @@
+"""`rec.data.preprocess`, from the component to the folder it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from torchrec_ext.components import data  # type: ignore[import-not-found]
+from torchx.components.component_test_base import ComponentTestCase
+from torchx.specs.builders import materialize_appdef
+from torchx.specs.finder import get_components
+
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.preprocess import FittedPreprocessor
+from torchx_apps.preprocess import main
+
+quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
+SMALL = ["--recipe", "clicks", "--set", "config.categorical=2", "--set", "config.dense=1"]
+
+
+def need_duckdb() -> None:
+    pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+    pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    (tmp_path / "log").mkdir()
+    for part in range(2):
+        size = 500
+        columns = {
+            "c0": rng.integers(0, 9, size),
+            "c1": rng.integers(0, 300, size),
+            "d0": pa.array([None if k % 50 == 0 else float(k) for k in range(size)], pa.float32()),
+            "history": pa.array([list(range(k % 30)) for k in range(size)], pa.list_(pa.int64())),
+            "label": (rng.random(size) < 0.1).astype(np.float32),
+        }
+        pq.write_table(pa.table(columns), tmp_path / f"log/part-{part}.parquet")
+    return tmp_path / "log"
+
+
+class TestValid(ComponentTestCase):
+    def test_preprocess(self) -> None:
+        self.validate(data, "preprocess")
+
+
+@pytest.mark.unit
+def test_the_component_is_listed_and_names_its_app() -> None:
+    assert "rec.data.preprocess" in get_components()
+    flags = ["--recipe", "clicks", "--set", "config.min_count=5", "--engine", "local[2]", "--out", "a b", "--", "--dry-run"]
+    (role,) = materialize_appdef(data.preprocess, flags).roles
+    assert role.entrypoint == "python3"
+    assert role.args == [
+        *("-m", "torchx_apps.preprocess", "--recipe", "clicks", "--set=config.min_count=5", "--engine=local[2]", "--out=a b"),
+        "--dry-run",
+    ]
+
+
+@pytest.mark.unit
+def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list-recipes"]) == 0
+    assert main(["--recipe", "clicks", "--dry-run", "--engine", "spark", "--set", "config.min_count=7"]) == 0
+    shown = capsys.readouterr().out
+    assert "ml_100k  MovieLens 100K" in shown
+    assert re.search(r"config\.min_count +int +7 ", shown)
+    assert "'spark'" in shown
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--recipe", "click"], "--recipe click: there is no such recipe; did you mean 'clicks'? Built in: clicks, ml_100k"),
+        (["--recipe", "clicks", "--set", "config.min_cuont=1"], "there is no key 'min_cuont'; did you mean 'min_count'?"),
+        (["--run-dir", "x"], "--run-dir x: preprocessing writes to --out; give that"),
+        (["--enigne", "spark"], "unrecognized arguments: --enigne spark"),
+        (["--set", "config.test_share=2"], "--set config.test_share=2: config.test_share=2.0: must be between 0 and 1"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 1
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+
+
+@quiet
+def test_clicks_from_log_to_folder(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need_duckdb()
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'")
+    out = tmp_path / "ready"
+    assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"c1 +int64 +\d+ ", shown)
+    assert "unknown in test" in shown
+    assert "1,000 rows in " in shown
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["rows"] == {"train": 500, "test": 500}
+    assert summary["vocab"]["c0"] == 10
+    assert summary["missing"]["d0"] == 0.02
+    assert summary["dense"] == ["d0"]
+    assert (out / "preprocess.png").stat().st_size > 10_000
+    made = read_parquet(out / "test/part-00000.parquet")
+    assert made["history"].lengths.max() == 20
+    fitted = FittedPreprocessor.load(out / "preprocessor")
+    assert {name: fitted.vocab[name] for name in ("c0", "c1", "history")} == summary["vocab"]
+    assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(out)]) == 1
+    assert "ready: there is something already; choose another folder" in capsys.readouterr().err
+
+
+@quiet
+def test_a_failed_run_leaves_no_folder(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need_duckdb()
+    (log / "part-1.parquet").write_bytes((log / "part-0.parquet").read_bytes()[:3000])
+    assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]) == 1
+    assert "part-1.parquet: not parquet, or its footer is missing or damaged" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+@quiet
+def test_movielens(ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need_duckdb()
+    flags = ["--set", f"config.folder={ml_100k_files}", "--set", "pictures=false", "--out", str(tmp_path / "ready")]
+    assert main(flags) == 0
+    rows = json.loads((tmp_path / "ready/summary.json").read_text())["rows"]
+    assert sum(rows.values()) == 100_000
+    train = read_parquet(tmp_path / "ready/train/part-00000.parquet")
+    assert train["timestamp"].values.max() < read_parquet(tmp_path / "ready/test/part-00000.parquet")["timestamp"].values.min()
+
+
+@pytest.fixture
+def ml_100k_files() -> Path:
+    folder = Path(os.environ.get("TORCHREC_EXT_DATA") or "") / "ml-100k"
+    if not (folder / "inter.parquet").exists():
+        pytest.skip("needs MovieLens 100K: set TORCHREC_EXT_DATA to a folder with ml-100k/inter.parquet")
+    return folder
+
+
+@pytest.mark.launch
+def test_torchx_run_tells_an_error_once(tmp_path: Path) -> None:
+    need_duckdb()
+    command = [str(Path(sys.executable).parent / "torchx")]
+    flags = ["run", "rec.data.preprocess", "--recipe", "clicks", "--set", f"config.folder={tmp_path}/nowhere"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("nowhere: no such file; check the path") == 1
+    assert "Traceback" not in done.stdout + done.stderr

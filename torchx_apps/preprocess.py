@@ -1,0 +1,96 @@
+"""Preprocess a recipe's files: `torchx run rec.data.preprocess` or `python -m torchx_apps.preprocess`.
+
+This file is the outer shell: command line in, exit code out, one error told once. The work stands in `preprocessing`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchx_apps.cli import apply_overrides, build_parser, describe, load_recipe
+from torchx_apps.values import nearest
+
+_BUILT_IN = "torchx_apps.preprocess_recipes"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Preprocesses, and turns whatever happens into an exit code.
+
+    Args:
+        argv: the flags; the command line when None.
+
+    Returns:
+        0 when done, 1 when not, 130 after Ctrl-C.
+    """
+    try:
+        return _preprocess(argv)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; nothing partial was left", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from torchx_apps import failures
+
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # TorchX reads it, and prints the error itself
+            failures.RankErrorHandler().record_exception(error)
+        else:
+            print(failures.describe(error), file=sys.stderr)
+        return 1
+
+
+def _preprocess(argv: Sequence[str] | None) -> int:
+    options = _parser().parse_args(argv)
+    if options.list_recipes:
+        print(_listing())
+        return 0
+    if options.run_dir:
+        raise ValueError(f"--run-dir {options.run_dir}: preprocessing writes to --out; give that")
+    job = apply_overrides(load_recipe(_full_name(options.recipe)), options.set)
+    job = dataclasses.replace(job, **{key: getattr(options, key) for key in ("engine", "out") if getattr(options, key)})
+    if options.dry_run:
+        print(describe(job))
+        return 0
+    from torchx_apps.preprocessing import run
+
+    run(job)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = build_parser(_BUILT_IN.removesuffix("_recipes"), __doc__)
+    parser.set_defaults(recipe="ml_100k")
+    parser.add_argument("--engine", help="duckdb, spark (the session that is configured here) or a Spark master URL")
+    parser.add_argument("--out", help="folder for the result; a new one in runs/ where not given")
+    return parser
+
+
+def _full_name(recipe: str) -> str:
+    if ":" in recipe:
+        return recipe
+    names = list(_built_in())
+    if recipe not in names:
+        question = nearest(recipe, names) or "; write a built-in name, my_recipe.py:job or my.module:job."
+        raise ValueError(f"--recipe {recipe}: there is no such recipe{question} Built in: {', '.join(names)}")
+    return f"{_BUILT_IN}:{recipe}"
+
+
+def _built_in() -> dict[str, Callable[[], Any]]:
+    from torchx_apps import preprocess_recipes
+
+    functions = inspect.getmembers(preprocess_recipes, inspect.isfunction)
+    return {name: f for name, f in functions if inspect.signature(f).return_annotation == "PreprocessJob"}
+
+
+def _listing() -> str:
+    found = _built_in()
+    width = max(map(len, found))
+    return "\n".join(f"{name:{width}}  {(inspect.getdoc(f) or '').splitlines()[0]}" for name, f in found.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
