@@ -17,10 +17,10 @@ from torchrec_ext.data.synthetic import planted
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import Record, train
-from torchx_apps import report
 from torchx_apps.cli import apply_overrides
+from torchx_apps.ranking import RankingJudge, Recommended, recommendation_text
 from torchx_apps.recipes import Job, two_tower
-from torchx_apps.training import Judge, Recommended, load_data
+from torchx_apps.training import load_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Outcome:
 
 def trained(runtime: Runtime, job: Job) -> Outcome:
     """The recipe as the app trains it, without its printing."""
-    data = load_data(job, runtime)
+    data = load_task(job, runtime).data
     torch.manual_seed(job.train.seed)
     model = job.build(job.model, data)
     schema = model.schema()
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
     loader = training_loader(data, schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
-    judge = Judge(data, schema, parallel, runtime)
+    judge = RankingJudge(data, schema, parallel, runtime)
     train(parallel, optimizer, loader, runtime, job.train)
     return Outcome(
         figures=judge.test(),
-        popularity=judge.popularity("test"),
+        popularity=judge.baseline("test"),
         best={name.lower(): value for name, value in data.best.items()},
         recommended=[judge.recommend(row) for row in range(3)],
         held_out=data.test["item_id"].values[:3].tolist(),
@@ -103,10 +103,10 @@ def test_two_ranks_reach_the_figures_of_one(planted_by_ranks: dict[int, list[Out
 def recommended(runtime: Runtime) -> list[Any]:
     """For each user of a catalogue so small that some have taken nearly all of it: what is recommended, and what is left."""
     job = two_tower_with("data.name=planted", "data.users=40", "data.items=50")
-    data = load_data(job, runtime)
+    data = load_task(job, runtime).data
     model = job.build(job.model, data)
     parallel, _ = hybrid_parallel(model, runtime)
-    judge = Judge(data, model.schema(), parallel, runtime)
+    judge = RankingJudge(data, model.schema(), parallel, runtime)
     parallel.eval()
     taken = data.seen(data.test["user_id"].values, "train", "validation")
     left = [set(range(1, 51)) - set(taken.row(row).tolist()) for row in range(len(taken))]
@@ -127,7 +127,7 @@ def test_recommendations_are_told_by_title() -> None:
     data = planted(users=40, items=50)
     assert data.titles is not None
     user, held_out = (int(data.test[name].values[0]) for name in ("user_id", "item_id"))
-    text = report.recommendation_text(data, Recommended(user, [held_out, 3], [1.5, -0.25]))
+    text = recommendation_text(data, Recommended(user, [held_out, 3], [1.5, -0.25]))
     assert f"user {user} liked before: item " in text
     assert f"2 recommendations (the held-out item was: {data.titles[held_out]}):" in text
     assert f"  1. {data.titles[held_out]}  (1.50)   <- the held-out item\n" in text
@@ -146,7 +146,7 @@ def fallen_back(runtime: Runtime, job: Job, home: Path) -> tuple[str, str, int]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
-            data = load_data(job, runtime)
+            data = load_task(job, runtime).data
         except DatasetUnavailable as error:
             return str(error), said.getvalue(), 0
         job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=data.name))

@@ -1,0 +1,113 @@
+"""Job: all that one training run needs. Task: what its data is, and what is asked of a model about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_ext.data.datasets import DataConfig
+from torchrec_ext.data.loader import LoaderConfig
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.planning import PlanConfig
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train.loop import Loader, Record, TrainConfig
+from torchx_apps.ranking import ranking_task
+
+
+class Judge(Protocol):
+    """The figures of a model on held-out data; every rank calls each method but :meth:`baseline`."""
+
+    def validate(self) -> Record:
+        """Figures by name on the validation part: during training, and what early stopping and a choice of settings may look at."""
+
+    def test(self) -> Record:
+        """Figures by name on the test part; puts the model into evaluation."""
+
+    def baseline(self, part: str) -> Record:
+        """Those of the figures that need no model, on ``validation`` or ``test``: what a model must beat. Needs no other rank."""
+
+    def example(self) -> str:
+        """A few held-out rows as a person would look at them, or nothing."""
+
+
+class Task(Protocol):
+    """A data set with its question; the same on every rank."""
+
+    @property
+    def name(self) -> str:
+        """Of the data set."""
+
+    @property
+    def licence(self) -> str | None:
+        """What its publisher asks of users."""
+
+    @property
+    def data(self) -> Any:
+        """What ``Job.build`` reads, such as the rows that each table needs."""
+
+    @property
+    def asked(self) -> str:
+        """Heading of the figures: which rows, against what."""
+
+    @property
+    def baseline_name(self) -> str:
+        """What :meth:`Judge.baseline` is."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation rows; without them nothing is measured while training."""
+
+    @property
+    def best(self) -> Mapping[str, float]:
+        """The best possible figures, where they are known."""
+
+    def describe(self) -> str:
+        """One line: how much of what."""
+
+    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> Loader:
+        """The training batches of one rank.
+
+        Raises:
+            ValueError: settings from which nothing can be learned on this data.
+        """
+
+    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Judge:
+        """Who measures ``model``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that one training run needs.
+
+    Args:
+        name: of the recipe.
+        build: makes the model from ``model`` and the task's data, its tables on the meta device: an ``nn.Module`` with a method
+            ``schema(out_of_range=...)``, whose forward returns (loss, output with ``loss`` and ``weights``), as a TowerModel.
+        model: a frozen dataclass that ``build`` reads; it has ``out_of_range``.
+        data: which rows: a frozen dataclass that ``task`` reads; it has ``name``.
+        task: loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where the set is not to be had.
+        loader: how rows become batches.
+        optimizer: how parameters move.
+        plan: how tables are spread over ranks.
+        train: how long, and the seed of everything.
+        fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
+        device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
+        threads: compute threads per rank; OMP_NUM_THREADS, which the component's --threads sets, where not given.
+    """
+
+    name: str
+    build: Callable[[Any, Any], Any]
+    model: Any
+    data: Any = field(default_factory=DataConfig)
+    task: Callable[..., Task] = ranking_task
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    fallback: Literal["planted"] | None = None
+    device: str | None = None
+    threads: int | None = None

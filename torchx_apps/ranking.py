@@ -1,0 +1,185 @@
+"""The task of ranking: which item does a user take next, among all that he or she has not taken yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_ext.data.batches import BatchBuilder
+from torchrec_ext.data.datasets import DataConfig, load_config
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train import metrics
+from torchrec_ext.train.loop import Record
+
+K = 10
+SHOWN = 5
+
+
+def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
+    """The set that ``config`` names, to be ranked."""
+    return RankingTask(load_config(config, progress=progress))
+
+
+@dataclass(frozen=True)
+class RankingTask:
+    """Held-out items of ``data`` among all its items; see :class:`torchx_apps.job.Task`.
+
+    Raises:
+        ValueError: there is nothing to validate or to test on.
+    """
+
+    data: InteractionData
+    asked: str = "test items, whole catalogue"
+    baseline_name: str = "popularity"
+    validates: bool = True
+
+    def __post_init__(self) -> None:
+        for part in ("validation", "test"):
+            if not getattr(self.data, part).num_rows:
+                raise ValueError(
+                    f"set '{self.data.name}' has no {part} rows: no user has the 3 interactions that a split by time needs"
+                )
+
+    @property
+    def name(self) -> str:
+        """Of the set."""
+        return self.data.name
+
+    @property
+    def licence(self) -> str | None:
+        """What the publisher asks."""
+        return self.data.licence
+
+    @property
+    def best(self) -> Mapping[str, float]:
+        """The best possible figures of generated data."""
+        return self.data.best
+
+    def describe(self) -> str:
+        """How much there is."""
+        return (
+            f"{self.name}, {self.data.train.num_rows:,} training rows, {self.data.test.num_rows:,} users with a held-out item, "
+            f"{self.data.num_items:,} items"
+        )
+
+    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
+        """The training rows with the negatives that ``config`` asks for."""
+        if config.negatives == 0 and not config.label:
+            raise ValueError(
+                "loader.negatives=0 without loader.label: every row would have label 1, from which nothing can be learned; "
+                "draw negatives, or name the column with the labels"
+            )
+        return training_loader(self.data, schema, config, rank=rank, world_size=world_size)
+
+    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingJudge:
+        """AUC, HR@10, NDCG@10 and what one user would be shown."""
+        return RankingJudge(self.data, schema, model, runtime)
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """What one user would be shown: ``user`` id, ``items`` (K,) ids, best first, and their ``scores``."""
+
+    user: int
+    items: list[int]
+    scores: list[float]
+
+
+class RankingJudge:
+    """The figures of a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
+
+    def __init__(self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+        self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
+        self._builder = BatchBuilder(schema, data.items)
+        self._labelled = {part: labelled_rows(data, part) for part in ("validation", "test")}
+
+    def validate(self) -> Record:
+        """AUC, HR@10 and NDCG@10 on the validation items."""
+        return self._figures("validation", ("train",))
+
+    def test(self) -> Record:
+        """The same on the test items, with the validation items seen."""
+        self._model.eval()
+        return self._figures("test", ("train", "validation"))
+
+    def baseline(self, part: str) -> Record:
+        """HR@10 and NDCG@10 of the popularity ranking on the same items and candidates."""
+        seen = ("train",) if part == "validation" else ("train", "validation")
+        return metrics.popularity_metrics(torch.from_numpy(self._data.popularity()), self._question(part, seen), K)
+
+    def example(self) -> str:
+        """What the user of the first test row would be shown."""
+        return recommendation_text(self._data, self.recommend())
+
+    def recommend(self, user_row: int = 0) -> Recommended:
+        """The K best items for the user of one test row, fewer where that user has taken all but those."""
+        row = self._data.test.slice(user_row, user_row + 1)
+        user = row["user_id"].values
+        model = self._model.module
+        with torch.no_grad():
+            items = self._catalogue()
+            vector = model.embed("user", self._builder.user_batch(row).to(self._runtime.device))
+            scores = model.interaction.score_all(vector, items)[0].cpu()
+        scores[0] = -torch.inf
+        scores[torch.from_numpy(self._data.seen(user, "train", "validation").values)] = -torch.inf
+        best = scores.topk(min(K, int((scores > -torch.inf).sum())))
+        return Recommended(int(user[0]), best.indices.tolist(), best.values.tolist())
+
+    def _figures(self, part: str, seen: tuple[str, ...]) -> Record:
+        chunk = getattr(self._data, part)
+        shares = metrics.own_share(chunk.num_rows, self._runtime)
+        ranks = metrics.catalogue_ranks(
+            self._model.module,
+            self._runtime,
+            ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares),
+            self._item_batches(),
+            self._question(part, seen),
+        )
+        return {"auc": self._auc(part), **metrics.ranking_metrics(ranks, K)}
+
+    def _auc(self, part: str) -> float:
+        config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
+        rank, world_size = self._runtime.rank, self._runtime.world_size
+        loader = ChunkLoader(
+            self._labelled[part], self._schema, config=config, items=self._data.items, rank=rank, world_size=world_size
+        )
+        with torch.no_grad():
+            outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in loader]
+        columns = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "labels", "weights"))
+        return metrics.auc(*columns, self._runtime)
+
+    def _question(self, part: str, seen: tuple[str, ...]) -> metrics.Question:
+        chunk = getattr(self._data, part)
+        taken = self._data.seen(chunk["user_id"].values, *seen)
+        return metrics.Question(
+            targets=torch.from_numpy(chunk["item_id"].values),
+            seen_rows=torch.from_numpy(np.arange(len(taken)).repeat(taken.lengths)),
+            seen_items=torch.from_numpy(taken.values),
+        )
+
+    def _item_batches(self) -> Iterator[metrics.Kept]:
+        ids = np.arange(self._data.items.num_rows)
+        return ((self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
+
+    def _catalogue(self) -> torch.Tensor:
+        return metrics.embed_all(self._model.module, "item", self._item_batches(), self._runtime)
+
+
+def recommendation_text(data: InteractionData, recommended: Recommended) -> str:
+    """The top titles for one user, with what that user liked before and the item that was held out."""
+    titles = data.titles or [f"item {item}" for item in range(data.items.num_rows)]
+    liked = data.liked.slice(recommended.user, recommended.user + 1).values[-SHOWN:]
+    row = int((data.test["user_id"].values == recommended.user).argmax())
+    held_out = int(data.test["item_id"].values[row])
+    lines = [f"user {recommended.user} liked before: " + "; ".join(titles[item] for item in liked)]
+    lines += [f"{len(recommended.items)} recommendations (the held-out item was: {titles[held_out]}):"]
+    for place, (item, score) in enumerate(zip(recommended.items, recommended.scores, strict=True), start=1):
+        lines.append(f"{place:3}. {titles[item]}  ({score:.2f}){'   <- the held-out item' if item == held_out else ''}")
+    return "\n".join(lines)
