@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, normalize
 
-from torchrec_ext.modules.tower import Activation, activation_layer, mlp
+from torchrec_ext.modules.layers import Activation, Normalization, activation_layer, mlp
+from torchrec_ext.modules.pairs import equal_width, over_pairs, query_and_candidate
 
 
 class DotProduct(nn.Module):
@@ -19,11 +21,7 @@ class DotProduct(nn.Module):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        if len(widths) != 2 or widths[0] != widths[1]:
-            raise ValueError(
-                f"DotProduct needs two towers of equal width, got {_shapes(widths)}; "
-                "give both towers the same last width, or use TopMLP, which takes any"
-            )
+        equal_width("DotProduct", widths, towers=2, remedy="TopMLP, which takes any")
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """(B,) logits from the towers' outputs [(B, D), (B, D)]."""
@@ -34,6 +32,50 @@ class DotProduct(nn.Module):
         return query @ candidates.T
 
 
+class Cosine(nn.Module):
+    """The cosine of the angle between a query tower's and a candidate tower's output, divided by a temperature.
+
+    Args:
+        widths: D of each tower, in order; both must be equal.
+        temperature: greater than 0; logits lie between -1 / temperature and 1 / temperature.
+    """
+
+    def __init__(self, widths: Sequence[int], *, temperature: float = 0.1) -> None:
+        super().__init__()
+        equal_width("Cosine", widths, towers=2, remedy="TopMLP, which takes any")
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 is usual")
+        self.temperature = temperature
+
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """(B,) logits from the towers' outputs [(B, D), (B, D)]; a zero vector has the logit 0 with all."""
+        return (normalize(outputs[0]) * normalize(outputs[1])).sum(dim=1) / self.temperature
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """(B, N) logits of every query (B, D) with every candidate (N, D)."""
+        return normalize(query) @ normalize(candidates).T / self.temperature
+
+
+class GeneralizedMF(nn.Module):
+    """Generalised matrix factorisation: a weighted dot product and a bias (He et al. 2017, equation 9).
+
+    Args:
+        widths: D of each tower, in order; both must be equal.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(equal_width("GeneralizedMF", widths, towers=2, remedy="TopMLP, which takes any"), 1)
+
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """(B,) logits from the towers' outputs [(B, D), (B, D)]."""
+        return self.linear(outputs[0] * outputs[1]).squeeze(1)  # type: ignore[no-any-return]
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """(B, N) logits of every query (B, D) with every candidate (N, D)."""
+        return (query * self.linear.weight) @ candidates.T + self.linear.bias
+
+
 class TopMLP(nn.Module):
     """The network on top (YouTube's shape): the towers' outputs concatenated, an activation, an MLP, one logit.
 
@@ -41,15 +83,22 @@ class TopMLP(nn.Module):
         widths: D of each tower, in order.
         hidden: widths of the hidden layers.
         activation: over the concatenation, whose towers end in a linear layer, and between the layers.
+        normalization: before each activation between the layers.
         dropout: after each activation.
     """
 
     def __init__(
-        self, widths: Sequence[int], hidden: Sequence[int] = (64,), *, activation: Activation = "relu", dropout: float = 0.0
+        self,
+        widths: Sequence[int],
+        hidden: Sequence[int] = (64,),
+        *,
+        activation: Activation = "relu",
+        normalization: Normalization = "none",
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.widths = tuple(widths)
-        self.mlp = mlp(sum(widths), [*hidden, 1], activation=activation, dropout=dropout)
+        self.widths = list(query_and_candidate("TopMLP", widths))
+        self.mlp = mlp(sum(widths), [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
         self.activation = activation_layer(activation)
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
@@ -57,21 +106,17 @@ class TopMLP(nn.Module):
         return self.mlp(self.activation(torch.cat(outputs, dim=1))).squeeze(1)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, D1) with every candidate (N, D2).
+        """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2).
 
-        The first layer is linear over the concatenation, so each half is applied once per row and not once per pair.
+        The first layer is linear over the concatenation, so each half is applied once per row and not once per pair; the others
+        run over blocks of pairs.
         """
         first: nn.Linear = self.mlp[0]  # type: ignore[assignment]
-        left, right = torch.split(first.weight, self._two_widths(), dim=1)
-        query, candidates = self.activation(query), self.activation(candidates)
-        hidden = (query @ left.T + first.bias)[:, None, :] + (candidates @ right.T)[None, :, :]
-        return self.mlp[1:](hidden).squeeze(2)  # type: ignore[no-any-return]
+        left, right = torch.split(first.weight, self.widths, dim=1)
+        queries = linear(self.activation(query), left, first.bias)
+        return over_pairs(queries, linear(self.activation(candidates), right), self._rest, first.out_features)
 
-    def _two_widths(self) -> list[int]:
-        if len(self.widths) != 2:
-            raise ValueError(f"score_all pairs a query tower with a candidate tower; this model has {len(self.widths)} towers")
-        return list(self.widths)
-
-
-def _shapes(widths: Sequence[int]) -> str:
-    return ", ".join(f"(B, {width})" for width in widths)
+    def _rest(self, query: Tensor, candidate: Tensor) -> Tensor:
+        """(b, n) from the two halves of the first layer, (b, 1, H) and (1, n, H)."""
+        hidden = query + candidate
+        return self.mlp[1:](hidden.flatten(0, 1)).view(hidden.shape[:2])  # type: ignore[no-any-return]

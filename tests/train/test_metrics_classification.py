@@ -1,0 +1,206 @@
+"""Classification figures: by definition, on 2 ranks as on 1, streamed as at once, and as torchrec has them where it is right."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torchrec.metrics.calibration import compute_calibration, get_calibration_states
+from torchrec.metrics.ne import compute_ne, get_ne_states
+
+from tests.contracts import run_ranks
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.metrics import ClassificationMetrics, auc, classification_metrics, grouped_auc
+from torchrec_ext.train.metrics.classification import BITS
+
+HERE = Runtime()
+
+
+def rows(count: int = 101, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits with ties, labels, weights of which a third are 0; logits that a float32 sigmoid makes a tie of."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(20, (count,), generator=generator).float() + 20
+    labels = torch.randint(2, (count,), generator=generator).float()
+    return logits, labels, torch.randint(3, (count,), generator=generator).float()
+
+
+def by_pairs(logits: Tensor, labels: Tensor, weights: Tensor) -> float:
+    """The definition: the share of pairs of a positive and a negative that are in order, by the product of their weights."""
+    logits, labels, weights = logits.double(), labels.double(), weights.double()
+    positive, negative = weights * labels, weights * (1 - labels)
+    won = (logits[:, None] > logits).double() + (logits[:, None] == logits).double() / 2
+    return float(positive @ won @ negative / (positive.sum() * negative.sum()))
+
+
+def share(runtime: Runtime, *columns: Tensor) -> list[Tensor]:
+    """A rank's rows: the first rank has a quarter, the last the rest; padding of NaN at the end."""
+    cuts = [0, *[len(columns[0]) // 4 * (rank + 1) for rank in range(runtime.world_size - 1)], len(columns[0])]
+    own = slice(cuts[runtime.rank], cuts[runtime.rank + 1])
+    logits, labels, weights, *others = [column[own] for column in columns]
+    pad = torch.full((3,), torch.nan)
+    padded = [torch.cat([logits, pad]), torch.cat([labels, pad]), torch.cat([weights, torch.zeros(3)])]
+    return padded + [torch.cat([other, other.new_full((3,), -7)]) for other in others]
+
+
+def exact(runtime: Runtime, *columns: Tensor) -> dict[str, float]:
+    return classification_metrics(*share(runtime, *columns), runtime)  # type: ignore[arg-type]
+
+
+def test_the_exact_auc_counts_pairs_of_all_ranks_and_no_padding() -> None:
+    expected = by_pairs(*rows())
+    for world_size in (1, 2):
+        for found in run_ranks(exact, world_size, *rows()):
+            assert found["auc"] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.unit
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([-3.0, -0.5, -0.0, 0.0, 0.5, 200.0]), st.sampled_from([0, 0.3, 1]), st.integers(0, 2)), min_size=1
+    )
+)
+def test_auc_by_definition(drawn: list[tuple[float, float, int]]) -> None:
+    logits, labels, weights = torch.tensor(drawn).unbind(1)
+    made = ClassificationMetrics()
+    made.update(logits, labels, weights)
+    exact, streamed = auc(logits, labels, weights, HERE), made.compute(HERE)["auc"]
+    expected = by_pairs(logits, labels, weights)
+    if math.isnan(expected):
+        assert math.isnan(exact)
+        assert math.isnan(streamed)
+    else:
+        assert exact == pytest.approx(expected, abs=1e-9)
+        assert streamed == pytest.approx(expected, abs=1e-9), "no two of these values share a bin"
+
+
+def noisy(count: int = 4001) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(count, generator=generator) - 2
+    labels = (torch.rand(count, generator=generator) < logits.sigmoid()).float()
+    return logits, labels, torch.rand(count, generator=generator) + 0.5
+
+
+@pytest.mark.unit
+def test_log_loss_entropy_and_calibration_by_definition() -> None:
+    """torchrec's are the same but for the base of its logarithm."""
+    logits, labels, weights = noisy()
+    found = classification_metrics(logits, labels, weights, HERE)
+    p, y, w = logits.double().sigmoid(), labels.double(), weights.double()
+    loss = float(-(w * (y * p.log() + (1 - y) * (1 - p).log())).sum() / w.sum())
+    rate = float((w * y).sum() / w.sum())
+    entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
+    assert found["log_loss"] == pytest.approx(loss, rel=1e-12)
+    assert found["ne"] == pytest.approx(loss / entropy, rel=1e-12)
+    assert found["calibration"] == pytest.approx(float((w * p).sum() / (w * y).sum()), rel=1e-12)
+    states = get_ne_states(y[None], p[None].clone(), w[None], 1e-12)
+    theirs = compute_ne(*(states[n] for n in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")), 1e-12)
+    assert found["ne"] == pytest.approx(float(theirs), rel=1e-9)
+    assert float(states["cross_entropy_sum"] / w.sum()) * math.log(2) == pytest.approx(loss, rel=1e-9)
+    assert found["calibration"] == pytest.approx(
+        float(compute_calibration(*get_calibration_states(y[None], p[None], w[None]).values())), rel=1e-9
+    )
+
+
+def streamed(runtime: Runtime, *columns: Tensor) -> dict[str, float]:
+    """In blocks of unequal length, asked twice."""
+    made = ClassificationMetrics()
+    for block in zip(*(column.split(321) for column in share(runtime, *columns)), strict=True):
+        made.update(*block)
+    made.compute(runtime)
+    return made.compute(runtime)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_streamed_over_blocks_and_ranks_equals_exact_within_its_bins(world_size: int) -> None:
+    expected = classification_metrics(*noisy(), HERE)
+    for found in run_ranks(streamed, world_size, *noisy()):
+        error = found.pop("auc_error")
+        assert 0 < error < 1e-3
+        assert abs(found.pop("auc") - expected["auc"]) <= error
+        assert found == pytest.approx({name: value for name, value in expected.items() if name != "auc"}, rel=1e-12)
+
+
+@pytest.mark.unit
+def test_bins_follow_the_order_of_the_logits(device: torch.device) -> None:
+    """All numbers in the order of their bins: one bin apart, every pair is right; a bin is a 512th of its logits wide at most."""
+    logits = torch.tensor([-3e38, -100.2, -100.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 1.002, 3e38], device=device)
+    for cut in range(1, len(logits)):
+        made = ClassificationMetrics(device)
+        made.update(logits, (torch.arange(len(logits), device=device) >= cut).float(), torch.ones_like(logits))
+        assert made.compute(HERE)["auc"] == 1.0
+    one = torch.tensor([1.0, 1.0 + 2.0 ** (9 - BITS) * 0.99])
+    made = ClassificationMetrics()
+    made.update(one, torch.tensor([0.0, 1.0]), torch.ones(2))
+    assert made.compute(HERE) | {"auc_error": 0.5, "auc": 0.5} == made.compute(HERE), "in one bin"
+
+
+@pytest.mark.unit
+def test_what_is_undefined_is_nan() -> None:
+    ones = torch.ones(3)
+    found = classification_metrics(torch.arange(3.0), ones, ones, HERE)
+    assert math.isnan(found["auc"])
+    assert math.isnan(found["ne"])
+    assert found["log_loss"] > 0
+    nothing = ClassificationMetrics().compute(HERE)
+    assert len(nothing) == 5
+    assert all(math.isnan(value) for value in nothing.values())
+    assert math.isnan(classification_metrics(ones, ones * 0, ones, HERE)["calibration"])
+
+
+def grouped(runtime: Runtime, *columns: Tensor) -> Any:
+    return tuple(grouped_auc(*share(runtime, *columns), runtime))  # type: ignore[arg-type]
+
+
+def test_grouped_auc_weighs_groups_by_their_rows_and_skips_those_of_one_class() -> None:
+    logits, labels, weights = rows(200, seed=3)
+    groups = torch.randint(0, 60, (200,), generator=torch.Generator().manual_seed(5)) * (1 << 40)
+    total, value, counted, skipped = 0.0, 0.0, 0, 0
+    for group in groups[weights > 0].unique():
+        own = groups == group
+        area = by_pairs(logits[own], labels[own], weights[own])
+        if math.isnan(area):
+            skipped += 1
+            continue
+        counted += 1
+        value += float(weights[own].sum()) * area
+        total += float(weights[own].sum())
+    assert skipped > 5
+    for world_size in (1, 2):
+        for found in run_ranks(grouped, world_size, logits, labels, weights, groups):
+            assert found == pytest.approx((value / total, counted, skipped), abs=1e-12)
+
+
+@pytest.mark.unit
+def test_grouped_auc_at_its_ends() -> None:
+    logits, labels, weights = rows()
+    one_group = grouped_auc(logits, labels, weights, torch.full((101,), 8), HERE)
+    assert one_group.value == pytest.approx(auc(logits, labels, weights, HERE), abs=1e-12)
+    alone = grouped_auc(logits, labels, weights, torch.arange(101), HERE)
+    assert math.isnan(alone.value)
+    assert (alone.groups, alone.skipped) == (0, int((weights > 0).sum()))
+    none = grouped_auc(logits[:0], labels[:0], weights[:0], torch.zeros(0, dtype=torch.int64), HERE)
+    assert (none.groups, none.skipped) == (0, 0)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logits": torch.zeros(4, 1)}, r"logits \(4, 1\), labels \(4,\), weights \(4,\): must all be \(B,\)"),
+        ({"logits": torch.tensor([0, torch.nan, 0, 0])}, r"logits: nan in 1 of 4 rows; must be finite: has training diverged"),
+        ({"logits": torch.tensor([0, torch.inf, 0, torch.inf])}, r"logits: inf in 2 of 4 rows"),
+        ({"labels": torch.tensor([0.0, 1.0, 5.0, 3.0])}, r"labels: 5.0 in 2 of 4 rows; must be 0 to 1: turn ratings into 0 and 1"),
+        ({"weights": torch.tensor([1.0, -1.0, 1.0, 1.0])}, r"weights: -1.0 in 1 of 4 rows; must be 0 or more"),
+    ],
+)
+def test_wrong_rows_are_named(options: dict[str, Tensor], message: str) -> None:
+    columns = {"logits": torch.zeros(4), "labels": torch.ones(4), "weights": torch.ones(4)} | options
+    with pytest.raises(ValueError, match=message):
+        auc(**columns, runtime=HERE)
+    with pytest.raises(ValueError, match=message):
+        ClassificationMetrics().update(**columns)
+    with pytest.raises(ValueError, match=r"groups: torch.float32 of shape \(3,\)"):
+        grouped_auc(torch.zeros(4), torch.ones(4), torch.ones(4), torch.zeros(3), HERE)

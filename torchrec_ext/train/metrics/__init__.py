@@ -1,0 +1,36 @@
+"""Figures of a model, over the rows of all ranks: ranking the whole catalogue or given candidates, coverage, classification."""
+
+from torchrec_ext.train.metrics.candidates import candidate_ranks, gather_ranks, ranks_among
+from torchrec_ext.train.metrics.catalogue import Question, catalogue_ranks, popularity_metrics, popularity_ranks, ranks_of
+from torchrec_ext.train.metrics.classification import ClassificationMetrics, auc, classification_metrics
+from torchrec_ext.train.metrics.coverage import Coverage
+from torchrec_ext.train.metrics.grouped_auc import GroupedAuc, grouped_auc
+from torchrec_ext.train.metrics.ranking import RankingMetrics, Ranks, query_figures, ranking_metrics
+from torchrec_ext.train.metrics.shares import Kept, Recommender, Share, embed_all, gather_rows, own_share
+
+__all__ = [
+    "ClassificationMetrics",
+    "Coverage",
+    "GroupedAuc",
+    "Kept",
+    "Question",
+    "RankingMetrics",
+    "Ranks",
+    "Recommender",
+    "Share",
+    "auc",
+    "candidate_ranks",
+    "catalogue_ranks",
+    "classification_metrics",
+    "embed_all",
+    "gather_ranks",
+    "gather_rows",
+    "grouped_auc",
+    "own_share",
+    "popularity_metrics",
+    "popularity_ranks",
+    "query_figures",
+    "ranking_metrics",
+    "ranks_among",
+    "ranks_of",
+]

@@ -1,0 +1,149 @@
+"""AUC, log loss, normalised entropy and calibration of logits: exact, or streaming in memory of 4 MiB.
+
+A row counts by its weight, as in the losses; rows of weight 0 are padding. Ours because torchmetrics 1.0.3 puts logits through a
+float32 sigmoid, after which all above 17 tie, and adds areas in float32; because torchrec's AUC has no ties and its window forgets;
+and because torchrec's log loss is in bits, of probabilities clamped at 1e-12.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.metrics.shares import gather_rows
+
+BITS = 18  # sign, exponent and 9 bits after the point: a bin is at most a 512th of its logits wide
+
+
+def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> float:
+    """Exact area under the ROC curve over the rows of all ranks; a tie counts half; NaN where the rows are of one class.
+
+    Every rank must call it, with as many rows as it has, and holds some 100 bytes for each row of all ranks while it sorts.
+
+    Args:
+        logits: (B,) or probabilities; only their order counts.
+        labels: (B,) 0 to 1; a label between counts as so much of either class.
+        weights: (B,) 0 or more.
+        runtime: this process's place in the job.
+
+    Raises:
+        ValueError: shapes that differ, a logit that is not finite, a label outside 0 to 1, a weight below 0.
+    """
+    rows = gather_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
+    values, places = torch.unique(rows[:, 0], return_inverse=True)
+    classes = torch.zeros(2, len(values), dtype=torch.float64, device=rows.device)
+    classes.index_add_(1, places, by_class(rows[:, 1], rows[:, 2]))
+    return _area(classes)[0]
+
+
+def classification_metrics(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> dict[str, float]:
+    """``auc`` (exact), ``log_loss``, ``ne``, ``calibration`` of the rows of all ranks; arguments and memory as for :func:`auc`."""
+    others = ClassificationMetrics(logits.device)
+    others.update(logits, labels, weights)
+    return {"auc": auc(logits, labels, weights, runtime), **others.sums(runtime)}
+
+
+class ClassificationMetrics:
+    """The same over any number of updates and all ranks, in 4 MiB; all exact but the AUC, whose greatest error is told.
+
+    For the AUC logits are cut to 10 significant bits: logits that then are equal count as tied.
+
+    Args:
+        device: where the sums live; the CPU where not given.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._classes = torch.zeros(2, 2**BITS, dtype=torch.float64, device=device)
+
+    def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
+        """Adds rows, each argument (B,), as for :func:`auc`."""
+        logits, labels, weights = (part.to(self._sums.device) for part in counted_rows(logits, labels, weights))
+        classes = by_class(labels, weights)
+        loss = binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="sum")
+        self._sums += torch.stack([loss, (weights * logits.sigmoid()).sum(), *classes.sum(1)])
+        self._classes.index_add_(1, _bins(logits), classes)
+
+    def compute(self, runtime: Runtime) -> dict[str, float]:
+        """``auc``, ``auc_error`` and what :meth:`sums` returns; every rank must call it.
+
+        The exact AUC of all rows is at most ``auc_error`` away: the half of the share of pairs that fell into one bin.
+        """
+        area, error = _area(_all_ranks(self._classes, runtime))
+        return {"auc": area, "auc_error": error, **self.sums(runtime)}
+
+    def sums(self, runtime: Runtime) -> dict[str, float]:
+        """``log_loss`` in nats, ``ne``, ``calibration``; every rank must call it.
+
+        ``ne`` is the log loss divided by that of always predicting the mean label (He et al. 2014), ``calibration`` the mean
+        prediction divided by the mean label. NaN where there are no rows, or all are of one class.
+        """
+        loss, predicted, positive, negative = _all_ranks(self._sums, runtime).tolist()
+        total = positive + negative
+        if not total:
+            return dict.fromkeys(("log_loss", "ne", "calibration"), math.nan)
+        entropy = -sum(part / total * math.log(part / total) for part in (positive, negative) if part)
+        return {
+            "log_loss": loss / total,
+            "ne": loss / total / entropy if entropy else math.nan,
+            "calibration": predicted / positive if positive else math.nan,
+        }
+
+
+def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
+    """Rows of weight above 0 in float64, checked."""
+    if logits.dim() != 1 or not logits.shape == labels.shape == weights.shape:
+        shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in _named(logits, labels, weights))
+        raise ValueError(f"{shapes}: must all be (B,), one for each row")
+    kept = weights != 0
+    logits, labels, weights = (part.detach()[kept].double() for part in (logits, labels, weights))
+    wrong = (
+        ("logits", logits, ~torch.isfinite(logits), "finite: has training diverged?"),
+        ("labels", labels, ~((labels >= 0) & (labels <= 1)), "0 to 1: turn ratings into 0 and 1 first"),
+        ("weights", weights, ~((weights > 0) & (weights < torch.inf)), "0 or more, and finite; 0 marks padding"),
+    )
+    for name, part, bad, rule in wrong:
+        if bad.any():
+            raise ValueError(f"{name}: {float(part[bad][0])} in {int(bad.sum())} of {len(part)} rows; must be {rule}")
+    return [logits, labels, weights]
+
+
+def _named(logits: Tensor, labels: Tensor, weights: Tensor) -> list[tuple[str, Tensor]]:
+    return [("logits", logits), ("labels", labels), ("weights", weights)]
+
+
+def by_class(labels: Tensor, weights: Tensor) -> Tensor:
+    """(2, B) the weight of each row as a positive, and as a negative."""
+    return torch.stack([weights * labels, weights * (1 - labels)])
+
+
+def _area(classes: Tensor) -> tuple[float, float]:
+    """Share of the pairs that are in order, ties half; half the share of ties. ``classes`` (2, V): weights by ascending value."""
+    positive, negative = classes
+    pairs = float(positive.sum() * negative.sum())
+    if not pairs:
+        return math.nan, math.nan
+    below = negative.cumsum(0) - negative
+    return float((positive * (below + negative / 2)).sum()) / pairs, float((positive * negative).sum()) / 2 / pairs
+
+
+def _bins(logits: Tensor) -> Tensor:
+    """(B,) int64 0 to 2**BITS - 1 in the order of the logits: the first bits of a float32, turned where it is below 0."""
+    bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0, because -0.0 is the same number as 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bins: Tensor = (ordered >> (32 - BITS)).long() + 2 ** (BITS - 1)
+    return bins
+
+
+def _all_ranks(sums: Tensor, runtime: Runtime) -> Tensor:
+    """The sum over ranks; the tensor itself stays this rank's."""
+    if runtime.world_size == 1:
+        return sums
+    total = sums.to(runtime.device, copy=True)
+    dist.all_reduce(total)
+    return total

@@ -1,0 +1,167 @@
+"""HR, recall, precision, NDCG and MRR from the places of the relevant items, ties broken without favour.
+
+Ours because torchmetrics and torchrec sort the scores, which gives a tie to whoever stands first, loop over the queries in Python
+(torchmetrics) and keep every score they were ever shown; from places a figure is a sum that needs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_ext.distributed.runtime import Runtime
+
+Figure = Literal["hr", "recall", "precision", "ndcg", "mrr"]
+_DEFAULT: tuple[Figure, ...] = ("hr", "ndcg")
+
+
+class Ranks(NamedTuple):
+    """Where T relevant items stand: ``better`` (T,) candidates score higher, ``ties`` (T,) other candidates score the same.
+
+    ``queries`` (T,) says which query each belongs to, ascending; None: one for each query. A query's other relevant items are
+    candidates like all others.
+    """
+
+    better: Tensor
+    ties: Tensor
+    queries: Tensor | None = None
+
+    def ties_lost(self) -> Ranks:
+        """Every relevant item behind all that tie with it: for figures published so, such as He et al.'s (2017) of popularity.
+
+        Raises:
+            ValueError: several relevant items per query, since two that tie would each stand behind the other.
+        """
+        if self.queries is not None:
+            raise ValueError("queries: given; ties can only be lost where each query has one relevant item: leave them shared")
+        return Ranks(self.better + self.ties, torch.zeros_like(self.ties))
+
+
+def ranking_metrics(ranks: Ranks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT) -> dict[str, float]:
+    """The mean over the queries of each figure at each k; see :func:`query_figures`.
+
+    Example:
+        >>> ranking_metrics(Ranks(torch.tensor([0, 9, 10]), torch.tensor([0, 1, 0])))["hr@10"]
+        0.5
+    """
+    return {name: float(values.mean()) for name, values in query_figures(ranks, k, names).items()}
+
+
+class RankingMetrics:
+    """The same means over any number of updates and over all ranks, in memory for two numbers per figure.
+
+    Args:
+        k: how many places are looked at.
+        names: of the figures.
+    """
+
+    def __init__(self, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT) -> None:
+        self._k, self._names = k, names
+        self._keys = list(query_figures(_NO_RANKS, k, names))
+        self._sums = torch.zeros(1 + len(self._keys), dtype=torch.float64)
+
+    def update(self, ranks: Ranks) -> None:
+        """Adds queries that no other update, of any rank, has or will have: a query's relevant items come in one update."""
+        figures = query_figures(ranks, self._k, self._names)
+        count = len(next(iter(figures.values())))
+        self._sums += torch.stack([torch.tensor(float(count)).double(), *(values.sum().cpu() for values in figures.values())])
+
+    def compute(self, runtime: Runtime) -> dict[str, float]:
+        """The means over the queries of all ranks, NaN where there are none; every rank must call it."""
+        sums = self._sums.to(runtime.device, copy=True)
+        if runtime.world_size > 1:
+            dist.all_reduce(sums)
+        return dict(zip(self._keys, (sums[1:] / sums[0]).tolist(), strict=True))
+
+
+def query_figures(ranks: Ranks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT) -> dict[str, Tensor]:
+    """(U,) float64 figures of each query, by ``name@k``.
+
+    ``hr``: whether a relevant item is among the first k. ``recall``: the share of the relevant items that are. ``precision``: the
+    share of the first k that are relevant. ``ndcg``: the sum of 1 / log2(1 + place) over those, divided by the greatest that is
+    possible (Järvelin and Kekäläinen 2002). ``mrr``: 1 / place of the first relevant item, 0 beyond k. With several relevant
+    items these are RecBole's; with one of them ``recall`` is ``hr``.
+
+    Ties are broken without favour: a candidate that ties with t others stands at each of the t + 1 places with equal probability,
+    and the expectation is what counts.
+
+    Args:
+        ranks: places of the relevant items.
+        k: one or several numbers of places, each 1 or more.
+        names: of the figures.
+
+    Raises:
+        ValueError: a k below 1, or a name that is none of these.
+    """
+    ks = [k] if isinstance(k, int) else list(k)
+    _check(ks, names)
+    better, ties = ranks.better.long(), ranks.ties.long()
+    queries = torch.arange(len(better), device=better.device) if ranks.queries is None else ranks.queries.to(better.device)
+    queries = torch.unique_consecutive(queries, return_inverse=True)[1]
+    places = _Places(better, ties, queries, int(queries[-1]) + 1 if len(queries) else 0)
+    found: dict[str, Tensor] = {}
+    for size in ks:
+        hits, gain = places.expected(size)
+        hit, first = places.first(size)
+        ideal = _discounts(size, better.device)[places.relevant.clamp(max=size)]
+        at_k = {"hr": hit, "recall": hits / places.relevant, "precision": hits / size, "ndcg": gain / ideal, "mrr": first}
+        found |= {f"{name}@{size}": at_k[name] for name in names}
+    return found
+
+
+class _Places:
+    """What the figures are made of; U queries with T relevant items."""
+
+    def __init__(self, better: Tensor, ties: Tensor, queries: Tensor, count: int) -> None:
+        self._better, self._ties, self._queries = better, ties, queries
+        self._zeros = torch.zeros(count, dtype=torch.float64, device=better.device)
+        self.relevant = self._zeros.long().index_add_(0, queries, torch.ones_like(queries))
+
+    def expected(self, k: int) -> tuple[Tensor, Tensor]:
+        """(U,) how many relevant items are among the first k, and (U,) the sum of their discounts."""
+        first, last = self._better.clamp(max=k), (self._better + self._ties + 1).clamp(max=k)
+        size = (self._ties + 1).double()
+        discounts = _discounts(k, first.device)
+        hits = self._zeros.index_add(0, self._queries, (last - first) / size)
+        return hits, self._zeros.index_add(0, self._queries, (discounts[last] - discounts[first]) / size)
+
+    def first(self, k: int) -> tuple[Tensor, Tensor]:
+        """(U,) probability that the first relevant item is among the first k, and (U,) the expectation of 1 / its place, or 0.
+
+        It stands in the query's best group of candidates with one score: n of them, m relevant, after b better ones. The group's
+        first j are irrelevant with probability (n - m)/n x (n - m - 1)/(n - 1) x ...
+        """
+        start = torch.full_like(self.relevant, torch.iinfo(torch.int64).max)
+        start = start.scatter_reduce(0, self._queries, self._better, "amin")
+        in_group = self._better == start[self._queries]
+        relevant = self._zeros.index_add(0, self._queries, in_group.double())
+        size = self._zeros.scatter_reduce(0, self._queries, (self._ties + 1).double() * in_group, "amax")
+        hit, reciprocal, none_yet = self._zeros.clone(), self._zeros.clone(), torch.ones_like(self._zeros)
+        for offset in range(k):
+            left = (size - offset).clamp(min=1)
+            here = torch.where((offset < size) & (start + offset < k), none_yet * relevant / left, 0.0)
+            hit += here
+            reciprocal += here / (start + offset + 1)
+            none_yet = none_yet * ((left - relevant) / left).clamp(min=0)
+        return hit, reciprocal
+
+
+def _discounts(k: int, device: torch.device) -> Tensor:
+    """(k + 1,) the sum of 1 / log2(1 + place) over the first 0, 1, ... k places."""
+    each = 1 / torch.log2(torch.arange(k, dtype=torch.float64, device=device) + 2)
+    return torch.cat([each.new_zeros(1), each.cumsum(0)])
+
+
+def _check(ks: Sequence[int], names: Sequence[str]) -> None:
+    if not ks or min(ks) < 1:
+        raise ValueError(f"k={ks}: must be 1 or more, one number or several")
+    unknown = sorted(set(names) - set(get_args(Figure)))
+    if unknown or not names:
+        raise ValueError(f"names={list(names)}: must be some of {', '.join(get_args(Figure))}")
+
+
+_NO_RANKS = Ranks(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))

@@ -1,0 +1,83 @@
+"""Which rows a rank embeds, and how every rank gets the rows of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.runtime import Runtime
+
+Kept = tuple[TowerBatch, int]  # a batch and how many of its rows count
+
+
+class Interaction(Protocol):
+    """What ranking needs from an interaction module."""
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """(B, N) logits of every query with every candidate."""
+
+    def __call__(self, outputs: list[Tensor]) -> Tensor:
+        """(B,) logits of pairs, from [(B, D1), (B, D2)]."""
+
+
+class Recommender(Protocol):
+    """What ranking needs from a model, e.g. a TowerModel."""
+
+    interaction: Interaction
+
+    def embed(self, tower: str, batch: TowerBatch) -> Tensor:
+        """(B, D)."""
+
+
+class Share(NamedTuple):
+    """Rows of one look-up, never none (a row-wise sharded look-up of no rows fails), of which the first ``keep`` count."""
+
+    rows: slice
+    keep: int
+
+
+def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[Share]:
+    """This rank's rows of ``total`` (1 or more), a block at a time: as many look-ups on every rank.
+
+    Example:
+        >>> own_share(5, Runtime(rank=1, world_size=2), block=2)
+        [Share(rows=slice(3, 5, None), keep=2), Share(rows=slice(4, 5, None), keep=0)]
+    """
+    share = -(-total // runtime.world_size)
+    stop = min((runtime.rank + 1) * share, total)
+    shares = []
+    for start in range(runtime.rank * share, (runtime.rank + 1) * share, block):
+        keep = max(0, min(start + block, stop) - start)
+        shares.append(Share(slice(start, start + keep) if keep else slice(total - 1, total), keep))
+    return shares
+
+
+@torch.no_grad()
+def embed_all(model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime) -> Tensor:
+    """(rows of all ranks, D), the outputs of one tower; ``batches`` as in :func:`catalogue_ranks`."""
+    return gather_rows(embed_own(model, tower, batches, runtime), runtime)
+
+
+@torch.no_grad()
+def embed_own(model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime) -> Tensor:
+    """(rows of this rank, D); every rank looks up as many batches, because a look-up is collective."""
+    return torch.cat([model.embed(tower, batch.to(runtime.device))[:keep] for batch, keep in batches])
+
+
+def gather_rows(rows: Tensor, runtime: Runtime) -> Tensor:
+    """The (n_r, ...) rows of all ranks below one another, n_r differing between ranks."""
+    if runtime.world_size == 1:
+        return rows
+    sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(runtime.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
+    longest = max(int(size) for size in sizes)
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded)
+    return torch.cat([part[: int(size)] for part, size in zip(received, sizes, strict=True)])
