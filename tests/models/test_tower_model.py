@@ -12,7 +12,7 @@ from torchrec_ext.modules.tower import Tower
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("interaction", ["top_nn", "dot"])
+@pytest.mark.parametrize("interaction", ["top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm"])
 def test_every_parameter_receives_a_gradient(interaction: str) -> None:
     model = small_model(interaction=interaction)  # type: ignore[arg-type]
     initialise_tables(model, seed=1)
@@ -61,8 +61,8 @@ def test_three_towers_are_declared_like_two() -> None:
     [
         (lambda: two_tower([table("t", 5)], [table("t", 5)]), "tables ['t'] are declared by more than one tower"),
         (
-            lambda: two_tower([table("a", 5)], [table("b", 5)], interaction="cosine"),
-            "interaction='cosine': must be one of top_nn, dot",
+            lambda: two_tower([table("a", 5)], [table("b", 5)], interaction="angle"),  # type: ignore[arg-type]
+            "interaction='angle': must be one of top_nn, dot, cosine",
         ),
         (lambda: two_tower([table("a", 5)], []), "a Tower needs at least one table"),
         (lambda: TowerModel({}, DotProduct([1, 1])), "a TowerModel needs at least one tower"),

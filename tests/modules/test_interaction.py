@@ -1,38 +1,123 @@
-"""Interactions: the pairwise form equals the form over pairs, and widths that do not fit are shown."""
+"""Interactions equal closed forms in float64, the form over all pairs equals the pairs, and widths that do not fit are shown."""
+
+from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from torchrec_ext.modules.interaction import DotProduct, TopMLP
-from torchrec_ext.modules.tower import mlp
+from torchrec_ext.modules.crossing import DeepCross, DeepFM, FactorizationMachine
+from torchrec_ext.modules.interaction import Cosine, DotProduct, GeneralizedMF, TopMLP
+from torchrec_ext.modules.interaction_choice import Interaction, interaction_layer
+from torchrec_ext.modules.pairs import HIDDEN_FLOATS
 
 pytestmark = pytest.mark.unit
 
-
-@pytest.mark.parametrize("interaction", [DotProduct([8, 8]), TopMLP([8, 8], [16, 4]), TopMLP([8, 12]), TopMLP([8, 8], [])])
-def test_all_pairs_equal_the_pairs_one_by_one(interaction: DotProduct | TopMLP) -> None:
-    widths = getattr(interaction, "widths", (8, 8))
-    query, candidates = torch.randn(5, widths[0]), torch.randn(7, widths[1])
-    scores = interaction.score_all(query, candidates)
-    one_by_one = interaction([query.repeat_interleave(7, 0), candidates.repeat(5, 1)]).view(5, 7)
-    torch.testing.assert_close(scores, one_by_one, rtol=0, atol=1e-5)
+NAMES: tuple[Interaction, ...] = ("top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm")
+MANY: tuple[Interaction, ...] = ("top_nn", "dcn", "fm", "deepfm")  # those for any number of towers
 
 
-def test_a_dot_product_of_unequal_widths_shows_both_shapes() -> None:
-    with pytest.raises(ValueError, match=r"two towers of equal width, got \(B, 8\), \(B, 16\); .*TopMLP"):
-        DotProduct([8, 16])
-
-
-def test_all_pairs_need_two_towers() -> None:
-    with pytest.raises(ValueError, match="this model has 3 towers"):
-        TopMLP([8, 8, 8]).score_all(torch.zeros(1, 8), torch.zeros(1, 8))
+def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, width, generator=generator, dtype=torch.float64) for width in widths]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
-    [(((4, []), {}), "widths=[]"), (((4, [0]), {}), "widths=[0]"), (((4, [1]), {"activation": "rel"}), "activation='rel'")],
+    ("make", "widths"),
+    [
+        *((lambda widths, name=name: interaction_layer(name, widths), (8, 8)) for name in NAMES),
+        *((lambda widths, name=name: interaction_layer(name, widths), (4, 4, 4)) for name in MANY),
+        (lambda widths: TopMLP(widths, [16, 4]), (8, 8)),
+        (lambda widths: TopMLP(widths, []), (8, 8)),
+        (lambda widths: TopMLP(widths, normalization="layer"), (8, 12)),
+        (lambda widths: TopMLP(widths, [16, 8], normalization="batch").eval(), (8, 12)),
+        (lambda widths: DeepCross(widths, [], layers=3), (8, 12)),
+        (lambda widths: DeepCross(widths, low_rank=2), (8, 12)),
+        (lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 10]), (3, 4)),  # several blocks of candidates
+        (lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 16]), (3, 4)),  # several blocks of queries
+    ],
 )
-def test_a_wrong_mlp_is_refused(arguments: tuple[tuple[object, ...], dict[str, object]], text: str) -> None:
+def test_all_pairs_equal_the_pairs_one_by_one(make: Callable[[tuple[int, ...]], nn.Module], widths: tuple[int, ...]) -> None:
+    interaction = make(widths).double()
+    *queries, candidates = outputs(*widths, rows=13)
+    queries = [query[:5] for query in queries]
+    scores = interaction.score_all(torch.cat(queries, dim=1), candidates)  # type: ignore[operator]
+    one_by_one = interaction([*(query.repeat_interleave(13, 0) for query in queries), candidates.repeat(5, 1)])
+    torch.testing.assert_close(scores, one_by_one.view(5, 13), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_receives_a_gradient(name: Interaction) -> None:
+    interaction = interaction_layer(name, [8, 8]).double()
+    towers = [output.requires_grad_() for output in outputs(8, 8)]
+    interaction(towers).square().sum().backward()
+    for what, gradient in [*((n, p.grad) for n, p in interaction.named_parameters()), ("query", towers[0].grad)]:
+        assert gradient is not None, what
+        assert gradient.abs().sum() > 0, what
+
+
+def test_cosine_is_the_angle_over_the_temperature() -> None:
+    query, candidate = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[6.0, 8.0], [0.0, 2.0]])
+    torch.testing.assert_close(Cosine([2, 2], temperature=0.5)([query, candidate]), torch.tensor([2.0, 0.0]))
+    assert Cosine([2, 2])([torch.zeros(1, 2), candidate[:1]]).item() == 0
+
+
+def test_generalized_mf_with_weights_of_one_is_the_dot_product() -> None:
+    machine, (query, candidate) = GeneralizedMF([8, 8]).double(), outputs(8, 8)
+    nn.init.ones_(machine.linear.weight)
+    expected = DotProduct([8, 8])([query, candidate]) + machine.linear.bias
+    torch.testing.assert_close(machine([query, candidate]), expected)
+    nn.init.normal_(machine.linear.weight)
+    weighted = (query * candidate * machine.linear.weight[0]).sum(1) + machine.linear.bias
+    torch.testing.assert_close(machine([query, candidate]), weighted)
+
+
+@pytest.mark.parametrize("towers", [2, 3, 5])
+def test_the_factorization_machine_adds_the_dot_products_of_all_pairs_of_towers(towers: int) -> None:
+    machine, parts = FactorizationMachine([4] * towers).double(), outputs(*[4] * towers)
+    dots = sum((a * b).sum(1) for a, b in combinations(parts, 2))
+    torch.testing.assert_close(machine(parts), dots + machine.first_order(torch.cat(parts, 1)).squeeze(1))
+
+
+def test_deepfm_adds_its_two_halves() -> None:
+    model, parts = DeepFM([4, 4, 4]).double(), outputs(4, 4, 4)
+    torch.testing.assert_close(model(parts), model.machine(parts) + model.deep(parts))
+
+
+@pytest.mark.parametrize("low_rank", [None, 3])
+def test_crossing_layers_are_those_of_the_paper(low_rank: int | None) -> None:
+    model = DeepCross([5, 3], hidden=[], layers=2, low_rank=low_rank).double()
+    first = x = torch.cat(outputs(5, 3), dim=1)
+    for layer in range(2):
+        if low_rank is None:
+            weight, bias = model.cross.kernels[layer], model.cross.bias[layer].squeeze(1)  # type: ignore[index]
+        else:
+            weight, bias = model.cross.W_kernels[layer] @ model.cross.V_kernels[layer], model.cross.bias[layer]  # type: ignore[index]
+        x = first * (x @ weight.T + bias) + x
+    torch.testing.assert_close(model(outputs(5, 3)), model.mlp(x).squeeze(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: DotProduct([8, 16]), "DotProduct needs two towers of equal width, got (B, 8), (B, 16); give them one last width"),
+        (lambda: Cosine([8, 8, 8]), "Cosine needs two towers of equal width, got (B, 8), (B, 8), (B, 8); "),
+        (lambda: GeneralizedMF([4, 8]), "GeneralizedMF needs two towers of equal width, got (B, 4), (B, 8); "),
+        (lambda: FactorizationMachine([4, 4, 8]), "needs towers of equal width, got (B, 4), (B, 4), (B, 8); "),
+        (lambda: DeepFM([4, 8]), "towers of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP or DeepCross"),
+        (lambda: TopMLP([8]), "TopMLP needs two towers or more, each of width 1 or more, got (B, 8)"),
+        (lambda: DeepCross([]), "DeepCross needs two towers or more, each of width 1 or more, got none"),
+        (lambda: DeepCross([4, 4], layers=0), "layers=0: must be 1 or more"),
+        (lambda: DeepCross([4, 4], low_rank=9), "low_rank=9: must be 1 to 8, the width of 2 outputs side by side"),
+        (lambda: Cosine([4, 4], temperature=0), "temperature=0: must be greater than 0"),
+        (
+            lambda: interaction_layer("bilinear", [4, 4]),  # type: ignore[arg-type]
+            "interaction='bilinear': must be one of top_nn, dot, cosine, gmf, dcn, fm, deepfm",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], text: str) -> None:
     with pytest.raises(ValueError) as error:
-        mlp(*arguments[0], **arguments[1])  # type: ignore[arg-type]
+        make()
     assert text in str(error.value)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.interaction import DotProduct, TopMLP
+from torchrec_ext.modules.interaction_choice import Interaction as Interaction
+from torchrec_ext.modules.interaction_choice import interaction_layer
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Activation, Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
-Interaction = Literal["top_nn", "dot"]
 Loss = Callable[[Tensor, TowerBatch], Tensor]
 
 
@@ -152,8 +152,9 @@ def two_tower(
         user_dense: names of the user tower's dense columns.
         item_dense: names of the item tower's dense columns.
         tower_widths: MLP widths of both towers; the last is D.
-        interaction: ``top_nn`` (concatenation, MLP, logit; Covington et al. 2016) or ``dot``.
-        top_widths: hidden widths of the top NN.
+        interaction: ``top_nn`` (concatenation, MLP, logit; Covington et al. 2016), ``dot`` or another of
+            :func:`interaction_layer`.
+        top_widths: hidden widths of the top NN, where the interaction has one.
         activation: between layers.
         dropout: after each activation.
         loss: a function of (logits, batch).
@@ -166,12 +167,10 @@ def two_tower(
         >>> model.schema().keys, model.schema().dense
         (['user_id', 'item_id'], ('age',))
     """
-    if interaction not in get_args(Interaction):
-        raise ValueError(f"interaction={interaction!r}: must be one of {', '.join(get_args(Interaction))}")
     towers = {
         name: Tower(tables, tower_widths, dense=dense, activation=activation, dropout=dropout, device=device)
         for name, tables, dense in (("user", user_tables, user_dense), ("item", item_tables, item_dense))
     }
     widths = [tower.out_features for tower in towers.values()]
-    top = TopMLP(widths, top_widths, activation=activation, dropout=dropout) if interaction == "top_nn" else DotProduct(widths)
+    top = interaction_layer(interaction, widths, top_widths, activation=activation, dropout=dropout)
     return TowerModel(towers, top, loss=loss, shared=shared)

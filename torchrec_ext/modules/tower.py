@@ -3,88 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-Activation = Literal["relu", "gelu", "silu", "tanh"]
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
-
-
-def activation_layer(name: Activation) -> nn.Module:
-    """The activation of that name."""
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"activation={name!r}: must be one of {', '.join(get_args(Activation))}")
-    return _ACTIVATIONS[name]()
-
-
-def mlp(in_features: int, widths: Sequence[int], *, activation: Activation = "relu", dropout: float = 0.0) -> nn.Sequential:
-    """Linear layers with an activation between them and none after the last, so that its output may be of either sign.
-
-    Example:
-        >>> mlp(8, [4, 2])(torch.zeros(3, 8)).shape
-        torch.Size([3, 2])
-    """
-    if not widths or min(widths) < 1:
-        raise ValueError(f"widths={list(widths)}: an MLP needs at least one layer and every width 1 or more")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
-    activation_layer(activation)
-    layers: list[nn.Module] = []
-    for before, width in zip([in_features, *widths], widths, strict=False):
-        if layers:
-            layers.append(activation_layer(activation))
-            if dropout:
-                layers.append(nn.Dropout(dropout))
-        layers.append(nn.Linear(before, width))
-    return nn.Sequential(*layers)
+from torchrec_ext.modules.layers import Activation as Activation
+from torchrec_ext.modules.layers import Normalization as Normalization
+from torchrec_ext.modules.layers import activation_layer as activation_layer
+from torchrec_ext.modules.layers import mlp as mlp
+from torchrec_ext.modules.pooling import BagAttention
 
 
 class Tower(nn.Module):
     """One sub-network: tables looked up together, concatenated with dense columns, then an MLP.
 
     TorchRec's ``EmbeddingTower`` is embeddings plus an interaction pinned to one host; this tower is neither sharded nor placed: it
-    declares an EmbeddingBagCollection, and where its rows and its dense layers run is decided later by a plan.
+    declares its collections, and where their rows and its dense layers run is decided later by a plan.
 
     Args:
-        tables: TorchRec EmbeddingBagConfigs; their names must be unique over all towers of a model.
-        mlp_widths: widths of the MLP; the last is D, the width of the tower's output.
+        tables: TorchRec configs, whose names must be unique over all towers of a model. An EmbeddingBagConfig pools its bags by sum
+            or mean, as it says; the bags of an EmbeddingConfig are pooled by attention, see :class:`AttentionPooling`. A table of
+            ``data_type`` FP16 or BF16 is stored so and read in the type of the dense columns.
+        mlp_widths: widths of the MLP; the last is D, the width of the tower's output. Without any, the output is the concatenation:
+            pooled bags, then bags under attention, then dense columns.
         dense: names of the dense columns that the tower reads, Fd of them.
         activation: between the layers of the MLP.
+        normalization: before each activation: ``layer``, ``batch`` or ``none``.
         dropout: after each activation.
+        residual: add the input of each hidden layer that is as wide as its output.
         device: of the tables; ``meta`` declares them without memory, and ``hybrid_parallel`` allocates the shards.
 
     Raises:
-        ValueError: the tower reads nothing.
+        ValueError: a tower without tables, tables under attention of unequal width, or a wrong MLP.
     """
 
     def __init__(
         self,
-        tables: Sequence[EmbeddingBagConfig],
+        tables: Sequence[BaseEmbeddingConfig],
         mlp_widths: Sequence[int],
         *,
         dense: Sequence[str] = (),
         activation: Activation = "relu",
+        normalization: Normalization = "none",
         dropout: float = 0.0,
+        residual: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         if not tables:
             raise ValueError("a Tower needs at least one table; a network of dense columns alone is a plain nn.Module")
         self.dense = tuple(dense)
-        self.out_features = mlp_widths[-1] if mlp_widths else 0
         self.tables = list(tables)
-        self.embeddings = EmbeddingBagCollection(tables=self.tables, device=device or torch.device("cpu"))
+        bags = [table for table in tables if isinstance(table, EmbeddingBagConfig)]
+        lists = [table for table in tables if isinstance(table, EmbeddingConfig)]
+        device = device or torch.device("cpu")
+        self.embeddings = EmbeddingBagCollection(tables=bags, device=device) if bags else None
+        self.sequences = EmbeddingCollection(tables=_of_one_width(lists), device=device) if lists else None
         # A sharded collection returns its columns grouped by sharding type, so they are picked by name.
-        self._columns: list[str] = [name for names in get_embedding_names_by_table(self.tables) for name in names]
-        width = sum(table.embedding_dim * table.num_features() for table in tables)
-        self.mlp = mlp(width + len(self.dense), mlp_widths, activation=activation, dropout=dropout)
+        self._columns = [name for names in get_embedding_names_by_table(bags) for name in names]
+        listed = [name for names in get_embedding_names_by_table(lists) for name in names]
+        self.attention = BagAttention(listed, lists[0].embedding_dim) if lists else None
+        width = sum(table.embedding_dim * table.num_features() for table in tables) + len(self.dense)
+        self.out_features = mlp_widths[-1] if mlp_widths else width
+        self.mlp: nn.Module = nn.Identity()
+        if mlp_widths:
+            self.mlp = mlp(
+                width,
+                mlp_widths,
+                activation=activation,
+                normalization=normalization,
+                dropout=dropout,
+                residual=residual,
+            )
 
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
         """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd)."""
-        embedded = self.embeddings(sparse).to_dict()
-        return self.mlp(torch.cat([embedded[name] for name in self._columns] + [dense], dim=1))  # type: ignore[no-any-return]
+        parts = []
+        if self.embeddings is not None:
+            embedded = self.embeddings(sparse).to_dict()
+            parts += [embedded[name].to(dense.dtype) for name in self._columns]
+        if self.sequences is not None and self.attention is not None:
+            parts.append(self.attention(self.sequences(sparse)))
+        return self.mlp(torch.cat([*parts, dense], dim=1))  # type: ignore[no-any-return]
+
+
+def _of_one_width(tables: list[EmbeddingConfig]) -> list[EmbeddingConfig]:
+    """TorchRec's EmbeddingCollection holds tables of one width."""
+    other = next((table for table in tables if table.embedding_dim != tables[0].embedding_dim), None)
+    if other is not None:
+        raise ValueError(
+            f"tables '{tables[0].name}' (D = {tables[0].embedding_dim}) and '{other.name}' (D = {other.embedding_dim}) are pooled "
+            "by attention, and TorchRec's EmbeddingCollection holds tables of one width; give both one embedding_dim"
+        )
+    return tables
