@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from tests.contracts import run_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.metrics import Ranks, candidate_ranks, gather_ranks, own_share, ranking_metrics, ranks_among
+from torchrec_ext.train.metrics import (
+    Question,
+    Ranks,
+    candidate_ranks,
+    catalogue_ranks,
+    gather_ranks,
+    own_share,
+    ranking_metrics,
+    ranks_among,
+)
 
 QUERIES, ITEMS, NEGATIVES = 21, 30, 9
 
@@ -41,21 +50,23 @@ def test_wrong_arguments_are_named() -> None:
         ranks_among(torch.tensor([[0.0, torch.nan]]), torch.tensor([[3, 1]]))
 
 
-class Product(nn.Module):
+class Products(nn.Module):
+    """The product of the sum of the queries' towers with the candidate's."""
+
     def forward(self, outputs: list[Tensor]) -> Tensor:
-        return (outputs[0] * outputs[1]).sum(1)
+        return (sum(outputs[:-1]) * outputs[-1]).sum(1)
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        return query @ candidates.T
+        return query.unflatten(1, (-1, candidates.shape[1])).sum(1) @ candidates.T
 
 
 class Lookup:
     """A model whose batches are vectors already."""
 
-    interaction = Product()
+    interaction = Products()
 
     def embed(self, tower: str, batch: TowerBatch) -> Tensor:
-        return {"user": 1.0, "item": 2.0}[tower] * batch.dense
+        return {"user": 1.0, "context": 2.0, "item": 3.0}[tower] * batch.dense
 
 
 class Vectors:
@@ -72,26 +83,42 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
     return users, items, torch.randint(-1, ITEMS, (QUERIES, 1 + NEGATIVES), generator=generator).abs_()
 
 
-def ranked(runtime: Runtime) -> tuple[list[int], list[int]]:
+def ranked(runtime: Runtime, towers: tuple[str, ...]) -> list[list[list[int]]]:
+    """Among given candidates, and among all."""
     users, items, ids = drawn()
     parts = [
         [(Vectors(rows[share.rows]), share.keep) for share in own_share(len(rows), runtime, block=4)] for rows in (users, items)
     ]
-    better, ties, _ = candidate_ranks(Lookup(), runtime, *parts, ids)  # type: ignore[arg-type]
-    return better.tolist(), ties.tolist()
+    among = candidate_ranks(Lookup(), runtime, *parts, ids, towers=towers)  # type: ignore[arg-type]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    question = Question(targets=ids[:, 0], seen_rows=nothing, seen_items=nothing, not_items=())
+    whole = catalogue_ranks(Lookup(), runtime, *parts, question, towers=towers)  # type: ignore[arg-type]
+    return [[part.tolist() for part in ranks[:2]] for ranks in (among, whole)]
 
 
-def test_any_number_of_ranks_ranks_like_a_plain_loop() -> None:
+@pytest.mark.parametrize("towers", [("user", "item"), ("user", "context", "item")])
+def test_any_number_of_ranks_and_towers_ranks_like_a_plain_loop(towers: tuple[str, ...]) -> None:
     users, items, ids = drawn()
-    expected = []
+    among, whole = [], []
     for user, own in zip(users, ids.tolist(), strict=True):
-        others = {other for other in own[1:] if other != own[0]}
-        expected.append(sum(float(user @ items[other]) > float(user @ items[own[0]]) for other in others))
-    assert len(set(expected)) > 4
+        better = {other for other in range(ITEMS) if float(user @ items[other]) > float(user @ items[own[0]])}
+        whole.append(len(better))
+        among.append(len(better & set(own)))
+    assert len(set(among)) > 4
     for world_size in (1, 2, 3):
-        for better, ties in run_ranks(ranked, world_size):
-            assert better == expected
-            assert ties == [0] * QUERIES
+        for found in run_ranks(ranked, world_size, towers):
+            assert found == [[among, [0] * QUERIES], [whole, [0] * QUERIES]]
+
+
+@pytest.mark.unit
+def test_too_few_queries_are_told() -> None:
+    users, items, ids = drawn()
+    nothing = torch.zeros(0, dtype=torch.int64)
+    question = Question(targets=ids[:, 0], seen_rows=nothing, seen_items=nothing)
+    few, all_items = [(Vectors(users[:20]), 20)], [(Vectors(items), ITEMS)]
+    for function, asked in ((candidate_ranks, ids), (catalogue_ranks, question)):
+        with pytest.raises(ValueError, match=r"queries: 20 rows on rank 0, must be 21 of 21; make a batch for each share"):
+            function(Lookup(), Runtime(), few, all_items, asked)  # type: ignore[operator]
 
 
 def gathered(runtime: Runtime) -> list[list[int]]:

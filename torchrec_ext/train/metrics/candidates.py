@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.ranking import Ranks
-from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_rows
+from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_rows, own_start
 
 PAIRS_PER_BLOCK = 2**13  # each holds both towers' outputs: 4 MiB at width 64
 
@@ -47,7 +47,7 @@ def candidate_ranks(
     candidates: Iterable[Kept],
     ids: Tensor,
     *,
-    towers: tuple[str, str] = ("user", "item"),
+    towers: Sequence[str] = ("user", "item"),
 ) -> Ranks:
     """Ranks each query's target among its own candidates; every rank must call it and gets the ranks of all queries.
 
@@ -59,16 +59,19 @@ def candidate_ranks(
         queries: for each :class:`Share` of the U queries in :func:`own_share` the batch of its rows, and its ``keep``.
         candidates: batches of the items 0 to I - 1, likewise.
         ids: (U, 1 + N) as in :func:`ranks_among`, the same on every rank.
-        towers: names of the query tower and of the candidate tower.
+        towers: as in :func:`catalogue_ranks`.
+
+    Raises:
+        ValueError: a score that is no number, a row without target; batches of more or fewer queries than ``ids`` has rows.
     """
-    items = embed_all(model, towers[1], candidates, runtime)
-    own = embed_own(model, towers[0], queries, runtime)
-    start = runtime.rank * -(-len(ids) // runtime.world_size)
-    asked = ids[start : start + len(own)].to(own.device)
-    scores = [
-        model.interaction([block.repeat_interleave(some.shape[1], dim=0), items[some.clamp(min=0).flatten()]]).view(some.shape)
-        for block, some in zip(*(torch.split(part, max(1, PAIRS_PER_BLOCK // ids.shape[1])) for part in (own, asked)), strict=True)
-    ]
+    items = embed_all(model, towers[-1], candidates, runtime)
+    own = embed_own(model, towers[:-1], queries, runtime)
+    start = own_start(len(own[0]), len(ids), runtime)
+    asked = ids[start : start + len(own[0])].to(items.device)
+    width, scores = ids.shape[1], []
+    for *some, wanted in zip(*(torch.split(part, max(1, PAIRS_PER_BLOCK // width)) for part in (*own, asked)), strict=True):
+        outputs = [part.repeat_interleave(width, dim=0) for part in some]
+        scores.append(model.interaction([*outputs, items[wanted.clamp(min=0).flatten()]]).view(wanted.shape))
     return gather_ranks(ranks_among(torch.cat(scores), asked), runtime)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.coverage import Coverage
 from torchrec_ext.train.metrics.ranking import Ranks, ranking_metrics
-from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_rows
+from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_rows, own_start
 
 PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
 
@@ -124,7 +124,7 @@ def catalogue_ranks(
     candidates: Iterable[Kept],
     question: Question,
     *,
-    towers: tuple[str, str] = ("user", "item"),
+    towers: Sequence[str] = ("user", "item"),
     coverage: Coverage | None = None,
 ) -> Ranks:
     """Ranks each query's targets among all items; every rank must call it and gets the ranks of all queries.
@@ -139,17 +139,15 @@ def catalogue_ranks(
         queries: for each :class:`Share` of the queries in :func:`own_share` the batch of its rows, and its ``keep``.
         candidates: batches of the items 0 to I - 1, likewise.
         question: targets and what to leave out.
-        towers: names of the query tower and of the candidate tower.
+        towers: names of the query's tower, or its several in the model's order, and last of the candidates'.
         coverage: is shown each list of best items, if given.
 
     Raises:
         ValueError: a score that is no number; batches of more or fewer queries than the question has.
     """
-    items = embed_all(model, towers[1], candidates, runtime)
-    own = embed_own(model, towers[0], queries, runtime)
-    share = -(-question.queries // runtime.world_size)
-    start = runtime.rank * share
-    _check_share(len(own), min(share, max(0, question.queries - start)), question.queries, runtime)
+    items = embed_all(model, towers[-1], candidates, runtime)
+    own = torch.cat(embed_own(model, towers[:-1], queries, runtime), dim=1)
+    start = own_start(len(own), question.queries, runtime)
     parts = []
     for block in torch.split(own, max(1, PAIRS_PER_BLOCK // max(len(items), 1))):
         scores = model.interaction.score_all(block, items)
@@ -206,11 +204,3 @@ def _check_targets(rows: Tensor, items: Tensor) -> None:
     pairs = torch.unique(torch.stack([rows, items], dim=1), dim=0)
     if len(pairs) < len(rows):
         raise ValueError(f"targets: {len(rows) - len(pairs)} of {len(rows)} pairs (query, item) repeat; give each once")
-
-
-def _check_share(found: int, expected: int, queries: int, runtime: Runtime) -> None:
-    if found != expected:
-        raise ValueError(
-            f"queries: {found} rows on rank {runtime.rank}, must be {expected} of the question's {queries} queries; "
-            "make a batch for each share in own_share(queries, runtime)"
-        )

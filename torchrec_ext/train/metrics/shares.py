@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,10 +19,10 @@ class Interaction(Protocol):
     """What ranking needs from an interaction module."""
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query with every candidate."""
+        """(B, N) logits of every query, all towers' outputs but the last side by side, with every candidate."""
 
     def __call__(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits of pairs, from [(B, D1), (B, D2)]."""
+        """(B,) logits of rows, from each tower's output (B, D)."""
 
 
 class Recommender(Protocol):
@@ -57,16 +57,38 @@ def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[Share]:
     return shares
 
 
+def own_start(found: int, total: int, runtime: Runtime) -> int:
+    """The first of this rank's ``found`` rows of ``total``.
+
+    Raises:
+        ValueError: the rank's share is another number of rows.
+    """
+    share = -(-total // runtime.world_size)
+    start = runtime.rank * share
+    expected = max(0, min(share, total - start))
+    if found != expected:
+        raise ValueError(
+            f"queries: {found} rows on rank {runtime.rank}, must be {expected} of {total}; "
+            "make a batch for each share in own_share(number of queries, runtime)"
+        )
+    return start
+
+
 @torch.no_grad()
 def embed_all(model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime) -> Tensor:
     """(rows of all ranks, D), the outputs of one tower; ``batches`` as in :func:`catalogue_ranks`."""
-    return gather_rows(embed_own(model, tower, batches, runtime), runtime)
+    return gather_rows(embed_own(model, [tower], batches, runtime)[0], runtime)
 
 
 @torch.no_grad()
-def embed_own(model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime) -> Tensor:
-    """(rows of this rank, D); every rank looks up as many batches, because a look-up is collective."""
-    return torch.cat([model.embed(tower, batch.to(runtime.device))[:keep] for batch, keep in batches])
+def embed_own(model: Recommender, towers: Sequence[str], batches: Iterable[Kept], runtime: Runtime) -> list[Tensor]:
+    """(rows of this rank, D) of each tower; every rank looks up as many batches, because a look-up is collective."""
+    parts: list[list[Tensor]] = [[] for _ in towers]
+    for batch, keep in batches:
+        there = batch.to(runtime.device)
+        for tower, part in zip(towers, parts, strict=True):
+            part.append(model.embed(tower, there)[:keep])
+    return [torch.cat(part) for part in parts]
 
 
 def gather_rows(rows: Tensor, runtime: Runtime) -> Tensor:
