@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.stream_sets import arrow, loader_of, parquet, row_numbers, schema_of, table_of
+from torchrec_ext.data import file_source
 from torchrec_ext.data.source import ArrowSource, FileSource, ParquetSource
 from torchrec_ext.schema import DataError
 
@@ -40,6 +41,56 @@ def test_groups_are_known_from_metadata_and_read_one_by_one(tmp_path: Path, make
     assert chunk["row"].values.tolist() == list(range(4, 11))
     assert chunk["history"].lengths.tolist() == [number % 4 for number in range(4, 11)]
     assert not chunk["row"].values.flags.owndata
+
+
+@pytest.mark.parametrize(("start", "size"), [(0, 16), (5, 16), (16, 16), (31, 7), (99, 100), (0, 1_000), (40, 1)])
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_parts_of_a_group_are_its_rows_from_any_row_on(tmp_path: Path, make: Any, start: int, size: int) -> None:
+    source = make(tmp_path, [7, 100])
+    group = source.groups[1]
+    whole = source.read(group, NAMES)
+    parts = list(source.parts(group, NAMES, start, size))
+    ends = np.cumsum([start, *(part.num_rows for part in parts)])[1:]
+    assert ends[-1] == 100
+    assert all(end % size == 0 for end in ends[:-1])
+    for name in NAMES:
+        expected = whole[name].slice(start, 100)
+        joined = [row.tolist() for part in parts for row in map(part[name].row, range(part.num_rows))]
+        assert joined == [row.tolist() for row in map(expected.row, range(100 - start))]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_parts_hold_a_fraction_of_the_row_group(tmp_path: Path, remote: bool) -> None:
+    rows = 1_000_000
+    columns = {f"d{at}": np.random.default_rng(at).random(rows) for at in range(4)}
+    path: Any = write(tmp_path / "a.parquet", columns, row_group_size=rows)
+    if remote:
+        memory = pytest.importorskip("fsspec").filesystem("memory")
+        memory.pipe("/parts/a.parquet", path.read_bytes())
+        path = "memory://parts/a.parquet"
+    source = ParquetSource(path)
+    before, most, total = pa.total_allocated_bytes(), 0, 0.0
+    for part in source.parts(source.groups[0], list(columns), 300_000, 10_000):
+        most = max(most, pa.total_allocated_bytes() - before)
+        total += part["d3"].values.sum()
+    assert total == pytest.approx(columns["d3"][300_000:].sum())
+    assert most < 8 * 4 * rows / 2
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_row_group_of_which_a_part_cannot_be_read_by_itself_is_told(
+    tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_source, "HEAVY", 1000)
+    source = make(tmp_path, [7, 400])
+    options = {"compression": "lz4"} if make is arrow else {}
+    if make is arrow:  # compressed, it is not mapped
+        with pa.ipc.new_file(tmp_path / "rows.arrow", table_of(0).schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+            writer.write_table(table_of(400))
+        source = ArrowSource(tmp_path)
+    remedy = r"pq\.write_table\(table, path, row_group_size=8\)" if make is parquet else r"table, max_chunksize=8\), or local files"
+    with pytest.warns(UserWarning, match=rf"row group \d: 400 rows, of which 8 at a time are read, but .* MB .* held; .*{remedy}"):
+        next(source.parts(source.groups[-1], NAMES, 0, 8))
 
 
 def test_files_folders_and_patterns_name_the_same_rows(tmp_path: Path) -> None:
@@ -207,7 +258,9 @@ def test_a_list_of_any_layout_is_read_and_one_that_is_too_long_is_named(tmp_path
         chunk = source.read(source.groups[0], ["bag"])
         assert [chunk["bag"].row(at).tolist() for at in range(2)] == lists[1:]
     path = parquet(tmp_path / "p", [8, 8]).files[0].path
-    with pytest.raises(DataError, match=r"row group 0, column 'history', row 3: a list of 3 values \(2 rows .* max_length=2\)"):
+    with pytest.raises(
+        DataError, match=r"row group 0, column 'history', row 3: a list of 3 values \(2 of the 8 rows .* max_length=2\)"
+    ):
         list(loader_of(ParquetSource(path, max_length={"history": 2})))
 
 
@@ -218,7 +271,7 @@ def test_a_bad_value_is_named_by_file_row_group_and_row_or_mapped(tmp_path: Path
     with pytest.raises(
         DataError,
         match=r"part-0\.parquet: row group 1, column 'user_id', row 15: id 15 is outside table 'user_id' \(valid ids: 0 to 14; "
-        r"15 such ids in this row group\)",
+        r"5 such ids in the 10 rows read\)",
     ):
         list(loader_of(source, schema=schema, prefetch=ahead, read_ahead=ahead, shuffle=False))
     mapped = loader_of(source, schema=schema_of(users=15, out_of_range="oov"), shuffle=False)

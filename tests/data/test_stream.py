@@ -160,6 +160,21 @@ def test_a_rank_reads_only_its_share_where_the_ranks_divide_the_lanes(folder: Pa
     assert sorted(read) == list(range(16))
 
 
+def test_a_row_group_larger_than_a_lane_s_share_is_decoded_once_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[int, int]] = []
+    source = parquet(folder, [100] * 4)
+    parts = source.parts
+    monkeypatch.setattr(
+        source, "parts", lambda group, names, start, size: opened.append((group.number, size)) or parts(group, names, start, size)
+    )
+    monkeypatch.setattr(source, "read", lambda group, names: pytest.fail("a row group of 100 was read whole"))
+    rows = [row for batch in loader_of(source, lanes=4, buffer_rows=40) for row in row_numbers(batch)]
+    assert sorted(rows) == list(range(400))
+    assert sorted(opened) == [(number, 10) for number in range(4)]
+    for at in range(0, 400, 8):
+        assert sorted(row // 100 for row in rows[at : at + 8]) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_the_batch_equals_that_of_rows_in_memory(folder: Path) -> None:
     source = parquet(folder, [20, 20])
     chunk = read_parquet([file.path for file in source.files])
@@ -225,12 +240,14 @@ def test_a_set_on_a_device_gives_the_batches_of_rows_in_memory(folder: Path, dev
 def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:
     state = loader_of(parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=60).state_dict()
     with pytest.raises(ValueError, match=r"cannot resume .*: row_groups was '\w+' and is '\w+'; restore"):
-        loader_of(parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=80).load_state_dict(state)
+        loader_of(parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=60).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"cannot resume .*: buffer_rows was 60 and is 80; restore"):
+        loader_of(parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=80).load_state_dict(state)
     with pytest.raises(ValueError, match=r"lanes was 2 and is 1; restore"):
         loader_of(parquet(folder / "a", [30, 30]), lanes=1, buffer_rows=60).load_state_dict(state)
 
 
-def test_lanes_are_as_many_as_batch_row_groups_and_buffer_allow() -> None:
+def test_lanes_are_as_many_as_batch_and_row_groups_allow() -> None:
     def lanes(group_rows: list[int], batch_size: int = 64, buffer_rows: int = 1_000, shuffle: bool = True) -> int:
         plan = StreamPlan(
             group_rows=tuple(group_rows),
@@ -247,8 +264,8 @@ def test_lanes_are_as_many_as_batch_row_groups_and_buffer_allow() -> None:
     assert lanes([10] * 5) == 4
     assert lanes([10] * 20, batch_size=7) == 7
     assert lanes([10] * 20, batch_size=11) == 1
-    assert lanes([300] * 20) == 2
-    assert lanes([3_000] * 20) == 1
+    assert lanes([3_000] * 20) == 8
+    assert lanes([10] * 20, buffer_rows=3) == 2
     assert lanes([10] * 20, shuffle=False) == 1
 
 

@@ -48,53 +48,58 @@ class ColumnRules:
     fill: Mapping[str, Any] = field(default_factory=dict)
     max_length: Mapping[str, int] = field(default_factory=dict)
 
-    def column(self, where: str, name: str, data: pa.Array | pa.ChunkedArray) -> Column:
+    def column(self, where: str, name: str, data: pa.Array | pa.ChunkedArray, first: int = 0) -> Column:
         """The column as numpy arrays, checked.
 
         Args:
             where: file and row group, for the message.
             name: of the column.
             data: its values.
+            first: number of their first row.
 
         Raises:
             DataError: a null that may not be, or a list that is too long.
         """
         array = _one_piece(data)
         if not is_list(array.type):
-            return Column(_numpy(self._filled(where, name, array)))
+            return Column(_numpy(self._filled(where, name, array, first)))
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         if array.null_count and name not in self.fill:
-            raise _null(where, name, array, int(pc.index(array.is_null(), True).as_py()))
+            raise _null(where, name, array, first + _first_null(array))
         values = array.flatten()
         if values.null_count and name not in self.fill:
-            place = int(pc.index(values.is_null(), True).as_py())
-            raise _null(where, name, values, int(np.searchsorted(np.cumsum(lengths), place, side="right")))
-        self._check_lengths(where, name, lengths)
-        return Column.from_lengths(_numpy(self._filled(where, name, values)), lengths)
+            row = int(np.searchsorted(np.cumsum(lengths), _first_null(values), side="right"))
+            raise _null(where, name, values, first + row)
+        self._check_lengths(where, name, lengths, first)
+        return Column.from_lengths(_numpy(self._filled(where, name, values, first)), lengths)
 
-    def _filled(self, where: str, name: str, array: pa.Array) -> pa.Array:
+    def _filled(self, where: str, name: str, array: pa.Array, first: int) -> pa.Array:
         if not array.null_count:
             return array
         if name not in self.fill:
-            raise _null(where, name, array, int(pc.index(array.is_null(), True).as_py()))
+            raise _null(where, name, array, first + _first_null(array))
         return array.fill_null(self.fill[name])
 
-    def _check_lengths(self, where: str, name: str, lengths: Array) -> None:
+    def _check_lengths(self, where: str, name: str, lengths: Array, first: int) -> None:
         most = self.max_length.get(name)
         if most is None or not len(lengths) or int(lengths.max()) <= most:
             return
         row = int((lengths > most).argmax())
         raise DataError(
-            f"{where}, column '{name}', row {row}: a list of {lengths[row]} values ({int((lengths > most).sum())} rows of this row "
-            f"group have more than max_length={most}); cut the lists where they are written, or raise max_length"
+            f"{where}, column '{name}', row {first + row}: a list of {lengths[row]} values ({int((lengths > most).sum())} of the "
+            f"{len(lengths)} rows read have more than max_length={most}); cut the lists where they are written, or raise max_length"
         )
 
 
 def _null(where: str, name: str, array: pa.Array, row: int) -> DataError:
     return DataError(
-        f"{where}, column '{name}', row {row}: value is null ({array.null_count} nulls in this row group), nulls are not allowed "
+        f"{where}, column '{name}', row {row}: value is null ({array.null_count} nulls in the rows read), nulls are not allowed "
         f"here; fill them where the file is written, or pass fill={{'{name}': ...}}"
     )
+
+
+def _first_null(array: pa.Array) -> int:
+    return int(pc.index(array.is_null(), True).as_py())
 
 
 def _one_piece(data: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -1,8 +1,7 @@
-"""Row groups -> blocks of rows in memory, checked and shuffled column by column, and cut into TowerBatches by copying slices.
+"""Blocks of rows in memory: which columns they hold, how values are checked, and the memory that they are written to.
 
-A block has the size of the cache: taking 65,536 int64 of one column in random order stays in the second level, where taking whole
-rows from a buffer of several row groups would go to main memory for each. Ids and numbers are checked here, a column of a row group
-at a time, which costs a tenth of checking them in each batch and knows file and row group.
+Ids and numbers are checked here, a column of a row group at a time, which costs a tenth of checking them in each batch and knows
+file and row group.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-import torchrec_ext.data.plan as plans
 from torchrec_ext.data.arrow import Kind
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate
-from torchrec_ext.data.source import RowGroup, Source
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.row_groups import RowGroup, Source
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
 
 Float32 = NDArray[np.float32]
@@ -72,7 +69,7 @@ class Layout:
         return Layout(features={}, floats=(name,), out_of_range=self.out_of_range)
 
     def checked(self, group: RowGroup, chunk: Chunk) -> tuple[dict[str, Column], dict[str, Array]]:
-        """(ids as int64 by name, floats as float32 by name) of rows of one group, every value valid."""
+        """(ids as int64 by name, floats as float32 by name) of the rows of a group or of a part of one, every value valid."""
         ids = {name: self._ids(group, name, chunk[name], feature) for name, feature in self.features.items()}
         return ids, {name: _finite(group, name, chunk[name].values) for name in self.floats}
 
@@ -93,9 +90,9 @@ def _out_of_range(group: RowGroup, feature: SparseFeature, column: Column, value
     row = int(np.searchsorted(np.cumsum(column.lengths), first, side="right"))
     tables = ", ".join(f"'{table}'" for table in feature.tables)
     return DataError(
-        f"{group.name}, column '{feature.name}', row {row}: id {values[first]} is outside table {tables} (valid ids: 0 to "
-        f"{feature.num_embeddings - 1}; {int(bad.sum())} such ids in this row group); enlarge num_embeddings, fix the data, or set "
-        f"out_of_range='oov' to use row {feature.oov_id} for them"
+        f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table {tables} (valid ids: "
+        f"0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in the {group.rows} rows read); enlarge num_embeddings, fix "
+        f"the data, or set out_of_range='oov' to use row {feature.oov_id} for them"
     )
 
 
@@ -105,7 +102,8 @@ def _finite(group: RowGroup, name: str, values: Array) -> Float32:
     if not finite.all():
         row = int((~finite).argmax())
         raise DataError(
-            f"{group.name}, column '{name}', row {row}: value {floats[row]} is not finite; fill or drop it where it is written"
+            f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]} is not finite; "
+            "fill or drop it where it is written"
         )
     return floats
 
@@ -158,69 +156,3 @@ class Rows:
         self.numbers = numbers
         self.ragged = ragged
         self.offsets = {name: offsets for name, column in ragged.items() if (offsets := column.offsets) is not None}
-
-
-def load_block(source: Source, layout: Layout, block: plans.Block, order: Int64 | None, firsts: Int64, memory: Memory) -> Rows:
-    """Reads, checks and shuffles a block.
-
-    Args:
-        source: of the row groups.
-        layout: what to read.
-        block: which rows.
-        order: of the block's rows; None keeps theirs.
-        firsts: number of each row group's first row in the whole source.
-        memory: for what is shuffled.
-    """
-    parts = [_segment(source, layout, segment) for segment in block.segments]
-    numbers = np.concatenate([np.arange(start, stop) + firsts[group] for group, start, stop in block.segments])
-    ids = {name: [part[0][name] for part in parts] for name in layout.features}
-    scalars = [[column.values for column in columns] for columns in ids.values() if not columns[0].ragged]
-    buffers: list[Array] = []
-    rows = Rows(
-        _ordered(scalars, np.int64, order, memory, buffers),
-        {name: _reordered(concatenate(columns), order) for name, columns in ids.items() if columns[0].ragged},
-        _ordered([[part[1][name] for part in parts] for name in layout.floats], np.float32, order, memory, buffers),
-        layout.floats,
-        numbers if order is None else numbers.take(order),
-    )
-    rows.buffers = buffers
-    return rows
-
-
-def _segment(source: Source, layout: Layout, segment: plans.Segment) -> tuple[dict[str, Column], dict[str, Float32]]:
-    group = source.groups[segment.group]
-    ids, floats = layout.checked(group, source.read(group, layout.names))
-    if segment.stop - segment.start == group.rows:
-        return ids, floats
-    return (
-        {name: column.slice(segment.start, segment.stop) for name, column in ids.items()},
-        {name: values[segment.start : segment.stop] for name, values in floats.items()},
-    )
-
-
-def _ordered(
-    columns: Sequence[Sequence[Array]], dtype: type[np.generic], order: Int64 | None, memory: Memory, buffers: list[Array]
-) -> Vectors:
-    whole = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in columns]
-    if order is None:
-        return whole
-    matrix, buffer = memory.take(len(whole), len(order), np.dtype(dtype))
-    buffers.append(buffer)
-    for column, out in zip(whole, matrix, strict=True):
-        # A mode other than "raise" lets numpy write to `out` without a copy in between; the order has no place to clip.
-        np.take(column, order, out=out, mode="clip")
-    return matrix
-
-
-def _reordered(column: Column, order: Int64 | None) -> Column:
-    """FBGEMM copies a ragged row at a time, several times faster than a gather through an index for every value."""
-    if order is None:
-        return column
-    lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-        torch.from_numpy(order.astype(np.int32)),
-        torch.from_numpy(column.lengths),
-        torch.from_numpy(column.values if column.values.flags.writeable else column.values.copy()),
-        None,
-        len(column.values),
-    )
-    return Column.from_lengths(values.numpy(), lengths.numpy())

@@ -29,8 +29,8 @@ class LoaderConfig:
             multiple of the number of ranks; see :class:`StreamPlan`. The order depends on it. On a click log of 40 columns
             (benchmarks/loader.py) 4 and 8 were equally fast, and a process took 730 MB at its peak with 4 and 880 MB with 8, of
             which 410 MB are torch and TorchRec.
-        buffer_rows: files only. Rows held for shuffling, over all lanes and ranks; row groups are read whole, so a lane holds at
-            least one, and there are fewer lanes if the buffer has no room for a row group of each. The order depends on it.
+        buffer_rows: files only. Rows held for shuffling, over all lanes and ranks. A row group that is larger than a lane's share
+            is read in parts, in its order. The order of the rows depends on it.
         read_ahead: files only. Parts of the buffer (``buffer_rows / lanes`` rows) read and shuffled ahead by a thread; 0 reads in
             the thread that builds the batches.
     """

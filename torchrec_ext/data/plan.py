@@ -8,9 +8,12 @@ rows has S blocks of b = B / S slots, one for each lane::
     global batch                           [ b of lane 0 | b of lane 1 | ... ]
     rank r of R takes the slots            r B / R  to  (r + 1) B / R
 
-A lane is read block by block: whole row groups, at least ``block_rows`` rows together, shuffled as one. So a batch is mixed from at
-least S row groups, and a rank reads only the lanes that its slots touch: 1 / R of the data where R divides S. Nothing but the last
-line knows R, so the rows of each step are the same on any number of ranks.
+A lane is read block by block: row groups of at least ``part_rows`` rows together, shuffled as one. So a batch is mixed from S
+places, and a rank reads only the lanes that its slots touch: 1 / R of the data where R divides S. Nothing but the last line knows
+R, so the rows of each step are the same on any number of ranks.
+
+A row group that is larger than a block is read in parts, in their order, so that a block stays small. A lane that begins inside one
+decodes what lies before it for nothing: half a row group for a lane on average, little beside many row groups.
 """
 
 from __future__ import annotations
@@ -62,8 +65,7 @@ class StreamPlan:
     Args:
         group_rows: rows of each row group, all more than 0.
         batch_size: B.
-        lanes: S is the greatest divisor of B up to this, up to the number of row groups, and such that the buffer has room for the
-            greatest row group of each lane; 1 without shuffle.
+        lanes: S is the greatest divisor of B up to this and up to the number of row groups; 1 without shuffle.
         buffer_rows: of all lanes together.
         shuffle: else the rows come in the order of the files.
         drop_last: leave out the last step if it is not full.
@@ -94,8 +96,13 @@ class StreamPlan:
         """S."""
         if not self.shuffle:
             return 1
-        most = max(1, min(self.lanes, len(self.group_rows), self.buffer_rows // max(self.group_rows)))
+        most = min(self.lanes, len(self.group_rows), self.buffer_rows)
         return next(count for count in range(most, 0, -1) if self.batch_size % count == 0)
+
+    @property
+    def part_rows(self) -> int:
+        """The most rows that are read at once."""
+        return -(-self.buffer_rows // (self.num_lanes if self.shuffle else self.lanes))
 
     @property
     def width(self) -> int:
@@ -121,8 +128,8 @@ class StreamPlan:
         count = len(self.group_rows)
         order = self._random(epoch, 0, 0).permutation(count) if self.shuffle else np.arange(count)
         starts = np.concatenate([[0], np.cumsum(np.array(self.group_rows)[order])])
-        least = -(-self.buffer_rows // self.num_lanes) if self.shuffle else 1
-        return [_lane(lane, *ends, order, starts, least) for lane, ends in enumerate(pairwise(self.lane_ends))]
+        least = self.part_rows if self.shuffle else 1
+        return [_lane(lane, *ends, order, starts, least, self.part_rows) for lane, ends in enumerate(pairwise(self.lane_ends))]
 
     def pieces(
         self, lanes: Sequence[Sequence[Block]], step: int, rank: int, world_size: int, *, everyone: bool = False
@@ -154,15 +161,17 @@ class StreamPlan:
         return np.random.Generator(np.random.PCG64([self.seed, *key]))
 
 
-def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: int) -> list[Block]:
+def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: int, most: int) -> list[Block]:
+    """Blocks of at least ``least`` rows from segments that end at every ``most`` rows of a row group."""
     blocks: list[Block] = []
     segments: list[Segment] = []
     start = place = begin
     at = int(np.searchsorted(starts, begin, side="right")) - 1
     while place < end:
-        stop = min(end, int(starts[at + 1]))
-        segments.append(Segment(int(order[at]), place - int(starts[at]), stop - int(starts[at])))
-        place, at = stop, at + 1
+        first, past_last = int(starts[at]), int(starts[at + 1])
+        stop = min(end, past_last, first + ((place - first) // most + 1) * most)
+        segments.append(Segment(int(order[at]), place - first, stop - first))
+        place, at = stop, at + (stop == past_last)
         if place - start >= least or place == end:
             blocks.append(Block(lane=lane, number=len(blocks), start=start - begin, stop=place - begin, segments=tuple(segments)))
             segments, start = [], place

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.data.blocks import Layout
 from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
-from torchrec_ext.data.source import RowGroup, Source
+from torchrec_ext.data.row_groups import RowGroup, Source
 from torchrec_ext.schema import BatchSchema, DataError
 
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchrec_ext.data.assemble import Slice
-from torchrec_ext.data.blocks import Layout, Memory, Rows, load_block
+from torchrec_ext.data.blocks import Layout, Memory, Rows
+from torchrec_ext.data.lanes import LaneReader, load_block
 from torchrec_ext.data.plan import Block, Piece, StreamPlan
 from torchrec_ext.data.prefetch import prefetched
-from torchrec_ext.data.source import Source
+from torchrec_ext.data.row_groups import Source
 
 
 class Step(NamedTuple):
@@ -47,8 +48,10 @@ class Stream:
 
     def fingerprint(self) -> dict[str, Any]:
         """What the order depends on beside the loader's settings."""
-        counts = np.array(self.plan.group_rows, dtype="<i8").tobytes()
-        return {"rows": self.plan.num_rows, "row_groups": hashlib.sha256(counts).hexdigest()[:16], "lanes": self.plan.num_lanes}
+        plan = self.plan
+        counts = hashlib.sha256(np.array(plan.group_rows, dtype="<i8").tobytes()).hexdigest()[:16]
+        buffered = {"lanes": plan.num_lanes, "buffer_rows": plan.buffer_rows} if plan.shuffle else {}
+        return {"rows": plan.num_rows, "row_groups": counts} | buffered
 
     def steps(self, epoch: int, start: int) -> Iterator[Step]:
         """The steps of an epoch from ``start`` on."""
@@ -75,16 +78,17 @@ class Stream:
         """The blocks in the order in which the steps first need them, each once."""
         lanes = self.plan.blocks(epoch)
         last: dict[int, int] = {}
+        readers = {lane: self._reader(lane) for lane in range(len(lanes))}
         for step in range(start, self.plan.steps):
             for block in dict.fromkeys(piece.block for piece in self._pieces(lanes, step)):
                 if last.get(block.lane, -1) < block.number:
                     last[block.lane] = block.number
-                    yield self._block(epoch, block, memory)
+                    yield load_block(readers[block.lane], block, self.plan.permutation(epoch, block), self._firsts, memory)
 
-    def _block(self, epoch: int, block: Block, memory: Memory) -> Rows:
-        mine = self._weight is None or self._reads(block.lane)
+    def _reader(self, lane: int) -> LaneReader:
+        mine = self._weight is None or self._reads(lane)
         layout = self._layout if mine else self._layout.only(str(self._weight))
-        return load_block(self._source, layout, block, self.plan.permutation(epoch, block), self._firsts, memory)
+        return LaneReader(self._source, layout, self.plan.part_rows)
 
     def _reads(self, lane: int) -> bool:
         low, high = self.plan.slots(self._rank, self._world_size)

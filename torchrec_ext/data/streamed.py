@@ -13,7 +13,7 @@ from torchrec_ext.data.blocks import Layout
 from torchrec_ext.data.columns import Array, Chunk, Int64
 from torchrec_ext.data.loader_config import LoaderConfig
 from torchrec_ext.data.plan import StreamPlan
-from torchrec_ext.data.source import Source
+from torchrec_ext.data.row_groups import Source
 from torchrec_ext.data.stream import Step, Stream
 from torchrec_ext.schema import BatchSchema
 
