@@ -10,6 +10,7 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.batches import BatchBuilder
+from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.datasets import DataConfig, load_config
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
@@ -29,23 +30,30 @@ def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
 
 @dataclass(frozen=True)
 class RankingTask:
-    """Held-out items of ``data`` among all its items; see :class:`torchx_apps.job.Task`.
+    """Held-out items of ``data``, ranked as ``data.evaluation`` says; see :class:`torchx_apps.job.Task`.
 
     Raises:
-        ValueError: there is nothing to validate or to test on.
+        ValueError: there is nothing to test on.
     """
 
     data: InteractionData
-    asked: str = "test items, whole catalogue"
     baseline_name: str = "popularity"
-    validates: bool = True
 
     def __post_init__(self) -> None:
-        for part in ("validation", "test"):
-            if not getattr(self.data, part).num_rows:
-                raise ValueError(
-                    f"set '{self.data.name}' has no {part} rows: no user has the 3 interactions that a split by time needs"
-                )
+        if not self.data.test.num_rows:
+            raise ValueError(f"set '{self.data.name}' has no test rows: no user has the 3 interactions that a split by time needs")
+
+    @property
+    def asked(self) -> str:
+        """Which rows, against what."""
+        if "test" in self.data.evaluation.candidates:
+            return f"test items, among {self.data.evaluation.candidates['test'].shape[1]} others"
+        return "test items, whole catalogue"
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation rows."""
+        return self.data.validation.num_rows > 0
 
     @property
     def name(self) -> str:
@@ -64,10 +72,9 @@ class RankingTask:
 
     def describe(self) -> str:
         """How much there is."""
-        return (
-            f"{self.name}, {self.data.train.num_rows:,} training rows, {self.data.test.num_rows:,} users with a held-out item, "
-            f"{self.data.num_items:,} items"
-        )
+        rows, users = self.data.test.num_rows, len(np.unique(self.data.test["user_id"].values))
+        held_out = f"{users:,} users with a held-out item" if rows == users else f"{rows:,} held-out items of {users:,} users"
+        return f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items"
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
         """The training rows with the negatives that ``config`` asks for."""
@@ -79,7 +86,7 @@ class RankingTask:
         return training_loader(self.data, schema, config, rank=rank, world_size=world_size)
 
     def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingJudge:
-        """AUC, HR@10, NDCG@10 and what one user would be shown."""
+        """The figures of ``data.evaluation``, and what one user would be shown."""
         return RankingJudge(self.data, schema, model, runtime)
 
 
@@ -98,21 +105,21 @@ class RankingJudge:
     def __init__(self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
         self._builder = BatchBuilder(schema, data.items)
-        self._labelled = {part: labelled_rows(data, part) for part in ("validation", "test")}
+        whole = [part for part in ("validation", "test") if part not in data.evaluation.candidates]
+        self._labelled = {part: labelled_rows(data, part) for part in whole if getattr(data, part).num_rows}
 
     def validate(self) -> Record:
-        """AUC, HR@10 and NDCG@10 on the validation items."""
-        return self._figures("validation", ("train",))
+        """The ranking of the validation items, and AUC where it is over the whole catalogue."""
+        return self._figures("validation")
 
     def test(self) -> Record:
         """The same on the test items, with the validation items seen."""
         self._model.eval()
-        return self._figures("test", ("train", "validation"))
+        return self._figures("test")
 
     def baseline(self, part: str) -> Record:
-        """HR@10 and NDCG@10 of the popularity ranking on the same items and candidates."""
-        seen = ("train",) if part == "validation" else ("train", "validation")
-        return metrics.popularity_metrics(torch.from_numpy(self._data.popularity()), self._question(part, seen), K)
+        """The popularity ranking of the same items and candidates."""
+        return popularity_figures(self._data, part)
 
     def example(self) -> str:
         """What the user of the first test row would be shown."""
@@ -132,17 +139,16 @@ class RankingJudge:
         best = scores.topk(min(K, int((scores > -torch.inf).sum())))
         return Recommended(int(user[0]), best.indices.tolist(), best.values.tolist())
 
-    def _figures(self, part: str, seen: tuple[str, ...]) -> Record:
-        chunk = getattr(self._data, part)
+    def _figures(self, part: str) -> Record:
+        chunk = getattr(self._data, part).take(_query_rows(self._data, part))
         shares = metrics.own_share(chunk.num_rows, self._runtime)
-        ranks = metrics.catalogue_ranks(
-            self._model.module,
-            self._runtime,
-            ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares),
-            self._item_batches(),
-            self._question(part, seen),
-        )
-        return {"auc": self._auc(part), **metrics.ranking_metrics(ranks, K)}
+        queries = ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
+        model, items = self._model.module, self._item_batches()
+        if part in self._data.evaluation.candidates:
+            ranks = metrics.candidate_ranks(model, self._runtime, queries, items, _candidates(self._data, part))
+            return _told(self._data, ranks)
+        ranks = metrics.catalogue_ranks(model, self._runtime, queries, items, _question(self._data, part))
+        return {"auc": self._auc(part), **_told(self._data, ranks)}
 
     def _auc(self, part: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
@@ -155,21 +161,56 @@ class RankingJudge:
         columns = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "labels", "weights"))
         return metrics.auc(*columns, self._runtime)
 
-    def _question(self, part: str, seen: tuple[str, ...]) -> metrics.Question:
-        chunk = getattr(self._data, part)
-        taken = self._data.seen(chunk["user_id"].values, *seen)
-        return metrics.Question(
-            targets=torch.from_numpy(chunk["item_id"].values),
-            seen_rows=torch.from_numpy(np.arange(len(taken)).repeat(taken.lengths)),
-            seen_items=torch.from_numpy(taken.values),
-        )
-
     def _item_batches(self) -> Iterator[metrics.Kept]:
         ids = np.arange(self._data.items.num_rows)
         return ((self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
 
     def _catalogue(self) -> torch.Tensor:
         return metrics.embed_all(self._model.module, "item", self._item_batches(), self._runtime)
+
+
+def popularity_figures(data: InteractionData, part: str) -> Record:
+    """The figures of ranking every user's candidates in ``part`` by how often they stand in ``train``."""
+    popularity = torch.from_numpy(data.popularity())
+    if part not in data.evaluation.candidates:
+        return _told(data, metrics.popularity_ranks(popularity, _question(data, part)))
+    ids = _candidates(data, part)
+    return _told(data, metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids))
+
+
+def _told(data: InteractionData, ranks: metrics.Ranks) -> Record:
+    return metrics.ranking_metrics(ranks, data.evaluation.at, data.evaluation.figures)
+
+
+def _query_rows(data: InteractionData, part: str) -> Int64:
+    """The rows of a part that are queries: all, or the first of each user in the order of their ids."""
+    users = getattr(data, part)["user_id"].values
+    return np.arange(len(users)) if data.evaluation.by == "row" else np.unique(users, return_index=True)[1]
+
+
+def _candidates(data: InteractionData, part: str) -> torch.Tensor:
+    """(U, 1 + N) the item of each row and the candidates that it is ranked among."""
+    targets = getattr(data, part)["item_id"].values
+    return torch.from_numpy(np.concatenate([targets[:, None], data.evaluation.candidates[part]], axis=1))
+
+
+def _question(data: InteractionData, part: str) -> metrics.Question:
+    users, targets = (getattr(data, part)[name].values for name in ("user_id", "item_id"))
+    rows = None
+    if data.evaluation.by == "user":
+        order = np.argsort(users, kind="stable")
+        users, rows = np.unique(users[order], return_inverse=True)
+        targets = targets[order]
+    before = ("train",) if part == "validation" else ("train", "validation")
+    taken = data.seen(users, *before)
+    if data.evaluation.keep_seen:
+        taken = Column.from_lengths(targets[:0], np.zeros(len(users), dtype=np.int64))
+    return metrics.Question(
+        targets=torch.from_numpy(targets),
+        target_rows=None if rows is None else torch.from_numpy(rows),
+        seen_rows=torch.from_numpy(np.arange(len(taken)).repeat(taken.lengths)),
+        seen_items=torch.from_numpy(taken.values),
+    )
 
 
 def recommendation_text(data: InteractionData, recommended: Recommended) -> str:

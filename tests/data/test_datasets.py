@@ -223,10 +223,15 @@ def test_movielens_has_the_figures_of_its_readme(ml_100k: InteractionData) -> No
 
 
 @pytest.mark.unit
+def test_a_set_that_does_not_exist_is_told_with_those_that_do(home: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.name='ml-1b': there is no such set; choose one of ml-100k, ml-1m-ncf, planted"):
+        load("ml-1b")
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "ml-1b"}, r"data\.name='ml-1b': there is no such set; choose one of ml-100k, planted, checkerboard"),
         ({"history_length": -1}, r"data\.history_length=-1: must be 0 or more"),
         ({"users": 5}, r"data\.users=5: ml-100k has its own"),
         ({"name": "planted", "items": 0}, r"data\.items=0: must be 1 or more"),

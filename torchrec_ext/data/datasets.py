@@ -1,4 +1,4 @@
-"""Data sets by name: found on disk, downloaded from their publisher with a checksum, or generated."""
+"""Sets of interactions by name: found on disk, downloaded from their publisher with a checksum, or generated."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from torchrec_ext.data import synthetic
+from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.download import Download, fetch, sha256, verify
+from torchrec_ext.data.folders import LAYOUTS, from_folder, is_folder_of_interactions
 from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.movielens import LICENCE, Tables, from_parquet, from_zip, movielens_100k
+from torchrec_ext.data.movielens import LICENCE, LICENCE_1M, Tables, from_parquet, from_zip, movielens_100k
+from torchrec_ext.data.movielens_splits import Protocol, Split100K, recbole, tfrs
 from torchrec_ext.schema import DataError
 
-NAMES = ("ml-100k", "planted", "checkerboard")
+NAMES = ("ml-100k", "ml-1m-ncf", "planted", "checkerboard")
+GENERATED = ("planted", "checkerboard")
 FOLDER_VARIABLE = "TORCHREC_EXT_DATA"
 
 
@@ -26,13 +31,19 @@ class DataConfig:
     """Which set to load.
 
     Args:
-        name: ``ml-100k``, or generated data: ``planted``, ``checkerboard``.
+        name: ``ml-100k``, ``ml-1m-ncf``, generated data (``planted``, ``checkerboard``), or that of a folder of your own in one of
+            the layouts of :data:`torchrec_ext.data.folders.LAYOUTS`.
         history_length: how many earlier items of the user a row holds at most.
         folder: where real sets lie, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         offline: never download.
         users: how many users to generate; the generator's own default where not given. For generated sets only.
         items: how many items to generate.
-        seed: of the generator.
+        seed: of the generator, and of what is held out for validation where no time says which.
+        split: of ml-100k: ``last_item`` of each user for test and the one before it for validation; ``recbole``, the default of
+            RecBole 1.2.1, all held-out items of a user found in one ranking; ``tfrs``, a random fifth for test, ranked among all
+            titles, those that the user has taken before too, as in TensorFlow Recommenders' tutorial.
+        validation: hold rows out for validation; False trains on them, for a last run with settings chosen before. For
+            ``ml-1m-ncf`` and folders like it, and ``tfrs``.
     """
 
     name: str = "ml-100k"
@@ -42,16 +53,22 @@ class DataConfig:
     users: int | None = None
     items: int | None = None
     seed: int = 0
+    split: Split100K = "last_item"
+    validation: bool = True
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise ValueError(f"data.name={self.name!r}: there is no such set; choose one of {', '.join(NAMES)}")
+        if self.split not in get_args(Split100K):
+            raise ValueError(f"data.split={self.split!r}: must be one of {', '.join(get_args(Split100K))}")
+        if not self.validation and (self.name in GENERATED or (self.name == "ml-100k" and self.split != "tfrs")):
+            raise ValueError(f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out")
+        if self.split != "last_item" and self.name != "ml-100k":
+            raise ValueError(f"data.split={self.split!r}: a split of ml-100k; leave it out with data.name={self.name}")
         if self.history_length < 0:
             raise ValueError(f"data.history_length={self.history_length}: must be 0 or more")
         for field in ("users", "items"):
             value = getattr(self, field)
-            if value is not None and self.name == "ml-100k":
-                raise ValueError(f"data.{field}={value}: ml-100k has its own; leave it out, or choose data.name=planted")
+            if value is not None and self.name not in GENERATED:
+                raise ValueError(f"data.{field}={value}: {self.name} has its own; leave it out, or choose data.name=planted")
             if value is not None and value < 1:
                 raise ValueError(f"data.{field}={value}: must be 1 or more")
 
@@ -62,6 +79,8 @@ ML_100K = Download(
     size=4_924_029,
     sha256="50d2a982c66986937beb9ffb3aa76efe955bf3d5c6b761f4e3a7cd717c6a3229",
 )
+# n_interactions of items.parquet counts the test items too.
+NCF_COLUMNS = {"users": ("gender", "age", "occupation"), "items": ("year", "genres")}
 # RecBole's conversion of the same ratings.
 ML_100K_PARQUET = {
     "inter.parquet": "51d977cd785c2175934bb577bd896e34c0143e7fd111f9c11eea3a0efdea4a22",
@@ -79,11 +98,21 @@ def load(
     users: int | None = None,
     items: int | None = None,
     seed: int = 0,
+    split: Split100K = "last_item",
+    validation: bool = True,
     progress: bool = True,
 ) -> InteractionData:
     """Loads a set by name: see :class:`DataConfig` for the arguments and :func:`load_config` for what it does."""
     config = DataConfig(
-        name=name, history_length=history_length, folder=folder, offline=offline, users=users, items=items, seed=seed
+        name=name,
+        history_length=history_length,
+        folder=folder,
+        offline=offline,
+        users=users,
+        items=items,
+        seed=seed,
+        split=split,
+        validation=validation,
     )
     return load_config(config, progress=progress)
 
@@ -103,10 +132,18 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
         DataError: a file is damaged.
     """
     if config.name == "ml-100k":
-        return movielens_100k(_ml_100k_tables(config, progress), config.history_length)
+        return _ml_100k(config, _ml_100k_tables(config, progress))
+    if config.name not in GENERATED:
+        return _from_folder(config)
     options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
     generate = synthetic.planted if config.name == "planted" else synthetic.checkerboard
     return generate(history_length=config.history_length, seed=config.seed, **options)
+
+
+def data_folder(name: str, folder: str | None) -> Path | None:
+    """Where the set of that name would lie: in ``folder``, or in ``$TORCHREC_EXT_DATA``; None where neither is given."""
+    root = folder or os.environ.get(FOLDER_VARIABLE)
+    return Path(root) / name if root else None
 
 
 def cache_folder() -> Path:
@@ -114,9 +151,57 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchrec_ext"
 
 
+def _ml_100k(config: DataConfig, tables: Tables) -> InteractionData:
+    if config.split == "last_item":
+        return movielens_100k(tables, config.history_length)
+    if config.split == "tfrs":
+        protocol = tfrs(tables, config.history_length, validation=config.validation)
+    else:
+        protocol = _recbole(config, tables[0])
+    tables = (protocol.ratings, *tables[1:])
+    return movielens_100k(tables, config.history_length, split=protocol.split, evaluation=protocol.evaluation)
+
+
+def _recbole(config: DataConfig, ratings: Chunk) -> Protocol:
+    folder = data_folder(config.name, config.folder)
+    if folder is None or not (folder / "recbole_split.parquet").exists():
+        raise DatasetUnavailable(
+            f"data.split=recbole needs recbole_split.parquet (user_id, item_id, split: train, valid or test), and "
+            f"{folder or f'neither data.folder nor {FOLDER_VARIABLE} is given'}{' has none' if folder else ''}; write what RecBole "
+            "1.2.1 makes of ml-100k by its defaults there"
+        )
+    return recbole(ratings, folder / "recbole_split.parquet", config.history_length)
+
+
+def _from_folder(config: DataConfig) -> InteractionData:
+    folder = data_folder(config.name, config.folder)
+    if folder is None or not is_folder_of_interactions(folder):
+        looked = folder or f"nowhere, since neither data.folder nor {FOLDER_VARIABLE} is given"
+        if config.name not in NAMES:
+            raise DataError(
+                f"data.name={config.name!r}: there is no such set; choose one of {', '.join(NAMES)}, or give a folder of that name "
+                f"with {LAYOUTS} (looked in {looked})"
+            )
+        raise DatasetUnavailable(
+            f"set '{config.name}' is not on this machine (looked in {looked}); put train.parquet (user, item), test.parquet (user, "
+            "item) and test_negatives.parquet (user, negative) there, made from the publisher's ml-1m.train.rating, "
+            "ml-1m.test.rating and ml-1m.test.negative (github.com/hexiangnan/neural_collaborative_filtering, Data), with "
+            "users.parquet and items.parquet for features, or use generated data: data.name=planted"
+        )
+    published = config.name == "ml-1m-ncf"
+    return from_folder(
+        folder,
+        name=config.name,
+        history_length=config.history_length,
+        validation=config.validation,
+        seed=config.seed,
+        columns=NCF_COLUMNS if published else None,
+        licence=LICENCE_1M if published else None,
+    )
+
+
 def _ml_100k_tables(config: DataConfig, progress: bool) -> Tables:
-    root = config.folder or os.environ.get(FOLDER_VARIABLE)
-    folder = Path(root) / config.name if root else None
+    folder = data_folder(config.name, config.folder)
     if folder and (folder / "inter.parquet").exists():
         _warn_if_other(folder)
         return from_parquet(folder)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
+from torchrec_ext.data.columns import Chunk, Column, Int64, Windows
+from torchrec_ext.data.evaluation import Evaluation
+from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, Split, leave_one_out
 from torchrec_ext.schema import DataError
 
-TRAIN, VALIDATION, TEST = 0, 1, 2
 LIKED = 4  # stars from which on a rating says that the user liked the item
 
 
@@ -29,10 +29,10 @@ class InteractionData:
 
     Args:
         name: what it was loaded by.
-        train: one row per positive: ``user_id``, ``item_id``, the user's features, ``history`` (ragged item ids, oldest first) and
-            ``timestamp``.
-        validation: the last row but one of each user.
-        test: the last row of each user.
+        train: one row per positive: ``user_id``, ``item_id``, the user's features, ``history`` (ragged item ids, oldest first,
+            where the times are known) and ``timestamp`` (likewise).
+        validation: held-out rows: where the set is split by time, the last row but one of each user. May have no rows.
+        test: held-out rows, likewise the last of each user.
         items: row i holds the item-side features of item i, its ``item_id`` = i among them; row 0 is the unknown item.
         vocab: rows that the table of each sparse feature needs; row 0 is always the unknown value.
         dense: names of the dense columns.
@@ -41,6 +41,7 @@ class InteractionData:
         titles: by item id, or None.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible ranking where they are known (generated data), such as ``HR@10``.
+        evaluation: how its publishers rank the held-out items.
     """
 
     name: str
@@ -55,6 +56,7 @@ class InteractionData:
     titles: list[str] | None = None
     licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Evaluation = field(default_factory=Evaluation)
 
     @property
     def num_items(self) -> int:
@@ -79,55 +81,6 @@ class InteractionData:
         return Column.from_windows(pairs.items[order], windows)
 
 
-class LeaveOneOut(NamedTuple):
-    """The result of :func:`leave_one_out`: M rows sorted by user, then time.
-
-    ``rows`` (M,) are places in the input, ``part`` (M,) is TRAIN, VALIDATION or TEST, ``history`` has M rows.
-    """
-
-    rows: Int64
-    part: NDArray[np.int8]
-    history: Column
-
-
-def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: int) -> LeaveOneOut:
-    """Splits by time per user: the last item is for test, the one before it for validation, the rest for training.
-
-    Equal times keep the order of the input. Of a pair that occurs more than once only the first is kept, so that no held-out pair
-    is also a training pair. A user with fewer than 3 interactions has all of them in training. The history of a row holds the
-    user's most recent ``history_length`` items with a *strictly* earlier time than the row's own: of what happened in the same
-    second nothing is known to have come first.
-
-    Args:
-        user: (B,) ids.
-        item: (B,) ids.
-        timestamp: (B,) in any unit.
-        history_length: greatest length of a history.
-    """
-    rows = np.lexsort((timestamp, user)).astype(np.int64)
-    pair = user[rows] * (item.max(initial=0) + 1) + item[rows]
-    rows = rows[np.sort(np.unique(pair, return_index=True)[1])]
-    user, item, timestamp = user[rows], item[rows], timestamp[rows]
-    first, past_last = _runs(user)
-    from_end = past_last - np.arange(len(rows))
-    part = np.where(past_last - first < 3, TRAIN, np.where(from_end == 1, TEST, np.where(from_end == 2, VALIDATION, TRAIN)))
-    same_time, _ = _runs(user, timestamp)
-    history = Column.from_windows(item, Windows(np.maximum(first, same_time - history_length), same_time))
-    return LeaveOneOut(rows, part.astype(np.int8), history)
-
-
-def _runs(*keys: Array) -> tuple[Int64, Int64]:
-    """For each row the first place of its run of equal keys, and the place after its last."""
-    size = len(keys[0])
-    changes = np.zeros(size, dtype=bool)
-    changes[:1] = True
-    for key in keys:
-        changes[1:] |= key[1:] != key[:-1]
-    starts = np.flatnonzero(changes)
-    lengths = np.diff(starts, append=size)
-    return starts.repeat(lengths), (starts + lengths).repeat(lengths)
-
-
 def from_ratings(
     *,
     name: str,
@@ -139,12 +92,15 @@ def from_ratings(
     history_length: int,
     titles: list[str] | None = None,
     licence: str | None = None,
+    split: Split | None = None,
+    evaluation: Evaluation | None = None,
 ) -> InteractionData:
-    """Splits ratings with :func:`leave_one_out` and puts the user's features into each row.
+    """Puts the user's features and history into each rating, and the ratings into their parts.
 
     Args:
         name: of the set.
-        ratings: columns ``user_id``, ``item_id``, ``timestamp``, ``rating``; every rating is a positive, whatever its stars.
+        ratings: columns ``user_id``, ``item_id``, ``timestamp`` and, where known, ``rating``; every row is a positive, whatever its
+            stars. ``timestamp`` is not needed with ``split``.
         users: row u holds the features of user u, ``user_id`` among them; row 0 is the unknown user.
         items: row i holds the features of item i; row 0 is the unknown item.
         vocab: rows by sparse feature.
@@ -152,6 +108,8 @@ def from_ratings(
         history_length: greatest length of a history.
         titles: by item id.
         licence: what the publisher asks.
+        split: of the ratings; :func:`leave_one_out` where not given.
+        evaluation: see :class:`InteractionData`.
 
     Raises:
         DataError: a rating names a user or an item that is not in ``users`` or ``items``.
@@ -159,10 +117,10 @@ def from_ratings(
     for column, table in (("user_id", users), ("item_id", items)):
         _check_known(name, column, ratings[column].values, table.num_rows)
     user, item = ratings["user_id"].values, ratings["item_id"].values
-    split = leave_one_out(user, item, ratings["timestamp"].values, history_length)
+    split = split or leave_one_out(user, item, ratings["timestamp"].values, history_length)
     train, validation, test = (_part(split, part, ratings, users) for part in (TRAIN, VALIDATION, TEST))
     past = split.rows[split.part != TEST]
-    liked = past[ratings["rating"].values[past] >= LIKED]
+    liked = past[ratings["rating"].values[past] >= LIKED] if "rating" in ratings else past
     return InteractionData(
         name=name,
         train=train,
@@ -175,19 +133,15 @@ def from_ratings(
         liked=Column.from_lengths(item[liked], np.bincount(user[liked], minlength=users.num_rows)),
         titles=titles,
         licence=licence,
+        evaluation=evaluation or Evaluation(),
     )
 
 
-def _part(split: LeaveOneOut, part: int, ratings: Chunk, users: Chunk) -> Chunk:
+def _part(split: Split, part: int, ratings: Chunk, users: Chunk) -> Chunk:
     places = np.flatnonzero(split.part == part)
     rows = split.rows[places]
-    return users.take(ratings["user_id"].values[rows]).with_columns(
-        {
-            "history": split.history.take(places),
-            "item_id": ratings["item_id"].take(rows),
-            "timestamp": ratings["timestamp"].take(rows),
-        }
-    )
+    columns = {name: ratings[name].take(rows) for name in ("item_id", "timestamp") if name in ratings}
+    return users.take(ratings["user_id"].values[rows]).with_columns({"history": split.history.take(places), **columns})
 
 
 def _check_known(name: str, column: str, ids: Int64, size: int) -> None:

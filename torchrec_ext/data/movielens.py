@@ -10,14 +10,17 @@ from pathlib import Path
 import numpy as np
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.evaluation import Evaluation
 from torchrec_ext.data.interactions import InteractionData, from_ratings
 from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.splits import Split
 from torchrec_ext.schema import DataError
 
 LICENCE = (
     "MovieLens 100K (c) GroupLens, University of Minnesota: research use only, no redistribution without permission, no commercial "
     "use. Cite: F. M. Harper and J. A. Konstan (2015), The MovieLens Datasets: History and Context, ACM TiiS 5(4), 19."
 )
+LICENCE_1M = LICENCE.replace("100K", "1M")
 # In the order of u.item's flags. The publisher's first flag, `unknown`, is id 0.
 GENRES = tuple(
     "Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical Mystery Romance "  # noqa: SIM905
@@ -35,7 +38,9 @@ AGE_CENTRE, AGE_SCALE = 35.0, 15.0
 Tables = tuple[Chunk, Chunk, Chunk]
 
 
-def movielens_100k(tables: Tables, history_length: int) -> InteractionData:
+def movielens_100k(
+    tables: Tables, history_length: int, *, split: Split | None = None, evaluation: Evaluation | None = None
+) -> InteractionData:
     """The set as interactions, every rating a positive.
 
     User side: ``user_id``, ``gender``, ``occupation``, ``zip_prefix`` (first digit; one id for Canada), dense ``age`` =
@@ -44,6 +49,8 @@ def movielens_100k(tables: Tables, history_length: int) -> InteractionData:
     Args:
         tables: (ratings, users, items) as :func:`from_parquet` and :func:`from_zip` read them.
         history_length: greatest length of a history.
+        split: of the ratings; by time where not given.
+        evaluation: how the held-out ratings are ranked.
     """
     ratings, people, movies = tables
     parsed = [
@@ -82,6 +89,8 @@ def movielens_100k(tables: Tables, history_length: int) -> InteractionData:
         history_length=history_length,
         titles=titles,
         licence=LICENCE,
+        split=split,
+        evaluation=evaluation,
     )
 
 

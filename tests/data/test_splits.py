@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.datasets import load
+from torchrec_ext.data.evaluation import Evaluation
+from torchrec_ext.data.folders import from_folder
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.movielens_splits import recbole
+from torchrec_ext.data.side_features import side_features
+from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
+from torchrec_ext.schema import DataError
+
+ROWS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([TRAIN, TRAIN, VALIDATION, TEST])), max_size=40)
+
+
+@pytest.mark.unit
+@given(rows=ROWS, length=st.integers(0, 5), seed=st.integers(0, 3))
+def test_a_profile_holds_training_items_of_its_user_and_never_its_own_row(
+    rows: list[tuple[int, int, int]], length: int, seed: int
+) -> None:
+    user, item, part = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    split = with_profiles(user, item, part.astype(np.int8), length, seed)
+    kept = [rows[row] for row in split.rows]
+    assert sorted(kept) == sorted(set(rows))
+    for at, (owner, own, of_part) in enumerate(kept):
+        known = [i for u, i, p in set(rows) if u == owner and p == TRAIN and not (of_part == TRAIN and i == own)]
+        profile = split.history.row(at).tolist()
+        assert len(profile) == min(length, len(known))
+        assert len(set(profile)) == len(profile)
+        assert set(profile) <= set(known)
+
+
+@pytest.mark.unit
+def test_long_profiles_of_a_user_differ_from_row_to_row() -> None:
+    many = np.arange(1, 101)
+    split = with_profiles(np.ones(100, dtype=np.int64), many, np.zeros(100, dtype=np.int8), 10)
+    shown = np.bincount(split.history.values, minlength=101)[1:]
+    assert (shown == 10).all(), "each item stands in as many profiles as any other"
+
+
+def ncf_folder(folder: Path, **changed: dict[str, list[Any]]) -> Path:
+    tables: dict[str, dict[str, list[Any]]] = {
+        "train": {"user": [0, 0, 1, 1, 2], "item": [0, 3, 1, 2, 4]},
+        "test": {"user": [0, 1, 2], "item": [1, 0, 0]},
+        "test_negatives": {"user": [1, 0, 0, 2, 2, 1], "negative": [3, 2, 1, 1, 2, 4]},
+        "items": {"item": [4, 1], "genres": ["a|b", "a"], "year": [1995, 1995], "title": ["E", "B"], "taken": [9, 1]},
+        **changed,
+    }
+    folder.mkdir(exist_ok=True)
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    return folder
+
+
+@pytest.mark.unit
+def test_a_folder_with_candidates_becomes_interactions_with_ids_from_1(tmp_path: Path) -> None:
+    data = from_folder(ncf_folder(tmp_path), name="mine", history_length=5, columns={"items": ("genres", "year")})
+    assert data.test["user_id"].values.tolist() == [1, 2, 3]
+    assert data.test["item_id"].values.tolist() == [2, 1, 1]
+    assert data.evaluation.candidates["test"].tolist() == [[3, 2], [4, 5], [2, 3]], "in the order of the test rows"
+    assert data.vocab == {"user_id": 4, "history": 6, "item_id": 6, "genres": 3, "year": 2}
+    assert [data.items["genres"].row(item).tolist() for item in range(6)] == [[], [], [1], [], [], [1, 2]]
+    assert data.titles == ["(unknown)", "(unknown)", "B", "(unknown)", "(unknown)", "E"]
+    assert data.validation["user_id"].values.tolist() == [1, 2], "user 3 has one training item, which stays"
+    for user, drawn in zip((1, 2), data.evaluation.candidates["validation"], strict=True):
+        assert not set(drawn.tolist()) & {1: {1, 4}, 2: {2, 3}}[user]
+    whole = from_folder(tmp_path, name="mine", history_length=5, validation=False)
+    assert (whole.train.num_rows, whole.validation.num_rows) == (5, 0)
+
+
+@pytest.mark.unit
+def test_a_folder_of_interactions_is_split_by_time(tmp_path: Path) -> None:
+    rows = {"user_id": [3, 3, 3, 3], "item_id": [7, 5, 6, 8], "timestamp": [1, 4, 2, 3]}
+    pq.write_table(pa.table(rows), tmp_path / "inter.parquet")
+    data = from_folder(tmp_path, name="mine", history_length=5)
+    assert data.test["item_id"].values.tolist() == [6]
+    assert data.validation["item_id"].values.tolist() == [9]
+    assert data.validation["history"].values.tolist() == [8, 7]
+    assert data.items.num_rows == 10
+
+
+@pytest.mark.unit
+def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ncf_folder(tmp_path / "mine")
+    assert load("mine", folder=str(tmp_path)).name == "mine"
+    monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
+    with pytest.raises(
+        DataError, match=r"data\.name='mine': there is no such set; choose one of ml-100k, .* or give a folder of that"
+    ):
+        load("mine")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"test_negatives": {"user": [0, 1], "negative": [2, 2]}}, "user 2, who has a test item, has no row"),
+        ({"train": {"user": [0, -1], "item": [0, 1]}}, r"train\.parquet: column 'user', row 1: id -1; must be 0 or more"),
+        ({"test": {"user": [0]}}, r"test\.parquet: column 'item_id' is missing, the file has \['user'\]"),
+    ],
+)
+def test_what_is_wrong_in_a_folder_is_told(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_folder(ncf_folder(tmp_path, **changed), name="mine", history_length=5)
+
+
+@pytest.mark.unit
+def test_columns_that_name_a_row_describe_nothing() -> None:
+    ids = np.arange(1, 5)
+    table = Chunk(
+        {
+            "title": Column(np.array(list("wxyz"), dtype=object)),
+            "sex": Column(np.array(["m", "f", "f", "m"], dtype=object)),
+            "price": Column(np.array([1.0, 3.0, 1.0, 3.0])),
+        }
+    )
+    made = side_features(ids, table, 5)
+    assert made.vocab == {"sex": 3}
+    assert made.dense == ("price",)
+    assert made.columns["price"].values.tolist() == [0, -1, 1, -1, 1]
+    assert made.columns["sex"].values.tolist() == [0, 2, 1, 1, 2]
+
+
+@pytest.mark.unit
+def test_recboles_file_must_hold_each_rating_once(tmp_path: Path) -> None:
+    ratings = Chunk({"user_id": Column(np.array([1, 1, 2])), "item_id": Column(np.array([1, 2, 1]))})
+    file = tmp_path / "recbole_split.parquet"
+    pq.write_table(pa.table({"user_id": [2, 1, 1], "item_id": [1, 2, 1], "split": ["test", "train", "valid"]}), file)
+    split = recbole(ratings, file, 5).split
+    assert split is not None
+    assert {int(row): int(part) for row, part in zip(split.rows, split.part, strict=True)} == {0: VALIDATION, 1: TRAIN, 2: TEST}
+    pq.write_table(pa.table({"user_id": [2, 1], "item_id": [1, 2], "split": ["test", "train"]}), file)
+    with pytest.raises(DataError, match="2 pairs, which are not the 3 of the ratings"):
+        recbole(ratings, file, 5)
+
+
+def test_the_published_splits_of_movielens(ml_100k_folder: Path) -> None:
+    root = str(ml_100k_folder.parent)
+    made = load("ml-100k", folder=root, split="recbole")
+    assert (made.train.num_rows, made.validation.num_rows, made.test.num_rows) == (80_808, 9_596, 9_596)
+    assert made.evaluation.by == "user"
+    tutorial = load("ml-100k", folder=root, split="tfrs", validation=False)
+    # 18 titles have two ids each: 206 ratings are a user's second of one title.
+    assert (tutorial.train.num_rows + tutorial.test.num_rows, tutorial.test.num_rows) == (99_794, 19_987)
+    for data in (made, tutorial):
+        own = data.train["item_id"].values.repeat(data.train["history"].lengths)
+        assert not (data.train["history"].values == own).any()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "random"}, r"data\.split='random': must be one of last_item, recbole, tfrs"),
+        ({"name": "planted", "split": "tfrs"}, r"data\.split='tfrs': a split of ml-100k; leave it out with data\.name=planted"),
+        ({"validation": False}, r"data\.validation=False: ml-100k split by last_item always has validation rows"),
+    ],
+)
+def test_a_wrong_split_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(**options)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("options", "message"), [({"at": (0,)}, r"at=\(0,\)"), ({"figures": ("auc",)}, r"figures=\('auc',\): must be some of hr,")]
+)
+def test_a_wrong_evaluation_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Evaluation(**options)
+
+
+def test_the_ncf_papers_split(ml_100k_folder: Path) -> None:
+    folder = ml_100k_folder.parent / "ml-1m-ncf"
+    if not folder.exists():
+        pytest.skip("needs TORCHREC_EXT_DATA/ml-1m-ncf")
+    data: InteractionData = load("ml-1m-ncf", folder=str(folder.parent), validation=False, history_length=0)
+    assert (data.train.num_rows, data.test.num_rows, data.num_items) == (994_169, 6_040, 3_706)
+    assert data.evaluation.candidates["test"].shape == (6_040, 99)
+    assert "n_interactions" not in data.items, "it counts the test items"

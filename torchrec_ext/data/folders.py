@@ -1,0 +1,161 @@
+"""A folder of parquet files -> InteractionData, by the names of its files; ids may start at 0 or anywhere above."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from torchrec_ext.data.columns import Chunk, Column, Int64
+from torchrec_ext.data.evaluation import Evaluation
+from torchrec_ext.data.interactions import InteractionData, from_ratings
+from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.side_features import side_features
+from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
+from torchrec_ext.schema import DataError
+
+LAYOUTS = (
+    "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet, test.parquet "
+    "(user, item) and test_negatives.parquet (user, negative: the candidates of that user's test item); with users.parquet (user, "
+    "...) and items.parquet (item, ...) where more is known of them"
+)
+_SPELLINGS = {"user_id": ("user_id", "user"), "item_id": ("item_id", "item"), "negative": ("negative", "item_id", "item")}
+
+
+def is_folder_of_interactions(folder: Path) -> bool:
+    """Whether the files of one of the layouts are there."""
+    return (folder / "inter.parquet").exists() or (folder / "test_negatives.parquet").exists()
+
+
+def from_folder(
+    folder: Path,
+    *,
+    name: str,
+    history_length: int,
+    validation: bool = True,
+    seed: int = 0,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    licence: str | None = None,
+) -> InteractionData:
+    """The set in ``folder``, whose layout is one of :data:`LAYOUTS`.
+
+    Where test items have candidates of their own, one training item of each user is held out for validation, drawn at random, with
+    as many candidates, drawn uniformly from what the user has not taken.
+
+    Args:
+        folder: with the files.
+        name: of the set.
+        history_length: greatest length of a history, or of a profile where no times are known.
+        validation: hold rows out for validation; False trains on them.
+        seed: of what is held out.
+        columns: by ``users`` and ``items``, the columns to read of these files, all that describe (see :func:`side_features`) where
+            not given.
+        licence: what the publisher asks.
+
+    Raises:
+        DataError: a file or a column is missing or damaged, or an id is below 0.
+    """
+    columns = columns or {}
+    if (folder / "test_negatives.parquet").exists():
+        parts = [_read(folder / f"{part}.parquet", "user_id", "item_id") for part in ("train", "test")]
+        negatives = _read(folder / "test_negatives.parquet", "user_id", "negative")
+        ratings = Chunk({key: Column(np.concatenate([chunk[key].values for chunk in parts])) for key in ("user_id", "item_id")})
+        part = np.repeat(np.array([TRAIN, TEST], dtype=np.int8), [chunk.num_rows for chunk in parts])
+        if validation:
+            part[_one_of_each(ratings["user_id"].values, part, seed)] = VALIDATION
+        split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length, seed)
+        most = max(int(ratings["item_id"].values.max()), int(negatives["negative"].values.max()))
+    else:
+        ratings = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp")
+        negatives, split, most = None, None, int(ratings["item_id"].values.max())
+    users = _side(folder / "users.parquet", "user_id", int(ratings["user_id"].values.max()), columns.get("users"))
+    items = _side(folder / "items.parquet", "item_id", most, columns.get("items"), taken=set(users[0]))
+    data = from_ratings(
+        name=name,
+        ratings=ratings,
+        users=users[0],
+        items=items[0],
+        vocab={**users[1], "history": items[0].num_rows, **items[1]},
+        dense=(*users[2], *items[2]),
+        history_length=history_length,
+        titles=items[3],
+        licence=licence,
+        split=split,
+    )
+    return data if negatives is None else _with_candidates(data, negatives, seed)
+
+
+def _read(path: Path, *names: str) -> Chunk:
+    """Columns of whole numbers under our names, ids from 1."""
+    found = _names_in(path)
+    spelled = {name: next((word for word in _SPELLINGS.get(name, (name,)) if word in found), name) for name in names}
+    chunk = read_parquet(path, dict.fromkeys(spelled.values(), "int"))
+    shifted = {name: chunk[word].values.astype(np.int64) + (name in _SPELLINGS) for name, word in spelled.items()}
+    for name, values in shifted.items():
+        if name in _SPELLINGS and values.min() < 1:
+            raise DataError(
+                f"{path}: column '{spelled[name]}', row {int(values.argmin())}: id {values.min() - 1}; must be 0 or more"
+            )
+    return Chunk({name: Column(values) for name, values in shifted.items()})
+
+
+def _names_in(path: Path) -> list[str]:
+    return list(pq.read_schema(path).names) if path.exists() else []
+
+
+def _side(
+    path: Path, key: str, most: int, columns: Sequence[str] | None, taken: set[str] | None = None
+) -> tuple[Chunk, dict[str, int], tuple[str, ...], list[str] | None]:
+    """Columns by id, vocabulary, names of dense columns, and titles where there is a column of that name."""
+    if not path.exists():
+        return Chunk({key: Column(np.arange(most + 1))}), {key: most + 1}, (), None
+    spelled = next(word for word in (*_SPELLINGS[key], key) if word in _names_in(path) or word == key)
+    ids = _read(path, key)[key].values
+    size = max(most, int(ids.max())) + 1
+    table = read_parquet(path, None if columns is None else [*columns, *(["title"] if "title" in _names_in(path) else [])])
+    names = {name: f"item_{name}" if name in (taken or ()) else name for name in table if name != spelled}
+    titles = _titles(ids, table["title"], size) if "title" in table else None
+    made = side_features(ids, Chunk({names[name]: table[name] for name in names}), size, columns)
+    features = Chunk({key: Column(np.arange(size)), **made.columns})
+    return features, {key: size, **made.vocab}, made.dense, titles
+
+
+def _titles(ids: Int64, column: Column, size: int) -> list[str]:
+    titles = ["(unknown)"] * size
+    for row, title in zip(ids.tolist(), column.values, strict=True):
+        titles[row] = str(title)
+    return titles
+
+
+def _one_of_each(user: Int64, part: np.ndarray[tuple[int], np.dtype[np.int8]], seed: int) -> Int64:
+    """A training row of each user who has two or more."""
+    rows = np.random.default_rng([seed, 1]).permutation(np.flatnonzero(part == TRAIN))
+    _, first, count = np.unique(user[rows], return_index=True, return_counts=True)
+    return rows[first[count > 1]]
+
+
+def _with_candidates(data: InteractionData, negatives: Chunk, seed: int) -> InteractionData:
+    candidates = {"test": _by_user(data.test["user_id"].values, negatives)}
+    if data.validation.num_rows:
+        pairs = data.pairs("train", "validation")
+        sampler = UniformNegatives(data.num_items, pairs.users, pairs.items, seed)
+        users = data.validation["user_id"].values
+        candidates["validation"] = sampler.draw(users, np.arange(len(users)), 0, candidates["test"].shape[1]).ids
+    return dataclasses.replace(data, evaluation=Evaluation(candidates=candidates))
+
+
+def _by_user(users: Int64, negatives: Chunk) -> Int64:
+    """(U, N) the negatives of each user, -1 where there are fewer than N."""
+    order = np.argsort(negatives["user_id"].values, kind="stable")
+    owners, items = negatives["user_id"].values[order], negatives["negative"].values[order]
+    starts, stops = owners.searchsorted(users), owners.searchsorted(users, side="right")
+    if (starts == stops).any():
+        row = int((starts == stops).argmax())
+        raise DataError(f"test_negatives.parquet: user {users[row] - 1}, who has a test item, has no row; write the candidates")
+    places = starts[:, None] + np.arange(int((stops - starts).max()))
+    inside = places < stops[:, None]
+    return np.where(inside, items[np.where(inside, places, 0)], -1)

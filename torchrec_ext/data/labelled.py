@@ -1,0 +1,199 @@
+"""LabelledData: rows that say what happened, with the context in which it happened: Frappe, a folder like it, or generated rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from torchrec_ext.data.columns import Array, Chunk, Column
+from torchrec_ext.data.datasets import DatasetUnavailable, data_folder
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.schema import DataError
+
+PARTS = ("train", "validation", "test")
+LAYOUT = (
+    "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user, item and, of any other name, the "
+    "context: whole numbers from 0 are ids, fractions are dense columns"
+)
+_FILES = {"train": ("train.parquet", "train_resampled.parquet"), "validation": ("validation.parquet",), "test": ("test.parquet",)}
+_NAMES = {"user": "user_id", "item": "item_id"}
+FRAPPE_LICENCE = (
+    "Frappe: research use only, no redistribution without permission, no commercial use. Cite: L. Baltrunas, K. Church, "
+    "A. Karatzoglou and N. Oliver (2015), Frappe: Understanding the Usage and Perception of Mobile App Recommendations In-The-Wild."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledConfig:
+    """Which labelled rows to load.
+
+    Args:
+        name: ``frappe``, generated data (``planted``), or that of a folder of your own in the same layout (:data:`LAYOUT`).
+        context: False gives every row the same context, id 0 and 0.0: what the model can do without it.
+        folder: where real sets lie, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
+        seed: of generated data.
+    """
+
+    name: str = "frappe"
+    context: bool = True
+    folder: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LabelledData:
+    """Rows with a label, split for training and evaluation.
+
+    Args:
+        name: what it was loaded by.
+        train: ``user_id``, ``item_id``, the context and ``label``, 0 or 1.
+        validation: likewise.
+        test: likewise.
+        vocab: rows that the table of each sparse column needs; the last row of each is for an id that is not in the files.
+        context: names of the sparse columns beside user and item.
+        dense: names of the dense columns, all of them context.
+        licence: what the publisher asks of users, or None.
+        best: figures of the best possible prediction where they are known (generated data).
+    """
+
+    name: str
+    train: Chunk
+    validation: Chunk
+    test: Chunk
+    vocab: Mapping[str, int]
+    context: tuple[str, ...]
+    dense: tuple[str, ...] = ()
+    licence: str | None = None
+    best: Mapping[str, float]
+
+
+def load_labelled(config: LabelledConfig) -> LabelledData:
+    """Loads the rows that ``config`` names.
+
+    Raises:
+        DatasetUnavailable: the files are not on this machine.
+        DataError: a file or a column is missing or damaged, a label is neither 0 nor 1, or an id is below 0.
+    """
+    data = planted_context(seed=config.seed) if config.name == "planted" else _from_folder(config)
+    return data if config.context else _without_context(data)
+
+
+def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, seed: int = 0) -> LabelledData:
+    """Clicks whose log-odds are a user's taste for an item's kind, moved by the hour of the day; the weekday is noise.
+
+    The answer: no score can order the rows better than the log-odds themselves, whose AUC and log loss on the test rows are in
+    ``best``.
+
+    Args:
+        rows: of all parts together, eight tenths for training and one for each other part.
+        users: how many, ids from 0.
+        items: how many, ids from 0.
+        seed: of everything.
+    """
+    rng = np.random.default_rng([seed, rows, users, items])
+    columns = {"user_id": users, "item_id": items, "hour": 24, "weekday": 7}
+    ids = {name: rng.integers(size, size=rows) for name, size in columns.items()}
+    taste, kind = rng.normal(size=(users, 4)), rng.normal(size=(items, 4))
+    evening = rng.normal(size=items)  # how much more an item is wanted at night than at noon
+    logits = (taste[ids["user_id"]] * kind[ids["item_id"]]).sum(1)
+    logits += 2 * evening[ids["item_id"]] * np.cos(2 * np.pi * ids["hour"] / 24) - 1
+    chance = 1 / (1 + np.exp(-logits))
+    label = (rng.random(rows) < chance).astype(np.float32)
+    everything = Chunk({name: Column(values) for name, values in ids.items()} | {"label": Column(label)})
+    tenth = rows // 10
+    test = slice(rows - tenth, rows)
+    return LabelledData(
+        name="planted",
+        train=everything.slice(0, rows - 2 * tenth),
+        validation=everything.slice(rows - 2 * tenth, rows - tenth),
+        test=everything.slice(rows - tenth, rows),
+        vocab={name: size + 1 for name, size in columns.items()},
+        context=("hour", "weekday"),
+        best={
+            "auc": _auc(logits[test], label[test]),
+            "log_loss": float(-np.log(np.where(label[test] > 0, chance[test], 1 - chance[test])).mean()),
+        },
+    )
+
+
+def _from_folder(config: LabelledConfig) -> LabelledData:
+    folder = data_folder(config.name, config.folder)
+    files = {part: _file(folder, part) for part in PARTS}
+    if missing := [part for part, file in files.items() if file is None]:
+        raise DatasetUnavailable(
+            f"set '{config.name}' is not on this machine: no rows for {', '.join(missing)} in "
+            f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put {LAYOUT} there, or use generated data: "
+            "data.name=planted"
+        )
+    chunks = {part: _read(file) for part, file in files.items() if file is not None}
+    sparse = [name for name in chunks["train"] if chunks["train"][name].values.dtype == np.int64]
+    dense = tuple(name for name in chunks["train"] if name not in sparse and name != "label")
+    vocab = {name: 2 + max(int(chunk[name].values.max()) for chunk in chunks.values()) for name in sparse}
+    return LabelledData(
+        name=config.name,
+        **{part: _scaled(chunk, chunks["train"], dense) for part, chunk in chunks.items()},
+        vocab=vocab,
+        context=tuple(name for name in sparse if name not in _NAMES.values()),
+        dense=dense,
+        licence=FRAPPE_LICENCE if config.name == "frappe" else None,
+        best={},
+    )
+
+
+def _file(folder: Path | None, part: str) -> Path | None:
+    return next((folder / name for name in _FILES[part] if (folder / name).exists()), None) if folder else None
+
+
+def _read(path: Path) -> Chunk:
+    """Ids as int64, the label and dense columns as float32."""
+    chunk = read_parquet(path)
+    for name in ("label", "user", "item"):
+        if name not in chunk and _NAMES.get(name) not in chunk:
+            raise DataError(f"{path}: column '{name}' is missing, the file has {list(chunk)}; the layout is {LAYOUT}")
+    made: dict[str, Array] = {}
+    for name, column in chunk.items():
+        kind = column.values.dtype.kind
+        if column.ragged or kind not in "iufb":
+            raise DataError(f"{path}: column '{name}' is {column!r}; must be one number per row: map text to ids first")
+        whole = kind != "f" and name != "label"
+        made[_NAMES.get(name, name)] = column.values.astype(np.int64 if whole else np.float32)
+        if whole and made[_NAMES.get(name, name)].min() < 0:
+            row = int(column.values.argmin())
+            raise DataError(f"{path}: column '{name}', row {row}: id {column.values[row]}; must be 0 or more")
+    wrong = ~np.isin(made["label"], (0, 1))
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(f"{path}: column 'label', row {row}: {made['label'][row]}; must be 0 or 1")
+    return Chunk({name: Column(values) for name, values in made.items()})
+
+
+def _scaled(chunk: Chunk, train: Chunk, dense: tuple[str, ...]) -> Chunk:
+    """Dense columns with the training rows' mean 0 and standard deviation 1."""
+    made = {}
+    for name in dense:
+        values = train[name].values
+        made[name] = Column(((chunk[name].values - values.mean()) / (values.std() or 1.0)).astype(np.float32))
+    return chunk.with_columns(made)
+
+
+def _without_context(data: LabelledData) -> LabelledData:
+    names = (*data.context, *data.dense)
+
+    def cleared(chunk: Chunk) -> Chunk:
+        return chunk.with_columns({name: Column(np.zeros_like(chunk[name].values)) for name in names})
+
+    return dataclasses.replace(
+        data, train=cleared(data.train), validation=cleared(data.validation), test=cleared(data.test), best={}
+    )
+
+
+def _auc(scores: Array, labels: Array) -> float:
+    """Of scores that do not tie."""
+    ranks = np.empty(len(scores))
+    ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
+    positives = labels.sum()
+    return float((ranks[labels > 0].sum() - positives * (positives + 1) / 2) / (positives * (len(labels) - positives)))

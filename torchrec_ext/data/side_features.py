@@ -1,0 +1,82 @@
+"""What is known of each user or item -> columns by id, with a vocabulary for each, without being told what the columns are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+
+SEPARATOR = "|"
+MOST_DISTINCT = 0.5  # share of distinct values from which on a column names its row, as a title does, and says nothing of another
+
+
+class SideFeatures(NamedTuple):
+    """``columns``: a row by id, row 0 the unknown one; ``vocab``: table rows of each sparse column; ``dense``: the others."""
+
+    columns: Chunk
+    vocab: dict[str, int]
+    dense: tuple[str, ...]
+
+
+def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | None = None) -> SideFeatures:
+    """Text and whole numbers become ids from 1, in sorted order, text with ``|`` in it a list of ids; fractions become dense.
+
+    A dense column is scaled to mean 0 and standard deviation 1. Left out are columns whose values are nearly all distinct, such as
+    titles and postal codes, which name a row and do not describe it.
+
+    Args:
+        ids: (B,) from 1 to ``size - 1``: which row of the result each row of ``table`` describes; one that none describes is 0.
+        table: B rows.
+        size: rows of the result.
+        columns: which columns of ``table``, instead of all that are not left out.
+
+    Example:
+        >>> table = Chunk({"genres": Column(np.array(["b|a", "a"], dtype=object)), "year": Column(np.array([1995, 1995]))})
+        >>> made = side_features(np.array([1, 3]), table, 4, ["genres", "year"])
+        >>> [made.columns["genres"].row(item).tolist() for item in range(4)], made.columns["year"].values.tolist(), made.vocab
+        ([[], [2, 1], [], [1]], [0, 1, 0, 1], {'genres': 3, 'year': 2})
+    """
+    made: dict[str, Column] = {}
+    vocab: dict[str, int] = {}
+    for name in columns if columns is not None else [name for name in table if _describes(table[name])]:
+        values = table[name].values
+        if values.dtype.kind == "f":
+            made[name] = _by_id(ids, _scaled(values), size)
+        elif values.dtype.kind in "OU" and any(SEPARATOR in str(text) for text in values):
+            made[name], vocab[name] = _lists(ids, values, size)
+        else:
+            distinct, places = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
+            made[name], vocab[name] = _by_id(ids, places + 1, size), len(distinct) + 1
+    return SideFeatures(Chunk(made), vocab, tuple(name for name in made if name not in vocab))
+
+
+def _describes(column: Column) -> bool:
+    if column.ragged:
+        return False
+    if column.values.dtype.kind == "f":
+        return bool(np.isfinite(column.values).all())
+    values = column.values.astype(str) if column.values.dtype.kind == "O" else column.values
+    return len(np.unique(values)) <= MOST_DISTINCT * len(values)
+
+
+def _lists(ids: Int64, texts: Array, size: int) -> tuple[Column, int]:
+    words: list[list[str]] = [[]] * size
+    for row, text in zip(ids.tolist(), texts, strict=True):
+        words[row] = [word for word in str(text).split(SEPARATOR) if word]
+    flat = np.array([word for row in words for word in row])
+    distinct, places = np.unique(flat, return_inverse=True)
+    return Column.from_lengths(places.astype(np.int64) + 1, np.array([len(row) for row in words])), len(distinct) + 1
+
+
+def _scaled(values: Array) -> Array:
+    scaled: Array = ((values - values.mean()) / (values.std() or 1.0)).astype(np.float32)
+    return scaled
+
+
+def _by_id(ids: Int64, values: Array, size: int) -> Column:
+    table = np.zeros(size, dtype=values.dtype)
+    table[ids] = values
+    return Column(table)
