@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchrec_ext.distributed.parallel import hybrid_parallel
     from torchrec_ext.distributed.planning import plan_sharding
     from torchrec_ext.distributed.runtime import Runtime
+    from torchrec_ext.models.ncf import ContextualNCF
     from torchrec_ext.models.tower_model import TowerModel, two_tower
     from torchrec_ext.modules.tower import Tower
     from torchrec_ext.schema import BatchSchema
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 # `train` is not here: a name shared with the subpackage would be the function or the module, whichever was imported last.
 _EXPORTS: dict[str, str] = {
     "BatchSchema": "torchrec_ext.schema",
+    "ContextualNCF": "torchrec_ext.models.ncf",
     "Runtime": "torchrec_ext.distributed.runtime",
     "Tower": "torchrec_ext.modules.tower",
     "TowerBatch": "torchrec_ext.batch",
@@ -31,6 +33,7 @@ _EXPORTS: dict[str, str] = {
 
 __all__ = [
     "BatchSchema",
+    "ContextualNCF",
     "Runtime",
     "Tower",
     "TowerBatch",

@@ -54,8 +54,8 @@ def mlp(
         ValueError: a width below 1, a wrong name, or ``residual`` where no hidden layer is as wide as its input.
 
     Example:
-        >>> mlp(8, [8, 4, 2], normalization="layer", residual=True)(torch.zeros(3, 8)).shape
-        torch.Size([3, 2])
+        >>> [type(layer).__name__ for layer in mlp(8, [8, 4, 2], normalization="layer", residual=True)]
+        ['Residual', 'Linear', 'LayerNorm', 'ReLU', 'Linear']
     """
     _check(in_features, widths, normalization, dropout, residual)
     layers: list[nn.Module] = []

@@ -1,0 +1,203 @@
+"""ContextualNCF: generalised matrix factorisation beside an MLP that also reads the context (He et al. 2017)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_ext.models.tower_model import Loss, TowerModel
+from torchrec_ext.modules.layers import Activation, activation_layer
+from torchrec_ext.modules.losses import bce
+from torchrec_ext.modules.pairs import over_pairs
+from torchrec_ext.modules.tower import Tower
+
+
+class ContextualNCF(TowerModel):
+    """NeuMF with context: GMF and MLP halves with embeddings of their own over the same ids, one prediction layer over both.
+
+    The MLP half reads the user's and the item's embedding, the context and, where given, features of the item; without any it is
+    the paper's NeuMF. It is a TowerModel of the towers ``user`` (with the context) and ``item``: each applies its columns of the
+    MLP's first layer, which is linear, so that with ``shared=("user",)`` user and context are computed once for 1 + N candidates,
+    and a catalogue is ranked with both sides computed once per row.
+
+    First values are the paper's: embeddings of the ids normal, MLP Xavier uniform, prediction layer LeCun uniform, biases 0.
+    TorchRec's own, uniform in +-1 / sqrt(rows), would make the products of a small table many times larger.
+
+    Args:
+        users: rows of the two user tables.
+        items: rows of the two item tables.
+        gmf_dim: columns of the GMF half's tables.
+        mlp_dim: columns of the MLP half's id tables.
+        mlp_widths: widths of the MLP's layers, each followed by the activation.
+        context_tables: categorical context; their first values are as their ``init_fn`` says.
+        context_dense: names of the dense context columns.
+        item_tables: categorical features of the item.
+        item_dense: names of the item's dense columns.
+        user_feature: the key of the user ids; the tables are named after it, as in ``user_id_gmf``.
+        item_feature: the key of the item ids, likewise.
+        embedding_std: standard deviation of the id tables' first values.
+        activation: after each layer of the MLP.
+        dropout: after each activation.
+        loss: a function of (logits, batch).
+        shared: towers that run once for the rows that share their input, usually ``("user",)``.
+        device: of the tables; ``meta`` declares them without memory.
+
+    Raises:
+        ValueError: a width below 1, an ``embedding_std`` that is not positive, two tables of one name.
+
+    Example:
+        >>> hours = EmbeddingBagConfig(name="hour", feature_names=["hour"], num_embeddings=25, embedding_dim=4)
+        >>> model = ContextualNCF(654, 1_127, context_tables=[hours], context_dense=["is_weekend"])
+        >>> model.schema().keys, model.schema().dense
+        (['user_id', 'hour', 'item_id'], ('is_weekend',))
+    """
+
+    def __init__(
+        self,
+        users: int,
+        items: int,
+        *,
+        gmf_dim: int = 8,
+        mlp_dim: int = 32,
+        mlp_widths: Sequence[int] = (32, 16, 8),
+        context_tables: Sequence[EmbeddingBagConfig] = (),
+        context_dense: Sequence[str] = (),
+        item_tables: Sequence[EmbeddingBagConfig] = (),
+        item_dense: Sequence[str] = (),
+        user_feature: str = "user_id",
+        item_feature: str = "item_id",
+        embedding_std: float = 0.01,
+        activation: Activation = "relu",
+        dropout: float = 0.0,
+        loss: Loss = bce,
+        shared: Sequence[str] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        _check(gmf_dim, mlp_dim, mlp_widths, embedding_std)
+        ids = partial(_id_tables, widths={"gmf": gmf_dim, "mlp": mlp_dim}, std=embedding_std)
+        first = mlp_widths[0]
+        user = NCFTower([*ids(user_feature, users), *context_tables], gmf_dim, first, dense=context_dense, device=device)
+        item = NCFTower([*ids(item_feature, items), *item_tables], gmf_dim, first, bias=False, dense=item_dense, device=device)
+        for tower in (user, item):  # one layer over both inputs side by side, so one bound for both halves
+            bound = math.sqrt(6 / (user.mlp.linear.in_features + item.mlp.linear.in_features + first))
+            nn.init.uniform_(tower.mlp.linear.weight, -bound, bound)
+        head = NCFHead(gmf_dim, mlp_widths, activation=activation, dropout=dropout)
+        super().__init__({"user": user, "item": item}, head, loss=loss, shared=shared)
+
+
+class NCFTower(Tower):
+    """One side: its GMF embedding beside its part of the MLP's first layer, (B, G + H).
+
+    Args:
+        tables: the first is the GMF half's; all others feed the MLP half, as the dense columns do.
+        gmf_dim: G, columns of the first.
+        hidden: H, width of the MLP's first layer.
+        bias: add the first layer's bias here.
+        dense: names of dense columns.
+        device: of the tables.
+    """
+
+    mlp: _Half
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        gmf_dim: int,
+        hidden: int,
+        *,
+        bias: bool = True,
+        dense: Sequence[str] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(tables, (), dense=dense, device=device)
+        self.mlp = _Half(gmf_dim, nn.Linear(self.out_features - gmf_dim, hidden, bias=bias))
+        self.out_features = gmf_dim + hidden
+
+
+class _Half(nn.Module):
+    """The first ``gmf_dim`` columns as they are, the others through a linear layer."""
+
+    def __init__(self, gmf_dim: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.gmf_dim, self.linear = gmf_dim, linear
+        if linear.bias is not None:
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, columns: Tensor) -> Tensor:
+        return torch.cat([columns[:, : self.gmf_dim], self.linear(columns[:, self.gmf_dim :])], dim=1)
+
+
+class NCFHead(nn.Module):
+    """The product of the GMF halves beside the rest of the MLP, and the prediction layer over both: an interaction.
+
+    Args:
+        gmf_dim: G.
+        mlp_widths: widths of the MLP's layers, of which the towers have computed the first, H wide.
+        activation: after each of them.
+        dropout: after each activation.
+    """
+
+    def __init__(self, gmf_dim: int, mlp_widths: Sequence[int], *, activation: Activation = "relu", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gmf_dim = gmf_dim
+        layers: list[nn.Module] = [activation_layer(activation), nn.Dropout(dropout)]
+        for before, width in pairwise(mlp_widths):
+            linear = nn.Linear(before, width)
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+            layers += [linear, activation_layer(activation), nn.Dropout(dropout)]
+        self.rest = nn.Sequential(*layers)
+        self.width = max(mlp_widths)
+        self.predict = nn.Linear(gmf_dim + mlp_widths[-1], 1)
+        bound = math.sqrt(3 / self.predict.in_features)
+        nn.init.uniform_(self.predict.weight, -bound, bound)
+        nn.init.zeros_(self.predict.bias)
+
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """(B,) logits from the two towers' outputs, each (B, G + H)."""
+        (user, first_user), (item, first_item) = map(self._halves, outputs)
+        return self.predict(torch.cat([user * item, self.rest(first_user + first_item)], dim=1)).squeeze(1)  # type: ignore[no-any-return]
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """(B, N) logits of every query (B, G + H) with every candidate (N, G + H), both from the towers."""
+        return over_pairs(query, candidates, self._pairs, self.width)
+
+    def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
+        (user, first_user), (item, first_item) = self._halves(query), self._halves(candidate)
+        weight = self.predict.weight[0]
+        first = first_user + first_item  # (b, n, H)
+        deep = self.rest(first.flatten(0, 1)) @ weight[self.gmf_dim :]
+        products = (user[:, 0] * weight[: self.gmf_dim]) @ item[0].T
+        return products + deep.view(first.shape[:2]) + self.predict.bias  # type: ignore[no-any-return]
+
+    def _halves(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        return output[..., : self.gmf_dim], output[..., self.gmf_dim :]
+
+
+def _id_tables(feature: str, rows: int, *, widths: dict[str, int], std: float) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=f"{feature}_{half}",
+            feature_names=[feature],
+            num_embeddings=rows,
+            embedding_dim=width,
+            init_fn=partial(nn.init.normal_, std=std),
+        )
+        for half, width in widths.items()
+    ]
+
+
+def _check(gmf_dim: int, mlp_dim: int, mlp_widths: Sequence[int], embedding_std: float) -> None:
+    for name, value in (("gmf_dim", gmf_dim), ("mlp_dim", mlp_dim)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be 1 or more, and a multiple of 4 to be sharded")
+    if not mlp_widths or min(mlp_widths) < 1:
+        raise ValueError(f"mlp_widths={list(mlp_widths)}: the MLP half needs at least one layer and every width 1 or more")
+    if not embedding_std > 0:
+        raise ValueError(f"embedding_std={embedding_std}: must be greater than 0, or users times items starts and stays at 0")
