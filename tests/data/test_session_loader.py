@@ -1,0 +1,172 @@
+"""The session loader: each sequence once on any number of ranks, ranks of equal load, resumed equals uninterrupted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.modules.embedding_configs import EmbeddingConfig
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Column
+from torchrec_ext.data.loader_config import LoaderConfig
+from torchrec_ext.data.session_loader import SessionLoader, deal
+from torchrec_ext.schema import BatchSchema, DataError
+
+pytestmark = pytest.mark.unit
+ITEMS = 50
+SCHEMA = BatchSchema.from_tables(
+    [EmbeddingConfig(name="item_id", embedding_dim=4, num_embeddings=ITEMS + 1, feature_names=["session", "candidates"])],
+    label_range=None,
+)
+
+
+def sequences(count: int) -> Column:
+    """Each of its own, so that a set of tuples says which were seen."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(2, 9, count)
+    values = generator.integers(1, ITEMS + 1, lengths.sum())
+    return Column.from_lengths(values, lengths)
+
+
+def loader_of(count: int, rank: int = 0, world_size: int = 1, **options: Any) -> SessionLoader:
+    config = LoaderConfig(**{"batch_size": 8, "negatives": 3, "prefetch": 0} | options)
+    return SessionLoader(sequences(count), SCHEMA, config=config, num_items=ITEMS, rank=rank, world_size=world_size)
+
+
+def feature(batch: TowerBatch, name: str) -> list[tuple[int, ...]]:
+    jagged = batch.sparse[name]
+    return [tuple(row.tolist()) for row in torch.split(jagged.values(), jagged.lengths().tolist())]
+
+
+def seen(batch: TowerBatch) -> list[tuple[int, ...]]:
+    return [row for row, weight in zip(feature(batch, "session"), batch.weights.tolist(), strict=True) if weight]
+
+
+def candidates(batches: list[TowerBatch]) -> list[int]:
+    return sorted(item for batch in batches for row in feature(batch, "candidates") for item in row if item)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 60),
+    batch_size=st.integers(1, 20),
+    negatives=st.integers(0, 3),
+    epoch=st.integers(0, 2),
+    shuffle=st.booleans(),
+)
+def test_any_number_of_ranks_sees_every_sequence_once(
+    count: int, batch_size: int, negatives: int, epoch: int, shuffle: bool
+) -> None:
+    options = {"batch_size": batch_size, "negatives": negatives, "shuffle": shuffle}
+    expected = sorted(tuple(sequences(count).row(row).tolist()) for row in range(count))
+    single: list[TowerBatch] = []
+    for world_size in (1, 2, 3):
+        loaders = [loader_of(count, rank, world_size, **options) for rank in range(world_size)]
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        steps = list(zip(*loaders, strict=True))
+        assert len(steps) == len(loaders[0]) == -(-count // batch_size), "as many steps on every rank"
+        assert sorted(row for step in steps for batch in step for row in seen(batch)) == expected
+        if world_size == 1:
+            single = [batch for (batch,) in steps]
+        for step, whole in zip(steps, single, strict=True):
+            assert sorted(row for batch in step for row in seen(batch)) == sorted(seen(whole)), "step by step the same ones"
+            assert candidates(list(step)) == candidates([whole])
+            assert len({len(batch) for batch in step}) == 1
+            assert len({batch.sparse["candidates"].values().numel() for batch in step}) == 1
+            targets = sum(len(row) - 1 for row in seen(whole))
+            assert all(float(batch.total_weight) == pytest.approx(targets / world_size) for batch in step)
+
+
+def test_a_new_epoch_brings_a_new_order_and_new_candidates() -> None:
+    loader = loader_of(40)
+    first = list(loader)
+    loader.set_epoch(1)
+    second = list(loader)
+    assert [seen(batch) for batch in first] != [seen(batch) for batch in second]
+    assert candidates(first) != candidates(second)
+    loader.set_epoch(0)
+    assert [seen(batch) for batch in loader] == [seen(batch) for batch in first]
+
+
+def test_no_negatives_make_the_whole_catalogue_the_candidates() -> None:
+    for batch in loader_of(20, negatives=0):
+        assert candidates([batch]) == list(range(1, ITEMS + 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=64), world_size=st.integers(1, 9))
+def test_ranks_get_almost_equal_loads(lengths: list[int], world_size: int) -> None:
+    ranks = deal(np.array(lengths), world_size)
+    counts = np.bincount(ranks, minlength=world_size)
+    loads = np.bincount(ranks, weights=lengths, minlength=world_size)
+    assert counts.sum() == len(lengths)
+    assert counts.max() <= -(-len(lengths) // world_size)
+    assert loads.max() - loads.min() <= max(lengths)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("stop", [0, 2, 4])
+def test_resumed_equals_uninterrupted(stop: int, prefetch: int) -> None:
+    whole = loader_of(40, prefetch=prefetch)
+    whole.set_epoch(3)
+    expected = [(seen(batch), candidates([batch])) for batch in whole]
+    interrupted = loader_of(40, prefetch=prefetch)
+    interrupted.set_epoch(3)
+    batches = iter(interrupted)
+    found = [(seen(batch), candidates([batch])) for _, batch in zip(range(stop), batches, strict=False)]
+    state = interrupted.state_dict(step=stop)
+    resumed = loader_of(40, prefetch=prefetch)
+    resumed.load_state_dict(state)
+    assert found + [(seen(batch), candidates([batch])) for batch in resumed] == expected
+    resumed.set_epoch(3)
+    assert len(list(resumed)) == 5, "the next pass is a whole one"
+
+
+def test_resuming_on_other_ranks_sees_what_is_missing() -> None:
+    whole = loader_of(40)
+    expected = [sorted(seen(batch)) for batch in whole][2:]
+    pair = [loader_of(40, rank, 2) for rank in range(2)]
+    for loader in pair:
+        loader.load_state_dict(whole.state_dict(step=2))
+    assert [sorted(seen(left) + seen(right)) for left, right in zip(*pair, strict=True)] == expected
+
+
+def test_a_state_of_another_stream_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="cannot resume in the middle of an epoch: batch_size was 8 and is 4; restore these settings"
+    ):
+        loader_of(40, batch_size=4).load_state_dict(loader_of(40).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank=2 of world_size=2: rank must be 0 to 1"),
+        ({"label": "clicked", "negatives": 0}, "loader.label='clicked': sequences have no such column"),
+        ({"weight": "weight"}, "loader.weight='weight': sequences have no such column"),
+        ({"sampling": "popularity"}, "loader.sampling='popularity': candidates that all targets share are drawn uniformly"),
+        ({"batch_size": 50, "drop_last": True}, "40 sequences with loader.batch_size=50 and loader.drop_last=True make no step"),
+    ],
+)
+def test_a_wrong_setting_is_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        loader_of(40, **options)
+    assert text in str(error.value)
+
+
+def test_a_sequence_without_a_target_is_refused() -> None:
+    short = Column.from_lengths(np.array([1, 2, 3]), np.array([2, 1]))
+    with pytest.raises(DataError, match="sequence 1 has 1 items, must have 2 or more"):
+        SessionLoader(short, SCHEMA, config=LoaderConfig(), num_items=ITEMS)
+
+
+def test_an_item_outside_the_table_is_refused() -> None:
+    beyond = Column.from_lengths(np.array([1, 2, 1, ITEMS + 1]), np.array([2, 2]))
+    with pytest.raises(DataError, match=f"feature 'session': id {ITEMS + 1} in row 1 "):
+        list(SessionLoader(beyond, SCHEMA, config=LoaderConfig(prefetch=0), num_items=ITEMS))

@@ -1,0 +1,215 @@
+"""SequenceData: what each user took, in order of time, with the last items held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_ext.data.columns import Array, Column, Int64, Windows
+from torchrec_ext.schema import DataError
+
+HELD_OUT = {"validation": 2, "test": 1}  # places from the end
+LEAST = 3  # items of a user of whom two are held out
+
+
+class HeldOut(NamedTuple):
+    """Q questions: ``users`` (Q,) rows of the data, ``before`` Q rows of the items that came before, ``targets`` (Q,) the next."""
+
+    users: Int64
+    before: Column
+    targets: Int64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceData:
+    """U users' items in order of time, split leave-one-out: the last is for test, the one before it for validation.
+
+    A user with fewer than 3 items has all of them in training.
+
+    Args:
+        name: what it was loaded by.
+        sequences: U rows of item ids 1 to ``num_items``, oldest first.
+        num_items: items of the catalogue; id 0 is the unknown item and padding.
+        times: U rows of the times at which they were taken, as long; or None.
+        user_ids: (U,) what the file calls the users.
+        item_ids: (num_items + 1,) what the file calls the items; [0] is unused.
+        licence: what the publisher asks of users, or None.
+        best: figures of the best possible ranking where they are known (generated data), such as ``HR@1``.
+
+    Raises:
+        DataError: an empty sequence, an id outside the catalogue, or times that fall; the message names user and place.
+    """
+
+    name: str
+    sequences: Column
+    num_items: int
+    times: Column | None = None
+    user_ids: Array | None = None
+    item_ids: Array | None = None
+    licence: str | None = None
+    best: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.sequences.ragged or not len(self.sequences):
+            raise DataError(f"set '{self.name}': sequences must be a ragged column of 1 or more users, got {self.sequences}")
+        lengths = self.sequences.lengths
+        if not lengths.all():
+            user = int((lengths == 0).argmax())
+            raise DataError(
+                f"set '{self.name}': {self._user(user)} has an empty sequence ({int((lengths == 0).sum())} such users); drop them"
+            )
+        values = self.sequences.values
+        bad = (values < 1) | (values > self.num_items)
+        if bad.any():
+            place = int(bad.argmax())
+            raise DataError(
+                f"set '{self.name}': item {values[place]} of {self._user(*self._at(place))} is not in the catalogue (ids 1 to "
+                f"{self.num_items}; {int(bad.sum())} such ids); fix the data, or num_items"
+            )
+        if self.times is not None:
+            self._check_times(self.times)
+
+    def _check_times(self, times: Column) -> None:
+        if not times.ragged or not np.array_equal(times.lengths, self.sequences.lengths):
+            raise DataError(f"set '{self.name}': times are {times}; must be ragged, one for each item of {self.sequences}")
+        values, (_, steps) = times.values, _rows_and_steps(times.lengths)
+        falls = np.zeros(len(values), dtype=bool)
+        falls[1:] = (values[1:] < values[:-1]) & (steps[1:] > 0)
+        if falls.any():
+            place = int(falls.argmax())
+            raise DataError(
+                f"set '{self.name}': time {values[place]} of {self._user(*self._at(place))} is before {values[place - 1]}, that of "
+                f"the item before it ({int(falls.sum())} such places); sort each user's items by time"
+            )
+
+    def _at(self, place: int) -> tuple[int, int]:
+        """User row and step of a place in the values."""
+        ends = np.cumsum(self.sequences.lengths)
+        user = int(ends.searchsorted(place, side="right"))
+        return user, place - int(ends[user] - self.sequences.lengths[user])
+
+    def _user(self, row: int, step: int | None = None) -> str:
+        user = f"user {row if self.user_ids is None else self.user_ids[row]}"
+        return user if step is None else f"{user}, place {step}"
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Rows that the item table needs."""
+        return {"item_id": self.num_items + 1}
+
+    def training(self) -> Column:
+        """U rows: each user's items but the two that are held out."""
+        windows = self._windows()
+        held_out = np.where(self.sequences.lengths < LEAST, 0, 2)
+        return Column.from_windows(self.sequences.pool, Windows(windows.starts, windows.stops - held_out))
+
+    def held_out(self, part: str) -> HeldOut:
+        """The questions of ``validation`` or ``test``; the validation item is among those before the test item."""
+        if part not in HELD_OUT:
+            raise ValueError(f"part={part!r}: must be one of {', '.join(HELD_OUT)}")
+        users = np.flatnonzero(self.sequences.lengths >= LEAST)
+        windows = self._windows()
+        starts, stops = windows.starts[users], windows.stops[users] - HELD_OUT[part]
+        return HeldOut(users, Column.from_windows(self.sequences.pool, Windows(starts, stops)), self.sequences.pool[stops])
+
+    def popularity(self) -> Int64:
+        """(num_items + 1,) how often each item is in :meth:`training`."""
+        return np.bincount(self.training().values, minlength=self.num_items + 1).astype(np.int64)
+
+    def _windows(self) -> Windows:
+        windows = self.sequences.windows
+        assert windows is not None, "checked to be ragged"
+        return windows
+
+
+def training_windows(sequences: Column, max_targets: int) -> Column:
+    """Cuts sequences so that each item but a user's first is a target exactly once, after at most ``max_targets`` - 1 others.
+
+    Pieces are cut from the end, so the last ones are whole, and overlap by one item, the first input of the next. Users with a
+    single item have no target and no piece.
+
+    Args:
+        sequences: ragged.
+        max_targets: the most targets of a piece, which has one item more.
+
+    Example:
+        >>> cut = training_windows(Column.from_lengths(np.arange(1, 8), np.array([6, 1])), 2)
+        >>> [cut.row(piece).tolist() for piece in range(len(cut))]
+        [[1, 2], [2, 3, 4], [4, 5, 6]]
+    """
+    windows = sequences.windows
+    if windows is None or max_targets < 1:
+        raise ValueError(f"max_targets={max_targets} of {sequences}: must be 1 or more, of a ragged column")
+    targets = np.maximum(sequences.lengths - 1, 0)
+    pieces = -(-targets // max_targets)
+    rows, nth = _rows_and_steps(pieces)
+    stops = windows.stops[rows] - (pieces[rows] - 1 - nth) * max_targets
+    return Column.from_windows(sequences.pool, Windows(np.maximum(windows.starts[rows], stops - max_targets - 1), stops))
+
+
+def most_recent(sequences: Column, limit: int) -> Column:
+    """The last ``limit`` items of each row, all of a shorter one."""
+    windows = sequences.windows
+    if windows is None or limit < 1:
+        raise ValueError(f"limit={limit} of {sequences}: must be 1 or more, of a ragged column")
+    return Column.from_windows(sequences.pool, Windows(np.maximum(windows.starts, windows.stops - limit), windows.stops))
+
+
+def from_rows(
+    name: str,
+    user: Array,
+    item: Array,
+    order: Array,
+    *,
+    times: bool = False,
+    licence: str | None = None,
+) -> SequenceData:
+    """Sequences from one row per event, in any order; users and items may have any ids.
+
+    Args:
+        name: of the set.
+        user: (E,) ids.
+        item: (E,) ids; the catalogue are those that occur.
+        order: (E,) a place in the sequence or a time; equal ones of a user keep the order of the rows.
+        times: whether ``order`` is a time, to be kept.
+        licence: what the publisher asks.
+    """
+    rows = np.lexsort((order, user))
+    user_ids, counts = np.unique(user, return_counts=True)
+    item_ids, codes = np.unique(item, return_inverse=True)
+    return SequenceData(
+        name=name,
+        sequences=Column.from_lengths(codes.astype(np.int64)[rows] + 1, counts),
+        num_items=len(item_ids),
+        times=Column.from_lengths(order[rows], counts) if times else None,
+        user_ids=user_ids,
+        item_ids=np.concatenate([item_ids[:1], item_ids]),
+        licence=licence,
+    )
+
+
+def time_gap_ids(gaps: NDArray[np.integer], buckets: int = 32) -> Int64:
+    """Ids of time gaps for a table of ``buckets`` rows: 0 for none, then one for each doubling (Chen et al. 2019, section 3.1).
+
+    Args:
+        gaps: in any unit, 0 or more: the time of the target less that of the item.
+        buckets: rows of the table; longer gaps share the last one.
+
+    Example:
+        >>> time_gap_ids(np.array([0, 1, 2, 3, 4, 10**12]), buckets=8).tolist()
+        [0, 1, 2, 2, 3, 7]
+    """
+    if len(gaps) and int(gaps.min()) < 0:
+        place = int((gaps < 0).argmax())
+        raise DataError(f"time gap {gaps[place]} at place {place}: must be 0 or more; a session holds what came before its target")
+    return np.minimum(np.frexp(gaps.astype(np.float64))[1], buckets - 1).astype(np.int64)
+
+
+def _rows_and_steps(lengths: Int64) -> tuple[Int64, Int64]:
+    """For each value of a ragged column its row and its place in that row."""
+    rows = np.arange(len(lengths)).repeat(lengths)
+    return rows, np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]

@@ -1,0 +1,185 @@
+"""SessionLoader: sequences -> batches for next-item prediction, balanced over ranks by length, resumable at any step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.data.loader_config import LoaderConfig
+from torchrec_ext.data.prefetch import prefetched
+from torchrec_ext.schema import BatchSchema, DataError, Jagged
+
+
+class SessionLoader:
+    """An epoch of batches with the features ``session`` and ``candidates``, in which every sequence counts exactly once.
+
+    The order and the candidates are functions of (seed, epoch), whatever the number of ranks. Each global step takes the next
+    ``batch_size`` sequences, deals them out so that the ranks get almost equally many items, and pads every rank's share with empty
+    rows of weight 0 to the same shape. All ranks take the same number of steps.
+
+    Args:
+        sequences: ragged, each of 2 or more items, of which all but the first are targets; the same on every rank.
+        schema: of the model.
+        config: ``batch_size`` sequences over all ranks; ``negatives`` N makes batch_size x N candidates, drawn uniformly and shared
+            by all targets of a step, and 0 makes the whole catalogue the candidates.
+        num_items: items of the catalogue, ids 1 to num_items.
+        rank: r.
+        world_size: R.
+
+    Raises:
+        DataError: a sequence without a target; when iterated, an id outside its table.
+    """
+
+    def __init__(
+        self,
+        sequences: Column,
+        schema: BatchSchema,
+        *,
+        config: LoaderConfig,
+        num_items: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} of world_size={world_size}: rank must be 0 to {world_size - 1}")
+        _check(config)
+        self._lengths = sequences.lengths
+        if len(sequences) and int(self._lengths.min()) < 2:
+            row = int((self._lengths < 2).argmax())
+            raise DataError(
+                f"sequence {row} has {self._lengths[row]} items, must have 2 or more: the first is an input, the others are "
+                "targets; cut sequences with training_windows()"
+            )
+        self.config = config
+        self._sequences, self._schema, self._num_items = sequences, schema, num_items
+        self._rank, self._world_size = rank, world_size
+        self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
+        self._epoch = self._step = self._start = 0
+        if not len(self):
+            raise DataError(
+                f"{len(sequences)} sequences with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} "
+                "make no step; give more sequences or a smaller batch_size, or keep the last batch"
+            )
+
+    def __len__(self) -> int:
+        """Steps in an epoch, the same on every rank."""
+        whole, rest = divmod(len(self._sequences), self.config.batch_size)
+        return whole + (rest > 0 and not self.config.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Starts ``epoch``, counted from 0, at its first step."""
+        self._epoch, self._step, self._start = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        """The epoch's batches; after :meth:`load_state_dict`, those that remain (once)."""
+        start, self._start = self._start, 0
+        self._step = start
+        for step, batch in enumerate(prefetched(self._batches(self._epoch, start), self.config.prefetch), start=start + 1):
+            self._step = step
+            yield batch
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """Where the stream stands, as in :meth:`ChunkLoader.state_dict`."""
+        return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state`` was taken, on any number of ranks.
+
+        Raises:
+            ValueError: the state is of another stream, so the remaining sequences would not be those that are missing.
+        """
+        mine = self._stream()
+        different = {name: (value, mine.get(name)) for name, value in state["stream"].items() if value != mine.get(name)}
+        if different:
+            parts = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in different.items())
+            raise ValueError(f"cannot resume in the middle of an epoch: {parts}; restore these settings, or start a new epoch")
+        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._start = self._step
+
+    def _stream(self) -> dict[str, Any]:
+        """What the stream depends on beside the epoch."""
+        names = ("batch_size", "negatives", "shuffle", "drop_last", "seed")
+        sizes = {"sequences": len(self._sequences), "items": self._num_items}
+        return sizes | {name: getattr(self.config, name) for name in names}
+
+    def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+        order = self._order(epoch)
+        for step in range(start, len(self)):
+            batch = self._batch(order[step * self.config.batch_size : (step + 1) * self.config.batch_size], epoch, step)
+            yield batch.pin_memory() if self._pin else batch
+
+    def _order(self, epoch: int) -> Int64:
+        if not self.config.shuffle:
+            return np.arange(len(self._sequences))
+        return np.random.Generator(np.random.PCG64([self.config.seed, epoch])).permutation(len(self._sequences))
+
+    def _batch(self, everyone: Int64, epoch: int, step: int) -> TowerBatch:
+        lengths = self._lengths[everyone]
+        mine = everyone[deal(lengths, self._world_size) == self._rank]
+        size = -(-self.config.batch_size // self._world_size)
+        candidates = self._candidates(epoch, step)
+        return self._schema.assemble(
+            {
+                "session": Jagged(torch.from_numpy(self._sequences.take(mine).values), _padded(self._lengths[mine], size).int()),
+                "candidates": Jagged(torch.from_numpy(candidates), _spread(len(candidates), size)),
+            },
+            labels=torch.ones(size),
+            weights=(torch.arange(size) < len(mine)).float(),
+            total_weight=float((lengths - 1).sum()) / self._world_size,
+            rows=_padded(mine, size),
+        )
+
+    def _candidates(self, epoch: int, step: int) -> Int64:
+        """This rank's share of the step's candidates, as many on every rank: filled up with 0."""
+        if not self.config.negatives:
+            everything = np.arange(1, self._num_items + 1)
+        else:
+            generator = np.random.Generator(np.random.PCG64([self.config.seed, epoch, step, 1]))
+            everything = generator.integers(1, self._num_items + 1, size=self.config.batch_size * self.config.negatives)
+        share = -(-len(everything) // self._world_size)
+        mine = np.zeros(share, dtype=np.int64)
+        own = everything[self._rank * share : (self._rank + 1) * share]
+        mine[: len(own)] = own
+        return mine
+
+
+def deal(lengths: Int64, world_size: int) -> Int64:
+    """(B,) the rank of each sequence: no two ranks differ by more than one sequence, or by more items than the longest has.
+
+    The longest first, to and fro: 0, 1, 2, 2, 1, 0, 0, 1 and so on.
+
+    Example:
+        >>> deal(np.array([9, 2, 8, 3]), 2).tolist()
+        [0, 0, 1, 1]
+    """
+    turn, place = np.divmod(np.arange(len(lengths)), world_size)
+    ranks = np.empty(len(lengths), dtype=np.int64)
+    ranks[np.argsort(-lengths, kind="stable")] = np.where(turn % 2 == 0, place, world_size - 1 - place)
+    return ranks
+
+
+def _padded(values: Int64, size: int) -> torch.Tensor:
+    padded = torch.zeros(size, dtype=torch.int64)
+    padded[: len(values)] = torch.from_numpy(values)
+    return padded
+
+
+def _spread(count: int, rows: int) -> torch.Tensor:
+    """(rows,) lengths that add up to ``count``, as equal as can be."""
+    return torch.diff(torch.arange(rows + 1) * count // rows).int()
+
+
+def _check(config: LoaderConfig) -> None:
+    for name in ("label", "weight"):
+        if getattr(config, name):
+            raise ValueError(f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out")
+    if config.sampling != "uniform":
+        raise ValueError(
+            f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn uniformly; leave it out, or set "
+            "loader.negatives=0 for the whole catalogue"
+        )
