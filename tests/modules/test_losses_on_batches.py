@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +14,9 @@ from tests.data.test_loader import ITEMS, loader_of
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.known_pairs import KnownPairs
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.modules.codistillation import codistillation
 from torchrec_ext.modules.in_batch import in_batch_negatives
-from torchrec_ext.modules.losses import in_batch_softmax, sampled_softmax
+from torchrec_ext.modules.losses import bce, bpr, hinge, in_batch_softmax, sampled_softmax
 
 SIZE = 21  # with 8 positives a step, the last one has 5
 
@@ -27,20 +31,35 @@ def tables() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(rows, 4, generator=generator, dtype=torch.float64) for rows in (SIZE, ITEMS + 1))  # type: ignore[return-value]
 
 
-def sampled(rank: int, world_size: int) -> list[float]:
+def of_groups(name: str, rank: int, world_size: int) -> list[float]:
     users, items = tables()
+    functions: dict[str, Any] = {
+        "sampled_softmax": functools.partial(sampled_softmax, negatives=3, temperature=0.5),
+        "bpr": functools.partial(bpr, negatives=3),
+        "hinge": functools.partial(hinge, negatives=3, margin=0.3),
+        "hinge of the hardest": functools.partial(hinge, negatives=3, hardest=True),
+        "bce": bce,
+    }
     losses = []
     for batch in loader_of(SIZE, rank, world_size, negatives=3, sampling="popularity", weight="weight"):
         logits = (users[ids(batch, "user_id")] * items[ids(batch, "item_id")]).sum(dim=1)
-        losses.append(float(sampled_softmax(logits, batch, negatives=3, temperature=0.5)))
+        if name == "codistillation":
+            made = codistillation(logits, batch, torch.stack([logits.sin(), logits.cos()]))
+        else:
+            made = functions[name](logits if name != "bce" else logits.float(), batch)
+        losses.append(float(made))
     return losses
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("name", ["sampled_softmax", "bpr", "hinge", "hinge of the hardest", "bce", "codistillation"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sampled_softmax(world_size: int) -> None:
-    ranks = [sampled(rank, world_size) for rank in range(world_size)]
-    assert [sum(step) / world_size for step in zip(*ranks, strict=True)] == pytest.approx(sampled(0, 1), rel=1e-6)
+def test_losses_of_rows(name: str, world_size: int) -> None:
+    ranks = [of_groups(name, rank, world_size) for rank in range(world_size)]
+    whole = of_groups(name, 0, 1)
+    assert [sum(step) / world_size for step in zip(*ranks, strict=True)] == pytest.approx(whole, rel=1e-6)
+    assert len(whole) == 3
+    assert len(set(whole)) == 3
 
 
 def in_batch(runtime: Runtime) -> list[float]:

@@ -107,3 +107,20 @@ def test_wrong_arguments_are_named() -> None:
         sampled_softmax(torch.zeros(6), rows(None, [1.0, 1.0], 3), negatives=2)
     with pytest.raises(ValueError, match=r"temperature=0.0: must be greater than 0"):
         softmax_losses(torch.zeros(1, 2), torch.tensor([0]), temperature=0.0)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    in_batch = in_batch_negatives(torch.zeros(3, 4), torch.tensor([1, 2, 3]), queries=2)
+    ones = torch.ones(2)
+    with pytest.raises(
+        ValueError, match=r"queries: shape \(3, 4\), weights: \(2,\); must be \(B, D\) = \(2, 4\) and \(B,\) = \(2,\)"
+    ):
+        in_batch_softmax(torch.zeros(3, 4), in_batch, weights=ones, total_weight=ones.sum())
+    with pytest.raises(ValueError, match=r"queries: shape \(2, 5\).*candidates of width 4"):
+        in_batch_softmax(torch.zeros(2, 5), in_batch, weights=ones, total_weight=ones.sum())
+    with pytest.raises(ValueError, match=r"weights: \(2, 1\); must be"):
+        in_batch_softmax(torch.zeros(2, 4), in_batch, weights=ones[:, None], total_weight=ones.sum())
+    with pytest.raises(ValueError, match=r"log_q: shape \(2,\), logits: \(2, 3\); must be one for each candidate"):
+        softmax_losses(torch.zeros(2, 3), torch.tensor([0, 1]), log_q=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"excluded: shape \(3,\), logits: \(2, 3\)"):
+        softmax_losses(torch.zeros(2, 3), torch.tensor([0, 1]), excluded=torch.zeros(3, dtype=torch.bool))

@@ -1,10 +1,13 @@
-"""Losses as functions of (logits, batch): each divides by the batch's total weight, so ranks' losses average to the global mean."""
+"""Losses as functions of (logits, batch): each divides by the batch's total weight, so ranks' losses average to the global mean.
+
+Rows of weight 0 are padding and count nothing. A positive with its N negatives is a group of 1 + N rows, as the loader makes them.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.in_batch import InBatch
@@ -15,15 +18,49 @@ def bce(logits: Tensor, batch: TowerBatch) -> Tensor:
 
     The mean of this value over ranks is ``sum(weight * loss) / sum(weight)`` over the rows of all ranks.
     """
+    check_rows(logits, batch)
     loss = binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="sum")
     return loss / batch.total_weight
+
+
+def bpr(logits: Tensor, batch: TowerBatch, *, negatives: int) -> Tensor:
+    """-log sigmoid(positive - negative), () from logits (B x (1 + N),) (Rendle et al. 2009).
+
+    The mean over the negatives of a positive, then over the positives of all ranks. Rows as for :func:`sampled_softmax`.
+    """
+    groups = _groups(logits, batch, negatives)
+    return _mean(-logsigmoid(groups[:, :1] - groups[:, 1:]).mean(dim=1), batch)
+
+
+def hinge(logits: Tensor, batch: TowerBatch, *, negatives: int, margin: float = 1.0, hardest: bool = False) -> Tensor:
+    """By how much a negative is not ``margin`` below its positive, max(0, margin - positive + negative): () from (B x (1 + N),).
+
+    The mean over the negatives of a positive, or its ``hardest`` alone, then over the positives of all ranks. Of logits that are
+    negative distances it is the triplet loss (Schroff et al. 2015), with ``hardest`` as in metric learning (Hsieh et al. 2017).
+
+    Args:
+        logits: of rows as the loader makes them, a positive followed by its negatives.
+        batch: the rows; the weight of a positive is that of its negatives.
+        negatives: N.
+        margin: greater than 0, in the unit of the logits.
+        hardest: count only the negative with the greatest logit.
+
+    Raises:
+        ValueError: rows that are no groups of 1 + N, a margin that is not positive.
+    """
+    if not margin > 0:
+        raise ValueError(f"margin={margin}: must be greater than 0; with 0, equal logits for all would be a perfect answer")
+    groups = _groups(logits, batch, negatives)
+    short = (margin - groups[:, :1] + groups[:, 1:]).clamp(min=0)
+    return _mean(short.amax(dim=1) if hardest else short.mean(dim=1), batch)
 
 
 def sampled_softmax(logits: Tensor, batch: TowerBatch, *, negatives: int, temperature: float = 1.0, correct: bool = True) -> Tensor:
     """Softmax cross entropy of each positive against its own N sampled negatives, () from logits (B x (1 + N),).
 
     The mean over the positives of all ranks. With ``correct`` each logit is s / temperature - log q, which makes it an estimate of
-    the softmax over all items, whatever they were sampled by (Jean et al. 2015; Yi et al. 2019).
+    the softmax over all items, whatever they were sampled by (Jean et al. 2015; Yi et al. 2019). The loader's samplers draw none of
+    a user's known items, so there are no accidental hits; for other candidates see ``excluded`` of :func:`softmax_losses`.
 
     Args:
         logits: of rows as the loader makes them, a positive followed by its negatives.
@@ -35,15 +72,12 @@ def sampled_softmax(logits: Tensor, batch: TowerBatch, *, negatives: int, temper
     Raises:
         ValueError: rows that are no groups of 1 + N, a batch without log_q, a temperature that is not positive.
     """
-    width = 1 + negatives
-    if negatives < 1 or len(logits) % width:
-        raise ValueError(f"negatives={negatives} with {len(logits)} logits: must be those of the loader, 1 or more per positive")
+    groups = _groups(logits, batch, negatives)
     if correct and batch.log_q is None:
         raise ValueError("the batch has no log_q to correct by; let the loader draw the negatives, or pass correct=False")
-    rows = logits.view(-1, width)
-    log_q = batch.log_q.view(-1, width) if correct and batch.log_q is not None else None
-    losses = softmax_losses(rows, rows.new_zeros(len(rows), dtype=torch.int64), log_q=log_q, temperature=temperature)
-    return (losses * batch.weights.view(-1, width)[:, 0]).sum() / (batch.total_weight / width)
+    log_q = batch.log_q.view(groups.shape) if correct and batch.log_q is not None else None
+    targets = groups.new_zeros(len(groups), dtype=torch.int64)
+    return _mean(softmax_losses(groups, targets, log_q=log_q, temperature=temperature), batch)
 
 
 def in_batch_softmax(
@@ -59,8 +93,12 @@ def in_batch_softmax(
         weights: (B,), 0 for padding.
         total_weight: () the sum of ``weights`` over all ranks divided by R, see :class:`TowerBatch`.
         temperature: greater than 0.
+
+    Raises:
+        ValueError: queries, candidates and weights that do not fit together, a temperature that is not positive.
     """
     _check_temperature(temperature)
+    _check_in_batch(queries, negatives, weights)
     scaled, candidates = queries / temperature, negatives.candidates.T  # B x D divisions in place of B x C
     logits = scaled @ candidates if negatives.log_q is None else torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
     return (softmax_losses(logits, negatives.targets, excluded=negatives.excluded) * weights).sum() / total_weight
@@ -77,14 +115,57 @@ def softmax_losses(
         log_q: (N,) or (B, N) log-probability of each candidate, up to one constant per row.
         excluded: (B, N) bool; must not hold a target.
         temperature: greater than 0.
+
+    Raises:
+        ValueError: shapes that do not fit together, a temperature that is not positive.
     """
     _check_temperature(temperature)
+    for name, part in (("log_q", log_q), ("excluded", excluded)):
+        if part is not None and part.shape not in (logits.shape, logits.shape[1:] if name == "log_q" else logits.shape):
+            raise ValueError(f"{name}: shape {tuple(part.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate")
     scores = logits / temperature
     if log_q is not None:
         scores = scores - log_q
     if excluded is not None:
         scores = scores.masked_fill(excluded, -torch.inf)
     return cross_entropy(scores, targets, reduction="none")
+
+
+def check_rows(logits: Tensor, batch: TowerBatch) -> None:
+    """Refuses logits that broadcasting would pair with the wrong rows.
+
+    Raises:
+        ValueError: not one logit for each row of ``batch``.
+    """
+    if logits.shape != batch.labels.shape:
+        raise ValueError(
+            f"logits: shape {tuple(logits.shape)} for a batch of {len(batch.labels)} rows; must be (B,) = ({len(batch.labels)},): "
+            "squeeze the last axis of a layer with one output"
+        )
+
+
+def _groups(logits: Tensor, batch: TowerBatch, negatives: int) -> Tensor:
+    """(B, 1 + N): each positive with its negatives."""
+    width = 1 + negatives
+    if negatives < 1 or len(logits) % width:
+        raise ValueError(f"negatives={negatives} with {len(logits)} logits: must be those of the loader, 1 or more per positive")
+    check_rows(logits, batch)
+    return logits.view(-1, width)
+
+
+def _mean(losses: Tensor, batch: TowerBatch) -> Tensor:
+    """() from a loss for each positive, (B,)."""
+    width = len(batch.weights) // max(1, len(losses))
+    return (losses * batch.weights.view(len(losses), width)[:, 0]).sum() / (batch.total_weight / width)
+
+
+def _check_in_batch(queries: Tensor, negatives: InBatch, weights: Tensor) -> None:
+    count, width = len(negatives.targets), negatives.candidates.shape[1]
+    if queries.shape != (count, width) or weights.shape != (count,):
+        raise ValueError(
+            f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be (B, D) = ({count}, {width}) and "
+            f"(B,) = ({count},), as in_batch_negatives was given {count} queries and candidates of width {width}"
+        )
 
 
 def _check_temperature(temperature: float) -> None:
