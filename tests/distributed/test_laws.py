@@ -25,9 +25,10 @@ def unsharded(optimizer: OptimizerConfig) -> dict[str, Any]:
     initialise_tables(model, seed=7)
     tables = [p for name, p in model.named_parameters() if "embedding_bags" in name]
     dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
-    table_class, table_arguments = optimizer.table_settings()
-    dense_class, dense_arguments = optimizer.dense_settings()
-    optimizers = [table_class(tables, **table_arguments), dense_class(dense, **dense_arguments)]
+    (of_tables, *_), (of_layers, *_) = optimizer.for_tables(model).values(), optimizer.for_layers(["top"]).values()
+    optimizers = [
+        make(values, **arguments) for values, (make, arguments) in ((tables, of_tables.unfused()), (dense, of_layers.unfused()))
+    ]
     logits, losses = [], []
     for batch in batches(STEPS):
         for o in optimizers:

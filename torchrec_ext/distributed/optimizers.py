@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import torch
 from torch import nn
 from torch.distributed.optim import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,  # torchrec's own name for it is deprecated
 )
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_ext.distributed.tables import collections
+from torchrec_ext.distributed.choices import Choice, DenseOptimizer, Override, TableOptimizer, parse_override
+from torchrec_ext.distributed.tables import collections, table_configs
 
-TableOptimizer = Literal["adagrad", "row_wise_adagrad", "sgd"]
-DenseOptimizer = Literal["adam", "adagrad", "sgd"]
-_TABLE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adagrad": torch.optim.Adagrad,
-    "row_wise_adagrad": RowWiseAdagrad,
-    "sgd": torch.optim.SGD,
-}
-_DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
-}
+FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
 _TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
 
 
@@ -35,13 +23,28 @@ _TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
 class OptimizerConfig:
     """Optimizers of the tables and of the dense layers.
 
+    Tables: ``adagrad``, ``row_wise_adagrad`` (one number per row, but one per part of a row where columns are split) and ``sgd``
+    run inside the backward of sharded tables, touch only the rows of the batch, and learn the same under every plan. ``lazy_adam``,
+    ``partial_row_wise_adam`` and ``lamb`` are FBGEMM's Adam family, which also touches only the rows of the batch; its kernels
+    exist for CUDA alone, so on the CPU these take data_parallel tables. ``adam`` is torch.optim.Adam, which moves every row at
+    every step, as most published recipes do: its tables are data_parallel on every device, and a step takes time by their size.
+
     Args:
-        tables: runs inside the backward of sharded tables and touches only the rows of the batch. FBGEMM's CPU kernels know these
-            three; row_wise_adagrad keeps one number per row, but splits that number where columns are split.
+        tables: optimizer of the tables.
         tables_lr: learning rate of the tables.
         dense: optimizer of the dense layers.
         dense_lr: learning rate of the dense layers.
         eps: added to the denominator of Adagrad and Adam; the same everywhere, so a table learns the same however it is sharded.
+        betas: decay of Adam's first and second moment.
+        tables_weight_decay: each step multiplies a row by 1 - learning rate x this (decoupled, Loshchilov & Hutter 2019), but only
+            the rows that get a gradient in that step.
+        dense_weight_decay: the same for every dense parameter.
+        per_table: exceptions ``PATTERN=KIND lr=.. weight_decay=.. eps=..``, each part optional; the pattern is a table's name or
+            the path of a module that holds it, with * and ?: ``("user_id=adam lr=0.01", "towers.item=sgd")``. The last that fits
+            wins, field by field.
+        per_layer: the same for dense layers by module or parameter path: ``("towers.user.mlp=lr=0.01", "*.bias=weight_decay=0")``.
+        clip_norm: greatest norm of the gradient of all dense layers and data_parallel tables together, over all ranks; 0 for no
+            limit. Sharded tables are outside it: their update runs inside the backward, before the whole norm is known.
     """
 
     tables: TableOptimizer = "adagrad"
@@ -49,44 +52,98 @@ class OptimizerConfig:
     dense: DenseOptimizer = "adam"
     dense_lr: float = 1e-3
     eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)
+    tables_weight_decay: float = 0.0
+    dense_weight_decay: float = 0.0
+    per_table: tuple[str, ...] = ()
+    per_layer: tuple[str, ...] = ()
+    clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
         if self.tables not in get_args(TableOptimizer):
             raise ValueError(f"tables={self.tables!r}: must be one of {', '.join(get_args(TableOptimizer))}")
         if self.dense not in get_args(DenseOptimizer):
             raise ValueError(f"dense={self.dense!r}: must be one of {', '.join(get_args(DenseOptimizer))}")
-        for name in ("tables_lr", "dense_lr", "eps"):
+        for name in ("tables_lr", "dense_lr", "eps", "tables_weight_decay", "dense_weight_decay", "clip_norm"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value}: must be a number of 0 or more")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas}: must be two numbers of at least 0 and below 1, such as 0.9,0.999")
+        self._overrides("per_table"), self._overrides("per_layer")
 
-    def table_settings(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """The class and arguments for tables, fused or not."""
-        return _TABLE_OPTIMIZERS[self.tables], _settings(self.tables, self.tables_lr, self.eps)
+    def _overrides(self, field: Literal["per_table", "per_layer"]) -> list[Override]:
+        kinds = get_args(TableOptimizer if field == "per_table" else DenseOptimizer)
+        return [parse_override(field, item, kinds) for item in getattr(self, field)]
 
-    def dense_settings(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """The class and arguments for dense layers."""
-        return _DENSE_OPTIMIZERS[self.dense], _settings(self.dense, self.dense_lr, self.eps)
+    def for_tables(self, model: nn.Module) -> dict[str, Choice]:
+        """The optimizer of each table of ``model``, sharded or not, by table name.
 
-    def state_bytes(self, table: BaseEmbeddingConfig) -> int:
-        """Bytes of optimizer state that ``table`` needs beside its weights."""
-        per_row = {"adagrad": 4 * table.embedding_dim, "row_wise_adagrad": 4, "sgd": 0}[self.tables]
-        return int(table.num_embeddings * per_row)
+        Raises:
+            ValueError: an exception that fits no table.
+        """
+        names = {table.name: path for path, collection in collections(model) for table in table_configs(collection)}
+        default = Choice(kind=self.tables, lr=self.tables_lr, eps=self.eps, betas=self.betas, weight_decay=self.tables_weight_decay)
+        return _decide("table", default, self._overrides("per_table"), names)
+
+    def for_layers(self, names: Iterable[str]) -> dict[str, Choice]:
+        """The optimizer of each dense parameter, by its name.
+
+        Raises:
+            ValueError: an exception that fits no parameter.
+        """
+        default = Choice(kind=self.dense, lr=self.dense_lr, eps=self.eps, betas=self.betas, weight_decay=self.dense_weight_decay)
+        return _decide("dense layer", default, self._overrides("per_layer"), {name: name for name in names})
 
 
-def declare_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:
+def _decide(what: str, default: Choice, overrides: list[Override], paths: Mapping[str, str]) -> dict[str, Choice]:
+    for override in overrides:
+        if not any(override.fits(name, path) for name, path in paths.items()):
+            raise ValueError(f"per_{what.split()[-1]}: '{override.item}' fits no {what} of the model, which are {', '.join(paths)}")
+    return {name: default.changed([o for o in overrides if o.fits(name, path)]) for name, path in paths.items()}
+
+
+def declare_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> dict[str, Choice]:
     """Tells TorchRec which optimizer runs in the backward of every table of the unsharded ``model``, once or anew.
 
     The planner counts its state, and sharding builds it into the kernels.
+
+    Returns:
+        The optimizer of each table, by name.
     """
-    tables = [parameter for _, collection in collections(model) for parameter in collection.parameters()]
-    for parameter in tables:
-        for tag in _TAGS:
-            if hasattr(parameter, tag):
-                delattr(parameter, tag)
-    kind, arguments = optimizer.table_settings()
-    apply_optimizer_in_backward(kind, tables, arguments)
+    choices = optimizer.for_tables(model)
+    for _, collection in collections(model):
+        for name, parameter in collection.named_parameters():
+            for tag in _TAGS:
+                if hasattr(parameter, tag):
+                    delattr(parameter, tag)
+            kind, arguments = choices[name.split(".")[1]].fused()
+            apply_optimizer_in_backward(kind, [parameter], arguments)
+    return choices
 
 
-def _settings(name: str, lr: float, eps: float) -> dict[str, Any]:
-    return {"lr": lr} if name == "sgd" else {"lr": lr, "eps": eps}
+def shardings(choices: Mapping[str, Choice], asked: Mapping[str, str], device: str) -> dict[str, str]:
+    """The sharding type of each table: as ``asked``, but data_parallel where that is ``auto`` and no kernel runs its optimizer.
+
+    Args:
+        choices: from :func:`declare_table_optimizer`.
+        asked: the sharding type asked for by table, ``auto`` included.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: a table is to be sharded, and no kernel of the device runs its optimizer.
+    """
+    return {name: _sharding(name, choices[name].kind, kind, device) for name, kind in asked.items()}
+
+
+def _sharding(table: str, optimizer: str, sharding: str, device: str) -> str:
+    if optimizer in FUSED_ON_CPU or (device == "cuda" and optimizer != "adam") or sharding == "data_parallel":
+        return sharding
+    if sharding == "auto":
+        return "data_parallel"
+    others = "lazy_adam, which moves the rows of the batch only, " if device == "cuda" else ""
+    raise ValueError(
+        f"table '{table}': no kernel of the {device} runs the optimizer {optimizer} on a {sharding} table; keep it on every rank "
+        f"with plan.tables={table}=data_parallel, or choose {others}row_wise_adagrad, adagrad or sgd with "
+        f"optimizer.per_table={table}=row_wise_adagrad"
+    )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer
+from torchrec_ext.distributed.choices import Choice
+from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer, keyed_optimizers
+from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, shardings
 from torchrec_ext.distributed.planning import plan_sharding, sharders
+from torchrec_ext.distributed.row_decay import decay_sharded_rows
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, initialise_tables
 
@@ -21,7 +25,7 @@ def hybrid_parallel(
     plan: ShardingPlan | None = None,
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
-) -> tuple[DistributedModelParallel, KeyedOptimizer]:
+) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the tables of ``model`` over the ranks and replicates its dense layers.
 
     Args:
@@ -35,27 +39,35 @@ def hybrid_parallel(
     Returns:
         TorchRec's DistributedModelParallel, and one optimizer for all of it, for a loop of your own or any of TorchRec's pipelines:
         the tables' (whose step runs in the backward), the replicated tables' and the dense layers'.
+
+    Raises:
+        ValueError: the plan shards a table whose optimizer no kernel of the device runs, or an exception fits nothing.
     """
     optimizer = optimizer or OptimizerConfig()
     plan = plan or plan_sharding(model, runtime, optimizer=optimizer)
-    declare_table_optimizer(model, optimizer)
+    choices = declare_table_optimizer(model, optimizer)
+    shardings(choices, _planned(model, plan), runtime.device.type)
     sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=sharders())
     initialise_tables(sharded, seed)
-    return sharded, CombinedOptimizer([sharded.fused_optimizer, *_other_optimizers(sharded, optimizer)])
+    decay_sharded_rows(sharded, choices)
+    return sharded, _optimizer(sharded, optimizer, choices)
 
 
-def _other_optimizers(model: DistributedModelParallel, optimizer: OptimizerConfig) -> list[tuple[str, KeyedOptimizer]]:
-    """For what no backward updates: replicated tables, by the rule of the sharded ones, and the dense layers."""
+def _planned(model: nn.Module, plan: ShardingPlan) -> dict[str, str]:
+    """The sharding type of each table of ``model`` that the plan knows."""
+    plans = [plan.get_plan_for_module(path) or {} for path, _ in collections(model)]
+    return {name: sharding.sharding_type for tables in plans for name, sharding in tables.items()}
+
+
+def _optimizer(model: DistributedModelParallel, optimizer: OptimizerConfig, choices: Mapping[str, Choice]) -> HybridOptimizer:
+    """Also for what no backward updates: replicated tables, by the rule of the sharded ones, and the dense layers."""
     paths = tuple(f"{path}." if path else "" for path, _ in collections(model.module))
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
-    replicated = {name: value for name, value in parameters.items() if name.startswith(paths)}
-    dense = {name: value for name, value in parameters.items() if name not in replicated}
-    groups = [
-        ("replicated_tables", replicated, *optimizer.table_settings()),
-        ("dense", dense, *optimizer.dense_settings()),
-    ]
-    return [
-        (name, KeyedOptimizerWrapper(values, lambda params, make=make, arguments=arguments: make(params, **arguments)))
-        for name, values, make, arguments in groups
-        if values
-    ]
+    tables = {name: value for name, value in parameters.items() if name.startswith(paths)}
+    dense = {name: value for name, value in parameters.items() if name not in tables}
+    return HybridOptimizer(
+        model.fused_optimizer,
+        keyed_optimizers("replicated_tables", tables, {name: choices[name.split(".")[-2]] for name in tables}),
+        keyed_optimizers("dense", dense, optimizer.for_layers(dense)),
+        clip_norm=optimizer.clip_norm,
+    )

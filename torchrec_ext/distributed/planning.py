@@ -29,7 +29,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_ext.distributed.explain import refusal
-from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer
+from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, shardings
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, table_configs
 
@@ -132,24 +132,23 @@ def plan_sharding(
     """
     config, optimizer = config or PlanConfig(), optimizer or OptimizerConfig()
     tables = [table for _, collection in collections(model) for table in table_configs(collection)]
-    chosen = config.by_table([table.name for table in tables])
+    # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
+    choices = declare_table_optimizer(model, optimizer)
+    chosen = shardings(choices, config.by_table([table.name for table in tables]), runtime.device.type)
     wanted = {table.name: _constraint(table, chosen[table.name], runtime.world_size) for table in tables}
     own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
-    # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
-    declare_table_optimizer(model, optimizer)
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone, and TorchRec's collective_plan leaves the other ranks waiting when it fails there.
     if runtime.rank == 0:
         try:
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
             planner = _planner(runtime, usable, {**own, **(constraints or {})}, batch_size)
-            outcome = [
-                _plan_or_refusal(
-                    planner,
-                    model,
-                    lambda reason: refusal(reason, tables, chosen, runtime.world_size, usable, optimizer.state_bytes),
-                )
-            ]
+            state_bytes = {table.name: choices[table.name].state_bytes(table) for table in tables}
+
+            def say(reason: str) -> str:
+                return refusal(reason, tables, chosen, runtime.world_size, usable, lambda table: state_bytes[table.name])
+
+            outcome = [_plan_or_refusal(planner, model, say)]
         except Exception as error:
             logging.getLogger(__name__).exception("the planner failed")
             outcome = [RuntimeError(f"the planner failed on rank 0: {type(error).__name__}: {error}")]

@@ -1,0 +1,175 @@
+"""Which optimizer each table and layer gets, what is refused and how, and RowAdam against closed forms."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.examples import ITEMS, META, USERS, small_model
+from torchrec_ext.distributed.choices import Choice
+from torchrec_ext.distributed.optimizers import OptimizerConfig, shardings
+from torchrec_ext.distributed.row_adam import RowAdam
+from torchx_apps.overrides import apply_overrides
+
+pytestmark = pytest.mark.unit
+
+
+def choice(kind: str) -> Choice:
+    return Choice(kind=kind, lr=0.1, eps=1e-8, betas=(0.9, 0.999), weight_decay=0.0)
+
+
+def test_of_several_exceptions_for_a_table_the_last_that_fits_wins_field_by_field() -> None:
+    config = OptimizerConfig(
+        tables_lr=0.1, tables_weight_decay=0.5, per_table=("towers.user=sgd lr=0.2", "user_id=lr=0.3", "?tem_id=weight_decay=0")
+    )
+    chosen = {name: (c.kind, c.lr, c.weight_decay) for name, c in config.for_tables(small_model(META)).items()}
+    assert chosen == {"user_id": ("sgd", 0.3, 0.5), "history": ("sgd", 0.2, 0.5), "item_id": ("adagrad", 0.1, 0.0)}
+
+
+def test_a_module_path_fits_the_layers_below_it_and_no_other() -> None:
+    names = ["towers.user.mlp.0.weight", "towers.user.mlp.0.bias", "towers.user_2.mlp.0.weight", "interaction.mlp.weight"]
+    config = OptimizerConfig(dense_lr=0.1, per_layer=("towers.user=sgd lr=0.2", "*.bias=weight_decay=0.5"))
+    chosen = {name: (c.kind, c.lr, c.weight_decay) for name, c in config.for_layers(names).items()}
+    assert chosen == dict(zip(names, [("sgd", 0.2, 0.0), ("sgd", 0.2, 0.5), ("adam", 0.1, 0.0), ("adam", 0.1, 0.0)], strict=True))
+
+
+def test_an_exception_that_fits_nothing_is_told_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"^per_table: 'item=sgd' fits no table of the model, which are user_id, hist"):
+        OptimizerConfig(per_table=("item=sgd",)).for_tables(small_model(META))
+    with pytest.raises(ValueError, match=r"^per_layer: 'top=sgd' fits no dense layer of the model, which are a.weight, a.bias$"):
+        OptimizerConfig(per_layer=("top=sgd",)).for_layers(["a.weight", "a.bias"])
+
+
+@pytest.mark.parametrize(
+    ("field", "item", "why"),
+    [
+        ("per_table", "user_id", "write PATTERN=OPTIMIZER"),
+        ("per_table", "=sgd", "write PATTERN=OPTIMIZER"),
+        ("per_table", "user_id=rmsprop", "the optimizer 'rmsprop' must be one of adagrad, row_wise_adagrad, sgd, adam"),
+        ("per_table", "user_id=sgd lr=fast", "lr=fast: must be a number of 0 or more"),
+        ("per_table", "user_id=sgd lr=-1", "lr=-1: must be a number of 0 or more"),
+        ("per_table", "user_id=sgd lr=nan", "lr=nan: must be"),
+        ("per_table", "user_id=sgd momentum=1", "there is no setting 'momentum'; settings are lr, weight_decay, eps"),
+        ("per_layer", "towers=lamb", "the optimizer 'lamb' must be one of adam, adagrad, sgd"),
+    ],
+)
+def test_an_exception_that_cannot_be_read_is_told(field: str, item: str, why: str) -> None:
+    with pytest.raises(ValueError) as error:
+        OptimizerConfig(**{field: (item,)})  # type: ignore[arg-type]
+    assert str(error.value).startswith(f"{field}: {item!r}: ")
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tables_weight_decay", -0.1),
+        ("dense_weight_decay", math.inf),
+        ("clip_norm", -1.0),
+        ("betas", (0.9, 1.0)),
+        ("betas", (0.9,)),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_with_its_value(field: str, value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        OptimizerConfig(**{field: value})
+    assert str(error.value).startswith(f"{field}={value}: must be ")
+
+
+def test_exceptions_and_pairs_can_be_given_on_the_command_line() -> None:
+    config = apply_overrides(
+        OptimizerConfig(), ["per_table=user_id=lazy_adam lr=0.01, towers.item=sgd:lr=1", "betas=0.8,0.99", "clip_norm=5"]
+    )
+    assert config.per_table == ("user_id=lazy_adam lr=0.01", "towers.item=sgd:lr=1")
+    assert (config.betas, config.clip_norm) == ((0.8, 0.99), 5.0)
+    with pytest.raises(ValueError, match=r"^--set per_table=user_id=adm: per_table: 'user_id=adm': the optimizer 'adm' must be"):
+        apply_overrides(OptimizerConfig(), ["per_table=user_id=adm"])
+
+
+@pytest.mark.parametrize("kind", ["adam", "lazy_adam", "partial_row_wise_adam", "lamb"])
+def test_what_the_cpu_has_no_kernel_for_is_kept_whole_and_sharding_it_is_refused_with_remedies(kind: str) -> None:
+    assert shardings({"t": choice(kind)}, {"t": "auto"}, "cpu") == {"t": "data_parallel"}
+    with pytest.raises(ValueError) as error:
+        shardings({"t": choice(kind)}, {"t": "row_wise"}, "cpu")
+    assert str(error.value) == (
+        f"table 't': no kernel of the cpu runs the optimizer {kind} on a row_wise table; keep it on every rank with "
+        "plan.tables=t=data_parallel, or choose row_wise_adagrad, adagrad or sgd with optimizer.per_table=t=row_wise_adagrad"
+    )
+
+
+def test_on_cuda_dense_adam_alone_is_kept_whole() -> None:
+    assert shardings({"t": choice("lazy_adam")}, {"t": "row_wise"}, "cuda") == {"t": "row_wise"}
+    assert shardings({"t": choice("lamb")}, {"t": "auto"}, "cuda") == {"t": "auto"}
+    assert shardings({"t": choice("adam")}, {"t": "auto"}, "cuda") == {"t": "data_parallel"}
+    with pytest.raises(ValueError, match=r"no kernel of the cuda runs the optimizer adam .* choose lazy_adam, which"):
+        shardings({"t": choice("adam")}, {"t": "table_wise"}, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("kind", "per_row"),
+    [
+        ("sgd", 0),
+        ("row_wise_adagrad", 4),
+        ("adagrad", 64),
+        ("adam", 128),
+        ("lazy_adam", 128),
+        ("lamb", 128),
+        ("partial_row_wise_adam", 68),
+    ],
+)
+def test_bytes_of_state_are_those_that_the_torch_optimizer_takes(kind: str, per_row: int) -> None:
+    table = small_model(META).towers["item"].tables[0]
+    assert choice(kind).state_bytes(table) == ITEMS * per_row
+    weight = torch.nn.Parameter(torch.randn(ITEMS, 16))
+    make, arguments = choice(kind).unfused()
+    optimizer = make([weight], **arguments)
+    weight.grad = torch.randn(ITEMS, 16)
+    optimizer.step()
+    tensors = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.dim() > 0]
+    assert sum(4 * value.numel() for value in tensors) == ITEMS * per_row
+
+
+def step_by_step(optimizer: Any, weight: torch.nn.Parameter, grads: list[torch.Tensor]) -> torch.Tensor:
+    for grad in grads:
+        weight.grad = grad.clone()
+        optimizer.step()
+    return weight.detach()
+
+
+def test_row_adam_is_adam_where_every_row_has_a_gradient_and_leaves_the_others_alone() -> None:
+    start = torch.randn(USERS, 4, dtype=torch.float64)
+    grads = [torch.randn(USERS, 4, dtype=torch.float64) for _ in range(10)]
+    lazy, dense = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    expected = step_by_step(torch.optim.Adam([dense], lr=0.1), dense, grads)
+    torch.testing.assert_close(step_by_step(RowAdam([lazy], lr=0.1), lazy, grads), expected, rtol=0, atol=1e-12)
+
+    for grad in grads:
+        grad[7] = 0  # a row that no batch reads
+    untouched = torch.nn.Parameter(start.clone())
+    moved = step_by_step(RowAdam([untouched], lr=0.1), untouched, grads)
+    assert torch.equal(moved[7], start[7])
+    torch.testing.assert_close(moved[:7], expected[:7], rtol=0, atol=1e-12)
+
+
+def test_a_row_that_rests_keeps_its_moments_and_the_bias_correction_counts_steps() -> None:
+    weight = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+    one, none = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    step_by_step(RowAdam([weight], lr=1.0, betas=(0.5, 0.5), eps=0.0), weight, [one, none, one])
+    # First step: both moments .5, corrected by 1 - .5 to 1. Third: .75, corrected by 1 - .5 ** 3.
+    assert float(weight.detach()) == pytest.approx(1 - 1 - (0.75 / 0.875) / math.sqrt(0.75 / 0.875))
+
+
+def test_partial_row_wise_adam_has_one_second_moment_per_row_and_lamb_scales_by_the_rows_own_norms() -> None:
+    start, grad = (
+        torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64),
+        torch.tensor([[1.0, 7.0], [2.0, 2.0]], dtype=torch.float64),
+    )
+    weight = torch.nn.Parameter(start.clone())
+    moved = step_by_step(RowAdam([weight], lr=0.1, row_wise=True, eps=0.0), weight, [grad])
+    torch.testing.assert_close(moved, start - 0.1 * grad / torch.tensor([[5.0], [2.0]], dtype=torch.float64))  # sqrt((1 + 49) / 2)
+
+    weight = torch.nn.Parameter(start.clone())
+    moved = step_by_step(RowAdam([weight], lr=0.1, trust_ratio=True, eps=0.0), weight, [grad])
+    # Adam's first update is the sign, of norm sqrt(2); the first row's norm is 5, the second row's 0, which leaves it unscaled.
+    torch.testing.assert_close(moved, start - 0.1 * torch.tensor([[5 / math.sqrt(2)], [1.0]], dtype=torch.float64))

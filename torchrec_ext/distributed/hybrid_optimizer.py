@@ -1,0 +1,114 @@
+"""HybridOptimizer: the optimizers of sharded tables, replicated tables and dense layers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+
+from torchrec_ext.distributed.choices import Choice
+from torchrec_ext.distributed.row_adam import touched
+
+
+class GradientNotFiniteError(ValueError):
+    """A gradient is NaN or infinite; nothing was written by it. Raised on every rank alike."""
+
+
+class HybridOptimizer(CombinedOptimizer):
+    """TorchRec's CombinedOptimizer, whose step first looks at the gradient, limits its norm and decays weights.
+
+    All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without another exchange.
+
+    Args:
+        fused: of the sharded tables, which the backward has moved already; a step hands their learning rates to the kernels.
+        tables: of the tables that every rank holds whole.
+        dense: of the dense layers.
+        clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
+    """
+
+    def __init__(
+        self,
+        fused: KeyedOptimizer,
+        tables: list[tuple[str, KeyedOptimizer]],
+        dense: list[tuple[str, KeyedOptimizer]],
+        *,
+        clip_norm: float = 0.0,
+    ) -> None:
+        super().__init__([fused, *tables, *dense])
+        self._clip_norm = clip_norm
+        self._names = {parameter: name for _, keyed in (*tables, *dense) for name, parameter in keyed.params.items()}
+        self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
+        own = {id(group) for group in self.dense_groups}
+        self.table_groups: list[dict[str, Any]] = [group for group in self.param_groups if id(group) not in own]
+        self._tables = {parameter for _, keyed in tables for parameter in keyed.params.values()}
+        self._own_groups = [group for _, keyed in (*tables, *dense) for group in keyed.param_groups]
+        self.gradient_norm: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Moves replicated tables and dense layers, and hands the kernels the learning rates of the sharded tables.
+
+        Raises:
+            GradientNotFiniteError: on the CPU, where looking costs no wait; elsewhere :attr:`gradient_norm` says it.
+        """
+        parameters = [parameter for parameter in self._names if parameter.grad is not None]
+        if parameters:
+            self.gradient_norm = get_total_norm([parameter.grad for parameter in parameters])
+            if self.gradient_norm.device.type == "cpu" and not torch.isfinite(self.gradient_norm):
+                raise GradientNotFiniteError(self.explain_gradient())
+            if self._clip_norm:
+                clip_grads_with_norm_(parameters, self._clip_norm, self.gradient_norm)
+        self._decay()
+        super().step(closure)
+
+    def _decay(self) -> None:
+        for group in self._own_groups:
+            left = 1 - group["lr"] * group["decay"]
+            for parameter in group["params"] if group["decay"] else ():
+                if parameter.grad is None:
+                    continue
+                if parameter in self._tables:
+                    rows = touched(parameter.grad)
+                    parameter.index_copy_(0, rows, parameter[rows] * left)
+                else:
+                    parameter.mul_(left)
+
+    def explain_gradient(self) -> str:
+        """Which gradients are not finite."""
+        grads = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
+        bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()] or list(grads)
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        return f"the gradient of {', '.join(bad[:3])}{more} is not finite"
+
+
+def keyed_optimizers(
+    name: str, parameters: Mapping[str, nn.Parameter], choices: Mapping[str, Choice]
+) -> list[tuple[str, KeyedOptimizer]]:
+    """One torch optimizer for each kind, with a group of parameters for each setting of it.
+
+    Args:
+        name: under which the state of the first kind is kept; that of another has its name behind.
+        parameters: by name.
+        choices: the optimizer of each, by the same name.
+    """
+    kinds = list(dict.fromkeys(choices[key].kind for key in parameters))
+    made = []
+    for kind in kinds:
+        own = {key: value for key, value in parameters.items() if choices[key].kind == kind}
+        groups = _groups(own, choices)
+        factory = choices[next(iter(own))].unfused()[0]
+        made.append((f"{name}_{kind}", KeyedOptimizerWrapper(own, lambda _, make=factory, groups=groups: make(groups))))
+    return made
+
+
+def _groups(parameters: Mapping[str, nn.Parameter], choices: Mapping[str, Choice]) -> list[dict[str, Any]]:
+    groups: dict[Choice, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        choice = choices[name]
+        group = groups.setdefault(choice, {"params": [], **choice.unfused()[1], "decay": choice.weight_decay})
+        group["params"].append(parameter)
+    return list(groups.values())
