@@ -2,9 +2,12 @@
 
     python benchmarks/negatives.py [--repeats 30] [--shapes small full]
 
-One thread, both sides in turn, medians over the repeats. `exact` hands out the same four tensors as the baseline (user, item,
-context, label); `loader` makes whole TowerBatches of the same rows. The other rows time a step of 1,024 positives: draws alone,
-torch against numpy, and the in-batch loss against a bare product with cross entropy. Last line: one JSON object.
+One thread, both sides in turn, medians over the repeats; `--cpu_seconds` counts the thread's own seconds, for a machine that others
+use. `exact` are whole TowerBatches from a ChunkLoader: KeyedJaggedTensors of user_id and item_id, context, labels, log q, every
+value checked, the user and the context once per positive, as a shared tower reads them. `exact-repeated` has them beside every
+candidate, as the baseline has. `exact-draws` is what the baseline hands out and no more: four tensors (user, item, context,
+label). The other rows time a step of 1,024 positives: draws alone, torch against numpy, and the in-batch loss against a bare
+product with cross entropy. Last line: one JSON object.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -36,6 +40,7 @@ NEGATIVES, CONTEXT, BATCH, STEP = 4, 21, 256, 1024
 SHAPES = {"small": (654, 1_127, 83_731), "full": (250_000, 61_261, 3_647_614)}
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 Batch = list[torch.Tensor]
+CLOCK = time.thread_time if "--cpu_seconds" in sys.argv else time.perf_counter
 
 
 def positives(shape: str) -> tuple[int, Rows]:
@@ -97,8 +102,8 @@ def vectorised(rows: Rows, sampler: Negatives) -> Iterator[Batch]:
             yield [torch.from_numpy(users.repeat(width)), torch.from_numpy(ids.ravel()), features, label.ravel().clone()]
 
 
-def loaded(items: int, rows: Rows, sampler: Negatives) -> Iterator[object]:
-    """TowerBatches of the same rows, users and context once per positive."""
+def loaded(items: int, rows: Rows, sampler: Negatives, *, repeated: bool) -> Iterator[object]:
+    """TowerBatches of the same rows, users and context once per positive or ``repeated`` beside each candidate."""
     user, item, context = rows
     columns = {f"c{place}": Column(np.ascontiguousarray(context[:, place])) for place in range(CONTEXT)}
     chunk = Chunk({"user_id": Column(user), "item_id": Column(item), **columns})
@@ -106,7 +111,7 @@ def loaded(items: int, rows: Rows, sampler: Negatives) -> Iterator[object]:
         EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=size, embedding_dim=8)
         for name, size in (("user_id", int(user.max()) + 1), ("item_id", items + 1))
     ]
-    schema = BatchSchema.from_tables(tables, dense=list(columns), shared=["user_id", *columns])
+    schema = BatchSchema.from_tables(tables, dense=list(columns), shared=[] if repeated else ["user_id", *columns])
     config = LoaderConfig(batch_size=BATCH, negatives=NEGATIVES, drop_last=True, prefetch=0)
     catalogue = Chunk({"item_id": Column(np.arange(items + 1))})
     loader = ChunkLoader(chunk, schema, config=config, items=catalogue, negatives=sampler)
@@ -119,10 +124,10 @@ def interleaved(repeats: int, inner: int, *calls: Callable[[], object]) -> list[
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + 1):  # the first round warms up
         for call, found in zip(calls, times, strict=True):
-            start = time.perf_counter()
+            start = CLOCK()
             for _ in range(inner):
                 call()
-            found.append((time.perf_counter() - start) / inner)
+            found.append((CLOCK() - start) / inner)
     return [statistics.median(found[1:]) for found in times]
 
 
@@ -145,14 +150,20 @@ def exact_rows(shape: str, items: int, rows: Rows, repeats: int) -> Iterator[dic
     built = time.perf_counter() - start
     popular = PopularityNegatives(items, rows[0], rows[1])
     start = time.perf_counter()
-    streams = [row_by_row(items, rows), vectorised(rows, uniform), vectorised(rows, popular), loaded(items, rows, uniform)]
-    next(streams[0])
+    streams = {
+        "baseline": row_by_row(items, rows),
+        "exact": loaded(items, rows, uniform, repeated=False),
+        "exact-popularity": loaded(items, rows, popular, repeated=False),
+        "exact-repeated": loaded(items, rows, uniform, repeated=True),
+        "exact-draws": vectorised(rows, uniform),
+    }
+    next(streams["baseline"])
     print(
         f"{shape}: known pairs built in {built:.2f} s; the baseline's sets and first batch in {time.perf_counter() - start:.2f} s"
     )
-    theirs, *ours = interleaved(repeats, 5, *(stream.__next__ for stream in streams))
-    for name, required, seconds in zip(("exact", "exact-popularity", "exact-loader"), (25.0, None, None), ours, strict=True):
-        yield row(f"{name}, {shape}", seconds, theirs, required)
+    theirs, *ours = interleaved(repeats, 5, *(stream.__next__ for stream in streams.values()))
+    for name, seconds in zip(list(streams)[1:], ours, strict=True):
+        yield row(f"{name}, {shape}", seconds, theirs, 25.0 if name in ("exact", "exact-draws") else None)
     yield from step_rows(shape, rows, uniform, popular, repeats)
 
 
@@ -209,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--cpu_seconds", action="store_true", help="of this thread, where others use the machine")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: list[dict[str, object]] = []
@@ -220,7 +232,17 @@ def main() -> None:
     for entry in found:
         print(f"{entry['name']:60s} {entry['ours']:9.4f} ms" + (f"  {entry['ratio']:7.1f}x" if entry["ratio"] else ""))
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "torchrec", "torchrec-ext")}
-    print(json.dumps({"benchmark": "negatives", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": found}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "negatives",
+                "clock": CLOCK.__name__,
+                "versions": versions,
+                "cores": len(os.sched_getaffinity(0)),
+                "rows": found,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
-from torchrec_ext.schema import BatchSchema, DataError, Jagged
+from torchrec_ext.schema import BatchSchema, DataError, Dense, Jagged
 
 pytestmark = pytest.mark.unit
 
@@ -174,3 +174,39 @@ def test_labels_weights_and_log_q_are_checked(arguments: dict[str, Tensor], text
 def test_any_label_where_the_schema_says_so() -> None:
     batch = schema(label_range=None).assemble(columns(), AGE, labels=torch.tensor([5.0, -4.0]))
     assert batch.labels.tolist() == [5.0, -4.0]
+
+
+def test_features_checked_together_are_named_and_mapped_one_by_one() -> None:
+    """Ids of features with one id per row are checked in one pass, also between features with several."""
+    names = ["a", "b", "history", "c"]
+    tables = [EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=3, embedding_dim=4) for name in names]
+    good = {name: Jagged(torch.tensor([0, 2])) for name in names} | {"history": Jagged(torch.tensor([1]), torch.tensor([1, 0]))}
+    for name in names:
+        bad = {**good, name: Jagged(torch.tensor([2, 3]), torch.tensor([0, 2]) if name == "history" else None)}
+        with pytest.raises(DataError, match=f"feature '{name}': id 3 in row 1 of the batch is outside table '{name}'"):
+            BatchSchema.from_tables(tables).assemble(bad, labels=LABELS)
+        mapping = BatchSchema.from_tables(tables, out_of_range="oov", oov_ids={name: 1}).assemble(bad, labels=LABELS)
+        assert mapping.sparse[name].values().tolist() == [2, 1]
+        assert bad[name].values.tolist() == [2, 3], "what was given stays as it was"
+        assert all(mapping.sparse[other].values().tolist() == good[other].values.tolist() for other in names if other != name)
+
+
+def test_dense_columns_side_by_side_are_the_same_columns() -> None:
+    made = schema()
+    matrix = Dense(rows=torch.tensor([[0.5], [1.0]]), shared=torch.empty(2, 0))
+    assert torch.equal(made.assemble(columns(), matrix, labels=LABELS).dense, made.assemble(columns(), AGE, labels=LABELS).dense)
+    with pytest.raises(DataError, match=r"column 'age': value nan in row 1 of the batch is not finite"):
+        made.assemble(columns(), Dense(torch.tensor([[0.5], [float("nan")]]), torch.empty(2, 0)), labels=LABELS)
+    with pytest.raises(DataError, match=r"dense columns \['age'\]: shape \(2, 2\), must be \(2, 1\)"):
+        made.assemble(columns(), Dense(torch.zeros(2, 2), torch.empty(2, 0)), labels=LABELS)
+
+
+def test_a_row_is_named_by_its_shared_row_where_it_has_no_number() -> None:
+    with pytest.raises(DataError, match="id 9 in row 4711 "):
+        schema().assemble(
+            columns(user_id=Jagged(torch.tensor([0, 9]))),
+            AGE,
+            labels=LABELS,
+            index=torch.tensor([1, 0]),
+            shared_rows=torch.tensor([4711, 4710]),
+        )

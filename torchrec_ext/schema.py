@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -19,49 +20,21 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.checks import DataError as DataError
+from torchrec_ext.checks import Jagged as Jagged
+from torchrec_ext.checks import Rows, bags_of, between, check_ids, finite, finite_matrix, side_by_side
+from torchrec_ext.features import Keys, features_of
+from torchrec_ext.features import SparseFeature as SparseFeature
 
 OutOfRange = Literal["error", "oov"]
 _Column = TypeVar("_Column")
 
 
-class DataError(ValueError):
-    """Input that breaks a rule: the message names the feature, the table, the value, the row and the remedy."""
+class Dense(NamedTuple):
+    """Dense columns side by side, in the schema's order: ``rows`` (B, Fd) and of the shared part ``shared`` (Q, Fd), float32."""
 
-
-class Jagged(NamedTuple):
-    """One sparse feature of a batch: ``values`` (sum of lengths,) and ``lengths`` (B,); ``lengths=None`` is one id per row."""
-
-    values: Tensor
-    lengths: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseFeature:
-    """A key of the batch's KeyedJaggedTensor and the rows that its ids may name.
-
-    Args:
-        name: the key.
-        tables: every table that looks this feature up.
-        num_embeddings: rows of the smallest of these tables; valid ids are ``0 <= id < num_embeddings``.
-        oov_id: the row that ``out_of_range="oov"`` sends invalid ids to.
-    """
-
-    name: str
-    tables: tuple[str, ...]
-    num_embeddings: int
-    oov_id: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.oov_id < self.num_embeddings:
-            raise ValueError(
-                f"feature '{self.name}': oov_id={self.oov_id} is not a row of table {self.readers}; "
-                f"choose a row from 0 to {self.num_embeddings - 1}"
-            )
-
-    @property
-    def readers(self) -> str:
-        """Its tables as a message names them."""
-        return ", ".join(f"'{table}'" for table in self.tables)
+    rows: Tensor
+    shared: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +56,6 @@ class BatchSchema:
     shared: frozenset[str] = frozenset()
     label_range: tuple[float, float] | None = (0.0, 1.0)
     out_of_range: OutOfRange = "error"
-    _by_name: dict[str, SparseFeature] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.out_of_range not in get_args(OutOfRange):
@@ -95,7 +67,6 @@ class BatchSchema:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"columns {twice} appear twice in the schema; a column is one sparse feature or one dense column")
-        object.__setattr__(self, "_by_name", {feature.name: feature for feature in self.sparse})
 
     @classmethod
     def from_tables(
@@ -118,24 +89,8 @@ class BatchSchema:
             out_of_range: see :class:`BatchSchema`.
             oov_ids: out-of-vocabulary row by feature name; row 0 where not given.
         """
-        readers: dict[str, list[BaseEmbeddingConfig]] = {}
-        for table in tables:
-            for feature in table.feature_names:
-                readers.setdefault(feature, []).append(table)
-        oov_ids = oov_ids or {}
-        unknown = sorted(set(oov_ids) - set(readers))
-        if unknown:
-            raise ValueError(f"oov_ids names {unknown}, which no table reads; the features are {sorted(readers)}")
         return cls(
-            sparse=tuple(
-                SparseFeature(
-                    name=name,
-                    tables=tuple(table.name for table in found),
-                    num_embeddings=min(table.num_embeddings for table in found),
-                    oov_id=oov_ids.get(name, 0),
-                )
-                for name, found in readers.items()
-            ),
+            sparse=features_of(tables, oov_ids or {}),
             dense=tuple(dense),
             shared=frozenset(shared),
             label_range=label_range,
@@ -147,6 +102,34 @@ class BatchSchema:
         """The names of the sparse features, in order; a KeyedJaggedTensor holds the shared or the other ones."""
         return [feature.name for feature in self.sparse]
 
+    @cached_property
+    def row_keys(self) -> Keys:
+        """Of ``batch.sparse``."""
+        return self._keys([feature for feature in self.sparse if feature.name not in self.shared])
+
+    @cached_property
+    def shared_keys(self) -> Keys:
+        """Of ``batch.shared.sparse``."""
+        return self._keys([feature for feature in self.sparse if feature.name in self.shared])
+
+    @staticmethod
+    def _keys(features: Sequence[SparseFeature]) -> Keys:
+        return Keys(tuple(feature.name for feature in features), tuple(features))
+
+    @cached_property
+    def row_dense(self) -> tuple[str, ...]:
+        """The columns of ``batch.dense``."""
+        return tuple(name for name in self.dense if name not in self.shared)
+
+    @cached_property
+    def shared_dense(self) -> tuple[str, ...]:
+        """The columns of ``batch.shared.dense``."""
+        return tuple(name for name in self.dense if name in self.shared)
+
+    @cached_property
+    def _by_name(self) -> dict[str, SparseFeature]:
+        return {feature.name: feature for feature in self.sparse}
+
     def feature(self, name: str) -> SparseFeature | None:
         """The sparse feature of that name, if there is one."""
         return self._by_name.get(name)
@@ -154,7 +137,7 @@ class BatchSchema:
     def assemble(
         self,
         sparse: Mapping[str, Jagged],
-        dense: Mapping[str, Tensor] | None = None,
+        dense: Mapping[str, Tensor] | Dense | None = None,
         *,
         labels: Tensor,
         weights: Tensor | None = None,
@@ -168,7 +151,7 @@ class BatchSchema:
 
         Args:
             sparse: a :class:`Jagged` for each sparse feature, of B rows or, where it is shared, Q; further entries are ignored.
-            dense: a (B,) or (Q,) column for each dense name; further entries are ignored.
+            dense: a (B,) or (Q,) column for each dense name, where further entries are ignored; or :class:`Dense`.
             labels: (B,).
             weights: (B,), 0 for padding; ones where not given.
             total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; this rank's own sum where
@@ -181,54 +164,48 @@ class BatchSchema:
         Raises:
             DataError: a column is missing, has another length or type, or holds an invalid value.
         """
-        own = _Rows(labels.numel(), "B", rows)
-        dense = dense or {}
-        weights = _between("weight", torch.ones(own.size) if weights is None else weights, own, (0.0, math.inf))
-        total = float(weights.sum()) if total_weight is None else float(total_weight)
-        if own.size and not total > 0:
-            raise DataError(f"total_weight={total}: must be greater than 0, since the loss divides by it; give some row a weight")
+        own = Rows(labels.numel(), "B", rows)
+        queries = own
+        if index is not None:
+            if shared_rows is None:
+                raise ValueError("index without shared_rows: give the number of each of the Q shared rows too")
+            queries = Rows(shared_rows.numel(), "Q", shared_rows)
+            _check_index(index, own, queries)
+            if rows is None:
+                own = Rows(own.size, "B", shared_rows, index)
+        if not isinstance(dense, Dense):
+            dense = Dense(self._matrix(dense or {}, self.row_dense, own), self._matrix(dense or {}, self.shared_dense, queries))
+        shared = None
+        if self.shared:
+            shared = SharedRows(
+                sparse=self._keyed(sparse, self.shared_keys, queries),
+                dense=finite_matrix(self.shared_dense, dense.shared, queries),
+                index=torch.arange(own.size) if index is None else index,
+            )
         return TowerBatch(
-            sparse=self._keyed(sparse, own, shared=False),
-            dense=self._matrix(dense, own, shared=False),
-            labels=_between("label", labels, own, self.label_range),
-            weights=weights,
-            total_weight=torch.tensor(total),
-            log_q=None if log_q is None else _finite("log_q", log_q, own),
-            shared=self._shared_part(sparse, dense, own, index, shared_rows) if self.shared else None,
+            sparse=self._keyed(sparse, self.row_keys, own),
+            dense=finite_matrix(self.row_dense, dense.rows, own),
+            labels=between("label", labels, own, self.label_range),
+            weights=torch.ones(own.size) if weights is None else between("weight", weights, own, (0.0, math.inf)),
+            total_weight=_total(weights, total_weight, own.size),
+            log_q=None if log_q is None else finite("log_q", log_q, own),
+            shared=shared,
         )
 
-    def _shared_part(
-        self,
-        sparse: Mapping[str, Jagged],
-        dense: Mapping[str, Tensor],
-        own: _Rows,
-        index: Tensor | None,
-        shared_rows: Tensor | None,
-    ) -> SharedRows:
-        if index is None:
-            index, rows = torch.arange(own.size), own
-        elif shared_rows is None:
-            raise ValueError("index without shared_rows: give the number of each of the Q shared rows too")
+    def _keyed(self, sparse: Mapping[str, Jagged], keys: Keys, rows: Rows) -> KeyedJaggedTensor:
+        bags = [bags_of(feature, self._column(sparse, feature.name), rows) for feature in keys.features]
+        if not bags:
+            return _no_keys(rows.size)
+        values = torch.cat([bag.values for bag in bags])
+        check_ids(values, bags, replace=self.out_of_range == "oov")
+        if all(bag.lengths is None for bag in bags):
+            lengths = torch.ones(values.numel(), dtype=torch.int32)
         else:
-            rows = _Rows(len(shared_rows), "Q", shared_rows)
-        if index.shape != (own.size,) or (own.size and not 0 <= int(index.min()) <= int(index.max()) < rows.size):
-            raise DataError(f"index of shape {tuple(index.shape)}: must be (B,) = ({own.size},), places from 0 to {rows.size - 1}")
-        return SharedRows(sparse=self._keyed(sparse, rows, shared=True), dense=self._matrix(dense, rows, shared=True), index=index)
+            lengths = torch.cat([bag.lengths_or_ones() for bag in bags])
+        return KeyedJaggedTensor(keys=list(keys.keys), values=values, lengths=lengths, stride=rows.size)
 
-    def _keyed(self, sparse: Mapping[str, Jagged], rows: _Rows, *, shared: bool) -> KeyedJaggedTensor:
-        features = [feature for feature in self.sparse if (feature.name in self.shared) == shared]
-        jagged = [self._checked(feature, self._column(sparse, feature.name), rows) for feature in features]
-        return KeyedJaggedTensor(
-            keys=[feature.name for feature in features],
-            values=torch.cat([values for values, _ in jagged]) if jagged else torch.empty(0, dtype=torch.int64),
-            lengths=torch.cat([lengths for _, lengths in jagged]) if jagged else torch.empty(0, dtype=torch.int32),
-            stride=rows.size,
-        )
-
-    def _matrix(self, dense: Mapping[str, Tensor], rows: _Rows, *, shared: bool) -> Tensor:
-        names = [name for name in self.dense if (name in self.shared) == shared]
-        columns = [_finite(name, self._column(dense, name), rows) for name in names]
-        return torch.stack(columns, dim=1) if columns else torch.empty(rows.size, 0)
+    def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: Rows) -> Tensor:
+        return side_by_side(names, [self._column(dense, name) for name in names], rows)
 
     def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The same checks for a KeyedJaggedTensor of your own, as in ``batch.sparse = schema.check(batch.sparse)``.
@@ -244,121 +221,47 @@ class BatchSchema:
         if missing and (missing == set(self.keys) or missing not in parts_of_schema):
             lacking = [name for name in self.keys if name in missing]
             raise DataError(f"the KeyedJaggedTensor lacks {lacking}; it has the keys {features.keys()}")
-        keys: list[str] = features.keys()
-        rows = _Rows(features.stride(), "B", None)
+        rows, replace = Rows(features.stride(), "B"), self.out_of_range == "oov"
         values = []
-        for name in keys:
-            jagged = Jagged(parts[name].values(), parts[name].lengths())
-            feature = self._by_name.get(name)
-            values.append(self._checked(feature, jagged, rows)[0] if feature else jagged.values)
-        if self.out_of_range == "error":
+        for name in features.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
+            own, feature = parts[name].values(), self._by_name.get(name)
+            values.append(own.clone() if replace else own)
+            if feature:
+                bags = bags_of(feature, Jagged(values[-1], parts[name].lengths()), rows)
+                check_ids(values[-1], [bags], replace=replace)
+        if not replace:
             return features
         return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=torch.cat(values),
-            lengths=features.lengths(),
-            weights=features.weights_or_none(),
+            keys=features.keys(), values=torch.cat(values), lengths=features.lengths(), weights=features.weights_or_none()
         )
 
     def _column(self, columns: Mapping[str, _Column], name: str) -> _Column:
         if name not in columns:
-            raise DataError(
-                f"column '{name}' is missing; the batch has {sorted(columns)}, the schema needs {self.keys + list(self.dense)}"
-            )
+            raise self.missing(name, columns)
         return columns[name]
 
-    def _checked(self, feature: SparseFeature, column: Jagged, rows: _Rows) -> tuple[Tensor, Tensor]:
-        """(values int64, lengths int32) of one feature: one dtype on every rank, since two dtypes abort the process group."""
-        _check_types(feature.name, column)
-        values, lengths = column
-        if lengths is None:
-            lengths = torch.ones(values.numel(), dtype=torch.int32)
-        _check_lengths(feature.name, values, lengths, rows)
-        values = values.long()
-        if values.numel():
-            low, high = torch.aminmax(values)
-            if int(low) < 0 or int(high) >= feature.num_embeddings:
-                values = self._out_of_range(feature, values, lengths, rows)
-        return values, lengths.int()
-
-    def _out_of_range(self, feature: SparseFeature, values: Tensor, lengths: Tensor, rows: _Rows) -> Tensor:
-        bad = (values < 0) | (values >= feature.num_embeddings)
-        if self.out_of_range == "oov":
-            return torch.where(bad, feature.oov_id, values)
-        first = int(bad.nonzero()[0])
-        row = int(torch.searchsorted(lengths.long().cumsum(0), first, right=True))
-        raise DataError(
-            f"feature '{feature.name}': id {int(values[first])} in {rows.name(row)} is outside table {feature.readers} "
-            f"(valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in this batch); "
-            f"enlarge num_embeddings, fix the data, or set out_of_range='oov' to use row {feature.oov_id} for them"
-        )
+    def missing(self, name: str, columns: Iterable[str]) -> DataError:
+        """What to raise where ``columns`` lack a column of the schema."""
+        needed = self.keys + list(self.dense)
+        return DataError(f"column '{name}' is missing; the batch has {sorted(columns)}, the schema needs {needed}")
 
 
-class _Rows(NamedTuple):
-    """The rows that a column must have, and what a message calls them."""
-
-    size: int
-    axis: str
-    numbers: Tensor | None
-
-    def name(self, row: int) -> str:
-        if self.numbers is not None:
-            return f"row {int(self.numbers[row])}"
-        return f"row {row} of the batch"
-
-    @property
-    def shape(self) -> str:
-        return f"({self.axis},) = ({self.size},)"
+def _no_keys(stride: int) -> KeyedJaggedTensor:
+    empty = torch.empty(0, dtype=torch.int64)
+    return KeyedJaggedTensor(keys=[], values=empty, lengths=empty.int(), stride=stride)
 
 
-def _check_types(name: str, column: Jagged) -> None:
-    if not isinstance(column, Jagged) or not all(isinstance(part, Tensor) for part in column if part is not None):
-        raise DataError(f"feature '{name}': a {type(column).__name__}, must be Jagged(values, lengths) of tensors")
-    for what, tensor in (("ids", column.values), ("lengths", column.lengths)):
-        if tensor is None:
-            continue
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-            raise DataError(
-                f"feature '{name}': {what} are {str(tensor.dtype).removeprefix('torch.')}, must be integers; "
-                "convert them where they are read (a float id would silently become row 0)"
-            )
-        if tensor.dim() != 1:
-            raise DataError(f"feature '{name}': {what} have shape {tuple(tensor.shape)}, must have one dimension; flatten them")
+def _check_index(index: Tensor, own: Rows, queries: Rows) -> None:
+    fits = index.shape == (own.size,)
+    if fits and own.size:
+        low, high = torch.aminmax(index)
+        fits = int(low) >= 0 and int(high) < queries.size
+    if not fits:
+        raise DataError(f"index of shape {tuple(index.shape)}: must be (B,) = ({own.size},), places from 0 to {queries.size - 1}")
 
 
-def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: _Rows) -> None:
-    if lengths.numel() != rows.size:
-        raise DataError(f"feature '{name}': {lengths.numel()} rows, must be {rows.shape}; give one entry for each row")
-    if lengths.numel() and int(lengths.min()) < 0:
-        row = int((lengths < 0).nonzero()[0])
-        raise DataError(f"feature '{name}': length {int(lengths[row])} in {rows.name(row)}; lengths must be 0 or more")
-    total = int(lengths.sum())
-    if total != values.numel():
-        raise DataError(f"feature '{name}': the lengths add up to {total}, but there are {values.numel()} ids; they must agree")
-
-
-def _finite(name: str, column: Tensor, rows: _Rows) -> Tensor:
-    """The column as float32, every value finite: one NaN poisons the dense weights and all tables of all ranks in one step."""
-    if column.shape != (rows.size,):
-        raise DataError(f"column '{name}': shape {tuple(column.shape)}, must be {rows.shape}")
-    column = column.float()
-    finite = torch.isfinite(column)
-    if not bool(finite.all()):
-        row = int((~finite).nonzero()[0])
-        raise DataError(
-            f"column '{name}': value {float(column[row])} in {rows.name(row)} is not finite; fill or drop it where it is read"
-        )
-    return column
-
-
-def _between(name: str, column: Tensor, rows: _Rows, bounds: tuple[float, float] | None) -> Tensor:
-    column = _finite(name, column, rows)
-    if bounds is None or not column.numel():
-        return column
-    bad = (column < bounds[0]) | (column > bounds[1])
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        limits = f"{bounds[0]:g} or more" if math.isinf(bounds[1]) else f"from {bounds[0]:g} to {bounds[1]:g}"
-        remedy = "; for other labels make the schema with label_range=None" if name == "label" else ""
-        raise DataError(f"column '{name}': value {float(column[row]):g} in {rows.name(row)} must be {limits}{remedy}")
-    return column
+def _total(weights: Tensor | None, given: float | None, size: int) -> Tensor:
+    total = float(given) if given is not None else float(size if weights is None else weights.sum())
+    if size and not total > 0:
+        raise DataError(f"total_weight={total}: must be greater than 0, since the loss divides by it; give some row a weight")
+    return torch.tensor(total)

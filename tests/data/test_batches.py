@@ -98,3 +98,23 @@ def test_read_only_memory_is_copied_before_torch_owns_it() -> None:
     batch = BatchBuilder(plain, None).pairs(Chunk({"id": Column(values)}))
     batch.sparse.values()[0] = 0
     assert values.tolist() == [1, 2]
+
+
+def test_dense_columns_of_any_number_type_stand_beside_each_candidate() -> None:
+    plain = BatchSchema.from_tables(
+        [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["item_id"])],
+        dense=["count", "share", "yes"],
+    )
+    rows = Chunk(
+        {
+            "count": Column(np.array([3, 4])),
+            "share": Column(np.array([0.25, 0.5])),
+            "yes": Column(np.array([True, False])),
+        }
+    )
+    batch = BatchBuilder(plain, Chunk({"item_id": Column(np.arange(9))})).pairs(rows, np.array([[1, 2], [3, 4]]), padded_rows=3)
+    assert batch.dense.tolist() == [[3, 0.25, 1]] * 2 + [[4, 0.5, 0]] * 2 + [[0, 0, 0]] * 2
+    with pytest.raises(DataError, match="column 'share' is missing; the batch has"):
+        BatchBuilder(plain, None).pairs(
+            rows.with_columns({"item_id": Column(np.array([1, 2]))}).select(["item_id", "count", "yes"])
+        )

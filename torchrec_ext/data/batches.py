@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
-from torchrec_ext.schema import BatchSchema, DataError, Jagged
+from torchrec_ext.schema import BatchSchema, DataError, Dense, Jagged
 
 
 class BatchBuilder:
@@ -73,13 +74,14 @@ class BatchBuilder:
         if row_numbers is None:
             row_numbers = np.arange(users.num_rows)
         columns = self._user_columns(users, width)
-        shared_rows, row_numbers = row_numbers, row_numbers.repeat(width)
         if candidates is not None:
             columns |= self._item_columns(np.ascontiguousarray(candidates).reshape(-1), row_numbers)
-        vectors = {"labels": np.zeros(size) if labels is None else labels, "weights": np.ones(size) if weights is None else weights}
+        vectors = {"labels": np.zeros(size, np.float32) if labels is None else labels}
+        if weights is not None or (padded_rows or users.num_rows) > users.num_rows:
+            vectors["weights"] = np.ones(size, np.float32) if weights is None else weights
         if log_q is not None:
             vectors["log_q"] = log_q
-        return self._assemble(columns, users.num_rows, width, vectors, shared_rows, total_weight, padded_rows)
+        return self._assemble(columns, users.num_rows, width, vectors, row_numbers, total_weight, padded_rows)
 
     def _user_columns(self, users: Chunk, times: int) -> dict[str, _Repeated]:
         times_of = {name: 1 if name in self.schema.shared else times for name in self._user_side}
@@ -92,7 +94,8 @@ class BatchBuilder:
             oov_id = feature.oov_id if feature else 0
             if self.schema.out_of_range != "oov":
                 readers = f" of table {feature.readers}" if feature else ""
-                raise _unknown_item(item_ids, bad, self.items.num_rows, row_numbers, readers, oov_id)
+                width = 1 if row_numbers is None else len(item_ids) // len(row_numbers)
+                raise _unknown_item(item_ids, bad, self.items.num_rows, row_numbers, width, readers, oov_id)
             item_ids = np.where(bad, oov_id, item_ids)
         return {name: _Repeated(self.items[name].take(item_ids)) for name in self._item_side}
 
@@ -113,24 +116,37 @@ class BatchBuilder:
         for side in (self._user_side, self._item_side):
             if not any(name in columns for name in side):
                 columns |= {name: self._nothing(name, users, width) for name in side}
+        size = (padded_users or users) * width
+        floats = {name: _float_tensor(values.reshape(-1), size) for name, values in vectors.items()}
         pad = (padded_users or users) - users
         pads = {name: pad if name in self.schema.shared else pad * width for name in columns}
-        numbers = torch.from_numpy(_fresh(np.arange(users) if row_numbers is None else row_numbers))
-        floats = {
-            name: _padded(torch.from_numpy(_fresh(values.reshape(-1))).float(), pad * width) for name, values in vectors.items()
-        }
-        shared_rows = _padded(numbers, pad)
         return self.schema.assemble(
             {name: _jagged(name, columns[name], pads[name]) for name in self.schema.keys if name in columns},
-            {name: _padded(_dense(name, columns[name]), pads[name]) for name in self.schema.dense if name in columns},
+            Dense(
+                self._dense(columns, self.schema.row_dense, size),
+                self._dense(columns, self.schema.shared_dense, size // width),
+            ),
             labels=floats["labels"],
             weights=floats.get("weights"),
             log_q=floats.get("log_q"),
             total_weight=total_weight,
-            rows=shared_rows.repeat_interleave(width),
-            index=torch.arange(users + pad).repeat_interleave(width),
-            shared_rows=shared_rows,
+            index=torch.from_numpy(np.arange(users + pad).repeat(width)),
+            shared_rows=_padded(_tensor(np.arange(users) if row_numbers is None else row_numbers), pad),
         )
+
+    def _dense(self, columns: Mapping[str, _Repeated], names: Sequence[str], size: int) -> Tensor:
+        """(size, Fd) columns side by side, zeros below their rows."""
+        matrix = np.zeros((size, len(names)), np.float32)
+        for at, name in enumerate(names):
+            if name not in columns:
+                raise self.schema.missing(name, columns)
+            column, times = columns[name]
+            values = _numbers(name, column)
+            if times == 1:
+                matrix[: len(values), at] = values
+            else:
+                matrix.reshape(-1, times, len(names))[: len(values), :, at] = values[:, None]
+        return torch.from_numpy(matrix)
 
     def _nothing(self, name: str, users: int, width: int) -> _Repeated:
         size = users if name in self.schema.shared else users * width
@@ -148,46 +164,54 @@ class _Repeated(NamedTuple):
 
 def _jagged(name: str, repeated: _Repeated, pad: int) -> Jagged:
     column, times = repeated
-    if column.values.dtype.kind not in "iufb":
-        raise DataError(f"column '{name}' is {column.values.dtype}, ids must be integers; map the values to ids first")
-    values = torch.from_numpy(_fresh(column.values))
+    if column.pool.dtype.kind not in "iufb":
+        raise DataError(f"column '{name}' is {column.pool.dtype}, ids must be integers; map the values to ids first")
     if not column.ragged:
-        values = values.repeat_interleave(times)
-        lengths = torch.ones(len(values), dtype=torch.int32) if pad else None
-    else:
-        lengths = torch.from_numpy(column.lengths.astype(np.int32))
-        if times > 1:
-            lengths, values = _repeat_rows(lengths, values, times)
-    return Jagged(values, lengths if lengths is None else _padded(lengths, pad))
+        values = _tensor(column.values if times == 1 else column.values.repeat(times))
+        return Jagged(values, _padded(torch.ones(len(values), dtype=torch.int32), pad) if pad else None)
+    values, lengths = _tensor(column.values), torch.from_numpy(column.lengths.astype(np.int32))
+    if times > 1:
+        lengths, values = _repeat_rows(lengths, values, times)
+    return Jagged(values, _padded(lengths, pad))
 
 
 def _repeat_rows(lengths: Tensor, values: Tensor, times: int) -> tuple[Tensor, Tensor]:
     """FBGEMM copies row by row, which is several times faster than a gather through an index for every value."""
-    rows = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(times)
+    rows = torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(times))
     lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(rows, lengths, values, None, len(values) * times)
     return lengths, values
 
 
-def _dense(name: str, repeated: _Repeated) -> Tensor:
-    column, times = repeated
-    if column.ragged or column.values.dtype.kind not in "fiub":
-        found = "ragged" if column.ragged else str(column.values.dtype)
+def _numbers(name: str, column: Column) -> Array:
+    if column.ragged or column.pool.dtype.kind not in "fiub":
+        found = "ragged" if column.ragged else str(column.pool.dtype)
         raise DataError(f"column '{name}' is {found}, must be one number per row; read it as a sparse feature, or convert it")
-    return torch.from_numpy(_fresh(column.values)).float().repeat_interleave(times)
+    return column.values
+
+
+def _float_tensor(values: Array, size: int) -> Tensor:
+    """(size,) float32, zeros after the values."""
+    if len(values) == size:
+        return _tensor(values.astype(np.float32, copy=False))
+    padded = torch.zeros(size)
+    padded.numpy()[: len(values)] = values
+    return padded
 
 
 def _padded(tensor: Tensor, pad: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(pad)]) if pad else tensor
 
 
-def _fresh(array: Array) -> Array:
-    """Memory that torch may own: what comes from Arrow is read-only."""
-    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
+def _tensor(array: Array) -> Tensor:
+    """In memory that torch may own: what comes from Arrow is read-only, and torch takes no negative strides."""
+    return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
 
 
-def _unknown_item(item_ids: Int64, bad: Array, size: int, row_numbers: Int64 | None, readers: str, oov_id: int) -> DataError:
+def _unknown_item(
+    item_ids: Int64, bad: Array, size: int, row_numbers: Int64 | None, width: int, readers: str, oov_id: int
+) -> DataError:
     at = int(bad.argmax())
-    row = at if row_numbers is None else int(row_numbers[at])
+    row = at if row_numbers is None else int(row_numbers[at // width])
     return DataError(
         f"feature 'item_id'{readers}: id {item_ids[at]} in row {row} has no features (known items: 0 to {size - 1}; "
         f"{int(bad.sum())} such ids in this batch); fix the data, or set out_of_range='oov' to use item {oov_id} for them"

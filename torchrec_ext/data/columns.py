@@ -169,6 +169,16 @@ class Chunk(Mapping[str, Column]):
         self._columns = dict(columns)
         self.num_rows = next(iter(lengths.values()), 0)
 
+    @classmethod
+    def _of_equal(cls, columns: dict[str, Column], num_rows: int) -> Chunk:
+        """Without the check, which takes as long as the rest of a small batch of many columns."""
+        chunk = cls.__new__(cls)
+        chunk._columns, chunk.num_rows = columns, num_rows
+        return chunk
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
     def __getitem__(self, name: str) -> Column:
         return self._columns[name]
 
@@ -184,7 +194,7 @@ class Chunk(Mapping[str, Column]):
 
     def take(self, indices: Int64) -> Chunk:
         """The rows ``indices`` (B',) of every column."""
-        return Chunk({name: column.take(indices) for name, column in self.items()})
+        return Chunk._of_equal({name: column.take(indices) for name, column in self.items()}, len(indices))
 
     def slice(self, start: int, stop: int) -> Chunk:
         """Rows ``start`` to ``stop`` of every column, as views."""
@@ -200,25 +210,34 @@ class Chunk(Mapping[str, Column]):
 
 
 class PackedRows:
-    """The rows of a chunk with its integers side by side: taking a random row touches one cache line and not one per column.
+    """The rows of a chunk with its numbers of one type side by side: a random row touches one cache line and not one per column.
 
     Args:
-        chunk: what to pack; ragged columns are packed as their windows. Columns of other types stay as they are.
+        chunk: what to pack; ragged columns are packed as their windows.
     """
 
     def __init__(self, chunk: Chunk) -> None:
         self.num_rows = chunk.num_rows
-        self._ragged = [name for name in chunk if chunk[name].ragged]
-        self._scalar = [name for name in chunk if not chunk[name].ragged and chunk[name].values.dtype == np.int64]
-        self._rest = chunk.select([name for name in chunk if name not in self._ragged + self._scalar])
-        self._pools = {name: chunk[name].pool for name in self._ragged}
-        packed = [places for name in self._ragged for places in chunk[name].windows or ()]
-        packed += [chunk[name].values for name in self._scalar]
-        self._matrix = np.stack(packed, axis=1) if packed else np.zeros((self.num_rows, 0), dtype=np.int64)
+        self._pools = {name: column.pool for name, column in chunk.items() if column.ragged}
+        vectors: dict[tuple[str, str], Array] = {}
+        for name, column in chunk.items():
+            parts = {"values": column.pool} if column.windows is None else column.windows._asdict()
+            vectors |= {(name, part): values for part, values in parts.items()}
+        self._packed = []
+        for dtype in dict.fromkeys(values.dtype for values in vectors.values()):
+            names = [name for name, values in vectors.items() if values.dtype == dtype]
+            self._packed.append((names, _side_by_side([vectors[name] for name in names])))
 
     def take(self, indices: Int64) -> Chunk:
         """The rows ``indices`` (B',), in that order."""
-        vectors = iter(np.ascontiguousarray(self._matrix.take(indices, axis=0).T))
-        columns = {name: Column.from_windows(self._pools[name], Windows(next(vectors), next(vectors))) for name in self._ragged}
-        columns |= {name: Column(next(vectors)) for name in self._scalar}
-        return self._rest.take(indices).with_columns(columns)
+        vectors: dict[tuple[str, str], Array] = {}
+        for names, matrix in self._packed:
+            vectors.update(zip(names, np.ascontiguousarray(matrix.take(indices, axis=0).T), strict=True))
+        columns = {name: Column(values) for (name, part), values in vectors.items() if part == "values"}
+        for name, pool in self._pools.items():
+            columns[name] = Column.from_windows(pool, Windows(vectors[name, "starts"], vectors[name, "stops"]))
+        return Chunk._of_equal(columns, len(indices))
+
+
+def _side_by_side(vectors: Sequence[Array]) -> Array:
+    return vectors[0][:, None] if len(vectors) == 1 else np.stack(vectors, axis=1)

@@ -62,7 +62,9 @@ class KnownPairs:
 
     def place(self, users: Int64) -> Int64:
         """The row of each user in a table of ``num_users`` + 1 rows, the last of which is for unknown users."""
-        return np.where((users >= 0) & (users < self.num_users), users, self.num_users)
+        # A negative id is a large one without its sign: one pass in place of four.
+        places: Int64 = np.minimum(users.astype(np.int64, copy=False).view(np.uint64), np.uint64(self.num_users)).view(np.int64)
+        return places
 
     def free(self, users: Int64) -> Int64:
         """(B,) number of items not taken.

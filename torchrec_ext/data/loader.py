@@ -217,7 +217,7 @@ class ChunkLoader:
             return None, None
         users, positives = mine["user_id"].values, mine["item_id"].values
         ids, log_q = self._negatives.draw(users, rows, epoch, self.config.negatives)
-        known = np.clip(positives, 1, None) if len(positives) else positives
+        known = np.maximum(positives, 1)
         return (
             np.concatenate([positives[:, None], ids], axis=1),
             np.concatenate([self._negatives.log_q(users, known)[:, None], log_q], axis=1),

@@ -105,8 +105,9 @@ class UniformNegatives(RejectionNegatives):
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
-        log_q = self.log_q_of[self.known.place(users)]
-        return np.array(np.broadcast_to(log_q, np.broadcast_shapes(log_q.shape, items.shape)), dtype=np.float32)
+        log_q = np.empty(np.broadcast(users, items).shape, np.float32)
+        log_q[...] = self.log_q_of[self.known.place(users)]
+        return log_q
 
     def _propose(self, numbers: Float64) -> Int64:
         return (numbers * self.known.num_items).astype(np.int64) + 1
