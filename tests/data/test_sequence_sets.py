@@ -1,0 +1,84 @@
+"""Sets of sequences by name, in any of the spellings, and what is said where there is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from torchrec_ext.data.datasets import DatasetUnavailable
+from torchrec_ext.data.sequence_sets import SequenceConfig, load_sequences, planted_sequences
+from torchrec_ext.schema import DataError
+
+pytestmark = pytest.mark.unit
+ROWS = {"user": [3, 1, 3, 3, 1], "item": [40, 20, 10, 20, 10], "position": [1, 0, 0, 2, 1]}
+SEQUENCES = [[20, 10], [10, 40, 20]]
+
+
+def write(folder: Path, name: str, columns: dict[str, list[int]]) -> SequenceConfig:
+    (folder / "mine").mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), folder / "mine" / name)
+    return SequenceConfig(name="mine", folder=str(folder))
+
+
+def named(config: SequenceConfig) -> list[list[int]]:
+    data = load_sequences(config)
+    assert data.item_ids is not None
+    return [[int(data.item_ids[item]) for item in data.sequences.row(user)] for user in range(len(data.sequences))]
+
+
+def test_both_spellings_of_a_file_give_the_same_sequences(tmp_path: Path) -> None:
+    assert named(write(tmp_path, "my_sequences.parquet", ROWS)) == SEQUENCES
+    (tmp_path / "mine" / "my_sequences.parquet").unlink()
+    user, item, order = ROWS.values()
+    times = {"user_id": user, "item_id": item, "timestamp": [880_000_000 + place for place in order]}
+    config = write(tmp_path, "inter.parquet", times)
+    assert named(config) == SEQUENCES
+    found = load_sequences(config).times
+    assert found is not None
+    assert found.row(0).tolist() == [880_000_000, 880_000_001]
+
+
+def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
+    with pytest.raises(
+        DatasetUnavailable, match=r"set 'mine': TORCHREC_EXT_DATA is not set and data\.folder is not given; name the"
+    ):
+        load_sequences(SequenceConfig(name="mine"))
+    with pytest.raises(DatasetUnavailable, match=f"set 'mine': {tmp_path}/mine is not there; it must hold one file"):
+        load_sequences(SequenceConfig(name="mine", folder=str(tmp_path)))
+    config = write(tmp_path, "a_sequences.parquet", ROWS)
+    write(tmp_path, "b_sequences.parquet", ROWS)
+    with pytest.raises(DatasetUnavailable, match=r"has a_sequences\.parquet, b_sequences\.parquet; it must hold one file"):
+        load_sequences(config)
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no column position or timestamp or time; the file has user, item"):
+        load_sequences(write(tmp_path, "my_sequences.parquet", {"user": [1], "item": [2]}))
+
+
+def test_the_planted_answer_is_reached_by_its_rule_alone() -> None:
+    data = planted_sequences(users=3000, items=50)
+    asked = data.held_out("test")
+    last = np.array([asked.before.row(row)[-1] for row in range(len(asked.targets))])
+    following = {item: np.bincount(asked.targets[last == item]).argmax() for item in np.unique(last)}
+    hits = float((np.array([following[item] for item in last]) == asked.targets).mean())
+    assert hits == pytest.approx(data.best["HR@1"], abs=0.02)
+    assert data.best["HR@1"] == pytest.approx(0.7, abs=0.03)
+    assert np.bincount(asked.targets)[1:].max() < 100, "popularity knows nothing"
+    with pytest.raises(ValueError, match=r"users=0, items=400: needs at least 1 user and 12 items"):
+        planted_sequences(users=0)
+    with pytest.raises(ValueError, match=r"data\.users=5: mine has its own"):
+        SequenceConfig(name="mine", users=5)
+
+
+@pytest.mark.skipif("TORCHREC_EXT_DATA" not in os.environ, reason="TORCHREC_EXT_DATA is not set")
+def test_the_beauty_sequences_are_those_that_were_published() -> None:
+    data = load_sequences(SequenceConfig())
+    assert (len(data.sequences), data.num_items, len(data.sequences.values)) == (22363, 12101, 198502)
+    assert len(data.held_out("test").targets) == 22363, "every user has at least 5"

@@ -1,0 +1,189 @@
+"""NextItemModel: sharded equals unsharded, the known answer is found, and a giant catalogue takes no memory to plan."""
+
+from __future__ import annotations
+
+import unittest.mock
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingConfig
+
+from tests.contracts import gather_state, run_ranks
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.loader_config import LoaderConfig
+from torchrec_ext.data.sequence_sets import planted_sequences
+from torchrec_ext.data.sequences import training_windows
+from torchrec_ext.data.session_loader import SessionLoader
+from torchrec_ext.distributed.explain import explain
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import initialise_tables
+from torchrec_ext.models.session_model import NextItemModel
+from torchrec_ext.modules.session_encoder import SessionEncoder
+from torchrec_ext.schema import Jagged
+from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+
+META = torch.device("meta")
+DATA = planted_sequences(users=60, items=40)
+STEPS = 6
+
+
+def small(device: torch.device | None = None) -> NextItemModel:
+    torch.manual_seed(0)
+    encoder = SessionEncoder(16, 12, layers=2, heads=2, hidden=32, causal=True)
+    table = EmbeddingConfig(
+        name="item_id", num_embeddings=DATA.num_items + 1, embedding_dim=16, init_fn=partial(torch.nn.init.normal_, std=0.3)
+    )
+    return NextItemModel(table, encoder, device=device)
+
+
+def batches(negatives: int, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
+    config = LoaderConfig(batch_size=10, negatives=negatives, prefetch=0)
+    windows = training_windows(DATA.training(), 12)
+    loader = SessionLoader(windows, small(META).schema(), config=config, num_items=DATA.num_items, rank=rank, world_size=world_size)
+    return iter(loader)
+
+
+# Dense layers by SGD: attention does not change with the bias of its keys, and Adagrad would magnify the noise in that gradient.
+OPTIMIZERS = {
+    "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.2),
+    "sgd": OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.2),
+}
+
+
+def unsharded(kind: str, negatives: int) -> dict[str, Any]:
+    """Losses, and weights after some steps, of plain modules and plain torch optimizers in one process."""
+    model = small()
+    initialise_tables(model, seed=7)
+    config = OPTIMIZERS[kind]
+    tables = [p for name, p in model.named_parameters() if name.startswith("embeddings.")]
+    dense = [p for name, p in model.named_parameters() if not name.startswith("embeddings.")]
+    for_tables = torch.optim.SGD(tables, lr=config.tables_lr)
+    if kind == "adagrad":
+        for_tables = torch.optim.Adagrad(tables, lr=config.tables_lr, eps=config.eps)  # type: ignore[assignment]
+    optimizers = [for_tables, torch.optim.SGD(dense, lr=config.dense_lr)]
+    losses = []
+    for _, batch in zip(range(STEPS), batches(negatives), strict=False):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss, output = model(batch)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(float(output.loss))
+    return {"losses": losses, "state": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def sharded(runtime: Runtime, sharding: str, kind: str, negatives: int) -> dict[str, Any]:
+    model = small(META)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
+    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=OPTIMIZERS[kind], seed=7)
+    pipeline = make_pipeline(parallel, keyed, runtime.device)
+    own = batches(negatives, runtime.rank, runtime.world_size)
+    outputs = [pipeline.progress(own) for _ in range(STEPS)]
+    return {
+        "losses": [float(output.loss) for output in outputs],
+        "state": gather_state(parallel),
+        "pipelined": len(pipeline._pipelined_modules),
+        "unpipelined": unpipelined(pipeline, parallel),
+    }
+
+
+@pytest.mark.parametrize(
+    ("sharding", "kind", "negatives", "world_size"),
+    [
+        ("row_wise", "sgd", 0, 2),
+        ("row_wise", "adagrad", 2, 2),
+        ("table_wise", "adagrad", 0, 2),
+        ("column_wise", "sgd", 2, 2),
+        ("auto", "sgd", 0, 1),
+    ],
+)
+def test_sharded_equals_unsharded(sharding: str, kind: str, negatives: int, world_size: int) -> None:
+    expected = unsharded(kind, negatives)
+    ranks = run_ranks(sharded, world_size, sharding, kind, negatives)
+    mean = [sum(losses) / world_size for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert mean == pytest.approx(expected["losses"], abs=1e-4)
+    assert expected["losses"][0] - expected["losses"][-1] > 0.02, "it has learned, so the weights have moved"
+    assert ranks[0]["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+    assert all((rank["pipelined"], rank["unpipelined"]) == (1, []) for rank in ranks)
+
+
+@pytest.mark.unit
+def test_every_parameter_gets_a_gradient() -> None:
+    model = small()
+    loss, _ = model(next(batches(0)))
+    loss.backward()
+    silent = [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    assert silent == []
+
+
+@pytest.mark.unit
+def test_the_loss_is_the_cross_entropy_of_what_embed_scores() -> None:
+    """What ranking does with the model is what it was trained for: prefix by prefix, over the whole catalogue."""
+    model = small().eval()
+    batch = next(batches(0))
+    jagged = batch.sparse["session"]
+    sequences = torch.split(jagged.values(), jagged.lengths().tolist())
+    items = model.embed("item", only("candidates", [torch.tensor([item]) for item in range(DATA.num_items + 1)]))
+    losses = []
+    for sequence in sequences:
+        prefixes = [sequence[:stop] for stop in range(1, len(sequence))]
+        scores = model.interaction.score_all(model.embed("session", only("session", prefixes)), items)[:, 1:]
+        losses.append(torch.nn.functional.cross_entropy(scores, sequence[1:] - 1, reduction="none"))
+    assert float(model(batch)[0].detach()) == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)
+
+
+def only(feature: str, rows: list[Tensor]) -> TowerBatch:
+    """Rows of one feature; the other one is empty."""
+    size = len(rows)
+    empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(size, dtype=torch.int32))
+    bags = Jagged(torch.cat(rows), torch.tensor([len(row) for row in rows]))
+    columns = {"session": empty, "candidates": empty} | {feature: bags}
+    return small(META).schema().assemble(columns, labels=torch.zeros(size))
+
+
+@pytest.mark.unit
+def test_an_empty_session_is_a_vector_of_zeros() -> None:
+    found = small().eval().embed("session", only("session", [torch.tensor([3, 4]), torch.zeros(0, dtype=torch.int64)]))
+    assert bool(found[0].any())
+    assert not bool(found[1].any())
+
+
+@pytest.mark.unit
+def test_what_does_not_fit_is_named() -> None:
+    table = EmbeddingConfig(name="item_id", num_embeddings=9, embedding_dim=16)
+    with pytest.raises(ValueError, match="encoder: is not causal, so each step would see the item it must predict"):
+        NextItemModel(table, SessionEncoder(16, 5))
+    with pytest.raises(ValueError, match="encoder: width D=8 over table 'item_id' of embedding_dim=16; must be equal"):
+        NextItemModel(table, SessionEncoder(8, 5, causal=True))
+    with pytest.raises(ValueError, match="tower 'user' is not one of 'session', 'item'"):
+        small().embed("user", next(batches(0)))
+    with pytest.raises(ValueError, match="a sequence of 13 steps in row 0 of the batch: must have at most max_length=12"):
+        small()(only("session", [torch.ones(14, dtype=torch.int64)]))
+
+
+def planned(world_size: int, memory_gb: float) -> str:
+    """What rank 0 of ``world_size`` would decide for 300 M items; the others only receive it."""
+    table = EmbeddingConfig(name="item_id", num_embeddings=300_000_000, embedding_dim=64)
+    model = NextItemModel(table, SessionEncoder(64, 50, causal=True), device=META)
+    runtime = Runtime(world_size=world_size, local_world_size=8)
+    with unittest.mock.patch("torch.distributed.broadcast_object_list"):
+        return explain(plan_sharding(model, runtime, PlanConfig(memory_gb=memory_gb)), model, world_size)
+
+
+@pytest.mark.unit
+def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
+    text = planned(64, memory_gb=4)
+    assert "300,000,000 x 64" in text
+    assert "row_wise" in text
+    with pytest.raises(PlanError, match=r"the largest table, 'item_id', needs 143\.05 GiB"):
+        planned(8, memory_gb=4)

@@ -1,0 +1,120 @@
+"""Sets of sequences by name: a folder of parquet files, or generated with a known answer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from torchrec_ext.data.columns import Column
+from torchrec_ext.data.datasets import FOLDER_VARIABLE, DatasetUnavailable
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.sequences import SequenceData, from_rows
+from torchrec_ext.schema import DataError
+
+PLANTED = "planted"
+_SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id"), "order": ("position", "timestamp", "time")}
+LAYOUT = (
+    "one file *sequences.parquet or inter.parquet with a row per event: user (or user_id), item (or item_id), and position, "
+    "timestamp or time"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceConfig:
+    """Which set of sequences to load.
+
+    Args:
+        name: of the folder of a set, such as ``amazon-beauty-sequences``, which holds one file as in :data:`LAYOUT`; or
+            ``planted``, generated data.
+        folder: where the sets lie, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
+        users: how many users to generate; for generated data only.
+        items: how many items to generate.
+        seed: of the generator.
+    """
+
+    name: str = "amazon-beauty-sequences"
+    folder: str | None = None
+    users: int | None = None
+    items: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("users", "items"):
+            value = getattr(self, field)
+            if value is not None and self.name != PLANTED:
+                raise ValueError(f"data.{field}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}")
+
+
+def load_sequences(config: SequenceConfig) -> SequenceData:
+    """Loads the set that ``config`` names.
+
+    Raises:
+        DatasetUnavailable: there is no such folder, or no file of the layout in it.
+        DataError: a file is damaged, lacks a column, or holds a null.
+    """
+    if config.name == PLANTED:
+        options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
+        return planted_sequences(seed=config.seed, **options)
+    root = config.folder or os.environ.get(FOLDER_VARIABLE)
+    if not root:
+        raise DatasetUnavailable(
+            f"set '{config.name}': {FOLDER_VARIABLE} is not set and data.folder is not given; name the folder in which "
+            f"{config.name}/ lies, with {LAYOUT}; or use generated data: data.name={PLANTED}"
+        )
+    return read_sequences(_file_in(Path(root) / config.name, config.name), name=config.name)
+
+
+def read_sequences(path: Path, *, name: str) -> SequenceData:
+    """The sequences in a file of the :data:`LAYOUT`; rows may stand in any order, ids may be any whole numbers."""
+    found = list(pq.read_schema(path).names)
+    spelled = {role: next((word for word in words if word in found), "") for role, words in _SPELLINGS.items()}
+    for role, words in _SPELLINGS.items():
+        if not spelled[role]:
+            raise DataError(f"{path}: no column {' or '.join(words)}; the file has {', '.join(found)}")
+    rows = read_parquet(path, {spelled["user"]: "int", spelled["item"]: "int", spelled["order"]: None})
+    columns = (rows[spelled[role]].values for role in ("user", "item", "order"))
+    return from_rows(name, *columns, times=spelled["order"] != "position")
+
+
+def _file_in(folder: Path, name: str) -> Path:
+    files = sorted(folder.glob("*sequences.parquet")) or sorted(folder.glob("inter.parquet"))
+    if len(files) == 1:
+        return files[0]
+    what = f"has {', '.join(file.name for file in files)}" if files else ("has no such file" if folder.exists() else "is not there")
+    raise DatasetUnavailable(f"set '{name}': {folder} {what}; it must hold {LAYOUT}; or use generated data: data.name={PLANTED}")
+
+
+def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) -> SequenceData:
+    """Each item has a successor, drawn once: with probability .7 a user takes it next, else any item with equal probability.
+
+    The answer: to rank the successor of the last item first and the others in any order. What that reaches on the test items is
+    ``best``; the other places are guessed right as often as by chance. Popularity knows nothing.
+
+    Args:
+        users: how many.
+        items: how many, at least 12.
+        seed: of everything.
+    """
+    if users < 1 or items < 12:
+        raise ValueError(f"planted sequences of users={users}, items={items}: needs at least 1 user and 12 items")
+    rng = np.random.default_rng([seed, users, items])
+    successor = rng.permutation(items)
+    lengths = rng.integers(4, 21, users)
+    steps = rng.integers(0, items, (users, 20))
+    follows = rng.random((users, 20)) < 0.7
+    for step in range(1, 20):
+        steps[:, step] = np.where(follows[:, step], successor[steps[:, step - 1]], steps[:, step])
+    rows, last = np.arange(users), lengths - 1
+    found = float((steps[rows, last] == successor[steps[rows, last - 1]]).mean())
+    places = 1 / np.log2(np.arange(2, 12))
+    chance = (1 - found) / (items - 1)
+    return SequenceData(
+        name=PLANTED,
+        sequences=Column.from_lengths(steps[np.arange(20) < lengths[:, None]].astype(np.int64) + 1, lengths),
+        num_items=items,
+        best={"HR@1": found, "HR@10": found + 9 * chance, "NDCG@10": found + chance * float(places[1:].sum())},
+    )

@@ -1,0 +1,116 @@
+"""NextItemModel: a causal session tower that scores the whole catalogue at every step with the table it reads from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.modules.catalogue_softmax import catalogue_softmax
+from torchrec_ext.modules.in_batch import gather_rows
+from torchrec_ext.modules.interaction import DotProduct
+from torchrec_ext.modules.jagged_attention import Packing
+from torchrec_ext.modules.session_encoder import SessionEncoder
+from torchrec_ext.schema import BatchSchema, OutOfRange
+
+SESSION, CANDIDATES = "session", "candidates"
+
+
+class NextItems(NamedTuple):
+    """What a step leaves behind, detached: ``loss`` () and ``weights`` (B,)."""
+
+    loss: Tensor
+    weights: Tensor
+
+
+class NextItemModel(nn.Module):
+    """Predicts each item of a sequence from those before it (SASRec, Kang and McAuley 2018), with a softmax over the catalogue.
+
+    One sharded table is read for the sequence and for the items to be scored. A batch has two features: ``session``, the items of B
+    sequences, oldest first, each of which but the first is a target; and ``candidates``, the items that all targets of all ranks
+    are told from, spread over the rows in any way, but as many on every rank (0 is padding): the whole catalogue, or a uniform
+    sample of it.
+
+    Args:
+        table: of the items, ids 1 to num_embeddings - 1, row 0 for unknown ones; its feature names are set here.
+        encoder: causal, of the table's width; its ``max_length`` is one less than the items that a training sequence may have.
+        device: of the table; ``meta`` declares it without memory.
+
+    Example:
+        >>> table = EmbeddingConfig(name="item_id", num_embeddings=300_000_000, embedding_dim=64)
+        >>> model = NextItemModel(table, SessionEncoder(64, 50, layers=2, causal=True), device=torch.device("meta"))
+        >>> model.schema().keys
+        ['session', 'candidates']
+    """
+
+    def __init__(self, table: EmbeddingConfig, encoder: SessionEncoder, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        if not encoder.causal:
+            raise ValueError("encoder: is not causal, so each step would see the item it must predict; make it with causal=True")
+        if encoder.width != table.embedding_dim:
+            raise ValueError(
+                f"encoder: width D={encoder.width} over table '{table.name}' of embedding_dim={table.embedding_dim}; must be equal"
+            )
+        self.table = dataclasses.replace(table, feature_names=[SESSION, CANDIDATES])
+        self.embeddings = EmbeddingCollection(tables=[self.table], device=device or torch.device("cpu"))
+        self.network = _NextItemNetwork(encoder, table.num_embeddings - 1)
+        self.interaction = DotProduct([encoder.width, encoder.width])
+
+    def schema(self, *, out_of_range: OutOfRange = "error") -> BatchSchema:
+        """The columns that a batch for this model needs."""
+        return BatchSchema.from_tables([self.table], label_range=None, out_of_range=out_of_range)
+
+    def forward(self, batch: TowerBatch) -> tuple[Tensor, NextItems]:
+        """The mean loss, (), of the targets of all ranks, and :class:`NextItems`; ``batch.total_weight`` counts targets."""
+        embedded = self.embeddings(batch.sparse)
+        loss = self.network(embedded, batch)
+        return loss, NextItems(loss.detach(), batch.weights)
+
+    def embed(self, tower: str, batch: TowerBatch) -> Tensor:
+        """(B, D): of ``session`` what the next item is scored with, zeros for an empty one; of ``item`` each row's candidate."""
+        embedded = self.embeddings(batch.sparse)
+        if tower == "item":
+            return embedded[CANDIDATES].values()  # type: ignore[no-any-return]
+        if tower != "session":
+            raise ValueError(f"tower {tower!r} is not one of 'session', 'item'")
+        return self.network.last(embedded)
+
+
+class _NextItemNetwork(nn.Module):
+    """All but the table: TorchRec's pipelines do not trace into modules without tables, so it may branch on values."""
+
+    def __init__(self, encoder: SessionEncoder, num_items: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.num_items = num_items
+
+    def forward(self, embedded: Mapping[str, JaggedTensor], batch: TowerBatch) -> Tensor:
+        items, lengths = embedded[SESSION].values(), embedded[SESSION].lengths()
+        whole = Packing(lengths)
+        inputs = (whole.to_end > 0).nonzero()[:, 0]
+        states = self.encoder(items[inputs], (lengths - 1).clamp(min=0))
+        ids, targets = batch.sparse[SESSION].values(), inputs + 1
+        losses = catalogue_softmax(
+            states,
+            items[targets],
+            ids[targets],
+            gather_rows(embedded[CANDIDATES].values()),
+            gather_rows(batch.sparse[CANDIDATES].values()),
+            num_items=self.num_items,
+        )
+        weights = batch.weights[whole.rows[inputs]] * (ids[targets] > 0)
+        return (losses * weights).sum() / batch.total_weight  # type: ignore[no-any-return]
+
+    def last(self, embedded: Mapping[str, JaggedTensor]) -> Tensor:
+        items = embedded[SESSION].values()
+        packing = Packing(embedded[SESSION].lengths(), self.encoder.attention)
+        states = self.encoder.encode(items, packing)
+        ends = packing.to_end == 0
+        return states.new_zeros(len(packing.lengths), states.shape[1]).index_copy(0, packing.rows[ends], states[ends])
