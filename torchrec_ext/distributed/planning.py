@@ -29,6 +29,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_ext.distributed.explain import refusal
+from torchrec_ext.distributed.kernels import possible, refused_because
 from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, shardings
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, table_configs
@@ -135,7 +136,7 @@ def plan_sharding(
     # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
     choices = declare_table_optimizer(model, optimizer)
     chosen = shardings(choices, config.by_table([table.name for table in tables]), runtime.device.type)
-    wanted = {table.name: _constraint(table, chosen[table.name], runtime.world_size) for table in tables}
+    wanted = {table.name: _constraint(table, chosen[table.name], runtime) for table in tables}
     own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone, and TorchRec's collective_plan leaves the other ranks waiting when it fails there.
@@ -166,17 +167,18 @@ def _plan_or_refusal(planner: EmbeddingShardingPlanner, model: nn.Module, say: C
         return PlanError(say(str(error).strip() or type(error).__name__))
 
 
-def _constraint(table: BaseEmbeddingConfig, sharding: str, world_size: int) -> ParameterConstraints | None:
-    """What a sharding type asks of the planner; nothing for ``auto``.
+def _constraint(table: BaseEmbeddingConfig, sharding: str, runtime: Runtime) -> ParameterConstraints | None:
+    """What a sharding type asks of the planner; for ``auto`` nothing, or what is possible at all.
 
     Asking for columns means to have them split: TorchRec leaves a table of up to 128 columns whole unless told otherwise.
     """
-    if table.embedding_dim % 4:
-        raise PlanError(
-            f"table '{table.name}': embedding_dim={table.embedding_dim} must be a multiple of 4, as FBGEMM's kernels ask"
-        )
+    world_size, device = runtime.world_size, runtime.device.type
+    reason = refused_because(table, sharding, device)
+    if reason:
+        raise PlanError(f"table '{table.name}': {reason}")
     if sharding == "auto":
-        return None
+        types = possible(table, device)
+        return None if types is None else ParameterConstraints(sharding_types=types)
     if "column" not in sharding or world_size == 1:
         return ParameterConstraints(sharding_types=[sharding])
     widths = range(4, table.embedding_dim, 4)
