@@ -75,6 +75,8 @@ def test_the_planted_answer_is_reached_by_its_rule_alone() -> None:
         planted_sequences(users=0)
     with pytest.raises(ValueError, match=r"data\.users=5: mine has its own"):
         SequenceConfig(name="mine", users=5)
+    with pytest.raises(ValueError, match=r"data\.max_length=0: must be 1 or more"):
+        SequenceConfig(max_length=0)
 
 
 @pytest.mark.skipif("TORCHREC_EXT_DATA" not in os.environ, reason="TORCHREC_EXT_DATA is not set")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class SequenceConfig:
     Args:
         name: of the folder of a set, such as ``amazon-beauty-sequences``, which holds one file as in :data:`LAYOUT`; or
             ``planted``, generated data.
+        max_length: S, the most items that a model reads before its target: the most recent ones.
         folder: where the sets lie, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         users: how many users to generate; for generated data only.
         items: how many items to generate.
@@ -37,12 +39,15 @@ class SequenceConfig:
     """
 
     name: str = "amazon-beauty-sequences"
+    max_length: int = 50
     folder: str | None = None
     users: int | None = None
     items: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.max_length < 1:
+            raise ValueError(f"data.max_length={self.max_length}: must be 1 or more")
         for field in ("users", "items"):
             value = getattr(self, field)
             if value is not None and self.name != PLANTED:
@@ -58,14 +63,15 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
     """
     if config.name == PLANTED:
         options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
-        return planted_sequences(seed=config.seed, **options)
+        return dataclasses.replace(planted_sequences(seed=config.seed, **options), max_length=config.max_length)
     root = config.folder or os.environ.get(FOLDER_VARIABLE)
     if not root:
         raise DatasetUnavailable(
             f"set '{config.name}': {FOLDER_VARIABLE} is not set and data.folder is not given; name the folder in which "
             f"{config.name}/ lies, with {LAYOUT}; or use generated data: data.name={PLANTED}"
         )
-    return read_sequences(_file_in(Path(root) / config.name, config.name), name=config.name)
+    data = read_sequences(_file_in(Path(root) / config.name, config.name), name=config.name)
+    return dataclasses.replace(data, max_length=config.max_length)
 
 
 def read_sequences(path: Path, *, name: str) -> SequenceData:

@@ -34,6 +34,7 @@ class SequenceData:
         name: what it was loaded by.
         sequences: U rows of item ids 1 to ``num_items``, oldest first.
         num_items: items of the catalogue; id 0 is the unknown item and padding.
+        max_length: S, the most items that a model reads before its target: the most recent ones.
         times: U rows of the times at which they were taken, as long; or None.
         user_ids: (U,) what the file calls the users.
         item_ids: (num_items + 1,) what the file calls the items; [0] is unused.
@@ -41,12 +42,14 @@ class SequenceData:
         best: figures of the best possible ranking where they are known (generated data), such as ``HR@1``.
 
     Raises:
+        ValueError: ``max_length`` is not positive.
         DataError: an empty sequence, an id outside the catalogue, or times that fall; the message names user and place.
     """
 
     name: str
     sequences: Column
     num_items: int
+    max_length: int = 50
     times: Column | None = None
     user_ids: Array | None = None
     item_ids: Array | None = None
@@ -54,6 +57,8 @@ class SequenceData:
     best: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.max_length < 1:
+            raise ValueError(f"max_length={self.max_length}: must be 1 or more")
         if not self.sequences.ragged or not len(self.sequences):
             raise DataError(f"set '{self.name}': sequences must be a ragged column of 1 or more users, got {self.sequences}")
         lengths = self.sequences.lengths
