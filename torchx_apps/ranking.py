@@ -78,10 +78,11 @@ class RankingTask:
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
         """The training rows with the negatives that ``config`` asks for."""
-        if config.negatives == 0 and not config.label:
+        # A loss over labels asks for a range of them; one that compares rows does not.
+        if config.negatives == 0 and not config.label and schema.label_range is not None:
             raise ValueError(
                 "loader.negatives=0 without loader.label: every row would have label 1, from which nothing can be learned; "
-                "draw negatives, or name the column with the labels"
+                "draw negatives, name the column with the labels, or use a loss that compares rows, such as model.loss=in_batch"
             )
         return training_loader(self.data, schema, config, rank=rank, world_size=world_size)
 
@@ -119,7 +120,7 @@ class RankingJudge:
 
     def baseline(self, part: str) -> Record:
         """The popularity ranking of the same items and candidates."""
-        return popularity_figures(self._data, part)
+        return _told(self._data, popularity_ranks(self._data, part))
 
     def example(self) -> str:
         """What the user of the first test row would be shown."""
@@ -169,13 +170,13 @@ class RankingJudge:
         return metrics.embed_all(self._model.module, "item", self._item_batches(), self._runtime)
 
 
-def popularity_figures(data: InteractionData, part: str) -> Record:
-    """The figures of ranking every user's candidates in ``part`` by how often they stand in ``train``."""
+def popularity_ranks(data: InteractionData, part: str) -> metrics.Ranks:
+    """The places of the held-out items of ``part`` when every user's candidates are ranked by how often they stand in ``train``."""
     popularity = torch.from_numpy(data.popularity())
     if part not in data.evaluation.candidates:
-        return _told(data, metrics.popularity_ranks(popularity, _question(data, part)))
+        return metrics.popularity_ranks(popularity, _question(data, part))
     ids = _candidates(data, part)
-    return _told(data, metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids))
+    return metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
 
 
 def _told(data: InteractionData, ranks: metrics.Ranks) -> Record:

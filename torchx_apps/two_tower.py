@@ -1,8 +1,10 @@
-"""The recipe two_tower: user features -> NN_user, item features -> NN_item, both -> top NN."""
+"""The recipe two_tower: user features -> NN_user, item features -> NN_item, both -> top NN, or their dot product."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -10,12 +12,17 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec_ext.data.datasets import DataConfig
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.distributed.optimizers import OptimizerConfig
-from torchrec_ext.models.tower_model import Interaction, TowerModel
-from torchrec_ext.models.tower_model import two_tower as make_two_tower
-from torchrec_ext.modules.tower import Activation
+from torchrec_ext.models.retrieval import RetrievalModel
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.interaction import Cosine
+from torchrec_ext.modules.interaction_choice import Interaction, interaction_layer
+from torchrec_ext.modules.layers import Activation
+from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import OutOfRange
 from torchrec_ext.train.loop import TrainConfig
 from torchx_apps.job import Job
+
+Loss = Literal["bce", "in_batch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,22 +32,42 @@ class TwoTowerConfig:
     Args:
         embedding_dim: columns of every table.
         tower_widths: widths of each tower's MLP; the last is D, what the interaction sees.
-        interaction: ``top_nn`` (concatenation, MLP, logit) or ``dot``.
+        features: the columns that the towers read; all that the set has where none are named.
+        interaction: ``top_nn`` (concatenation, MLP, logit), ``dot``, or another of :func:`interaction_layer`.
         top_widths: hidden widths of the top NN.
         activation: between layers.
         dropout: after each activation.
+        loss: ``bce`` over the loader's negatives, or ``in_batch``, a softmax over the candidates of the batch, for
+            ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``.
+        temperature: of ``in_batch`` and of ``cosine``.
+        correct: correct ``in_batch`` for the popularity of its candidates.
         share_user: run the user tower once for a positive and its negatives; the result is the same.
         out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
     """
 
     embedding_dim: int = 32
     tower_widths: tuple[int, ...] = (64,)
+    features: tuple[str, ...] = ()
     interaction: Interaction = "top_nn"
     top_widths: tuple[int, ...] = (128, 64)
     activation: Activation = "relu"
     dropout: float = 0.0
+    loss: Loss = "bce"
+    temperature: float = 1.0
+    correct: bool = True
     share_user: bool = True
     out_of_range: OutOfRange = "error"
+
+    def __post_init__(self) -> None:
+        if self.loss not in get_args(Loss):
+            raise ValueError(f"model.loss={self.loss!r}: must be one of {', '.join(get_args(Loss))}")
+        if self.loss == "in_batch" and self.interaction not in ("dot", "cosine"):
+            raise ValueError(
+                f"model.loss=in_batch with model.interaction={self.interaction}: each query meets every candidate of the batch, "
+                "for which a product is cheap enough; set model.interaction=dot or cosine"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"model.temperature={self.temperature}: must be greater than 0")
 
 
 def two_tower() -> Job:
@@ -55,34 +82,47 @@ def two_tower() -> Job:
     )
 
 
-USER_FEATURES = ("user_id", "gender", "occupation", "zip_prefix", "history")
-ITEM_FEATURES = ("item_id", "release_year", "genres")
-
-
 def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
-    """The towers over the features that MovieLens and the generated sets have."""
+    """A tower over what is known of the item, and one over all else; ids and lists have tables, the rest is dense."""
+    known = {*data.vocab, *data.dense}
+    if unknown := sorted(set(config.features) - known):
+        raise ValueError(f"model.features names {unknown}, which '{data.name}' does not have; it has {sorted(known)}")
+    names = [name for name in (*data.vocab, *data.dense) if not config.features or name in config.features]
+    sides = {
+        "user": [name for name in names if name not in data.items],
+        "item": [name for name in names if name in data.items],
+    }
+    towers = {name: _tower(config, data, columns) for name, columns in sides.items()}
+    widths = [tower.out_features for tower in towers.values()]
+    shared = ("user",) if config.share_user else ()
+    if config.interaction == "cosine":
+        top = Cosine(widths, temperature=config.temperature)
+    else:
+        top = interaction_layer(config.interaction, widths, config.top_widths, activation=config.activation, dropout=config.dropout)
+    if config.loss == "bce":
+        return TowerModel(towers, top, shared=shared)
+    counts = torch.from_numpy(data.popularity()) if config.correct else None
+    return RetrievalModel(towers, top, counts=counts, temperature=config.temperature, shared=shared)
 
-    def tables(features: tuple[str, ...]) -> list[EmbeddingBagConfig]:
-        return [
-            EmbeddingBagConfig(
-                name=feature,
-                feature_names=[feature],
-                num_embeddings=data.vocab[feature],
-                embedding_dim=config.embedding_dim,
-                pooling=PoolingType.MEAN,
-            )
-            for feature in features
-        ]
 
-    return make_two_tower(
-        tables(USER_FEATURES),
-        tables(ITEM_FEATURES),
-        user_dense=data.dense,
-        tower_widths=config.tower_widths,
-        interaction=config.interaction,
-        top_widths=config.top_widths,
+def _tower(config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]) -> Tower:
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            feature_names=[name],
+            num_embeddings=data.vocab[name],
+            embedding_dim=config.embedding_dim,
+            pooling=PoolingType.MEAN,
+        )
+        for name in columns
+        if name in data.vocab
+    ]
+    dense = [name for name in columns if name in data.dense]
+    return Tower(
+        tables,
+        config.tower_widths,
+        dense=dense,
         activation=config.activation,
         dropout=config.dropout,
-        shared=("user",) if config.share_user else (),
         device=torch.device("meta"),
     )

@@ -1,0 +1,193 @@
+"""The quality table: every recipe on real data against the figure that the literature reports for it.
+
+    python benchmarks/quality.py [--only Q1,Q5] [--seeds 3] [--quick] [--results FILE]
+
+Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --set ...`, or `torchx run` for more than
+one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept in the results file with
+its seed, figures and seconds, and is not trained again while its command is the same; so a killed benchmark continues. Figures are
+those after the last epoch, the mean over the seeds. Needs TORCHREC_EXT_DATA. Last lines: one JSON object for each id, `ratio` being
+the lowest of reached / required over its figures (of required / reached where less is better).
+
+--quick trains on generated data for about a minute, against figures known there, and checks the evaluator where its data is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEC = Path(__file__).with_suffix(".json")
+RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
+FOLDERS = ROOT / "runs" / "quality"
+BIN = Path(sys.executable).parent
+LESS_IS_BETTER = ("log_loss", "difference")
+
+Row = dict[str, Any]
+
+
+def main() -> int:
+    options = _options()
+    spec = json.loads(SPEC.read_text())
+    table = spec["quick"] if options.quick else {name: row for name, row in spec.items() if name != "quick"}
+    chosen = options.only.split(",") if options.only else list(table)
+    if unknown := sorted(set(chosen) - set(table)):
+        print(f"--only {','.join(unknown)}: choose from {', '.join(table)}", file=sys.stderr)
+        return 2
+    results = Results(options.results)
+    rows = [measure(name, table[name], options.seeds, results) for name in chosen]
+    for row in rows:
+        print(json.dumps(row))
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="ids, with commas; all where not given")
+    parser.add_argument("--seeds", type=int, help="runs of each, seeds from 0; as quality.json says where not given")
+    parser.add_argument("--quick", action="store_true", help="a minute on generated data")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where finished runs are kept")
+    return parser.parse_args()
+
+
+class Results:
+    """Finished runs, in a file that is whole after each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._runs: list[Row] = json.loads(path.read_text()) if path.exists() else []
+
+    def find(self, key: Row) -> Row | None:
+        """The run of that command, if it is done."""
+        return next((run for run in self._runs if all(run[name] == value for name, value in key.items())), None)
+
+    def add(self, run: Row) -> None:
+        """Keeps a run."""
+        self._runs.append(run)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        part = self._path.with_suffix(".part")
+        part.write_text("[\n" + ",\n".join(json.dumps(run) for run in self._runs) + "\n]\n")
+        part.replace(self._path)
+
+
+def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
+    """All runs of one id, and how they compare with what is required."""
+    if "popularity_of" in row:
+        reached, seeds, seconds = popularity(row["popularity_of"]), 1, 0.0
+    else:
+        seeds = seeds or row.get("seeds", 1)
+        runs = {run: [trained(name, run, row["runs"][run], seed, results) for seed in range(seeds)] for run in row["runs"]}
+        reached = figures(row, runs)
+        seconds = sum(one["seconds"] for some in runs.values() for one in some)
+    ratio = min(_ratio(figure, reached[figure], required, row.get("tolerance")) for figure, required in row["required"].items())
+    return {
+        "name": name,
+        "what": row["what"],
+        "reached": {figure: round(value, 4) for figure, value in reached.items()},
+        "required": row["required"],
+        "reach_for": row.get("reach_for"),
+        "seeds": seeds,
+        "seconds": round(seconds),
+        "ratio": round(ratio, 4),
+        "ok": ratio >= 1,
+    }
+
+
+def figures(row: Row, runs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+    """The mean of each required figure over the seeds.
+
+    ``auc gain`` is how much more of it the run ``model`` has than the run ``without``; ``auc difference`` the greatest between two
+    runs of one seed.
+    """
+    found = {}
+    for figure in row["required"]:
+        name, _, how = figure.partition(" ")
+        by_run = {run: [one["figures"][name] for one in some] for run, some in runs.items()}
+        if how == "gain":
+            found[figure] = statistics.fmean(by_run["model"]) - statistics.fmean(by_run["without"])
+        elif how == "difference":
+            found[figure] = max(abs(one - other) for one, other in zip(*by_run.values(), strict=True))
+        else:
+            found[figure] = statistics.fmean(by_run["model"])
+    return found
+
+
+def _ratio(figure: str, reached: float, required: float, tolerance: float | None) -> float:
+    if tolerance is not None:
+        return 1.0 if abs(reached - required) <= tolerance else min(reached / required, required / reached)
+    return min(required / max(reached, 1e-9), 10.0) if figure.endswith(LESS_IS_BETTER) else reached / required
+
+
+def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
+    """The figures of one training, from the results file or by training now."""
+    overrides = [*how["set"], f"train.seed={seed}"]
+    key = {"id": name, "run": run, "recipe": how["recipe"], "set": overrides, "ranks": how.get("ranks", 1)}
+    if (found := results.find(key)) is not None:
+        return found
+    folder = FOLDERS / f"{name}-{run}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    start = time.perf_counter()
+    _follow(command(key, folder), f"{name} {run}, seed {seed}", folder.with_suffix(".log"))
+    summary = json.loads((folder / "summary.json").read_text())
+    done = {**key, "figures": summary["test"], "seconds": round(time.perf_counter() - start, 1)}
+    results.add(done)
+    return done
+
+
+def command(key: Row, folder: Path) -> list[str]:
+    """What a user would type."""
+    flags = [flag for override in key["set"] for flag in ("--set", override)]
+    if key["ranks"] == 1:
+        return [sys.executable, "-m", "torchx_apps.train", "--recipe", key["recipe"], "--run-dir", str(folder), *flags]
+    job = ["rec.train.hybrid", "--recipe", key["recipe"], "-j", f"1x{key['ranks']}", "--run_dir", str(folder)]
+    return [str(BIN / "torchx"), "run", "-s", "local_cwd", *job, *flags]
+
+
+def _follow(line: Sequence[str], title: str, log: Path) -> None:
+    """Runs a command; its progress goes to stderr, all it says into a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{title}: {' '.join(line)}", file=sys.stderr)
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    with log.open("w") as file:
+        process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for text in _lines(process):
+            file.write(text)
+            if "epoch " in text and "step " in text:
+                print(f"{title}: {text[text.index('epoch ') :].rstrip()}", file=sys.stderr, flush=True)
+    if process.wait():
+        raise SystemExit(f"{title} ended with exit code {process.returncode}; the end of {log}:\n" + log.read_text()[-2000:])
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    try:
+        yield from process.stdout
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+
+
+def popularity(data: str) -> dict[str, float]:
+    """HR@10 and NDCG@10 of the popularity ranking, a tie lost by the target, as the published evaluation breaks them."""
+    import torch
+
+    from torchrec_ext.data.datasets import load
+    from torchrec_ext.train.metrics import Ranks, ranking_metrics
+    from torchx_apps.ranking import popularity_ranks
+
+    ranks = popularity_ranks(load(data, validation=False, history_length=0), "test")
+    return ranking_metrics(Ranks(ranks.better + ranks.ties, torch.zeros_like(ranks.ties)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

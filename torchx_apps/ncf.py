@@ -1,0 +1,111 @@
+"""The recipes ncf and contextual_ncf: generalised matrix factorisation beside an MLP, without and with the context of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+from torchrec_ext.data.datasets import DataConfig
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.labelled import LabelledConfig, LabelledData
+from torchrec_ext.data.loader import LoaderConfig
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.models.ncf import ContextualNCF
+from torchrec_ext.modules.layers import Activation
+from torchrec_ext.schema import OutOfRange
+from torchrec_ext.train.loop import TrainConfig
+from torchx_apps.job import Job
+from torchx_apps.labelled import labelled_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class NCFConfig:
+    """The network of the recipes ``ncf`` and ``contextual_ncf``.
+
+    Args:
+        gmf_dim: columns of the GMF half's tables.
+        mlp_dim: columns of the MLP half's tables of ids.
+        mlp_widths: widths of the MLP's layers.
+        context_dim: columns of each table of categorical context.
+        embedding_std: standard deviation of the first values of the tables of ids.
+        activation: between layers.
+        dropout: after each activation.
+        share_user: compute the user's side once for a positive and its negatives; the result is the same.
+        out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
+    """
+
+    gmf_dim: int = 8
+    mlp_dim: int = 32
+    mlp_widths: tuple[int, ...] = (32, 16, 8)
+    context_dim: int = 4
+    embedding_std: float = 0.01
+    activation: Activation = "relu"
+    dropout: float = 0.0
+    share_user: bool = True
+    out_of_range: OutOfRange = "error"
+
+
+def ncf() -> Job:
+    """NeuMF with 8 factors on MovieLens 1M in the NCF paper's own split; 4 negatives, one item among 99 others."""
+    return Job(
+        name="ncf",
+        build=build_ncf,
+        model=NCFConfig(),
+        data=DataConfig(name="ml-1m-ncf", history_length=0),
+        optimizer=OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=2e-3),
+        train=TrainConfig(epochs=20, eval_every=5),
+    )
+
+
+def contextual_ncf() -> Job:
+    """NeuMF that also reads the context of a row (hour, weather, place ...); Frappe, rows with labels."""
+    return Job(
+        name="contextual_ncf",
+        build=build_contextual_ncf,
+        model=NCFConfig(share_user=False),
+        data=LabelledConfig(),
+        task=labelled_task,
+        loader=LoaderConfig(negatives=0, label="label"),
+        optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3),
+        train=TrainConfig(epochs=20),
+    )
+
+
+def build_ncf(config: NCFConfig, data: InteractionData) -> ContextualNCF:
+    """The network over the ids of users and items alone, as published."""
+    return _network(config, data.vocab, (), ())
+
+
+def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF:
+    """The network over the ids and the context."""
+    return _network(config, data.vocab, data.context, data.dense)
+
+
+def _network(config: NCFConfig, vocab: Mapping[str, int], context: Sequence[str], dense: Sequence[str]) -> ContextualNCF:
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            feature_names=[name],
+            num_embeddings=vocab[name],
+            embedding_dim=config.context_dim,
+            pooling=PoolingType.MEAN,
+        )
+        for name in context
+    ]
+    return ContextualNCF(
+        vocab["user_id"],
+        vocab["item_id"],
+        gmf_dim=config.gmf_dim,
+        mlp_dim=config.mlp_dim,
+        mlp_widths=config.mlp_widths,
+        context_tables=tables,
+        context_dense=dense,
+        embedding_std=config.embedding_std,
+        activation=config.activation,
+        dropout=config.dropout,
+        shared=("user",) if config.share_user else (),
+        device=torch.device("meta"),
+    )
