@@ -1,7 +1,7 @@
 """Figures of a model, over the rows of all ranks: ranking the whole catalogue or given candidates, coverage, classification."""
 
 from torchrec_ext.train.metrics.candidates import candidate_ranks, gather_ranks, ranks_among
-from torchrec_ext.train.metrics.catalogue import Question, catalogue_ranks, popularity_metrics, popularity_ranks, ranks_of
+from torchrec_ext.train.metrics.catalogue import Question, catalogue_ranks, popularity_ranks, ranks_of
 from torchrec_ext.train.metrics.classification import ClassificationMetrics, auc, classification_metrics
 from torchrec_ext.train.metrics.coverage import Coverage
 from torchrec_ext.train.metrics.grouped_auc import GroupedAuc, grouped_auc
@@ -27,7 +27,6 @@ __all__ = [
     "gather_rows",
     "grouped_auc",
     "own_share",
-    "popularity_metrics",
     "popularity_ranks",
     "query_figures",
     "ranking_metrics",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.coverage import Coverage
-from torchrec_ext.train.metrics.ranking import Ranks, ranking_metrics
+from torchrec_ext.train.metrics.ranking import Ranks
 from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_rows, own_start
 
 PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
@@ -160,17 +160,12 @@ def catalogue_ranks(
     return Ranks(better, ties, question.target_rows)
 
 
-def popularity_metrics(popularity: Tensor, question: Question, k: int = 10, block: int = 1024) -> dict[str, float]:
-    """The figures of ranking every query by ``popularity`` (I,), on the same candidates: what a model must beat."""
-    return ranking_metrics(popularity_ranks(popularity, question, block), k)
-
-
-def popularity_ranks(popularity: Tensor, question: Question, block: int = 1024) -> Ranks:
-    """Ranks of the targets by ``popularity`` (I,)."""
-    parts = []
+def popularity_ranks(popularity: Tensor, question: Question) -> Ranks:
+    """Ranks of the targets where every query is ranked by ``popularity`` (I,), on the same candidates: what a model must beat."""
+    parts, block = [], max(1, PAIRS_PER_BLOCK // len(popularity))
     for start in range(0, question.queries, block):
-        size = min(block, question.queries - start)
-        ranks = ranks_of(popularity.float().repeat(size, 1), question, start)
+        scores = popularity.float().repeat(min(block, question.queries - start), 1)
+        ranks = ranks_of(scores, question, start)
         parts.append(torch.stack([ranks.better, ranks.ties], dim=1))
     better, ties = torch.cat(parts).unbind(1)
     return Ranks(better, ties, question.target_rows)

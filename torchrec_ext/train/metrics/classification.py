@@ -23,7 +23,7 @@ BITS = 18  # sign, exponent and 9 bits after the point: a bin is at most a 512th
 def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> float:
     """Exact area under the ROC curve over the rows of all ranks; a tie counts half; NaN where the rows are of one class.
 
-    Every rank must call it, with as many rows as it has, and holds some 100 bytes for each row of all ranks while it sorts.
+    Every rank must call it, with as many rows as it has, and holds some 150 bytes for each row of all ranks while it sorts.
 
     Args:
         logits: (B,) or probabilities; only their order counts.

@@ -25,7 +25,7 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
     """Exact mean over groups of the AUC within each, weighted by the group's weight (Zhu et al. 2017, "GAUC").
 
     Ours because torchrec's GAUC weighs all groups alike, orders ties by their place, and needs each group whole in one batch. A
-    group may lie on several ranks. Every rank must call it, and holds some 150 bytes for each row of all ranks while it sorts.
+    group may lie on several ranks. Every rank must call it, and holds some 200 bytes for each row of all ranks while it sorts.
 
     Args:
         logits: (B,), as for :func:`auc`.
