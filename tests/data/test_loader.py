@@ -228,7 +228,15 @@ def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_nega
     [
         ({"batch_size": 0}, r"loader\.batch_size=0: must be 1 or more"),
         ({"negatives": -1}, r"loader\.negatives=-1: must be 0 or more"),
-        ({"sampling": "hard"}, r"loader\.sampling='hard': must be one of uniform, popularity"),
+        ({"sampling": "soft"}, r"loader\.sampling='soft': must be one of uniform, popularity, hard, mixed"),
+        ({"frequency": "known"}, r"loader\.frequency='known': must be one of counted, estimated"),
+        ({"hard_share": 1.0}, r"loader\.hard_share=1\.0: must be above 0 and below 1"),
+        ({"sampling": "mixed"}, r"sampling='mixed' with loader\.negatives=4 and loader\.shared_negatives=0: .* set negatives=0"),
+        ({"shared_negatives": 9}, r"loader\.shared_negatives=9 with loader\.sampling='uniform': set sampling='mixed'"),
+        (
+            {"sampling": "mixed", "negatives": 0, "shared_negatives": 3, "label": "label"},
+            r"loader\.label='label' with loader\.shared_negatives=3",
+        ),
         ({"label": "label"}, r"loader\.label='label' with loader\.negatives=4"),
     ],
 )

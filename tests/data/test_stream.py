@@ -269,9 +269,7 @@ def test_lanes_are_as_many_as_batch_and_row_groups_allow() -> None:
     assert lanes([10] * 20, shuffle=False) == 1
 
 
-def test_a_device_takes_no_items_and_no_negatives(folder: Path) -> None:
+def test_a_device_without_a_whole_step_is_refused(folder: Path) -> None:
     source = parquet(folder, [20])
-    with pytest.raises(ValueError, match=r"device=cpu with loader\.negatives=2: rows on a device come as they are"):
-        ChunkLoader(source, schema_of(), config=LoaderConfig(negatives=2), negatives=object(), device="cpu")  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"20 rows with loader\.batch_size=21 and loader\.drop_last=True make no step"):
         ChunkLoader(source, schema_of(), config=LoaderConfig(negatives=0, batch_size=21, drop_last=True), device="cpu")

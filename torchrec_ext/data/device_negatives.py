@@ -8,7 +8,7 @@ where to take it. On a CPU that is several times the work of the numpy samplers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.negatives import FROM_REST, PROPOSED, PopularityNegatives, RejectionNegatives, UniformNegatives
+from torchrec_ext.data.negatives import FROM_REST, PROPOSED, Negatives, PopularityNegatives, RejectionNegatives, UniformNegatives
 from torchrec_ext.data.random_numbers import device_uniform, stream
 
 
@@ -145,9 +145,7 @@ class _Popularity(DeviceNegatives):
         return torch.searchsorted(self._sums, places + self._before[found] - self._before[self.known.starts[rows]], right=True)
 
 
-def on_device(
-    sampler: UniformNegatives | PopularityNegatives, device: torch.device, *, users: Int64 | None = None
-) -> DeviceNegatives:
+def on_device(sampler: Negatives, device: torch.device, *, users: Int64 | None = None) -> DeviceNegatives:
     """The sampler's draws as torch ops.
 
     Args:
@@ -159,7 +157,7 @@ def on_device(
         DataError: one of ``users`` has taken every item.
         ValueError: a sampler without a form in torch.
     """
-    kinds = {UniformNegatives: _Uniform, PopularityNegatives: _Popularity}
+    kinds: dict[type, Any] = {UniformNegatives: _Uniform, PopularityNegatives: _Popularity}
     kind = kinds.get(type(sampler))
     if kind is None:
         names = " or ".join(known.__name__ for known in kinds)

@@ -25,7 +25,8 @@ class HardNegatives:
     (1 - share) / (number not taken). Before the first refresh, and for users it did not cover, all draws are uniform.
 
     Draws are functions of (seed, epoch, position) and of the last refresh. To keep ranks and restarts alike, refresh between epochs
-    (a loader that prefetches has drawn ahead), on every rank from the same embeddings, and save :meth:`state_dict`.
+    (a loader that prefetches has drawn ahead), on every rank from the same embeddings, and save :meth:`state_dict`. The loader does
+    both: see ``refresh`` of :class:`ChunkLoader`.
 
     Args:
         easy: draws the uniform part, and knows what each user has taken; its seed is used here too.
@@ -41,6 +42,7 @@ class HardNegatives:
         self.easy, self.k, self.share = easy, k, share
         nothing = np.zeros(0, dtype=np.int64)
         self._hard = KnownPairs(easy.known.num_items, nothing, nothing)
+        self.refreshes = 0
 
     def refresh(self, index: Index, users: Int64 | None = None, *, block: int = 1024) -> None:
         """Asks for each user's best items anew.
@@ -58,6 +60,7 @@ class HardNegatives:
         parts = [self._best(users[at : at + block], index) for at in range(0, len(users), block)]
         owners, items = (np.concatenate([part[side] for part in parts] or [users[:0]]) for side in (0, 1))
         self._hard = KnownPairs(self.easy.known.num_items, owners, items)
+        self.refreshes += 1
 
     def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
         """See :meth:`Negatives.draw`."""
@@ -75,13 +78,14 @@ class HardNegatives:
         return self._log_q(self._hard, users, items)
 
     def state_dict(self) -> dict[str, Any]:
-        """The K best items of the last refresh."""
+        """The K best items of the last refresh, as pairs of a user and an item, and how many refreshes there were."""
         users, items = self._hard.pairs
-        return {"users": users, "items": items}
+        return {"users": torch.from_numpy(users), "items": torch.from_numpy(items), "refreshes": self.refreshes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Draws as it would have when ``state`` was taken."""
-        self._hard = KnownPairs(self.easy.known.num_items, state["users"], state["items"])
+        self._hard = KnownPairs(self.easy.known.num_items, state["users"].numpy(), state["items"].numpy())
+        self.refreshes = int(state["refreshes"])
 
     def _log_q(self, hard: KnownPairs, users: Int64, items: Int64) -> Float32:
         counts = hard.known(users)

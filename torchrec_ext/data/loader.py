@@ -1,26 +1,42 @@
-"""ChunkLoader: rows in memory or files -> TowerBatches, the same samples whatever the number of ranks, resumable at any step."""
+"""ChunkLoader: rows in memory, in files or on a device -> TowerBatches, the same samples on any number of ranks, resumable."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.batches import BatchBuilder
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, PackedRows
-from torchrec_ext.data.interactions import InteractionData, Pairs
+from torchrec_ext.data.batch_streams import on_device, on_host
+from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.hard_negatives import HardNegatives, Index
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.labelled_rows import labelled_rows as labelled_rows
 from torchrec_ext.data.loader_config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader_config import Sampling as Sampling
-from torchrec_ext.data.negatives import Negatives, PopularityNegatives, UniformNegatives
+from torchrec_ext.data.mixed_candidates import MixedCandidates
 from torchrec_ext.data.prefetch import prefetched
-from torchrec_ext.data.resident import ResidentRows, read_all
+from torchrec_ext.data.samplers import Sampler, Stateful, check_sampler
+from torchrec_ext.data.samplers import training_negatives as training_negatives
+from torchrec_ext.data.share import Share
 from torchrec_ext.data.source import Source
-from torchrec_ext.data.streamed import StreamedRows
 from torchrec_ext.schema import BatchSchema, DataError
+
+_STREAM = (  # settings that change which samples a step has
+    "batch_size",
+    "negatives",
+    "sampling",
+    "popularity_exponent",
+    "hard_k",
+    "hard_share",
+    "shared_negatives",
+    "frequency",
+    "shuffle",
+    "drop_last",
+    "seed",
+)
 
 
 class ChunkLoader:
@@ -29,7 +45,7 @@ class ChunkLoader:
     The order and the negatives are functions of (seed, epoch). Each global step takes the next ``batch_size`` rows; rank r of R
     takes a contiguous part of them. All ranks take the same number of steps with batches of the same shape: what is missing are
     rows of weight 0 with empty bags, so every sample counts exactly once. With N negatives, a positive (label 1) is followed by its
-    own N (label 0).
+    own N (label 0); candidates that all queries share come after the positives, see :class:`SharedCandidates`.
 
     Rows in memory are shuffled as a whole. Files are read while the epoch runs: :class:`StreamPlan` says in which order, and what
     each rank reads.
@@ -39,15 +55,27 @@ class ChunkLoader:
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
-        negatives: draws the negatives; must be given if ``config.negatives`` > 0. A row's place in ``chunk`` is its position.
+        negatives: draws the negatives; must be given if ``config`` asks for some. A row's place in ``chunk`` is its position. Where
+            its draws depend on more than seed, epoch and position, its state is part of the loader's.
+        refresh: from an epoch to an index of each user's best items, for :class:`HardNegatives`: called when :meth:`set_epoch`
+            begins an epoch other than the first, on every rank, so that it may use collectives. All draws of the first epoch are
+            uniform.
         rank: r.
         world_size: R.
-        device: hold all rows as tensors on this device and gather the batches there, in the order of rows in memory; for a set that
-            fits, and ``negatives=0`` without ``items``.
+        device: hold all rows and items as tensors on this device, and gather and draw there, in the order of rows in memory and
+            with the same draws (uniform and by popularity); for a set that fits.
 
     Raises:
         DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of ``chunk``, or
             file, row group and row.
+
+    Example:
+        Hard negatives from the model's own towers; ``embed_all`` gathers their output for all users or items from all ranks::
+
+            def refresh(epoch: int) -> Index:
+                return ExactTopK(embed_all("user"), embed_all("item"), sampler.easy.known, k=200)
+
+            loader = ChunkLoader(rows, schema, config=config, items=items, negatives=sampler, refresh=refresh)
     """
 
     def __init__(
@@ -57,78 +85,63 @@ class ChunkLoader:
         *,
         config: LoaderConfig,
         items: Chunk | None = None,
-        negatives: Negatives | None = None,
+        negatives: Sampler | None = None,
+        refresh: Callable[[int], Index] | None = None,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} of world_size={world_size}: rank must be 0 to {world_size - 1}")
-        if config.negatives and negatives is None:
-            raise ValueError(f"loader.negatives={config.negatives}, but no sampler was given; pass negatives=, or set it to 0")
-        if device is not None and (config.negatives or items is not None):
-            raise ValueError(
-                f"device={device} with loader.negatives={config.negatives}{' and items' if items is not None else ''}: rows on a "
-                "device come as they are; set negatives=0 and give rows that hold the item features, or leave device out"
-            )
+        share = Share(rank=rank, world_size=world_size)
+        check_sampler(config, negatives, has_items=items is not None)
+        if refresh is not None and not isinstance(negatives, HardNegatives):
+            raise ValueError(f"refresh with negatives={type(negatives).__name__}: only HardNegatives are refreshed; leave it out")
         self.config = config
-        self._resident: ResidentRows | None = None
-        self._streamed: StreamedRows | None = None
-        if device is not None:
-            rows = chunk if isinstance(chunk, Chunk) else read_all(chunk, schema, config.label, config.weight)
-            self._resident = ResidentRows(rows, schema, config.label, config.weight, torch.device(device))
-            self._device = torch.device(device)
-            self._num_rows = rows.num_rows
-        elif isinstance(chunk, Chunk):
-            self._hold(chunk, schema)
+        self._sampler, self._refresh = negatives, refresh
+        if device is None:
+            self._rows = on_host(chunk, schema, config, items, negatives, share)
         else:
-            self._streamed = StreamedRows(chunk, schema, config, items, rank, world_size)
-            self._num_rows = self._streamed.num_rows
-        self._builder = BatchBuilder(schema, items)
-        self._negatives = negatives
-        self._rank, self._world_size = rank, world_size
+            self._rows = on_device(chunk, schema, config, items, negatives, share, torch.device(device))
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
         self._epoch = self._step = self._start = 0
         if not len(self):
             raise DataError(
-                f"{self._num_rows} rows with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} make no "
-                "step; give more rows or a smaller batch_size, or keep the last batch"
+                f"{self._rows.num_rows} rows with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} "
+                "make no step; give more rows or a smaller batch_size, or keep the last batch"
             )
-
-    def _hold(self, chunk: Chunk, schema: BatchSchema) -> None:
-        for name in filter(None, (self.config.label, self.config.weight)):
-            if name not in chunk:
-                raise DataError(f"column '{name}' is missing; the rows have {sorted(chunk)}")
-        self._rows = PackedRows(chunk.select([name for name in chunk if name in _needed(schema, self.config)]))
-        self._weights = chunk[self.config.weight].values if self.config.weight else None
-        self._num_rows = chunk.num_rows
 
     def __len__(self) -> int:
         """Steps in an epoch, the same on every rank."""
-        whole, rest = divmod(self._num_rows, self.config.batch_size)
+        whole, rest = divmod(self._rows.num_rows, self.config.batch_size)
         return whole + (rest > 0 and not self.config.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts ``epoch``, counted from 0, at its first step."""
+        """Starts ``epoch``, counted from 0, at its first step; asks for hard negatives anew where it is not the first."""
         self._epoch, self._step, self._start = epoch, 0, 0
+        if epoch and self._refresh is not None and isinstance(self._sampler, HardNegatives):
+            self._sampler.refresh(self._refresh(epoch))
 
     def __iter__(self) -> Iterator[TowerBatch]:
         """The epoch's batches; after :meth:`load_state_dict`, those that remain (once)."""
         start, self._start = self._start, 0
         self._step = start
-        depth = 0 if self._resident else self.config.prefetch
-        for step, batch in enumerate(prefetched(self._batches(self._epoch, start), depth), start=start + 1):
+        depth = self.config.prefetch if self._rows.ahead else 0
+        for step, batch in enumerate(prefetched(self._batches(start), depth), start=start + 1):
             self._step = step
             yield batch
 
+    def _batches(self, start: int) -> Iterator[TowerBatch]:
+        made = self._rows.batches(self._epoch, start)
+        yield from (batch.pin_memory() for batch in made) if self._pin and self._rows.ahead else made
+
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands.
+        """Where the stream stands: numbers, texts and tensors.
 
         Args:
             step: steps of this epoch that the caller has finished. A pipeline that fetches ahead must say it; where not given, it
                 is the number of batches handed out (what the prefetch thread has built does not count).
         """
-        return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
+        state = {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
+        return state | ({"sampler": self._sampler.state_dict()} if isinstance(self._sampler, Stateful) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state`` was taken, on any number of ranks.
@@ -143,143 +156,42 @@ class ChunkLoader:
             raise ValueError(f"cannot resume in the middle of an epoch: {parts}; restore these settings, or start a new epoch")
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
         self._start = self._step
+        if isinstance(self._sampler, Stateful):
+            self._sampler.load_state_dict(state["sampler"])
+        if isinstance(self._sampler, MixedCandidates) and self._start == len(self):
+            deque(self._rows.batches(self._epoch, self._start), maxlen=0)  # an estimate counts the epoch, if it was not yet over
 
     def _stream(self) -> dict[str, Any]:
-        """What the stream of samples depends on beside the epoch."""
-        names = ("batch_size", "negatives", "sampling", "popularity_exponent", "shuffle", "drop_last", "seed")
-        order = self._streamed.fingerprint() if self._streamed else {"rows": self._num_rows}
-        return order | {name: getattr(self.config, name) for name in names}
-
-    def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
-        if self._streamed:
-            made = self._from_stream(self._streamed, epoch, start)
-        else:
-            order = self._order(epoch)
-            build = self._on_device(self._resident, order) if self._resident else partial(self._build, order, epoch)
-            made = (build(step) for step in range(start, len(self)))
-        yield from (batch.pin_memory() for batch in made) if self._pin and not self._resident else made
-
-    def _order(self, epoch: int) -> Int64:
-        if not self.config.shuffle:
-            return np.arange(self._num_rows)
-        return np.random.Generator(np.random.PCG64([self.config.seed, epoch])).permutation(self._num_rows)
-
-    def _part(self, count: int) -> slice:
-        """This rank's rows of a global batch of ``count``."""
-        return slice(self._rank * count // self._world_size, (self._rank + 1) * count // self._world_size)
-
-    def _on_device(self, resident: ResidentRows, order: Int64) -> Callable[[int], TowerBatch]:
-        numbers, size = torch.from_numpy(order).to(self._device), self.config.batch_size
-
-        def build(step: int) -> TowerBatch:
-            everyone = numbers[step * size : (step + 1) * size]
-            total = resident.total_weight(everyone) / self._world_size
-            return resident.batch(everyone[self._part(len(everyone))], -(-size // self._world_size), total)
-
-        return build
-
-    def _from_stream(self, streamed: StreamedRows, epoch: int, start: int) -> Iterator[TowerBatch]:
-        for rows in streamed.rows(epoch, start):
-            if rows.batch is not None:
-                yield rows.batch
-            else:
-                yield self._paired(rows.chunk, rows.numbers, rows.weights, epoch, rows.total)
-
-    def _build(self, order: Int64, epoch: int, step: int) -> TowerBatch:
-        everyone = order[step * self.config.batch_size : (step + 1) * self.config.batch_size]
-        rows = everyone[self._part(len(everyone))]
-        weights, total = None, float(len(everyone))
-        if self._weights is not None:
-            weights = self._weights[rows]
-            total = float(self._weights[everyone].sum(dtype=np.float64))
-        return self._paired(self._rows.take(rows), rows, weights, epoch, total)
-
-    def _paired(self, mine: Chunk, rows: Int64, weights: Array | None, epoch: int, total: float) -> TowerBatch:
-        """This rank's batch of the rows ``mine`` with the numbers ``rows``; ``total`` is the weight of the global batch."""
-        width = 1 + self.config.negatives
-        labels = np.zeros((len(rows), width), dtype=np.float32)
-        labels[:, 0] = mine[self.config.label].values if self.config.label else 1.0
-        candidates, log_q = self._candidates(mine, rows, epoch)
-        return self._builder.pairs(
-            mine,
-            candidates,
-            labels=labels,
-            weights=None if weights is None else weights.repeat(width),
-            log_q=log_q,
-            total_weight=total * width / self._world_size,
-            row_numbers=rows,
-            padded_rows=-(-self.config.batch_size // self._world_size),
-        )
-
-    def _candidates(self, mine: Chunk, rows: Int64, epoch: int) -> tuple[Int64 | None, Any]:
-        """(B, 1 + N) item ids and their log q, the positive first; (None, None) without negatives."""
-        if not self.config.negatives or self._negatives is None:
-            return None, None
-        users, positives = mine["user_id"].values, mine["item_id"].values
-        ids, log_q = self._negatives.draw(users, rows, epoch, self.config.negatives)
-        known = np.maximum(positives, 1)
-        return (
-            np.concatenate([positives[:, None], ids], axis=1),
-            np.concatenate([self._negatives.log_q(users, known)[:, None], log_q], axis=1),
-        )
-
-
-def _needed(schema: BatchSchema, config: LoaderConfig) -> set[str | None]:
-    return {*schema.keys, *schema.dense, "user_id", "item_id", config.label, config.weight}
-
-
-def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pairs | None = None) -> Negatives | None:
-    """The sampler that ``config`` asks for, which avoids the training pairs; None for ``negatives=0``.
-
-    Held-out pairs may be drawn in training: to avoid them would tell the model which they are.
-
-    Args:
-        data: the set.
-        config: the loader's.
-        avoid: the pairs to reject, the training pairs where not given.
-    """
-    pairs = avoid or data.known
-    if not config.negatives:
-        return None
-    if config.sampling == "uniform":
-        return UniformNegatives(data.num_items, pairs.users, pairs.items, config.seed)
-    return PopularityNegatives(data.num_items, pairs.users, pairs.items, config.seed, exponent=config.popularity_exponent)
+        """What the stream of samples depends on beside the epoch and the sampler's state."""
+        return self._rows.fingerprint() | {name: getattr(self.config, name) for name in _STREAM}
 
 
 def training_loader(
-    data: InteractionData, schema: BatchSchema, config: LoaderConfig, *, rank: int = 0, world_size: int = 1
+    data: InteractionData,
+    schema: BatchSchema,
+    config: LoaderConfig,
+    *,
+    refresh: Callable[[int], Index] | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | str | None = None,
 ) -> ChunkLoader:
-    """The loader of ``data.train`` with the negatives that ``config`` asks for."""
+    """The loader of ``data.train`` with the negatives that ``config`` asks for; arguments as of :class:`ChunkLoader`.
+
+    Raises:
+        ValueError: ``sampling="hard"`` without ``refresh``, which would stay uniform for ever.
+    """
+    hard = config.sampling == "hard" and config.negatives > 0
+    if hard and refresh is None:
+        raise ValueError("loader.sampling='hard' without refresh: nobody says which items are hard; pass refresh=")
     return ChunkLoader(
         data.train,
         schema,
         config=config,
         items=data.items,
         negatives=training_negatives(data, config),
+        refresh=refresh if hard else None,
         rank=rank,
         world_size=world_size,
-    )
-
-
-def labelled_rows(data: InteractionData, part: str = "validation", *, negatives: int = 4, seed: int = 0) -> Chunk:
-    """The positives of a part with negatives, the same at every call, and a ``label`` column: rows for AUC and log loss.
-
-    Negatives avoid all pairs of the set, held-out ones too. To be loaded with ``LoaderConfig(negatives=0, label="label")``.
-
-    Args:
-        data: the set.
-        part: ``train``, ``validation`` or ``test``.
-        negatives: N per positive.
-        seed: of the draws.
-    """
-    chunk: Chunk = getattr(data, part)
-    pairs = data.pairs()
-    sampler = UniformNegatives(data.num_items, pairs.users, pairs.items, seed)
-    rows = np.arange(chunk.num_rows)
-    drawn = sampler.draw(chunk["user_id"].values, rows, 0, negatives).ids
-    labels = np.zeros((chunk.num_rows, 1 + negatives), dtype=np.float32)
-    labels[:, 0] = 1.0
-    ids = np.concatenate([chunk["item_id"].values[:, None], drawn], axis=1)
-    return chunk.take(rows.repeat(1 + negatives)).with_columns(
-        {"item_id": Column(ids.reshape(-1)), "label": Column(labels.reshape(-1))}
+        device=device,
     )

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Sampling = Literal["uniform", "popularity"]
+Sampling = Literal["uniform", "popularity", "hard", "mixed"]
+Frequency = Literal["counted", "estimated"]
+_LEAST = {
+    "batch_size": 1,
+    "negatives": 0,
+    "hard_k": 1,
+    "shared_negatives": 0,
+    "prefetch": 0,
+    "lanes": 1,
+    "buffer_rows": 1,
+    "read_ahead": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +27,14 @@ class LoaderConfig:
         batch_size: positives per step *over all ranks*, so that a result does not depend on the number of ranks. A rank's batch has
             ceil(batch_size / R) x (1 + negatives) rows.
         negatives: drawn per positive; 0 for rows with labels of their own, or for losses that take negatives from the batch.
-        sampling: how negatives are drawn, ``uniform`` or ``popularity``.
+        sampling: how negatives are drawn: ``uniform``, ``popularity``, ``hard`` (:class:`HardNegatives`), or ``mixed``: positives
+            with candidates that all queries of a step share (:class:`MixedNegatives`), for a softmax over the batch.
         popularity_exponent: see :class:`PopularityNegatives`.
+        hard_k: of ``hard``, see :class:`HardNegatives`.
+        hard_share: of ``hard``, likewise.
+        shared_negatives: of ``mixed``, with ``negatives=0``: candidates drawn for each step over all ranks, beside its positives.
+        frequency: of ``mixed``: how likely a batch holds an item is ``counted`` in the training rows, or ``estimated`` while they
+            go by (:class:`StreamingFrequency`).
         shuffle: a new order each epoch; else the order of the rows.
         drop_last: leave out the last step if it is not full. Else its missing rows are rows of weight 0.
         prefetch: batches built ahead by a thread; 0 builds them in the caller's.
@@ -39,6 +56,10 @@ class LoaderConfig:
     negatives: int = 4
     sampling: Sampling = "uniform"
     popularity_exponent: float = 0.75
+    hard_k: int = 100
+    hard_share: float = 0.5
+    shared_negatives: int = 0
+    frequency: Frequency = "counted"
     shuffle: bool = True
     drop_last: bool = False
     prefetch: int = 2
@@ -51,14 +72,27 @@ class LoaderConfig:
     read_ahead: int = 1
 
     def __post_init__(self) -> None:
-        least_of = {"batch_size": 1, "negatives": 0, "prefetch": 0, "lanes": 1, "buffer_rows": 1, "read_ahead": 0}
-        for name, least in least_of.items():
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"loader.{name}={getattr(self, name)}: must be {least} or more")
-        if self.sampling not in get_args(Sampling):
-            raise ValueError(f"loader.sampling={self.sampling!r}: must be one of {', '.join(get_args(Sampling))}")
-        if self.label and self.negatives:
+        for name, choices in (("sampling", get_args(Sampling)), ("frequency", get_args(Frequency))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"loader.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+        if not 0 < self.hard_share < 1:
+            raise ValueError(f"loader.hard_share={self.hard_share}: must be above 0 and below 1, so that every item can be drawn")
+        mixed = self.sampling == "mixed"
+        if mixed and (self.negatives or not self.shared_negatives):
             raise ValueError(
-                f"loader.label={self.label!r} with loader.negatives={self.negatives}: drawn negatives have label 0 and their "
+                f"loader.sampling='mixed' with loader.negatives={self.negatives} and loader.shared_negatives="
+                f"{self.shared_negatives}: candidates are shared by the queries; set negatives=0 and shared_negatives to 1 or more"
+            )
+        if self.shared_negatives and not mixed:
+            raise ValueError(
+                f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set sampling='mixed'"
+            )
+        drawn = "shared_negatives" if mixed else "negatives"
+        if self.label and getattr(self, drawn):
+            raise ValueError(
+                f"loader.label={self.label!r} with loader.{drawn}={getattr(self, drawn)}: drawn negatives have label 0 and their "
                 "positives label 1; set one of the two"
             )

@@ -1,8 +1,9 @@
-"""ResidentRows: a set that fits in memory as tensors on one device, from which a batch is gathered there."""
+"""ResidentRows: a set that fits in memory as tensors on one device, where batches are gathered and negatives are drawn."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,121 +12,165 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.data.blocks import Layout
-from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
+from torchrec_ext.data.columns import Chunk, Column, concatenate
+from torchrec_ext.data.device_candidates import DeviceCandidates
+from torchrec_ext.data.device_table import Bags, DeviceTable
+from torchrec_ext.data.loader_config import LoaderConfig
+from torchrec_ext.data.memory import order_of
 from torchrec_ext.data.row_groups import RowGroup, Source
+from torchrec_ext.data.share import Share
 from torchrec_ext.schema import BatchSchema, DataError
 
 
-class _Bags(NamedTuple):
-    """(V,) ids of a ragged column, (N,) first place of each row, and (N,) lengths."""
-
-    values: Tensor
-    starts: Tensor
-    lengths: Tensor
-
-
 class ResidentRows:
-    """N rows as tensors; nothing crosses from the host for a batch but the numbers of its rows.
+    """See :class:`Batches`. The batches are those of :class:`MemoryRows`, bit for bit.
 
-    Ids with one value per row are one (N, F1) matrix and numbers one (N, Ff) matrix, so that a row is gathered as one piece.
+    From the host come an epoch's order, its number of steps and the number of ids in each step's bags, which a pass over the epoch
+    counts before its first step: a step waits for nothing.
 
     Args:
         rows: all rows; checked here, once.
         schema: the columns of a batch.
-        label: a column; all labels are 1 where not given.
-        weight: a column; all weights are 1 where not given.
+        config: see :class:`LoaderConfig`.
+        candidates: the items' features and the draws; None where rows come as they are.
+        share: of this rank.
         device: where the tensors are.
     """
 
-    def __init__(self, rows: Chunk, schema: BatchSchema, label: str | None, weight: str | None, device: torch.device) -> None:
-        layout = Layout.of(schema, (), (label, weight), ())
+    ahead = False
+
+    def __init__(
+        self,
+        rows: Chunk,
+        schema: BatchSchema,
+        config: LoaderConfig,
+        candidates: DeviceCandidates | None,
+        share: Share,
+        device: torch.device,
+    ) -> None:
+        self.num_rows = rows.num_rows
+        self._schema, self._config, self._share, self._device = schema, config, share, device
+        self._candidates = candidates
+        ids, without = (candidates.ids, candidates.features) if candidates else ((), [])
+        layout = Layout.of(schema, ids, (config.label, config.weight), without)
         missing = [name for name in layout.names if name not in rows]
         if missing:
             raise DataError(f"column '{missing[0]}' is missing; the rows have {sorted(rows)}")
-        ids, floats = layout.checked(RowGroup(name="the rows in memory", file=0, number=0, rows=rows.num_rows), rows)
-        self.schema, self.num_rows, self._device = schema, rows.num_rows, device
-        self._scalar = {name: at for at, name in enumerate(name for name in ids if not ids[name].ragged)}
-        self._float = {name: at for at, name in enumerate(layout.floats)}
-        self._ids = self._matrix([ids[name].values for name in self._scalar], torch.int64)
-        self._numbers = self._matrix(list(floats.values()), torch.float32)
-        self._bags = {name: self._bag(column) for name, column in ids.items() if column.ragged}
-        self._label, self._weight = label, weight
+        where = RowGroup(name="the rows in memory", file=0, number=0, rows=rows.num_rows)
+        self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
+        self._width = 1 + config.negatives
 
-    def _matrix(self, columns: list[Array], dtype: torch.dtype) -> Tensor:
-        stacked = torch.from_numpy(np.stack(columns, axis=1)) if columns else torch.empty(self.num_rows, 0)
-        return stacked.to(self._device, dtype)
+    def fingerprint(self) -> dict[str, Any]:
+        """See :meth:`Batches.fingerprint`."""
+        return {"rows": self.num_rows}
 
-    def _bag(self, column: Column) -> _Bags:
-        values, offsets = column.values, column.offsets
-        assert offsets is not None
-        own = values if values.flags.writeable else values.copy()
-        places = torch.from_numpy(offsets).to(self._device)
-        return _Bags(torch.from_numpy(own).to(self._device), places[:-1], places.diff().int())
+    def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+        """See :meth:`Batches.batches`."""
+        order, size = order_of(self._config, self.num_rows, epoch), self._config.batch_size
+        count = self.num_rows // size if self._config.drop_last else -(-self.num_rows // size)
+        numbers = torch.from_numpy(order).to(self._device)
+        everyone = [numbers[step * size : (step + 1) * size] for step in range(start, count)]
+        mine = [rows[self._share.part(len(rows))] for rows in everyone]
+        for rows, own, totals in zip(everyone, mine, self._totals(mine, epoch), strict=True):
+            yield self._batch(own, totals, self._total_weight(rows), epoch)
 
-    def batch(self, rows: Tensor, size: int, total_weight: Tensor) -> TowerBatch:
-        """The rows with the numbers ``rows`` (on the device), then rows of weight 0 with empty bags up to ``size`` = B."""
-        ids, numbers = self._ids.index_select(0, rows), self._numbers.index_select(0, rows)
-        if size > len(rows):
-            numbers = torch.cat([numbers, numbers.new_zeros(size - len(rows), numbers.shape[1])])
-        ones = numbers.new_zeros(size)
-        ones[: len(rows)] = 1
+    def _totals(self, mine: list[Tensor], epoch: int) -> list[dict[str, int]]:
+        """By step, how many ids the bags of each ragged column of its batch hold."""
+        rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *mine])
+        by_row = {name: self._times(name) * self._table.lengths(name, rows) for name in self._table.ragged}
+        if self._candidates is not None:
+            by_row |= self._candidates.lengths(rows, epoch)
+        ends = np.cumsum([0, *(len(own) for own in mine)])
+        sums = {name: np.cumsum([0, *lengths.cpu().numpy()])[ends] for name, lengths in by_row.items()}
+        return [{name: int(places[at + 1] - places[at]) for name, places in sums.items()} for at in range(len(mine))]
+
+    def _times(self, name: str) -> int:
+        """How often a row's own column stands in the batch."""
+        return 1 if name in self._schema.shared else self._width
+
+    def _total_weight(self, everyone: Tensor) -> Tensor:
+        """() the weight of the global batch over R, on the device."""
+        ranks = self._share.world_size
+        if self._config.weight is None:
+            return torch.full((), len(everyone) * self._width / ranks, device=self._device)
+        return self._table.numbers(everyone)[self._config.weight].double().sum().float() * self._width / ranks
+
+    def _batch(self, rows: Tensor, totals: Mapping[str, int], total_weight: Tensor, epoch: int) -> TowerBatch:
+        users, width = self._share.rows(self._config.batch_size), self._width
+        bags, numbers, log_q = self._columns(rows, totals, epoch)
         shared = None
-        if self.schema.shared:
+        if self._schema.shared:
             shared = SharedRows(
-                sparse=self._keyed(ids, rows, size, shared=True),
-                dense=self._dense(numbers, shared=True),
-                index=torch.arange(size, device=self._device),
+                sparse=self._keyed(bags, users, shared=True),
+                dense=self._dense(numbers, users, shared=True),
+                index=torch.arange(users, device=self._device).repeat_interleave(width),
             )
+        labels, weights = (torch.zeros(users, width, device=self._device) for _ in range(2))
+        own = self._table.numbers(rows)
+        labels[: len(rows), 0] = own[self._config.label] if self._config.label else 1.0
+        weights[: len(rows)] = own[self._config.weight][:, None] if self._config.weight else 1.0
         return TowerBatch(
-            sparse=self._keyed(ids, rows, size, shared=False),
-            dense=self._dense(numbers, shared=False),
-            labels=numbers[:, self._float[self._label]].clone() if self._label else ones,
-            weights=numbers[:, self._float[self._weight]].clone() if self._weight else ones.clone(),
+            sparse=self._keyed(bags, users * width, shared=False),
+            dense=self._dense(numbers, users * width, shared=False),
+            labels=labels.view(-1),
+            weights=weights.view(-1),
             total_weight=total_weight,
+            log_q=log_q,
             shared=shared,
         )
 
-    def total_weight(self, rows: Tensor) -> Tensor:
-        """() the sum of their weights, on the device."""
-        if self._weight is None:
-            return torch.tensor(float(len(rows)), device=self._device)
-        return self._numbers[:, self._float[self._weight]].index_select(0, rows).double().sum().float()
+    def _columns(
+        self, rows: Tensor, totals: Mapping[str, int], epoch: int
+    ) -> tuple[dict[str, Bags], dict[str, Tensor], Tensor | None]:
+        """(bags, numbers, log_q) of a batch before its padding: those of the rows, and of their candidates."""
+        names, shared = self._schema.keys, self._schema.shared
+        repeated = rows if self._width == 1 else rows.repeat_interleave(self._width)
+        bags = self._table.bags(repeated, [name for name in names if name not in shared], totals)
+        bags |= self._table.bags(rows, [name for name in names if name in shared], totals) if shared else {}
+        numbers = self._table.numbers(repeated) | {name: v for name, v in self._table.numbers(rows).items() if name in shared}
+        if self._candidates is None:
+            return bags, numbers, None
+        drawn = self._candidates.draw(rows, epoch)
+        ids, items = drawn.ids.reshape(-1), self._candidates.table
+        bags, numbers = bags | items.bags(ids, names, totals), numbers | items.numbers(ids)
+        size = self._share.rows(self._config.batch_size) * self._width
+        return bags, numbers, None if drawn.log_q is None else _padded(drawn.log_q.reshape(-1), size)
 
-    def _keyed(self, ids: Tensor, rows: Tensor, size: int, *, shared: bool) -> KeyedJaggedTensor:
-        keys = [name for name in self.schema.keys if (name in self.schema.shared) == shared]
+    def _keyed(self, bags: Mapping[str, Bags], size: int, *, shared: bool) -> KeyedJaggedTensor:
+        keys = [name for name in self._schema.keys if (name in self._schema.shared) == shared]
         lengths = torch.zeros(len(keys), size, dtype=torch.int32, device=self._device)
-        columns, values = ids.t().contiguous(), []
         for at, name in enumerate(keys):
-            if name in self._scalar:
-                values.append(columns[self._scalar[name]])
-                lengths[at, : len(rows)] = 1
-            else:
-                bag = self._bags[name]
-                lengths[at, : len(rows)] = bag.lengths.index_select(0, rows)
-                values.append(_gathered(bag, rows))
-        joined = torch.cat(values) if values else torch.empty(0, dtype=torch.int64, device=self._device)
+            values, own = bags[name]
+            lengths[at, : len(values if own is None else own)] = 1 if own is None else own
+        empty = torch.empty(0, dtype=torch.int64, device=self._device)
+        joined = torch.cat([empty, *(bags[name].values for name in keys)])
         return KeyedJaggedTensor(keys=keys, values=joined, lengths=lengths.view(-1), stride=size)
 
-    def _dense(self, numbers: Tensor, *, shared: bool) -> Tensor:
-        places = [self._float[name] for name in self.schema.dense if (name in self.schema.shared) == shared]
-        if places == list(range(len(places))):
-            return numbers[:, : len(places)].contiguous()
-        return numbers[:, places]
+    def _dense(self, numbers: Mapping[str, Tensor], size: int, *, shared: bool) -> Tensor:
+        names = [name for name in self._schema.dense if (name in self._schema.shared) == shared]
+        if not names:
+            return torch.empty(size, 0, device=self._device)
+        return _padded(torch.stack([numbers[name] for name in names], dim=1), size)
 
 
-def _gathered(bag: _Bags, rows: Tensor) -> Tensor:
-    lengths = bag.lengths.index_select(0, rows).long()
-    ends = lengths.cumsum(0)
-    shift = (bag.starts.index_select(0, rows) - ends + lengths).repeat_interleave(lengths)
-    return bag.values.index_select(0, shift + torch.arange(len(shift), device=shift.device))
+def _padded(rows: Tensor, size: int) -> Tensor:
+    return rows if len(rows) == size else torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
 
 
-def read_all(source: Source, schema: BatchSchema, label: str | None, weight: str | None) -> Chunk:
-    """All rows of a source that fits in memory."""
-    layout = Layout.of(schema, (), (label, weight), ())
+def read_all(source: Source, schema: BatchSchema, config: LoaderConfig, ids: Sequence[str], without: Sequence[str]) -> Chunk:
+    """All rows of a source that fits in memory.
+
+    Args:
+        source: of the rows.
+        schema: the columns to read, and their checks.
+        config: names the label and the weight.
+        ids: further columns with an id per row.
+        without: columns of the schema that the source need not have.
+    """
+    layout = Layout.of(schema, ids, (config.label, config.weight), without)
     layout.require(source)
     chunks = []
     for group in source.groups:
-        ids, floats = layout.checked(group, source.read(group, layout.names))
-        chunks.append(ids | {name: Column(values) for name, values in floats.items() if name not in ids})
+        found, floats = layout.checked(group, source.read(group, layout.names))
+        chunks.append(found | {name: Column(values) for name, values in floats.items() if name not in found})
     return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]})

@@ -1,0 +1,87 @@
+"""Pairing: the rows of a step -> this rank's TowerBatch, with candidates where the loader draws some."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.batches import BatchBuilder
+from torchrec_ext.data.columns import Array, Chunk, Int64
+from torchrec_ext.data.loader_config import LoaderConfig
+from torchrec_ext.data.negatives import Negatives
+from torchrec_ext.data.share import Share
+from torchrec_ext.schema import BatchSchema
+
+
+class StepRows(NamedTuple):
+    """A rank's rows of one step: ``chunk`` of B rows, their ``numbers`` (B,) in the whole set and their ``weights`` (B,) or None.
+
+    ``total`` is the weight of the global batch.
+    """
+
+    chunk: Chunk
+    numbers: Int64
+    weights: Array | None
+    total: float
+
+
+class Pairing(Protocol):
+    """What a stream of rows asks for its batches."""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Columns that the rows must have beside the schema's."""
+
+    def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
+        """The batch of ``rows``, padded to the same size on every rank."""
+
+
+class OwnCandidates:
+    """Each positive is followed by its own N negatives; N may be 0.
+
+    Args:
+        schema: the columns of the batch.
+        config: see :class:`LoaderConfig`.
+        items: row i holds the features of item i.
+        negatives: draws them; None for N = 0.
+        share: of this rank.
+    """
+
+    def __init__(
+        self, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, negatives: Negatives | None, share: Share
+    ) -> None:
+        self.ids = ("user_id", "item_id") if config.negatives else ("item_id",)
+        self._builder = BatchBuilder(schema, items)
+        self._config, self._negatives, self._share = config, negatives, share
+
+    def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
+        """See :meth:`Pairing.batch`; a draw depends on the row's number and not on the step."""
+        del step
+        width = 1 + self._config.negatives
+        labels = np.zeros((len(rows.numbers), width), dtype=np.float32)
+        labels[:, 0] = rows.chunk[self._config.label].values if self._config.label else 1.0
+        candidates, log_q = self._candidates(rows, epoch)
+        return self._builder.pairs(
+            rows.chunk,
+            candidates,
+            labels=labels,
+            weights=None if rows.weights is None else rows.weights.repeat(width),
+            log_q=log_q,
+            total_weight=rows.total * width / self._share.world_size,
+            row_numbers=rows.numbers,
+            padded_rows=self._share.rows(self._config.batch_size),
+        )
+
+    def _candidates(self, rows: StepRows, epoch: int) -> tuple[Int64 | None, Array | None]:
+        """(B, 1 + N) item ids and their log q, the positive first; (None, None) without negatives."""
+        if self._negatives is None or not self._config.negatives:
+            return None, None
+        users, positives = rows.chunk["user_id"].values, rows.chunk["item_id"].values
+        ids, log_q = self._negatives.draw(users, rows.numbers, epoch, self._config.negatives)
+        known = np.maximum(positives, 1)
+        return (
+            np.concatenate([positives[:, None], ids], axis=1),
+            np.concatenate([self._negatives.log_q(users, known)[:, None], log_q], axis=1),
+        )
