@@ -7,8 +7,8 @@ under a dot product and under a top NN of 128 and 64: embedding, scoring, maskin
 already and does what users write: `dot` makes the whole matrix of scores and sorts it, `top-nn` runs the interaction over one user
 beside all items at a time and sorts (for --baseline-users of them, scaled up to all). Both sides in turn, medians. `required` is a
 limit, and `ratio` how often what was measured fits into it. `memory` is the most resident memory that this process has had, before
-any baseline ran and after. Both sides must find the same ranks. With --cpu_seconds the seconds are those of the processor, for a machine
-that others use. Last line: one JSON object.
+any baseline ran and after. Both sides must find the same ranks. With --cpu_seconds the seconds are those of the processor, for a
+machine that others use. Last line: one JSON object.
 """
 
 import argparse
