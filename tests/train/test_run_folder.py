@@ -71,3 +71,14 @@ def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text()) == {"first": True}
     RunFolder(tmp_path, {"restarted": True}, replace=True).close()
     assert json.loads((tmp_path / "config.json").read_text()) == {"restarted": True}
+
+
+def test_a_run_that_diverged_leaves_what_it_knew_and_why_it_ended(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, {})
+    error = {"kind": "error", "epoch": 0, "step": 6, "message": "the loss is nan"}
+    for record in [*RECORDS[:2], error]:
+        folder.log(record)
+    # Nobody closes the folder: the error that ends the run is on its way up.
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == error
+    assert events(tmp_path / "tensorboard")["train/loss"] == {5: pytest.approx(0.7)}
+    assert png_size(tmp_path / "training.png")[0] > 100

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
-from tqdm import tqdm
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.early_stop import EarlyStop, EarlyStopWatch
+from torchrec_ext.train.finite import FiniteLoss
+from torchrec_ext.train.finite import TrainingDivergedError as TrainingDivergedError
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.progress import Progress, Window
+from torchrec_ext.train.schedule import Schedule, rates, scheduler
 
 Record = dict[str, Any]
 
@@ -43,21 +44,23 @@ class TrainConfig:
             where the loop waits for the device.
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
         seed: of the dense layers, the tables and dropout; added to the loader's, of the order of samples and the negatives.
+        tables_schedule: how the tables' learning rates change over the run.
+        dense_schedule: how the dense layers' do.
+        early_stop: after which evaluations the run ends before its last epoch.
     """
 
     epochs: int = 10
     log_every: int = 50
     eval_every: int = 1
     seed: int = 0
+    tables_schedule: Schedule = field(default_factory=Schedule)
+    dense_schedule: Schedule = field(default_factory=Schedule)
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "log_every", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
-
-
-class TrainingDivergedError(ValueError):
-    """The loss is no longer a number; the message names step, epoch and ranks. Raised on every rank."""
 
 
 def train(
@@ -82,16 +85,27 @@ def train(
         log: called on rank 0 with each record.
 
     Returns:
-        The records, the same on every rank but for throughput: ``kind`` (``train`` or ``eval``), ``epoch``, ``step``, and
-        ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before, or the figures.
+        The records, the same on every rank but for throughput. Each has ``kind``, ``epoch`` and ``step``. ``train``: ``loss``,
+        ``rows`` and ``rows_per_s`` over all ranks since the record before, and the learning rates where a schedule changes them.
+        ``eval``: the figures, and ``best`` where it is the best so far of an early stop's metric. ``stop``, the last one after an
+        early stop: its ``metric``, ``best``, ``best_epoch`` and ``best_step``. Before a diverged run ends, ``log`` gets one of kind
+        ``error`` with its ``message``.
 
     Raises:
-        TrainingDivergedError: the loss is not finite.
+        TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
+        ValueError: a warm-up longer than the run, or an early stop by a figure that is not evaluated.
     """
     config = config or TrainConfig()
-    pipeline = make_pipeline(model, optimizer, runtime.device)
+    if config.early_stop.metric and evaluate is None:
+        raise ValueError(f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate")
+    steps = config.epochs * len(loader)
+    forward = FiniteLoss(model, runtime, len(loader))
+    pipeline = make_pipeline(model, optimizer, runtime.device, forward=forward)
+    changing = config.tables_schedule.changes or config.dense_schedule.changes
+    schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if changing else None
+    watch = EarlyStopWatch(config.early_stop, runtime)
     history: list[Record] = []
-    progress = _Progress(total=config.epochs * len(loader), visible=runtime.is_main)
+    progress = Progress(total=steps, visible=runtime.is_main)
 
     def keep(record: Record) -> None:
         history.append(record)
@@ -104,19 +118,31 @@ def train(
     for epoch in range(config.epochs):
         loader.set_epoch(epoch)
         model.train()
-        window = _Window(runtime)
-        for output in _outputs(pipeline, iter(loader)):
-            step += 1
-            window.add(output.loss, output.weights)
-            progress.advance()
-            if step == 1 and runtime.is_main:
-                _warn_unpipelined(unpipelined(pipeline, model))
-            if step % config.log_every == 0 or step % len(loader) == 0:
-                keep(window.record(epoch, step))
+        window = Window(runtime)
+        try:
+            for output in _outputs(pipeline, iter(loader)):
+                step += 1
+                window.add(output.loss, output.weights)
+                progress.advance()
+                if step == 1 and runtime.is_main:
+                    _warn_unpipelined(unpipelined(pipeline, model))
+                if step % config.log_every == 0 or step % len(loader) == 0:
+                    forward.settle()
+                    keep({**window.record(epoch, step), **(rates(optimizer) if schedule else {})})
+                if schedule:
+                    schedule.step()
+        except (GradientNotFiniteError, TrainingDivergedError) as error:
+            told = forward.explained(error)
+            keep({"kind": "error", "epoch": forward.epoch(told.step), "step": told.step, "message": str(told)})
+            raise told from None
         if evaluate is not None and ((epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs):
             pipeline.detach()
             model.eval()
-            keep({"kind": "eval", "epoch": epoch, "step": step, **evaluate()})
+            record = {"kind": "eval", "epoch": epoch, "step": step, **evaluate()}
+            keep({**record, "best": True} if watch.see(record) else record)
+            if (stop := watch.stops()) and epoch + 1 < config.epochs:
+                keep({"epoch": epoch, "step": step, **stop})
+                break
     pipeline.detach()
     progress.close()
     return history
@@ -137,72 +163,3 @@ def _warn_unpipelined(paths: list[str]) -> None:
             "pass them an attribute of the batch unchanged",
             file=sys.stderr,
         )
-
-
-class _Window:
-    """Loss and rows since the last record, summed on the device so that no step waits for it."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._reset()
-
-    def _reset(self) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
-        self._start = time.perf_counter()
-
-    def add(self, loss: Tensor, weights: Tensor) -> None:
-        self._sums += torch.stack([loss.double(), loss.new_ones((), dtype=torch.float64), (weights > 0).sum().double()])
-
-    def record(self, epoch: int, step: int) -> Record:
-        """The mean loss over ranks and steps, and rows of all ranks per second of this one."""
-        ranks = [torch.zeros_like(self._sums) for _ in range(self._runtime.world_size)]
-        dist.all_gather(ranks, self._sums)
-        by_rank = torch.stack(ranks).cpu()
-        seconds = time.perf_counter() - self._start
-        losses = (by_rank[:, 0] / by_rank[:, 1]).tolist()
-        _check_finite(losses, epoch, step)
-        self._reset()
-        return {
-            "kind": "train",
-            "epoch": epoch,
-            "step": step,
-            "loss": sum(losses) / len(losses),
-            "rows": int(by_rank[:, 2].sum()),
-            "rows_per_s": float(by_rank[:, 2].sum()) / seconds,
-        }
-
-
-def _check_finite(losses: list[float], epoch: int, step: int) -> None:
-    bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-    if bad:
-        raise TrainingDivergedError(
-            f"the loss is {losses[bad[0]]} on rank(s) {bad} at step {step} of epoch {epoch}; "
-            "lower optimizer.tables_lr or optimizer.dense_lr, or look for extreme values in the data of the steps before"
-        )
-
-
-class _Progress:
-    """A bar on a terminal; elsewhere a line per record, since a log file keeps every redraw of a bar."""
-
-    def __init__(self, total: int, visible: bool) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._visible = visible
-        self._total = total
-        self._bar = tqdm(total=total, unit="step", disable=not (visible and self._terminal))
-
-    def advance(self) -> None:
-        self._bar.update()
-
-    def show(self, record: Record) -> None:
-        figures = ", ".join(f"{name} {_readable(name, value)}" for name, value in record.items() if isinstance(value, float))
-        if self._terminal:
-            self._bar.set_postfix_str(figures)
-        elif self._visible:
-            print(f"epoch {record['epoch'] + 1}, step {record['step']} of {self._total}: {figures}", flush=True)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def _readable(name: str, value: float) -> str:
-    return f"{value:,.0f}" if name.endswith("_per_s") else f"{value:.4f}"

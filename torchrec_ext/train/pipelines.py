@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
@@ -13,9 +14,22 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.batch import TowerBatch
 
 
-def make_pipeline(model: nn.Module, optimizer: KeyedOptimizer, device: torch.device) -> TrainPipelineSparseDist[TowerBatch, Any]:
-    """TorchRec's pipeline that overlaps copy, input dist and forward of three successive batches."""
-    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+def make_pipeline(
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    device: torch.device,
+    *,
+    forward: Callable[[TowerBatch], tuple[Tensor, Any]] | None = None,
+) -> TrainPipelineSparseDist[TowerBatch, Any]:
+    """TorchRec's pipeline that overlaps copy, input dist and forward of three successive batches.
+
+    Args:
+        model: from :func:`hybrid_parallel`.
+        optimizer: likewise.
+        device: of the model.
+        forward: calls the model in its place, such as :class:`FiniteLoss`.
+    """
+    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True, custom_model_fwd=forward)
 
 
 def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module) -> list[str]:

@@ -44,13 +44,15 @@ class RunFolder:
         self._events = _tensorboard(path / "tensorboard")
 
     def log(self, record: Record) -> None:
-        """Appends one record to ``metrics.jsonl`` and its figures to TensorBoard."""
+        """Appends one record to ``metrics.jsonl`` and its figures to TensorBoard; one of kind ``error`` is the last."""
         self.records.append(record)
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         for name, value in record.items():
             if isinstance(value, float):
                 self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        if record["kind"] == "error":  # the run is about to end, and whoever drives it may not come back here
+            self.close()
 
     def write(self, name: str, text: str) -> None:
         """One more text file."""

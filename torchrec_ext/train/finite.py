@@ -1,0 +1,182 @@
+"""FiniteLoss: every step's loss is looked at, and a loss that is no number ends the run on all ranks with one explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import local_shards
+
+BLOCK_ROWS = 65536
+_DATA = "mend the column, or fill its missing values in preprocessing"
+_RATES = "lower optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for extreme values in the steps before"
+_AFTER_GRADIENT = "no dense layer and no data_parallel table was changed by this step, sharded tables were"
+_OVERFLOW = "labels and dense columns are finite, so the forward overflowed"
+
+
+class TrainingDivergedError(ValueError):
+    """A loss or gradient is no longer a number; the message names step, epoch, ranks and cause. Raised on every rank.
+
+    Args:
+        message: what happened.
+        step: at which step, counted from 1 over the whole run.
+    """
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+@dataclass
+class _Seen:
+    """A step whose loss was looked at: ``worst`` over ranks on its way to the host."""
+
+    step: int
+    batch: TowerBatch
+    loss: Tensor
+    worst: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class FiniteLoss:
+    """The forward of a pipeline that looks at each loss.
+
+    The ranks agree by one all-reduce of a number per step. On the CPU the answer is there at once, and the run ends before the
+    backward: nothing is written by the bad step. On CUDA the answer is read one step late, so that the host never waits for the
+    device: by then the step has been written, and the message says so; a gradient that is no number shows as the loss after it.
+
+    Args:
+        model: its forward returns (loss, output).
+        runtime: this process's place in the job.
+        steps_per_epoch: to name the epoch of a step.
+        late: read the answer one step late; on CUDA where not given.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Runtime, steps_per_epoch: int, *, late: bool | None = None) -> None:
+        self._model, self._runtime, self._steps_per_epoch = model, runtime, steps_per_epoch
+        self._late = runtime.device.type == "cuda" if late is None else late
+        self._pending: _Seen | None = None
+        self.step = 0
+
+    def __call__(self, batch: TowerBatch) -> tuple[Tensor, Any]:
+        """The model's loss and output.
+
+        Raises:
+            TrainingDivergedError: the loss of this step or, where read late, of the step before is not finite on some rank.
+        """
+        loss, output = self._model(batch)
+        self.step += 1
+        worst = (~torch.isfinite(loss.detach())).any().float()
+        if self._runtime.world_size > 1:
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+        before, self._pending = self._pending, self._seen(batch, loss.detach(), worst)
+        if self._late:
+            self._check(before)
+        else:
+            self.settle()
+        return loss, output
+
+    def settle(self) -> None:
+        """Looks at what is not read yet; after it every step so far is known to be good."""
+        self._check(self._pending)
+        self._pending = None
+
+    def _seen(self, batch: TowerBatch, loss: Tensor, worst: Tensor) -> _Seen:
+        arrived = None
+        if worst.device.type == "cuda":
+            worst = worst.to("cpu", non_blocking=True)  # into page-locked memory
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return _Seen(self.step, batch, loss, worst, arrived)
+
+    def _check(self, seen: _Seen | None) -> None:
+        if seen is None:
+            return
+        if seen.arrived is not None:
+            seen.arrived.synchronize()
+        if seen.worst.item():
+            self._pending = None
+            raise TrainingDivergedError(self._explain(seen), seen.step)
+
+    def explained(self, error: GradientNotFiniteError | TrainingDivergedError) -> TrainingDivergedError:
+        """The error of a step, with the step where it lacks it."""
+        if isinstance(error, TrainingDivergedError):
+            return error
+        return TrainingDivergedError(f"{error} at {self.where(self.step)}; {_AFTER_GRADIENT}; {_RATES}", self.step)
+
+    def where(self, step: int) -> str:
+        """How a message names a step."""
+        return f"step {step} of epoch {self.epoch(step)}"
+
+    def epoch(self, step: int) -> int:
+        """The epoch of a step."""
+        return (step - 1) // self._steps_per_epoch
+
+    def _explain(self, seen: _Seen) -> str:
+        """The same text on every rank; all call it."""
+        bad = None if torch.isfinite(seen.loss).all() else str(seen.loss.sum().item())
+        columns = list(_bad_columns(seen.batch, self._model)) if bad else []
+        # On a device that is read late, the weights have taken up the bad step and no longer tell its cause.
+        weights = [] if self._late else list(_bad_weights(self._model))
+        ranks: list[Any] = [(bad, columns, weights)]
+        if self._runtime.world_size > 1:
+            ranks = [None] * self._runtime.world_size
+            dist.all_gather_object(ranks, (bad, columns, weights))
+        lost = [rank for rank, (loss, _, _) in enumerate(ranks) if loss is not None]
+        in_data = [f"{text} on rank {rank}" for rank, (_, texts, _) in enumerate(ranks) for text in texts]
+        causes = in_data or list(dict.fromkeys(text for _, _, texts in ranks for text in texts)) or [_OVERFLOW]
+        more = f" and {len(causes) - 3} more" if len(causes) > 3 else ""
+        written = "the update of this step was written" if self._late else "nothing was written by this step"
+        return (
+            f"the loss is {ranks[lost[0]][0]} on rank(s) {lost} at {self.where(seen.step)}: {'; '.join(causes[:3])}{more}; "
+            f"{written}; {_DATA if in_data else _RATES}"
+        )
+
+
+def _bad_columns(batch: TowerBatch, model: nn.Module) -> Iterator[str]:
+    """Labels, weights and dense columns of a batch that are not finite."""
+    for name, values in (("label", batch.labels), ("weight", batch.weights), ("log_q", batch.log_q)):
+        if values is not None:
+            yield from _bad(f"the {name}", values)
+    parts = [("row_dense", batch.dense)] + ([("shared_dense", batch.shared.dense)] if batch.shared is not None else [])
+    for names, matrix in parts:
+        for name, column in zip(_dense_names(model, names, matrix.shape[1]), matrix.T, strict=True):
+            yield from _bad(f"the dense column '{name}'", column)
+
+
+def _dense_names(model: nn.Module, part: str, width: int) -> list[str]:
+    """The names of dense columns, where the model has a schema that tells them; else their numbers."""
+    schema = getattr(get_unwrapped_module(model), "schema", None)
+    names = list(getattr(schema(), part, ())) if callable(schema) else []
+    return names if len(names) == width else [str(number) for number in range(width)]
+
+
+def _bad(name: str, values: Tensor) -> Iterator[str]:
+    rows = (~torch.isfinite(values)).nonzero().reshape(-1)
+    if len(rows):
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        yield f"{name} is {values[rows[0]].item()} in row {int(rows[0])}{more} of the batch"
+
+
+def _bad_weights(model: nn.Module) -> Iterator[str]:
+    """Tables, of which this rank looks at its own rows, and dense parameters that are not finite."""
+    tables = set()
+    for shard in local_shards(model):
+        tables.add(shard.fqn)
+        for start in range(0, shard.tensor.shape[0], BLOCK_ROWS):
+            rows = (~torch.isfinite(shard.tensor[start : start + BLOCK_ROWS])).any(dim=1).nonzero().reshape(-1)
+            if len(rows):
+                yield f"table '{shard.config.name}' is not finite in row {shard.row + start + int(rows[0])}"
+                break
+    for name, parameter in model.named_parameters():
+        if name not in tables and not torch.isfinite(parameter).all():
+            yield f"the weights {name} are not finite"

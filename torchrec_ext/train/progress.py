@@ -1,0 +1,77 @@
+"""What a run says of itself while it runs: mean loss and throughput since the last record, and a bar or a line for it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from torchrec_ext.distributed.runtime import Runtime
+
+
+class Window:
+    """Loss and rows since the last record, summed on the device so that no step waits for it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
+        self._start = time.perf_counter()
+
+    def add(self, loss: Tensor, weights: Tensor) -> None:
+        """One step."""
+        self._sums += torch.stack([loss.double(), loss.new_ones((), dtype=torch.float64), (weights > 0).sum().double()])
+
+    def record(self, epoch: int, step: int) -> dict[str, Any]:
+        """The mean loss over ranks and steps, and rows of all ranks per second of this one."""
+        ranks = [torch.zeros_like(self._sums) for _ in range(self._runtime.world_size)]
+        dist.all_gather(ranks, self._sums)
+        by_rank = torch.stack(ranks).cpu()
+        seconds = time.perf_counter() - self._start
+        losses = (by_rank[:, 0] / by_rank[:, 1]).tolist()
+        self._reset()
+        return {
+            "kind": "train",
+            "epoch": epoch,
+            "step": step,
+            "loss": sum(losses) / len(losses),
+            "rows": int(by_rank[:, 2].sum()),
+            "rows_per_s": float(by_rank[:, 2].sum()) / seconds,
+        }
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line per record, since a log file keeps every redraw of a bar."""
+
+    def __init__(self, total: int, visible: bool) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._visible = visible
+        self._total = total
+        self._bar = tqdm(total=total, unit="step", disable=not (visible and self._terminal))
+
+    def advance(self) -> None:
+        """One step further."""
+        self._bar.update()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """The figures of a record."""
+        figures = ", ".join(f"{name} {_readable(name, value)}" for name, value in record.items() if isinstance(value, float))
+        if self._terminal:
+            self._bar.set_postfix_str(figures)
+        elif self._visible and figures:
+            print(f"epoch {record['epoch'] + 1}, step {record['step']} of {self._total}: {figures}", flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+
+def _readable(name: str, value: float) -> str:
+    return f"{value:,.0f}" if name.endswith("_per_s") else f"{value:.4f}"
