@@ -9,11 +9,13 @@ import argparse
 import dataclasses
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from torchx_apps import preprocess_recipes
 from torchx_apps.cli import apply_overrides, build_parser, describe, load_recipe
+from torchx_apps.preprocess_recipes import PreprocessJob
 from torchx_apps.values import nearest
 
 _BUILT_IN = "torchx_apps.preprocess_recipes"
@@ -26,12 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the flags; the command line when None.
 
     Returns:
-        0 when done, 1 when not, 130 after Ctrl-C.
+        0 when done, 1 when not, 130 when stopped by Ctrl-C or by the scheduler.
     """
     try:
         return _preprocess(argv)
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C; nothing partial was left", file=sys.stderr)
+        print("stopped; nothing partial was left", file=sys.stderr)
         return 130
     except Exception as error:
         from torchx_apps import failures
@@ -50,7 +52,7 @@ def _preprocess(argv: Sequence[str] | None) -> int:
         return 0
     if options.run_dir:
         raise ValueError(f"--run-dir {options.run_dir}: preprocessing writes to --out; give that")
-    job = apply_overrides(load_recipe(_full_name(options.recipe)), options.set)
+    job = apply_overrides(_job(options.recipe), options.set)
     job = dataclasses.replace(job, **{key: getattr(options, key) for key in ("engine", "out") if getattr(options, key)})
     if options.dry_run:
         print(describe(job))
@@ -69,6 +71,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _job(recipe: str) -> PreprocessJob:
+    job = load_recipe(_full_name(recipe))
+    if not isinstance(job, PreprocessJob):
+        raise ValueError(
+            f"--recipe {recipe}: it returned a {type(job).__name__}; here a recipe returns a PreprocessJob of "
+            "torchx_apps.preprocess_recipes"
+        )
+    return job
+
+
 def _full_name(recipe: str) -> str:
     if ":" in recipe:
         return recipe
@@ -79,9 +91,7 @@ def _full_name(recipe: str) -> str:
     return f"{_BUILT_IN}:{recipe}"
 
 
-def _built_in() -> dict[str, Callable[[], Any]]:
-    from torchx_apps import preprocess_recipes
-
+def _built_in() -> dict[str, Callable[[], PreprocessJob]]:
     functions = inspect.getmembers(preprocess_recipes, inspect.isfunction)
     return {name: f for name, f in functions if inspect.signature(f).return_annotation == "PreprocessJob"}
 
@@ -93,4 +103,5 @@ def _listing() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that what was begun is removed
     sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +36,8 @@ class Prepared:
         preprocessor: the steps.
         splits: by name, files or tables; the first one is what is fitted on.
         events: the rows that histories are made of; each split's own rows where not given.
-        label: a column of 0 and 1 in the sources, for the picture of its rate.
-        time: seconds since 1970 in the sources, for the same picture.
+        label: a number column of the sources, for the picture of its mean by day.
+        time: a timestamp, or seconds since 1970, in the sources, for the same picture.
     """
 
     preprocessor: Preprocessor
@@ -44,6 +45,13 @@ class Prepared:
     events: Source | None = None
     label: str | None = None
     time: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.splits:
+            raise ValueError("splits: there is none; name at least one source, such as {'train': 'log/*.parquet'}")
+        for name in self.splits:
+            if name == "preprocessor" or not re.fullmatch(r"[\w-][\w.-]*", name):
+                raise ValueError(f"splits has the name {name!r}: must be letters, digits, - and _, and not 'preprocessor'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +61,18 @@ class PreprocessJob:
     Args:
         name: of the recipe.
         build: makes steps and sources from ``config`` and an engine.
-        config: a frozen dataclass that ``build`` reads.
+        config: a frozen dataclass that ``build`` reads, whose fields ``--set config.KEY=VALUE`` changes; None where it needs none.
         out: folder for the result; a new one in ``runs/`` where not given.
         engine: ``duckdb``, ``spark`` or a Spark master URL.
         threads: of DuckDB; all cores where not given.
         memory: that DuckDB may use before it goes to disk, such as 4GB; 80 % of the machine's where not given.
-        overwrite: replace what is in ``out``.
+        overwrite: replace an earlier result in ``out``.
         pictures: draw them, with matplotlib.
     """
 
     name: str
     build: Callable[[Any, Engine], Prepared]
-    config: Any
+    config: Any = None
     out: str | None = None
     engine: str = "duckdb"
     threads: int | None = None

@@ -5,20 +5,30 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tabulate import tabulate
 
 from torchrec_ext.data.preprocess import FittedPreprocessor, Vocabulary
-from torchrec_ext.data.preprocess.column_types import is_list
+from torchrec_ext.data.preprocess.column_types import NUMBERS, TIMES, Types, is_list, working_type
 from torchrec_ext.data.preprocess.engines import Engine
-from torchrec_ext.data.preprocess.expressions import floor_div
+from torchrec_ext.data.preprocess.expressions import floor_div, number
 from torchrec_ext.data.preprocess.sources import Source, scan
 from torchrec_ext.data.preprocess.tables import open_source
+from torchrec_ext.data.preprocess.times import second_of
 from torchrec_ext.schema import DataError
 
 Shares = dict[str, float]
+_BLUE = "#1f5f99"
+
+
+class Rate(NamedTuple):
+    """The mean label of one day, and its rows."""
+
+    day: datetime.date
+    mean: float
+    rows: int
 
 
 def missing_shares(source: Source, columns: Sequence[str], engine: Engine) -> Shares:
@@ -49,15 +59,25 @@ def unknown_shares(folder: Path, fitted: FittedPreprocessor, engine: Engine) -> 
     return found
 
 
-def label_rates(source: Source, label: str | None, time: str | None, engine: Engine) -> list[tuple[datetime.date, float, int]]:
-    """(day in UTC, mean label, rows), where the source has both columns."""
+def label_rates(source: Source, label: str | None, time: str | None, engine: Engine) -> list[Rate]:
+    """The label by day in UTC, where the source has both columns.
+
+    Raises:
+        DataError: a column is missing, the label is no number, or the time is no time.
+    """
     if not label or not time:
         return []
-    table = open_source(source, [label, time], engine).table
-    days = table.filter(table[time].notnull()).select(day=floor_div(table[time], 86_400), label=table[label].cast("float64"))
-    rates = days.group_by("day").aggregate(rate=days.label.mean(), rows=days.count()).order_by("day")
+    opened = open_source(source, [label, time], engine)
+    types = Types(opened.where, {name: working_type(kind) for name, kind in opened.raw.items()})
+    types.need("the picture of the label by day", label, NUMBERS, "give a number as Prepared.label, or none")
+    kind = types.need("the picture of the label by day", time, TIMES | {"int64"}, "give a time as Prepared.time, or none")
+    table = opened.table.mutate(second=second_of(opened.table[time], kind), label=number(opened.table[label], types[label], engine))
+    known = table.filter(table.second.notnull() & table.label.notnull())
+    days = known.select("label", day=floor_div(known.second, 86_400))
+    rates = days.group_by("day").aggregate(mean=days.label.mean(), rows=days.count()).order_by("day")
     first = datetime.date(1970, 1, 1)
-    return [(first + datetime.timedelta(days=row["day"]), row["rate"], row["rows"]) for row in engine.collect(rates).to_pylist()]
+    found = engine.collect(rates).to_pylist()
+    return [Rate(first + datetime.timedelta(days=row["day"]), row["mean"], row["rows"]) for row in found]
 
 
 def table_text(fitted: FittedPreprocessor, missing: Shares, unknown: Mapping[str, Shares]) -> str:
@@ -71,29 +91,31 @@ def table_text(fitted: FittedPreprocessor, missing: Shares, unknown: Mapping[str
     return str(tabulate(lines, headers=headers, disable_numparse=True))
 
 
-def draw(path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequence[tuple[datetime.date, float, int]]) -> None:
-    """Id frequencies on the left, missing values, and the label's rate by day where it is known.
+def need_matplotlib() -> Any:
+    """Its figure class.
 
     Raises:
-        DataError: matplotlib is missing.
+        DataError: it is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise DataError("pictures need matplotlib: pip install 'torchrec-ext[report]', or --set pictures=false") from None
-    figure = Figure(figsize=(5.5 * (2 + bool(rates)), 4.2), layout="constrained")
-    axes = figure.subplots(1, 2 + bool(rates), squeeze=False)[0]
-    _draw_frequencies(axes[0], fitted)
-    names = sorted(missing, key=lambda name: missing[name])[-25:]
-    axes[1].barh(names, [missing[name] * 100 for name in names], color="#1f5f99")
-    axes[1].set(title="missing before preprocessing", xlabel="% of training rows", xlim=(0, None if any(missing.values()) else 1))
-    if rates:
-        axes[2].plot([day for day, _, _ in rates], [rate for _, rate, _ in rates], color="#1f5f99", linewidth=1)
-        axes[2].set(title="mean label by day (UTC)", ylim=(0, None))
-        axes[2].tick_params(axis="x", rotation=30)
+    return Figure
+
+
+def draw(path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequence[Rate]) -> None:
+    """Id frequencies on the left, missing values, and the label's mean by day where it is known."""
+    panels = 2 + bool(rates)
+    figure = need_matplotlib()(figsize=(5.5 * panels, 4.2), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+    _draw_frequencies(axes[0], fitted)
+    _draw_missing(axes[1], missing)
+    if rates:
+        _draw_rates(axes[2], rates)
     figure.savefig(path, dpi=120)
 
 
@@ -108,7 +130,7 @@ def _draw_frequencies(axis: Any, fitted: FittedPreprocessor) -> None:
         places = np.unique(np.geomspace(1, len(counts), 1000).astype(np.int64)) if len(counts) else np.array([], dtype=np.int64)
         axis.plot(places, counts[places - 1], label=name, linewidth=1.2)
     axis.set(
-        title="id frequency, the largest vocabularies",
+        title="id frequency" + (", the 8 largest vocabularies" if len(vocabularies) > 8 else ""),
         xlabel="id (by frequency)",
         ylabel="training rows",
         xscale="log",
@@ -116,3 +138,47 @@ def _draw_frequencies(axis: Any, fitted: FittedPreprocessor) -> None:
     )
     if biggest:
         axis.legend(frameon=False, fontsize="small")
+    else:
+        axis.text(0.5, 0.5, "no vocabulary was fitted", ha="center", va="center", transform=axis.transAxes)
+
+
+def _draw_missing(axis: Any, missing: Shares) -> None:
+    most = sorted((share * 100, name) for name, share in missing.items() if share)[-25:]
+    axis.set(title="missing before preprocessing", xlabel="% of training rows")
+    if not most:
+        axis.text(0.5, 0.5, f"none, in {len(missing)} columns", ha="center", va="center", transform=axis.transAxes)
+        axis.set(xticks=[], yticks=[], xlabel="")
+        axis.spines[:].set_visible(False)
+        return
+    bars = axis.barh([name for _, name in most], [share for share, _ in most], color=_BLUE)
+    axis.bar_label(bars, fmt="%.3g %%", padding=3, fontsize="small")
+    axis.margins(x=0.15)
+    rest = len(missing) - len(most)
+    if rest:
+        axis.text(
+            0.98, 0.02, f"{rest} more, with fewer or none", ha="right", transform=axis.transAxes, fontsize="small", color="0.4"
+        )
+
+
+def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
+    """The mean with Wilson's interval of two standard errors: days of few rows swing."""
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+    days = [rate.day for rate in rates]
+    mean, rows = (np.array([getattr(rate, name) for rate in rates], dtype=np.float64) for name in ("mean", "rows"))
+    volume = axis.twinx()
+    volume.bar(days, rows, width=0.9, color="0.88")
+    volume.set_ylabel("rows", color="0.45")
+    volume.tick_params(colors="0.45")
+    volume.spines[["top"]].set_visible(False)
+    axis.set_zorder(volume.get_zorder() + 1)
+    axis.patch.set_visible(False)
+    if ((mean >= 0) & (mean <= 1)).all():
+        middle, half = (mean + 2 / rows) / (1 + 4 / rows), 2 * np.sqrt(mean * (1 - mean) / rows + 1 / rows**2) / (1 + 4 / rows)
+        axis.fill_between(days, middle - half, middle + half, color=_BLUE, alpha=0.2, linewidth=0)
+    axis.plot(days, mean, color=_BLUE, linewidth=1.2, marker="." if len(days) < 40 else None)
+    locator = AutoDateLocator(maxticks=8)
+    axis.xaxis.set_major_locator(locator)
+    axis.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    axis.set(title="label by day (UTC); grey: rows", ylabel="mean label")
+    axis.set_ylim(min(0.0, float(mean.min())), None)

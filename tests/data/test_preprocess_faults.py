@@ -145,7 +145,7 @@ def test_a_list_longer_than_its_limit(tmp_path: Path) -> None:
 
 
 def test_another_type_than_in_fitting(tmp_path: Path, fitted: FittedPreprocessor) -> None:
-    with pytest.raises(DataError, match=r"b\.parquet: column 'city' is int64, in fitting it was string"):
+    with pytest.raises(DataError, match=r"b\.parquet: column 'city' is int64, in fitting it is string; write it with that type"):
         fitted.transform(table(tmp_path / "b.parquet", city=[1], label=[1.0]), tmp_path / "out")
 
 
@@ -159,7 +159,7 @@ def test_an_order_by_a_column_that_is_not_there(tmp_path: Path, good: Path, fitt
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            r"out: the disk is full \([\d,]+ MiB are free in .*; free space or choose",
+            r"out: the disk is full \([\d,]+ MiB are free in .*\); free space, or choose",
         ),
         (RuntimeError("Could not write: disk quota exceeded"), r"out: the disk is full"),
         (PermissionError(errno.EACCES, "Permission denied"), r"out: cannot be written \(Permission denied\)"),

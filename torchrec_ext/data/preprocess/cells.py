@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,19 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Column, Int64
-from torchrec_ext.data.preprocess.column_types import arrow_type, element, is_list, working_type
+from torchrec_ext.data.preprocess.column_types import TIMES, arrow_type, element, is_list, raw_type, working_type
 from torchrec_ext.schema import DataError
 
 Mask = NDArray[np.bool_]
+_REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError)
+# What may be sent for a column; for a time its own kinds, or an integer in the column's unit.
+_TAKES = {
+    "bool": {"bool"},
+    "int64": {"int64", "float64", "float32"},  # 3.0, not 3.5
+    "float32": {"int64", "float64", "float32"},
+    "float64": {"int64", "float64", "float32"},
+    "string": {"string"},
+}
 _AS_NUMPY = {"int64": np.int64, "float64": np.float64}
 
 
@@ -63,13 +72,13 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     Raises:
         DataError: a value of another type, naming the row.
     """
-    if isinstance(data, str | bytes) or not hasattr(data, "__iter__"):
-        raise DataError(f"column '{name}': {data!r} is one value; give a list with one entry per row")
-    dtype = arrow_type(raw)
+    if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
+        raise DataError(f"column '{name}': {_short(data)} is one value; give a list with one entry per row")
+    data = data if hasattr(data, "__getitem__") else list(data)
     try:
-        array = pa.array(data, dtype)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        raise _refused(name, data, raw, dtype) from None
+        array = _typed(data, raw)
+    except _REFUSALS:
+        raise _refused(name, data, raw) from None
     lengths = None
     if is_list(raw):
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -92,15 +101,29 @@ def _numpy(array: pa.Array, raw: str) -> Array:
     return values
 
 
-def _refused(name: str, data: Sequence[Any], raw: str, dtype: pa.DataType) -> DataError:
-    row, why = next(((row, why) for row, value in enumerate(data) if (why := _complaint(value, dtype))), (0, "mixed types"))
+def _typed(data: Sequence[Any], raw: str) -> pa.Array:
+    """The values in the type of the column. Arrow, asked for that type at once, would cut 1.5 to 1 and read the text "7" as 7."""
+    array = pa.array(data)
+    found = raw_type(array.type)
+    kinds = _TAKES.get(element(raw), TIMES | {"int64"})
+    if not (_nothing(array.type) or (found and is_list(found) == is_list(raw) and element(found) in kinds)):
+        raise TypeError(f"it is {array.type}")
+    return array.cast(arrow_type(raw), safe=element(raw) not in TIMES)
+
+
+def _nothing(dtype: pa.DataType) -> bool:
+    return bool(pa.types.is_null(dtype.value_type if pa.types.is_list(dtype) else dtype))
+
+
+def _refused(name: str, data: Sequence[Any], raw: str) -> DataError:
+    row, why = next(((row, why) for row, value in enumerate(data) if (why := _complaint(value, raw))), (0, "types are mixed"))
     return DataError(f"column '{name}', row {row}: value {_short(data[row])} is not {raw} ({why}); send values of that type")
 
 
-def _complaint(value: Any, dtype: pa.DataType) -> str:
+def _complaint(value: Any, raw: str) -> str:
     try:
-        pa.array([value], dtype)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        _typed([value], raw)
+    except _REFUSALS as error:
         return str(error).splitlines()[0]
     return ""
 

@@ -78,6 +78,19 @@ def element(name: str) -> str:
     return name[len("list<") : -1] if is_list(name) else name
 
 
+def check_case(names: Collection[str]) -> None:
+    """Refuses names that differ in upper and lower case alone.
+
+    Raises:
+        ValueError: naming the two.
+    """
+    seen: dict[str, str] = {}
+    for name in sorted(set(names)):
+        other = seen.setdefault(name.lower(), name)
+        if other != name:
+            raise ValueError(f"columns '{other}' and '{name}' differ in case alone, which no engine tells apart; rename one")
+
+
 def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
     """The error for a column that is not there, with the nearest name."""
     near = difflib.get_close_matches(name, list(names), n=1)

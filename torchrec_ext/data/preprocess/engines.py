@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import shutil
 import tempfile
@@ -27,6 +28,9 @@ class Engine(Protocol):
 
     def read(self, files: Files) -> Table:
         """The files as a table, with a column ``__row__`` where rows have an order."""
+
+    def owns(self, table: Table) -> bool:
+        """Whether an Ibis table can be read here."""
 
     def register(self, table: pa.Table) -> Table:
         """A small table as one of the engine's."""
@@ -135,9 +139,9 @@ class DuckDB:
                 self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
-        text = str(value).replace("'", "''")
+        text = _quoted(str(value), "'")
         try:
-            self.ibis.con.execute(f"SET {name}='{text}'")
+            self.ibis.con.execute(f"SET {name}={text}")
         except Exception as error:
             raise DataError(f"DuckDB refuses {name}={value!r} ({error}); choose another") from error
 
@@ -151,9 +155,13 @@ class DuckDB:
         """The files, with their rows in order."""
         for system in {id(file.remote): file.remote for file in files.files if file.remote is not None}.values():
             self.ibis.con.register_filesystem(system)
-        names = ", ".join("'" + file.name.replace("'", "''") + "'" for file in files.files)
+        taken = sorted({"file_index", "file_row_number"} & set(files.schema))
+        if taken:
+            raise DataError(f"{files.where}: column '{taken[0]}': DuckDB has a column of that name itself; rename it")
+        # DuckDB takes every name for a pattern.
+        names = ", ".join(_quoted(glob.escape(file.name), "'") for file in files.files)
         hive = any(file.partitions for file in files.files)
-        columns = ", ".join('"' + name.replace('"', '""') + '"' for name in files.schema)
+        columns = ", ".join(_column(name, dtype) for name, dtype in files.schema.items())
         options = "file_row_number=true" + (", hive_partitioning=true, hive_types_autocast=false" if hive else "")
         name = f"files_{next(self._names)}"
         # A file has fewer than 2**40 rows.
@@ -162,6 +170,10 @@ class DuckDB:
             f"FROM read_parquet([{names}], {options})"
         )
         return self.ibis.table(name)
+
+    def owns(self, table: Table) -> bool:
+        """A table of this connection."""
+        return table.get_backend() is self.ibis
 
     def register(self, table: pa.Table) -> Table:
         """A temporary table."""
@@ -218,3 +230,14 @@ class DuckDB:
         """Closes the connection and removes what was spilled."""
         self.ibis.disconnect()
         shutil.rmtree(self._spill, ignore_errors=True)
+
+
+def _quoted(text: str, mark: str) -> str:
+    return mark + text.replace(mark, 2 * mark) + mark
+
+
+def _column(name: str, dtype: pa.DataType) -> str:
+    quoted = _quoted(name, '"')
+    if pa.types.is_timestamp(dtype) and dtype.unit == "ns" and dtype.tz:
+        return f"CAST({quoted} AS TIMESTAMP_NS) AS {quoted}"  # Ibis 12 does not know DuckDB's type with a zone
+    return quoted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -41,8 +41,8 @@ class FillMissing(Step):
         if self.statistic is not None and self.statistic not in get_args(Statistic):
             allowed = ", ".join(get_args(Statistic))
             raise ValueError(f"FillMissing('{self.column}'): statistic={self.statistic!r}: must be one of {allowed}")
-        if isinstance(self.value, float) and not math.isfinite(self.value):
-            raise ValueError(f"FillMissing('{self.column}'): value={self.value}: must be finite")
+        if isinstance(self.value, int | float) and not abs(self.value) <= sys.float_info.max:
+            raise ValueError(f"FillMissing('{self.column}'): value={_short(self.value)}: must be finite")
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -99,3 +99,8 @@ class FillMissing(Step):
         values = values.copy()
         values[~known] = state["value"]
         return {self.writes[0]: found.with_values(np.asarray(values))}
+
+
+def _short(value: float) -> str:
+    text = str(value)
+    return text if len(text) < 40 else f"{text[:20]}... of {len(text)} digits"

@@ -53,6 +53,11 @@ class History(Step):
         return (self.user, self.item, self.time, *([self.where] if self.where else []))
 
     @property
+    def event_reads(self) -> tuple[str, ...]:
+        """The same, of the events."""
+        return self.reads
+
+    @property
     def writes(self) -> tuple[str, ...]:
         """``output``."""
         return (self.output,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class Bucketize(_OneColumn):
         """The boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
-        shares = [at / self.quantiles for at in range(1, self.quantiles)]
+        shares = [Fraction(at, self.quantiles) for at in range(1, self.quantiles)]
         found = quantiles_of(self, table.select(x=self._number(table, types, run)), shares, types.where, run.engine)
         return {"boundaries": sorted(set(found))}
 
@@ -105,6 +106,9 @@ class Bucketize(_OneColumn):
 @dataclass(frozen=True, kw_only=True)
 class LogClip(_OneColumn):
     """ln(1 + x - low) of x clipped to [low, high]: for counts and prices, which have a long tail.
+
+    The logarithm is rounded to 32 bits. Java's and C's differ in the last of 64 (Spark's from numpy's in 0.3 % of 300,000 numbers),
+    and a step after this one could make a bucket of that.
 
     Args:
         column: integers or floats.
@@ -131,13 +135,17 @@ class LogClip(_OneColumn):
         x = (x < exact(self.low)).ifelse(exact(self.low), x)
         if self.high is not None:
             x = (x > exact(self.high)).ifelse(exact(self.high), x)
-        return table.mutate({self.writes[0]: (x - exact(self.low) + exact(1.0)).ln() if self.log else x})
+        if self.log:
+            x = (x - exact(self.low) + exact(1.0)).ln().cast("float32").cast("float64")
+        return table.mutate({self.writes[0]: x})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """The same in numpy."""
         x, known = cells[self.column].numbers()
         x = np.clip(np.where(known, x, self.low), self.low, self.high)
-        return {self.writes[0]: cells[self.column].with_values(np.log(x - self.low + 1.0) if self.log else x, known)}
+        if self.log:
+            x = np.log(x - self.low + 1.0).astype(np.float32).astype(np.float64)
+        return {self.writes[0]: cells[self.column].with_values(x, known)}
 
 
 @dataclass(frozen=True, kw_only=True)

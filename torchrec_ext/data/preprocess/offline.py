@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrec_ext.data.preprocess.chain import Chain
 from torchrec_ext.data.preprocess.column_types import TIMES, missing_column
 from torchrec_ext.data.preprocess.engines import ROW, Engine, connected
 from torchrec_ext.data.preprocess.expressions import as_float32
+from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.sources import Source
-from torchrec_ext.data.preprocess.step import Run, Table
-from torchrec_ext.data.preprocess.tables import Opened, open_source
-from torchrec_ext.data.preprocess.writing import Progress, Sink, whole_folder
+from torchrec_ext.data.preprocess.step import Table
+from torchrec_ext.data.preprocess.tables import Opened, open_sources
+from torchrec_ext.data.preprocess.writing import Progress, Sink
 from torchrec_ext.schema import DataError
 
 if TYPE_CHECKING:
@@ -33,38 +35,38 @@ def transform(
     progress: Progress | None,
 ) -> int:
     """See :meth:`FittedPreprocessor.transform`."""
-    with whole_folder(out, overwrite=overwrite) as staging, connected(engine) as opened:
-        data = open_source(source, list(dict.fromkeys([*fitted.raw, *order_by])), opened)
-        past = data if events is None else open_source(events, list(fitted.raw), opened)
-        for name, kind in fitted.raw.items():
-            _check_kind(fitted, data, name, kind)
+    with whole_folder(out, overwrite=overwrite, mark="part-*.parquet") as staging, connected(engine) as opened:
+        columns = list(dict.fromkeys([*fitted.raw, *order_by]))
+        event_columns = list(dict.fromkeys(name for step in fitted.steps for name in step.event_reads))
+        data, past = open_sources(source, events, columns, event_columns, opened)
+        data.check_types(fitted.raw, "in fitting")
+        for files in (data.files, past.files):
+            keep_sources(out, files.files if files else ())
         sink = Sink(staging, fitted.outputs, fitted.remedies(), progress)
-        with data.blaming():
-            table = _applied(fitted, data, Run(engine=opened, events=past.table))
-            order = [_ordering(data, table, name) for name in order_by] or ([table[ROW]] if ROW in table.columns else [])
-            table = (table.order_by(order) if order else table).select(*fitted.outputs)
-            return opened.write(table, sink)
+        with past.blaming(), data.blaming():
+            table = _applied(fitted, data, past.table, opened)
+            order = [_ordering(data, table, name) for name in order_by] + ([table[ROW]] if ROW in table.columns else [])
+            rows = opened.write((table.order_by(order) if order else table).select(*fitted.outputs), sink)
+        if data.rows not in (None, rows):
+            raise DataError(
+                f"{out}: got {rows:,} of the {data.rows:,} rows of {data.where}; where several machines write, choose a folder "
+                "that all of them and this one share"
+            )
+        return rows
 
 
-def _check_kind(fitted: FittedPreprocessor, data: Opened, name: str, kind: str) -> None:
-    if data.raw[name] != kind:
-        raise DataError(
-            f"{data.where}: column '{name}' is {data.raw[name]}, in fitting it was {kind}; write it with the type it had there"
-        )
-
-
-def _applied(fitted: FittedPreprocessor, data: Opened, run: Run) -> Table:
-    table = data.table
+def _applied(fitted: FittedPreprocessor, data: Opened, events: Table, engine: Engine) -> Table:
+    chain = Chain(steps=fitted.steps, types=fitted.types, states=fitted.states, engine=engine, table=data.table, events=events)
     # A column that a step replaces in place may be kept or ordered by under its own name, as it was.
-    raw = {f"__raw_{name}__": table[name] for name in data.raw}
-    table = table.mutate(**raw)
-    for at, (step, types, state) in enumerate(zip(fitted.steps, fitted.types, fitted.states, strict=False), start=1):
-        for predicate, column, rule in step.problems(table, types):
-            _refuse(data, table, predicate, column, rule, run.engine)
-        table = step.transform(table, types, state, run)
-        if at % _STAGE == 0:
-            table = run.engine.stage(table)
-    made = {name: _result(fitted, table, name, kind, run.engine) for name, kind in fitted.outputs.items()}
+    raw = {f"__raw_{name}__": data.table[name] for name in data.raw}
+    table = data.table.mutate(**raw)
+    for at, step in enumerate(fitted.steps):
+        for predicate, column, rule in step.problems(table, fitted.types[at]):
+            _refuse(data, table, predicate, column, rule, engine)
+        table = chain.apply(at, table)
+        if at % _STAGE == _STAGE - 1:
+            table = engine.stage(table)
+    made = {name: _result(fitted, table, name, kind, engine) for name, kind in fitted.outputs.items()}
     row = {ROW: table[ROW]} if ROW in table.columns else {}
     return table.select(**made, **row, **{name: table[name] for name in raw})
 

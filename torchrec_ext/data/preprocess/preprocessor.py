@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_ext.data.preprocess.column_types import Types
+from torchrec_ext.data.preprocess.chain import Chain
+from torchrec_ext.data.preprocess.column_types import check_case
 from torchrec_ext.data.preprocess.engines import connected
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor, stages
 from torchrec_ext.data.preprocess.sources import Source
-from torchrec_ext.data.preprocess.step import Run, State, Step, Table
-from torchrec_ext.data.preprocess.tables import open_source
+from torchrec_ext.data.preprocess.step import State, Step
+from torchrec_ext.data.preprocess.tables import open_sources
 
 FitProgress = Callable[[str], None]
 
@@ -33,12 +34,12 @@ class Preprocessor:
     Example:
         >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize
         >>> steps = [Categorify(column="city"), FillMissing(column="age", statistic="median"), Normalize(column="age")]
-        >>> import pyarrow as pa, pyarrow.parquet as pq, tempfile
-        >>> file = tempfile.mkdtemp() + "/rows.parquet"
-        >>> pq.write_table(pa.table({"city": ["Rome", "Oslo", "Rome"], "age": [20, 40, None]}), file)
-        >>> fitted = Preprocessor(steps).fit(file)  # doctest: +SKIP
-        >>> fitted.online({"city": ["Oslo", "Bern"], "age": [None, 40]})["city"].values  # doctest: +SKIP
-        array([2, 0])
+        >>> Preprocessor(steps, keep=["label"]).raw_columns
+        ('city', 'age', 'label')
+        >>> Preprocessor([Categorify(column="city"), FillMissing(column="City", value="?")])
+        Traceback (most recent call last):
+        ...
+        ValueError: columns 'City' and 'city' differ in case alone, which no engine tells apart; rename one
     """
 
     steps: Sequence[Step]
@@ -49,7 +50,7 @@ class Preprocessor:
         object.__setattr__(self, "keep", tuple(self.keep))
         written: set[str] = set()
         for step in self.steps:
-            late = sorted(set(step.reads) & written) if type(step).__name__ == "History" else []
+            late = sorted(set(step.event_reads) & written)
             if late:
                 raise ValueError(f"{step} reads {late}, which an earlier step replaces; put it first")
             written |= set(step.writes)
@@ -58,6 +59,7 @@ class Preprocessor:
             raise ValueError(f"keep={both}: a step writes these columns; give the step another output, or do not keep them")
         if not written:
             raise ValueError("steps: there is none; give at least one")
+        check_case([*self.raw_columns, *written])
 
     @property
     def raw_columns(self) -> tuple[str, ...]:
@@ -69,13 +71,18 @@ class Preprocessor:
             written |= set(step.writes)
         return (*needed, *(name for name in self.keep if name not in needed))
 
+    @property
+    def event_columns(self) -> tuple[str, ...]:
+        """The columns that the rows must have which histories are made of."""
+        return tuple(dict.fromkeys(name for step in self.steps for name in step.event_reads))
+
     def fit(
         self, source: Source, *, engine: Any = "duckdb", events: Source | None = None, progress: FitProgress | None = None
     ) -> FittedPreprocessor:
         """Looks at training rows, and at no others.
 
         Args:
-            source: parquet files, folders, patterns, remote addresses, or a table of the engine.
+            source: parquet files, folders, patterns, remote addresses, or an Ibis table of the engine (``engine.ibis`` makes them).
             engine: see :func:`~torchrec_ext.data.preprocess.engines.connected`.
             events: where a step is fitted on histories, the rows that these are made of; ``source`` where not given.
             progress: is called with each step's name before it is fitted.
@@ -84,32 +91,13 @@ class Preprocessor:
             DataError: the files or a column do not allow it; the message names file, column and remedy.
         """
         with connected(engine) as opened:
-            data = open_source(source, self.raw_columns, opened)
-            past = data if events is None else open_source(events, self.raw_columns, opened)
-            run = Run(engine=opened, events=past.table)
+            data, past = open_sources(source, events, self.raw_columns, self.event_columns, opened)
             types = stages(self.steps, data.where, data.raw)
             states: list[State] = []
-            with data.blaming():
+            chain = Chain(steps=self.steps, types=types, states=states, engine=opened, table=data.table, events=past.table)
+            with past.blaming(), data.blaming():
                 for at, step in enumerate(self.steps):
                     if progress:
                         progress(str(step))
-                    table = apply_before(self.steps, at, data.table, types, states, run) if step.fit_reads else data.table
-                    states.append(step.fit(table, types[at], run))
+                    states.append(step.fit(chain.before(at, step.fit_reads), types[at], chain.run(at)))
         return FittedPreprocessor(steps=tuple(self.steps), keep=tuple(self.keep), raw=data.raw, states=tuple(states))
-
-
-def apply_before(steps: Sequence[Step], at: int, table: Table, types: list[Types], states: Sequence[State], run: Run) -> Table:
-    """The table as step ``at`` sees it when fitted, with only those steps applied that its columns come from."""
-    for index in _ancestors(steps, at):
-        table = steps[index].transform(table, types[index], states[index], run)
-    return table
-
-
-def _ancestors(steps: Sequence[Step], at: int) -> list[int]:
-    needed = set(steps[at].fit_reads)
-    chosen = []
-    for index in reversed(range(at)):
-        if needed & set(steps[index].writes):
-            chosen.append(index)
-            needed |= set(steps[index].reads)
-    return chosen[::-1]

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.preprocess.filling import FillMissing
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
+from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.data.preprocess.hashed import Cross, HashBucket
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.data.preprocess.lists import Lists
@@ -26,7 +27,6 @@ from torchrec_ext.data.preprocess.numeric import Bucketize, LogClip, Normalize
 from torchrec_ext.data.preprocess.step import State, Step
 from torchrec_ext.data.preprocess.times import TimeFeatures
 from torchrec_ext.data.preprocess.vocabulary import Categorify, Vocabulary
-from torchrec_ext.data.preprocess.writing import whole_folder
 from torchrec_ext.schema import DataError
 
 VERSION = 1
@@ -48,7 +48,7 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
             raise DataError(
                 f"{folder}: step {step} is not one of this package and could not be loaded; known are {', '.join(STEPS)}"
             )
-    with whole_folder(folder, overwrite=overwrite) as staging:
+    with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
         steps = [_saved(at, step, fitted.states[at], staging) for at, step in enumerate(fitted.steps)]
         main = {"version": VERSION, "keep": list(fitted.keep), "columns": dict(fitted.raw), "steps": steps}
         text = json.dumps(main, indent=1, ensure_ascii=True, allow_nan=False) + "\n"

@@ -66,6 +66,12 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
     for name in names:
         if name not in schema:
             raise missing_column(where, name, schema.keys())
+        twin = next((other for other in schema if other != name and other.lower() == name.lower()), None)
+        if twin:
+            raise DataError(
+                f"{where}: columns '{name}' and '{twin}' differ in case alone, which no engine tells apart; rename one where they "
+                "are written"
+            )
         kind = raw_type(schema[name])
         if kind is None:
             raise DataError(

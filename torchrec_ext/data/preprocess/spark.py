@@ -39,7 +39,13 @@ class Spark:
         ibis = need_ibis("pyspark")
         from pyspark.sql import SparkSession
 
-        self._own = isinstance(session, str) and SparkSession.getActiveSession() is None
+        active = SparkSession.getActiveSession()
+        self._own = isinstance(session, str) and active is None
+        if active is not None and isinstance(session, str) and session not in ("spark", active.conf.get("spark.master", session)):
+            raise DataError(
+                f"engine={session!r}: a Spark session is active here with the master {active.conf.get('spark.master')}, and a "
+                "process has one; give engine='spark' to use it, or stop it first"
+            )
         self.session = _start(session, SparkSession) if isinstance(session, str) else session
         self._before = {name: self.session.conf.get(name, None) for name in _SETTINGS}
         for name, value in _SETTINGS.items():
@@ -70,6 +76,10 @@ class Spark:
         return self._view(
             reader.parquet(*(_pattern(file.name) for file in files.files)).select(*(f"`{name}`" for name in files.schema))
         )
+
+    def owns(self, table: Table) -> bool:
+        """A table of Spark's."""
+        return bool(table.get_backend().name == "pyspark")
 
     def register(self, table: pa.Table) -> Table:
         """The table as a view."""
@@ -102,7 +112,9 @@ class Spark:
     def _look_over(self, sink: Sink) -> int:
         from pyspark.sql import functions as f
 
-        written = self.session.read.parquet(_pattern(str(sink.folder)))
+        # With a schema, since Spark finds none where it sees no file: see the count of rows in `offline`.
+        fields = ", ".join(f"`{name}` {_spark_type(kind)}" for name, kind in sink.columns.items())
+        written = self.session.read.schema(fields).parquet(_pattern(str(sink.folder)))
 
         def bad(name: str, kind: str) -> Any:
             column = f.col(f"`{name}`")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from torchrec_ext.schema import DataError
 
@@ -39,8 +42,10 @@ def mean_and_std(step: Any, values: Table, where: str, engine: Engine) -> tuple[
     return rounded(row["mean"]), rounded(row["std"])
 
 
-def quantiles_of(step: Any, values: Table, shares: Sequence[float], where: str, engine: Engine) -> list[float]:
+def quantiles_of(step: Any, values: Table, shares: Sequence[float | Fraction], where: str, engine: Engine) -> list[float]:
     """For each share the smallest value that at least this share of the rows does not exceed: a value of the data, never a mean.
+
+    Fractions are exact: 7 / 100 of 100 rows is, in floats, a little more than 7.
 
     Raises:
         DataError: no value is a number.
@@ -54,9 +59,11 @@ def quantiles_of(step: Any, values: Table, shares: Sequence[float], where: str, 
 
     upto = counts.n.sum().over(ibis.window(order_by=counts.x, preceding=None, following=0))
     counts = counts.mutate(upto=upto)
-    smallest = {f"q{at}": counts.x.min(where=counts.upto >= math.ceil(share * size)) for at, share in enumerate(shares)}
-    row = engine.collect(counts.aggregate(**smallest)).to_pylist()[0]
-    return [float(row[f"q{at}"]) for at in range(len(shares))]
+    needs = [max(1, math.ceil(share * size)) for share in shares]
+    places = engine.register(pa.table({"place": sorted(set(needs))}))
+    found = counts.inner_join(places, [counts.upto >= places.place, counts.upto - counts.n < places.place])
+    values_at = {row["place"]: float(row["x"]) for row in engine.collect(found.select("place", "x")).to_pylist()}
+    return [values_at[need] for need in needs]
 
 
 def most_common(step: Any, values: Table, where: str, engine: Engine) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,13 @@ class Run:
     Args:
         engine: runs expressions and holds tables.
         events: the rows that histories are made of, as they stand before any step.
+        column: the rows with one column as the step finds it, made by no more steps than that column comes from. A step that joins
+            its table with something of itself takes it from here: the table would be computed twice, and twice again by the next.
     """
 
     engine: Engine
     events: Table
+    column: Callable[[str], Table]
 
 
 class Step(ABC):
@@ -46,6 +49,11 @@ class Step(ABC):
     @property
     def fit_reads(self) -> tuple[str, ...]:
         """The columns that fitting looks at; none where nothing is fitted."""
+        return ()
+
+    @property
+    def event_reads(self) -> tuple[str, ...]:
+        """The columns of ``Run.events`` that it needs."""
         return ()
 
     @abstractmethod

@@ -11,6 +11,7 @@ from torchrec_ext.data.preprocess.column_types import is_list, working_type
 from torchrec_ext.data.preprocess.engines import ROW, Engine
 from torchrec_ext.data.preprocess.sources import Files, Source, blaming, raw_types, scan
 from torchrec_ext.data.preprocess.step import Table
+from torchrec_ext.schema import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,18 @@ class Opened:
     where: str
     files: Files | None
 
+    def check_types(self, wanted: Mapping[str, str], elsewhere: str) -> None:
+        """Refuses a column with another type than it has elsewhere.
+
+        Raises:
+            DataError: naming column, types and remedy.
+        """
+        for name, kind in wanted.items():
+            if self.raw[name] != kind:
+                raise DataError(
+                    f"{self.where}: column '{name}' is {self.raw[name]}, {elsewhere} it is {kind}; write it with that type"
+                )
+
     @property
     def rows(self) -> int | None:
         """How many, where it is known without reading."""
@@ -39,6 +52,22 @@ class Opened:
         return blaming(self.files.files) if self.files else nullcontext()
 
 
+def open_sources(
+    source: Source, events: Source | None, columns: Sequence[str], event_columns: Sequence[str], engine: Engine
+) -> tuple[Opened, Opened]:
+    """The rows, and those that histories are made of: the same where ``events`` is not given, or no step asks for any.
+
+    Raises:
+        DataError: see :func:`open_source`; or an event's column has another type than the row's.
+    """
+    data = open_source(source, columns, engine)
+    if events is None or not event_columns:
+        return data, data
+    past = open_source(events, event_columns, engine)
+    past.check_types({name: data.raw[name] for name in event_columns}, f"in {data.where}")
+    return data, past
+
+
 def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opened:
     """Opens files, or takes a table.
 
@@ -46,6 +75,11 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
         DataError: a file or a column is missing, damaged or of a wrong type.
     """
     if hasattr(source, "schema") and hasattr(source, "mutate"):
+        if not engine.owns(source):
+            raise DataError(
+                f"the table was made by another connection than the engine {engine.name}; make it with the engine's own, as in "
+                "`with DuckDB() as engine: engine.ibis.read_csv(...)`, and hand that engine over, or give files"
+            )
         files, where, table = None, "the table", source
         schema = dict(zip(source.columns, source.schema().to_pyarrow().types, strict=True))
     else:

@@ -71,7 +71,7 @@ class TimeFeatures(Step):
     def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
         """Whole-number arithmetic; the calendar is the engine's."""
         given = table.columns
-        table = table.mutate(__second__=_second(table[self.column], types[self.column], PER_SECOND[self.unit]))
+        table = table.mutate(__second__=second_of(table[self.column], types[self.column], PER_SECOND[self.unit]))
         offset = step_function(table["__second__"], state["starts"], state["offsets"])
         # A stage, so that the zone's hundred conditions stand in the query once and not in every feature.
         table = run.engine.stage(table.mutate(__local__=table["__second__"] + offset))
@@ -97,8 +97,8 @@ class TimeFeatures(Step):
         return {f"{self.column}_{feature}": SIZES[feature] + 1 for feature in self.features}
 
 
-def _second(column: Any, kind: str, per_second: int) -> Any:
-    """Seconds since 1970, downwards; null where they are beyond belief."""
+def second_of(column: Any, kind: str, per_second: int = 1) -> Any:
+    """Seconds since 1970, downwards, of a column of times or of integers; null where they are beyond belief."""
     import ibis
 
     if kind in TIMES:

@@ -127,7 +127,10 @@ class Categorify(Step):
         """Joins with the vocabulary."""
         vocabulary = run.engine.register(state.table("__value__", "__id__"))
         for name, output in zip(self.reads, self.writes, strict=True):
-            table = (_replace_elements if is_list(types[name]) else _replace)(table, name, output, vocabulary)
+            if is_list(types[name]):
+                table = _replace_elements(table, name, output, vocabulary, run.column(name))
+            else:
+                table = _replace(table, name, output, vocabulary)
         return table
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: Vocabulary) -> Mapping[str, Cells]:
@@ -152,11 +155,11 @@ def _replace(table: Table, name: str, output: str, vocabulary: Table) -> Table:
     return joined.mutate({output: joined["__id__"].fill_null(0)}).drop("__value__", "__id__")
 
 
-def _replace_elements(table: Table, name: str, output: str, vocabulary: Table) -> Table:
-    """Looks up the elements of each distinct list once; neither engine can look a value up inside a list."""
+def _replace_elements(table: Table, name: str, output: str, vocabulary: Table, lists: Table) -> Table:
+    """Looks up the elements of each distinct list in ``lists`` once; neither engine can look a value up inside a list."""
     import ibis
 
-    elements = table.select(__list__=table[name]).distinct().mutate(__element__=lambda t: t["__list__"])
+    elements = lists.select(__list__=lists[name]).distinct().mutate(__element__=lambda t: t["__list__"])
     elements = elements.unnest("__element__", offset="__place__")
     found = elements.left_join(vocabulary, elements["__element__"] == vocabulary["__value__"])
     found = found.select("__list__", __pair__=ibis.struct({"place": found["__place__"], "id": found["__id__"].fill_null(0)}))

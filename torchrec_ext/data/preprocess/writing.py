@@ -1,10 +1,7 @@
-"""Parquet folders that are whole or not there: row groups of one size, page checksums, no nulls, disk full told in words."""
+"""Parquet files as the loader likes them: row groups of one size, page checksums, no value missing."""
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,74 +13,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.preprocess.column_types import arrow_type
+from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.schema import DataError
 
 ROW_GROUP = 65_536
 _GROUPS_PER_FILE = 64
-_FULL = ("no space left", "disk full", "out of disk", "disk quota", "not enough disk", "max_temp_directory_size")
 Progress = Callable[[int], None]
-
-
-@contextmanager
-def whole_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write into, which takes its name when the block ends well and vanishes when it does not.
-
-    Raises:
-        DataError: there is such a folder already, or it cannot be written.
-    """
-    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out}: there is something already; choose another folder, or allow it to be overwritten")
-    staging = out.parent / f".{out.name}.partial-{os.getpid()}"
-    with disk_errors(out):
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        try:
-            yield staging
-            _replace(staging, out)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
-
-def _replace(staging: Path, out: Path) -> None:
-    old = out.parent / f".{out.name}.old-{os.getpid()}"
-    if out.exists():
-        out.rename(old)
-    try:
-        staging.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise
-    if old.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-    elif old.exists():
-        old.unlink()
-
-
-@contextmanager
-def disk_errors(out: Path) -> Iterator[None]:
-    """Turns whatever an engine says about a full or read-only disk into words."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        text = str(error)
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or any(word in text.lower() for word in _FULL):
-            raise DataError(
-                f"{out}: the disk is full ({_free(out)}); free space or choose another disk; nothing partial was left ({text})"
-            ) from error
-        if isinstance(error, OSError) and error.errno is not None:
-            raise DataError(
-                f"{out}: cannot be written ({error.strerror}); choose another folder; nothing partial was left"
-            ) from error
-        raise
-
-
-def _free(out: Path) -> str:
-    at = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
-    return f"{shutil.disk_usage(at).free / 2**20:,.0f} MiB are free in {at}"
 
 
 class Sink:
@@ -116,8 +51,8 @@ class Sink:
             yield self._take
             self._flush(self._held)
         finally:
-            if self._writer is not None:
-                self._writer.close()
+            with disk_errors(self.folder):
+                self._close()
 
     def missing(self, name: str, row: int | None, count: int) -> DataError:
         """The error for a result without a value."""
@@ -152,17 +87,21 @@ class Sink:
         rest = table.slice(rows)
         self._pending, self._held = rest.to_batches(), rest.num_rows
         table = table.slice(0, rows)
-        for start in range(0, rows, ROW_GROUP):
-            self._part(table.schema).write_table(table.slice(start, ROW_GROUP), row_group_size=ROW_GROUP)
+        with disk_errors(self.folder):
+            for start in range(0, rows, ROW_GROUP):
+                self._part(table.schema).write_table(table.slice(start, ROW_GROUP), row_group_size=ROW_GROUP)
 
     def _part(self, schema: pa.Schema) -> pq.ParquetWriter:
         if self._writer is None or self._groups % _GROUPS_PER_FILE == 0:
-            if self._writer is not None:
-                self._writer.close()
+            self._close()
             path = self.folder / f"part-{self._groups // _GROUPS_PER_FILE:05}.parquet"
             self._writer = pq.ParquetWriter(path, schema, **_encoding(schema))
         self._groups += 1
         return self._writer
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _encoding(schema: pa.Schema) -> dict[str, Any]:
