@@ -1,0 +1,142 @@
+"""Rows on a device give the batches of rows in memory, bit for bit, with the draws and the items' features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.test_device_negatives import WAITS, Ops
+from tests.data.test_loader import ITEMS, rows_of, schema_of
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.hard_negatives import HardNegatives
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives import PopularityNegatives, UniformNegatives
+from torchrec_ext.schema import BatchSchema, DataError
+
+pytestmark = pytest.mark.unit
+SIZE = 43
+TABLES = {"user_id": SIZE, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3, "genres": 5}
+NUMBERS = np.arange(ITEMS + 1)
+CATALOGUE = Chunk(
+    {
+        "item_id": Column(NUMBERS),
+        "kind": Column(NUMBERS % 3),
+        "genres": Column.from_lengths(np.arange((NUMBERS % 4).sum()) % 5, NUMBERS % 4),
+        "year": Column((NUMBERS / 10).astype(np.float32)),
+    }
+)
+
+
+def schema(shared: tuple[str, ...] = ()) -> BatchSchema:
+    made = schema_of(TABLES, ("row", "year"))
+    return BatchSchema(sparse=made.sparse, dense=made.dense, shared=frozenset(shared), label_range=None)
+
+
+def sampler_of(kind: Any, chunk: Chunk) -> Any:
+    return kind(ITEMS, chunk["user_id"].values, chunk["item_id"].values, 3)
+
+
+def loader_of(chunk: Chunk, shared: tuple[str, ...] = (), kind: Any = UniformNegatives, **options: Any) -> ChunkLoader:
+    places = {name: options.pop(name) for name in ("rank", "world_size", "device") if name in options}
+    config = LoaderConfig(**{"batch_size": 8, "negatives": 2, "weight": "weight", "prefetch": 0} | options)
+    sampler = sampler_of(kind, chunk) if config.negatives else None
+    return ChunkLoader(chunk, schema(shared), config=config, items=CATALOGUE, negatives=sampler, **places)
+
+
+def parts(batch: TowerBatch) -> list[torch.Tensor]:
+    names = ("dense", "labels", "weights", "total_weight", "log_q")
+    found = [part for name in names if (part := getattr(batch, name)) is not None]
+    found += [batch.sparse.values(), batch.sparse.lengths()]
+    if batch.shared:
+        found += [batch.shared.sparse.values(), batch.shared.sparse.lengths(), batch.shared.dense, batch.shared.index]
+    return [part.cpu() for part in found]
+
+
+@pytest.mark.parametrize("shared", [(), ("user_id", "history", "row")], ids=["alone", "shared"])
+@pytest.mark.parametrize("negatives", [0, 2])
+@pytest.mark.parametrize("kind", [UniformNegatives, PopularityNegatives])
+def test_a_device_gives_the_batches_of_the_host_on_any_number_of_ranks(
+    kind: Any, negatives: int, shared: tuple[str, ...], device: torch.device
+) -> None:
+    chunk = rows_of(SIZE)
+    for rank, world_size in ((0, 1), (0, 3), (2, 3)):
+        options: dict[str, Any] = {"negatives": negatives, "rank": rank, "world_size": world_size}
+        host = loader_of(chunk, shared, kind, **options)
+        there = loader_of(chunk, shared, kind, device=device, **options)
+        for loader in (host, there):
+            loader.set_epoch(2)
+        for left, right in zip(host, there, strict=True):
+            assert right.labels.device.type == device.type
+            assert left.sparse.keys() == right.sparse.keys()
+            assert all(torch.equal(one, other) for one, other in zip(parts(left), parts(right), strict=True))
+
+
+def test_a_resumed_stream_on_a_device_equals_the_uninterrupted_one(device: torch.device) -> None:
+    chunk = rows_of(SIZE)
+    whole = loader_of(chunk, device=device, rank=1, world_size=2)
+    whole.set_epoch(1)
+    expected = list(whole)[3:]
+    first = loader_of(chunk, device=device)
+    first.set_epoch(1)
+    for _, _ in zip(range(3), first, strict=False):
+        pass
+    second = loader_of(chunk, device=device, rank=1, world_size=2)
+    second.load_state_dict(first.state_dict(step=3))
+    for left, right in zip(second, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(parts(left), parts(right), strict=True))
+
+
+def test_no_step_waits_for_the_device() -> None:
+    batches = iter(loader_of(rows_of(SIZE), ("user_id", "history", "row"), PopularityNegatives, device="cpu"))
+    next(batches)  # an epoch's bags are counted before its first step
+    with Ops() as seen:
+        next(batches)
+    assert not WAITS & set(seen.names)
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_a_gpu() -> None:
+    batches = iter(loader_of(rows_of(SIZE), ("user_id", "history", "row"), PopularityNegatives, device="cuda"))
+    next(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in batches:
+            pass
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_a_device_cannot_do_is_refused() -> None:
+    chunk = rows_of(SIZE)
+    with pytest.raises(ValueError, match=r"device=cpu with loader\.negatives=2 without items: drawn items need features"):
+        ChunkLoader(chunk, schema(), config=LoaderConfig(negatives=2), negatives=sampler_of(UniformNegatives, chunk), device="cpu")
+    hard = HardNegatives(sampler_of(UniformNegatives, chunk))
+    with pytest.raises(ValueError, match=r"sampler=HardNegatives: must be UniformNegatives or PopularityNegatives"):
+        ChunkLoader(chunk, schema(), config=LoaderConfig(negatives=2), items=CATALOGUE, negatives=hard, device="cpu")
+    items = chunk["item_id"].values.copy()
+    items[4] = ITEMS + 5
+    schema_without = schema_of({"user_id": SIZE, "kind": 3})
+    with pytest.raises(DataError, match=r"feature 'item_id': id 35 in row 4 has no features \(known items: 0 to 30; 1 such ids"):
+        ChunkLoader(
+            chunk.with_columns({"item_id": Column(items)}),
+            schema_without,
+            config=LoaderConfig(negatives=0),
+            items=CATALOGUE.select(["kind"]),
+            device="cpu",
+        )
+    users = np.concatenate([chunk["user_id"].values, np.zeros(ITEMS, np.int64)])
+    taken = np.concatenate([chunk["item_id"].values, NUMBERS[1:]])
+    everything = Chunk({"user_id": Column(users), "item_id": Column(taken)})
+    with pytest.raises(DataError, match="user 0 has taken all 30 items"):
+        ChunkLoader(
+            everything,
+            schema_of({"user_id": SIZE, "kind": 3}),
+            config=LoaderConfig(negatives=2),
+            items=CATALOGUE.select(["kind"]),
+            negatives=sampler_of(UniformNegatives, everything),
+            device="cpu",
+        )
