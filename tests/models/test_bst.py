@@ -1,0 +1,174 @@
+"""BST: sharded equals unsharded, the pipeline follows it, and it learns what only the session with its target can tell."""
+
+from __future__ import annotations
+
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+from tests.contracts import gather_state, run_ranks
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.explain import explain
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import initialise_tables
+from torchrec_ext.models.bst import bst
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.schema import Jagged
+from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+
+META = torch.device("meta")
+ITEMS, GAPS, WIDTH, S = 10, 8, 16, 4
+OPTIMIZER = OptimizerConfig(tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=0.1)
+
+
+def small(device: torch.device | None = None, **options: Any) -> TowerModel:
+    tables = [
+        EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=WIDTH, feature_names=features, init_fn=torch.nn.init.normal_)
+        for name, rows, features in (("item_id", ITEMS, ["history", "item_id"]), ("gap", GAPS, ["gap"]))
+    ]
+    user = EmbeddingBagConfig(
+        name="user_id", num_embeddings=20, embedding_dim=8, feature_names=["user_id"], pooling=PoolingType.SUM
+    )
+    settings = {"max_length": S, "heads": 2, "mlp_widths": (24, 8), "dense": ["hour"]} | options
+    model = bst(
+        tables,
+        session=["history", "gap"],
+        target=["item_id"],
+        others={"user": Tower([user], [8], device=device)},
+        device=device,
+        **settings,
+    )
+    torch.manual_seed(0)  # here, because tables off the meta device have drawn numbers too
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.reset_parameters()
+        if name.endswith(".positions"):
+            torch.nn.init.normal_(module.weight, std=0.02)  # type: ignore[arg-type]
+    return model
+
+
+def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
+    """Whether the target is in the session, in any place: a rule that neither of them tells alone."""
+    schema, generator = small(META).schema(), torch.Generator().manual_seed(0)
+    for _ in range(count):
+        lengths = torch.randint(0, S + 1, (size,), generator=generator)
+        rows = torch.repeat_interleave(lengths)
+        history = torch.randint(1, ITEMS, (len(rows),), generator=generator)
+        gaps = torch.randint(GAPS, (len(rows),), generator=generator)
+        users, hours = torch.randint(20, (size,), generator=generator), torch.rand(size, generator=generator)
+        targets = torch.randint(1, ITEMS, (size,), generator=generator)
+        copied = (torch.rand(size, generator=generator) < 0.5) & (lengths > 0)
+        ends = lengths.cumsum(0)
+        picked = ends - 1 - (torch.rand(size, generator=generator) * lengths).long()
+        targets = torch.where(copied, history[picked.clamp(min=0)], targets)
+        labels = torch.zeros(size).index_add(0, rows, (history == targets[rows]).float()).clamp(max=1)
+        own = slice(rank * size // world_size, (rank + 1) * size // world_size)
+        part = slice(int(ends[own.start] - lengths[own.start]), int(ends[own.stop - 1]))
+        yield schema.assemble(
+            {
+                "history": Jagged(history[part], lengths[own]),
+                "gap": Jagged(gaps[part], lengths[own]),
+                "item_id": Jagged(targets[own]),
+                "user_id": Jagged(users[own]),
+            },
+            {"hour": hours[own]},
+            labels=labels[own],
+            total_weight=size / world_size,
+        )
+
+
+def unsharded(steps: int) -> dict[str, Any]:
+    model = small()
+    initialise_tables(model, seed=7)
+    tables = [p for name, p in model.named_parameters() if "embeddings." in name]
+    dense = [p for name, p in model.named_parameters() if "embeddings." not in name]
+    optimizer = torch.optim.SGD([{"params": tables, "lr": OPTIMIZER.tables_lr}, {"params": dense, "lr": OPTIMIZER.dense_lr}])
+    losses = []
+    for batch in batches(steps):
+        optimizer.zero_grad()
+        loss, output = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(output.loss))
+    return {"losses": losses, "state": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def sharded(runtime: Runtime, sharding: str, steps: int) -> dict[str, Any]:
+    model = small(META)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
+    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=OPTIMIZER, seed=7)
+    pipeline = make_pipeline(parallel, keyed, runtime.device)
+    own = batches(steps, rank=runtime.rank, world_size=runtime.world_size)
+    outputs = [pipeline.progress(own) for _ in range(steps)]
+    return {
+        "losses": [float(output.loss) for output in outputs],
+        "state": gather_state(parallel),
+        "pipelined": len(pipeline._pipelined_modules),
+        "unpipelined": unpipelined(pipeline, parallel),
+    }
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [("row_wise", 2), ("column_wise", 2), ("auto", 1)])
+def test_sharded_equals_unsharded(sharding: str, world_size: int) -> None:
+    steps = 20
+    expected = unsharded(steps)
+    ranks = run_ranks(sharded, world_size, sharding, steps)
+    mean = [sum(losses) / world_size for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert mean == pytest.approx(expected["losses"], abs=1e-4)
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+    first = small().state_dict()
+    assert any(float((value - first[name]).abs().max()) > 1e-2 for name, value in expected["state"].items() if "embed" in name)
+    assert all((rank["pipelined"], rank["unpipelined"]) == (2, []) for rank in ranks)
+
+
+@pytest.mark.unit
+def test_every_parameter_gets_a_gradient() -> None:
+    model = small()
+    loss, _ = model(next(batches(1)))
+    loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())] == []
+
+
+def test_whether_the_target_is_in_the_session_is_learned() -> None:
+    model = small(mlp_widths=(32,))
+    initialise_tables(model, seed=0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for batch in batches(150, size=128):
+        optimizer.zero_grad()
+        model(batch)[0].backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        output = model(next(batches(1, size=1024)))[1]
+    right = ((output.logits > 0) == (output.labels > 0)).double().mean()
+    assert float(right) > 0.95
+    assert 0.4 < float(output.labels.mean()) < 0.6, "so that guessing one answer is right for 0.6 at most"
+
+
+@pytest.mark.unit
+def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
+    items = EmbeddingConfig(name="item_id", embedding_dim=64, num_embeddings=300_000_000, feature_names=["history", "item_id"])
+    model = bst([items], session=["history"], target=["item_id"], device=META)
+    runtime = Runtime(world_size=64, local_world_size=8)
+    with unittest.mock.patch("torch.distributed.broadcast_object_list"):
+        text = explain(plan_sharding(model, runtime, PlanConfig(memory_gb=4)), model, 64)
+    assert "300,000,000 x 64" in text
+    assert "row_wise" in text
+    assert all(parameter.is_meta for name, parameter in model.named_parameters() if "embeddings" in name)
+
+
+@pytest.mark.unit
+def test_a_second_tower_of_the_name_is_refused() -> None:
+    items = EmbeddingConfig(name="item_id", embedding_dim=16, num_embeddings=9, feature_names=["history", "item_id"])
+    user = Tower([EmbeddingBagConfig(name="user_id", num_embeddings=9, embedding_dim=8, feature_names=["user_id"])], [8])
+    with pytest.raises(ValueError, match="others names a tower 'session'"):
+        bst([items], session=["history"], target=["item_id"], others={"session": user})
