@@ -11,7 +11,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 from typing_extensions import Self
 
@@ -67,6 +67,8 @@ class TowerBatch(_Fields):
             mean of the ranks' losses the mean over the global batch, however unevenly padding is spread.
         log_q: (B,) float32 log-probability with which the row's candidate was sampled, or None.
         shared: the features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None without such.
+        joint: stride Q + B, the bags of tables that a shared tower and another both read, each looked up once: see
+            :class:`torchrec_ext.features.Joint`. None without such.
     """
 
     sparse: KeyedJaggedTensor
@@ -76,6 +78,26 @@ class TowerBatch(_Fields):
     total_weight: Tensor
     log_q: Tensor | None = None
     shared: SharedRows | None = None
+    joint: KeyedJaggedTensor | None = None
 
     def __len__(self) -> int:
         return self.labels.numel()
+
+    def bags(self, name: str) -> JaggedTensor:
+        """The bags of one feature wherever it stands: B of them, of a shared one Q. Waits for the device if it is in ``joint``."""
+        parts = [self.sparse, *([self.shared.sparse] if self.shared else [])]
+        for part in parts:
+            if name in part.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
+                return part[name]
+        found = [] if self.joint is None else [key for key in self.joint.keys() if name in key.split("|")]  # noqa: SIM118
+        if not found:
+            raise KeyError(f"no feature '{name}' in the batch")
+        return self._half(self.joint[found[0]], first=found[0].split("|")[0] == name)  # type: ignore[index]
+
+    def _half(self, bags: JaggedTensor, *, first: bool) -> JaggedTensor:
+        lengths = bags.lengths()
+        queries = lengths.numel() - len(self)
+        place = int(lengths[:queries].sum())
+        if first:
+            return JaggedTensor(bags.values()[:place], lengths=lengths[:queries])
+        return JaggedTensor(bags.values()[place:], lengths=lengths[queries:])

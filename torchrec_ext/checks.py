@@ -50,9 +50,9 @@ class Rows(NamedTuple):
 
 
 class Bags(NamedTuple):
-    """The bags of a feature, of the right type and number; their ids are not checked yet."""
+    """The bags of a feature, of the right type and number; their ids are not checked yet. Without a feature all are empty."""
 
-    feature: SparseFeature
+    feature: SparseFeature | None
     values: Tensor
     lengths: Tensor | None
     rows: Rows
@@ -75,6 +75,11 @@ def bags_of(feature: SparseFeature, column: Jagged, rows: Rows) -> Bags:
     elif values.numel() != rows.size:
         raise _wrong_size(feature.name, values.numel(), rows)
     return Bags(feature, values.long(), lengths, rows)
+
+
+def no_bags(rows: Rows) -> Bags:
+    """An empty bag for each row."""
+    return Bags(None, torch.empty(0, dtype=torch.int64), torch.zeros(rows.size, dtype=torch.int32), rows)
 
 
 def check_ids(values: Tensor, bags: Sequence[Bags], *, replace: bool) -> None:
@@ -105,17 +110,18 @@ def _check_part(ids: Tensor, bags: Sequence[Bags], replace: bool) -> int:
         # Over all dimensions it takes half the time.
         low, high = (bound.view(-1).tolist() for bound in (torch.aminmax(ids, dim=1) if len(bags) > 1 else torch.aminmax(ids)))
         for at, bag in enumerate(bags):
-            if low[at] < 0 or high[at] >= bag.feature.num_embeddings:
+            feature = bag.feature
+            if feature and (low[at] < 0 or high[at] >= feature.num_embeddings):
                 own = ids[at]
-                bad = (own < 0) | (own >= bag.feature.num_embeddings)
+                bad = (own < 0) | (own >= feature.num_embeddings)
                 if not replace:
-                    raise _out_of_range(bag, own, bad)
-                own[bad] = bag.feature.oov_id
+                    raise _out_of_range(feature, bag, own, bad)
+                own[bad] = feature.oov_id
     return ids.numel()
 
 
-def _out_of_range(bag: Bags, ids: Tensor, bad: Tensor) -> DataError:
-    feature, first = bag.feature, int(bad.nonzero()[0])
+def _out_of_range(feature: SparseFeature, bag: Bags, ids: Tensor, bad: Tensor) -> DataError:
+    first = int(bad.nonzero()[0])
     row = first if bag.lengths is None else int(torch.searchsorted(bag.lengths.long().cumsum(0), first, right=True))
     return DataError(
         f"feature '{feature.name}': id {int(ids[first])} in {bag.rows.name(row)} is outside table {feature.readers} "
@@ -207,3 +213,21 @@ def _finite_range(values: Tensor) -> tuple[float, float] | None:
     """The least and the greatest value; None where a value is not finite: a NaN anywhere makes both NaN."""
     low, high = (bound.item() for bound in torch.aminmax(values))
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+
+
+def check_index(index: Tensor, own: Rows, queries: Rows) -> None:
+    """Refuses an index that does not name a shared row for each row."""
+    fits = index.shape == (own.size,)
+    if fits and own.size:
+        low, high = torch.aminmax(index)
+        fits = int(low) >= 0 and int(high) < queries.size
+    if not fits:
+        raise DataError(f"index of shape {tuple(index.shape)}: must be (B,) = ({own.size},), places from 0 to {queries.size - 1}")
+
+
+def total_of(weights: Tensor | None, given: float | None, size: int) -> Tensor:
+    """() the total weight: as it was given, or the sum of the weights, or of as many ones."""
+    total = float(given) if given is not None else float(size if weights is None else weights.sum())
+    if size and not total > 0:
+        raise DataError(f"total_weight={total}: must be greater than 0, since the loss divides by it; give some row a weight")
+    return torch.tensor(total)

@@ -1,10 +1,13 @@
-"""What the towers' tables say about a batch: its sparse features, and which rows their ids may name."""
+"""What the towers' tables say about a batch: its sparse features, which rows their ids may name, and which stand side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
 
@@ -20,12 +23,14 @@ class SparseFeature:
         tables: every table that looks this feature up.
         num_embeddings: rows of the smallest of these tables; valid ids are ``0 <= id < num_embeddings``.
         oov_id: the row that ``out_of_range="oov"`` sends invalid ids to.
+        keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``; else it is in ``batch.joint`` alone.
     """
 
     name: str
     tables: tuple[str, ...]
     num_embeddings: int
     oov_id: int = 0
+    keyed: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.oov_id < self.num_embeddings:
@@ -40,15 +45,84 @@ class SparseFeature:
         return ", ".join(f"'{table}'" for table in self.tables)
 
 
+class Joint(NamedTuple):
+    """A key of ``batch.joint``: the bags of a shared feature, one for each of the Q shared rows, then those of one of the B rows.
+
+    A table that a shared tower and another both read is looked up once, with Q + B bags, so that its rows move once a step. Where
+    one side has more features than the other, the missing half is empty bags.
+    """
+
+    shared: str | None
+    row: str | None
+
+    @property
+    def key(self) -> str:
+        """Its name in the KeyedJaggedTensor."""
+        return f"{self.shared or ''}|{self.row or ''}"
+
+
 class Keys(NamedTuple):
-    """The ``keys`` of one KeyedJaggedTensor and the ``features`` whose bags follow one another in it: one for each key."""
+    """The ``keys`` of one KeyedJaggedTensor and the ``features`` whose bags follow one another in it.
+
+    One for each key, in the joint one two: see :class:`Joint`. None stands for empty bags.
+    """
 
     keys: tuple[str, ...]
-    features: tuple[SparseFeature, ...]
+    features: tuple[SparseFeature | None, ...]
 
 
-def features_of(tables: Iterable[BaseEmbeddingConfig], oov_ids: Mapping[str, int]) -> tuple[SparseFeature, ...]:
+def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
+    """Each table once: configs of one name are one table, which reads the features of all of them.
+
+    Raises:
+        ValueError: two of one name differ in more than their features.
+    """
+    found: dict[str, BaseEmbeddingConfig] = {}
+    for table in tables:
+        first = found.setdefault(table.name, table)
+        if first is not table:
+            _check_same(first, table)
+            names = list(dict.fromkeys([*first.feature_names, *table.feature_names]))
+            found[table.name] = dataclasses.replace(first, feature_names=names)
+    return list(found.values())
+
+
+def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None:
+    one, two = _facts(first), _facts(second)
+    different = [name for name in one if one[name] != two.get(name)]
+    if different:
+        shown = " and ".join(", ".join(f"{name}={facts.get(name)}" for name in different) for facts in (one, two))
+        raise ValueError(
+            f"two tables are called '{first.name}', with {shown}: tables of one name are one table with one set of weights, so "
+            "they must agree in all but their features; make them equal, or give one of them another name"
+        )
+
+
+def _facts(table: BaseEmbeddingConfig) -> dict[str, Any]:
+    """What two tables of one name must agree in."""
+    facts = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    init = facts.pop("init_fn")
+    del facts["feature_names"]
+    # TorchRec fills in a partial of its own for each config.
+    first_values = (init.func, init.args, tuple(init.keywords.items())) if isinstance(init, partial) else init
+    return {"kind": type(table).__name__, **facts, "init_fn": first_values}
+
+
+def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str]) -> dict[str, list[Joint]]:
+    """For each table that reads features of both kinds, ``shared`` and others, its keys of ``batch.joint``."""
+    found = {}
+    for table in tables:
+        sides = [[name for name in table.feature_names if (name in shared) == side] for side in (True, False)]
+        if all(sides):
+            found[table.name] = [Joint(*pair) for pair in zip_longest(*sides)]
+    return found
+
+
+def features_of(
+    tables: Sequence[BaseEmbeddingConfig], shared: Collection[str], oov_ids: Mapping[str, int]
+) -> tuple[SparseFeature, ...]:
     """The features that the tables read, in order of first appearance."""
+    joint = joints(tables, shared)
     readers: dict[str, list[BaseEmbeddingConfig]] = {}
     for table in tables:
         for feature in table.feature_names:
@@ -62,6 +136,7 @@ def features_of(tables: Iterable[BaseEmbeddingConfig], oov_ids: Mapping[str, int
             tables=tuple(table.name for table in found),
             num_embeddings=min(table.num_embeddings for table in found),
             oov_id=oov_ids.get(name, 0),
+            keyed=any(table.name not in joint for table in found),
         )
         for name, found in readers.items()
     )

@@ -20,10 +20,22 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.checks import (
+    Bags,
+    Rows,
+    bags_of,
+    between,
+    check_ids,
+    check_index,
+    finite,
+    finite_matrix,
+    no_bags,
+    side_by_side,
+    total_of,
+)
 from torchrec_ext.checks import DataError as DataError
 from torchrec_ext.checks import Jagged as Jagged
-from torchrec_ext.checks import Rows, bags_of, between, check_ids, finite, finite_matrix, side_by_side
-from torchrec_ext.features import Keys, features_of
+from torchrec_ext.features import Joint, Keys, features_of, joints, merged
 from torchrec_ext.features import SparseFeature as SparseFeature
 
 OutOfRange = Literal["error", "oov"]
@@ -42,9 +54,10 @@ class BatchSchema:
     """The columns of a batch, in the order in which :class:`TowerBatch` holds them.
 
     Args:
-        sparse: the keys of the one KeyedJaggedTensor, F of them.
+        sparse: the features, F of them.
         dense: the names of the columns of the one dense matrix, Fd of them.
         shared: which of these columns are in the batch's shared part, see :class:`SharedRows`.
+        joint: the keys of ``batch.joint``, for tables that read shared and other features.
         label_range: smallest and largest label, 0 to 1 as binary cross entropy asks; None for any finite label.
         out_of_range: what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps it to the feature's
             ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the sharding type (a row-wise table
@@ -54,6 +67,7 @@ class BatchSchema:
     sparse: tuple[SparseFeature, ...]
     dense: tuple[str, ...] = ()
     shared: frozenset[str] = frozenset()
+    joint: tuple[Joint, ...] = ()
     label_range: tuple[float, float] | None = (0.0, 1.0)
     out_of_range: OutOfRange = "error"
 
@@ -82,35 +96,44 @@ class BatchSchema:
         """The schema that a set of TorchRec tables asks for: features in order of first appearance.
 
         Args:
-            tables: EmbeddingBagConfigs or EmbeddingConfigs; a feature may be read by several.
+            tables: EmbeddingBagConfigs or EmbeddingConfigs; a feature may be read by several, and a table be named several times,
+                if its configs agree in all but their features.
             dense: names of the dense columns.
             shared: names of the columns in the batch's shared part.
             label_range: see :class:`BatchSchema`.
             out_of_range: see :class:`BatchSchema`.
             oov_ids: out-of-vocabulary row by feature name; row 0 where not given.
         """
+        tables, shared = merged(tables), frozenset(shared)
         return cls(
-            sparse=features_of(tables, oov_ids or {}),
+            sparse=features_of(tables, shared, oov_ids or {}),
             dense=tuple(dense),
-            shared=frozenset(shared),
+            shared=shared,
+            joint=tuple(dict.fromkeys(joint for found in joints(tables, shared).values() for joint in found)),
             label_range=label_range,
             out_of_range=out_of_range,
         )
 
     @property
     def keys(self) -> list[str]:
-        """The names of the sparse features, in order; a KeyedJaggedTensor holds the shared or the other ones."""
+        """The names of the sparse features, in order; a KeyedJaggedTensor holds some of them."""
         return [feature.name for feature in self.sparse]
 
     @cached_property
     def row_keys(self) -> Keys:
         """Of ``batch.sparse``."""
-        return self._keys([feature for feature in self.sparse if feature.name not in self.shared])
+        return self._keys([feature for feature in self.sparse if feature.keyed and feature.name not in self.shared])
 
     @cached_property
     def shared_keys(self) -> Keys:
         """Of ``batch.shared.sparse``."""
-        return self._keys([feature for feature in self.sparse if feature.name in self.shared])
+        return self._keys([feature for feature in self.sparse if feature.keyed and feature.name in self.shared])
+
+    @cached_property
+    def joint_keys(self) -> Keys:
+        """Of ``batch.joint``."""
+        halves = [self.feature(name) if name else None for joint in self.joint for name in joint]
+        return Keys(tuple(joint.key for joint in self.joint), tuple(halves))
 
     @staticmethod
     def _keys(features: Sequence[SparseFeature]) -> Keys:
@@ -170,7 +193,7 @@ class BatchSchema:
             if shared_rows is None:
                 raise ValueError("index without shared_rows: give the number of each of the Q shared rows too")
             queries = Rows(shared_rows.numel(), "Q", shared_rows)
-            _check_index(index, own, queries)
+            check_index(index, own, queries)
             if rows is None:
                 own = Rows(own.size, "B", shared_rows, index)
         if not isinstance(dense, Dense):
@@ -187,22 +210,28 @@ class BatchSchema:
             dense=finite_matrix(self.row_dense, dense.rows, own),
             labels=between("label", labels, own, self.label_range),
             weights=torch.ones(own.size) if weights is None else between("weight", weights, own, (0.0, math.inf)),
-            total_weight=_total(weights, total_weight, own.size),
+            total_weight=total_of(weights, total_weight, own.size),
             log_q=None if log_q is None else finite("log_q", log_q, own),
             shared=shared,
+            joint=self._keyed(sparse, self.joint_keys, queries, own) if self.joint else None,
         )
 
-    def _keyed(self, sparse: Mapping[str, Jagged], keys: Keys, rows: Rows) -> KeyedJaggedTensor:
-        bags = [bags_of(feature, self._column(sparse, feature.name), rows) for feature in keys.features]
+    def _keyed(self, sparse: Mapping[str, Jagged], keys: Keys, *rows: Rows) -> KeyedJaggedTensor:
+        """``rows``: of each bag of a key; in the joint one Q, then B."""
+        bags = [self._bags(sparse, feature, rows[at % len(rows)]) for at, feature in enumerate(keys.features)]
+        stride = sum(part.size for part in rows)
         if not bags:
-            return _no_keys(rows.size)
+            return _no_keys(stride)
         values = torch.cat([bag.values for bag in bags])
         check_ids(values, bags, replace=self.out_of_range == "oov")
         if all(bag.lengths is None for bag in bags):
             lengths = torch.ones(values.numel(), dtype=torch.int32)
         else:
             lengths = torch.cat([bag.lengths_or_ones() for bag in bags])
-        return KeyedJaggedTensor(keys=list(keys.keys), values=values, lengths=lengths, stride=rows.size)
+        return KeyedJaggedTensor(keys=list(keys.keys), values=values, lengths=lengths, stride=stride)
+
+    def _bags(self, sparse: Mapping[str, Jagged], feature: SparseFeature | None, rows: Rows) -> Bags:
+        return bags_of(feature, self._column(sparse, feature.name), rows) if feature else no_bags(rows)
 
     def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: Rows) -> Tensor:
         return side_by_side(names, [self._column(dense, name) for name in names], rows)
@@ -216,9 +245,9 @@ class BatchSchema:
             ``features`` itself, or with ``out_of_range="oov"`` a new one in which invalid ids are the out-of-vocabulary row.
         """
         parts = features.to_dict()
-        missing = {name for name in self.keys if name not in parts}
-        parts_of_schema = (set(self.keys) & self.shared, set(self.keys) - self.shared)
-        if missing and (missing == set(self.keys) or missing not in parts_of_schema):
+        sides = (set(self.shared_keys.keys), set(self.row_keys.keys))
+        missing = (sides[0] | sides[1]) - set(parts)
+        if missing and (missing == sides[0] | sides[1] or missing not in sides):
             lacking = [name for name in self.keys if name in missing]
             raise DataError(f"the KeyedJaggedTensor lacks {lacking}; it has the keys {features.keys()}")
         rows, replace = Rows(features.stride(), "B"), self.out_of_range == "oov"
@@ -249,19 +278,3 @@ class BatchSchema:
 def _no_keys(stride: int) -> KeyedJaggedTensor:
     empty = torch.empty(0, dtype=torch.int64)
     return KeyedJaggedTensor(keys=[], values=empty, lengths=empty.int(), stride=stride)
-
-
-def _check_index(index: Tensor, own: Rows, queries: Rows) -> None:
-    fits = index.shape == (own.size,)
-    if fits and own.size:
-        low, high = torch.aminmax(index)
-        fits = int(low) >= 0 and int(high) < queries.size
-    if not fits:
-        raise DataError(f"index of shape {tuple(index.shape)}: must be (B,) = ({own.size},), places from 0 to {queries.size - 1}")
-
-
-def _total(weights: Tensor | None, given: float | None, size: int) -> Tensor:
-    total = float(given) if given is not None else float(size if weights is None else weights.sum())
-    if size and not total > 0:
-        raise DataError(f"total_weight={total}: must be greater than 0, since the loss divides by it; give some row a weight")
-    return torch.tensor(total)

@@ -176,7 +176,7 @@ def test_first_values_are_the_papers() -> None:
         (lambda: ContextualNCF(5, 5, gmf_dim=0), "gmf_dim=0: must be 1 or more"),
         (lambda: ContextualNCF(5, 5, mlp_widths=()), "mlp_widths=[]: the MLP half needs at least one layer"),
         (lambda: ContextualNCF(5, 5, embedding_std=0.0), "embedding_std=0.0: must be greater than 0"),
-        (lambda: ContextualNCF(5, 5, context_tables=[table("item_id_mlp", 5)]), "tables ['item_id_mlp'] are declared"),
+        (lambda: ContextualNCF(5, 5, context_tables=[table("item_id_mlp", 5)]), "two tables are called 'item_id_mlp', with"),
         (lambda: ContextualNCF(5, 5, activation="step"), "activation='step': must be one of"),  # type: ignore[arg-type]
     ],
 )

@@ -59,7 +59,10 @@ def test_three_towers_are_declared_like_two() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: two_tower([table("t", 5)], [table("t", 5)]), "tables ['t'] are declared by more than one tower"),
+        (
+            lambda: two_tower([table("t", 5)], [table("t", 6)]),
+            "two tables are called 't', with num_embeddings=5, init_fn=",
+        ),
         (
             lambda: two_tower([table("a", 5)], [table("b", 5)], interaction="angle"),  # type: ignore[arg-type]
             "interaction='angle': must be one of top_nn, dot, cosine",

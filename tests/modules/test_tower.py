@@ -133,3 +133,9 @@ def test_a_wrong_declaration_is_refused(make: Callable[[], nn.Module], text: str
     with pytest.raises(ValueError) as error:
         make()
     assert text in str(error.value)
+
+
+def test_a_table_with_the_name_of_a_method_is_refused() -> None:
+    """A torch ModuleDict would raise KeyError: attribute 'items' already exists."""
+    with pytest.raises(ValueError, match="table 'items': TorchRec keeps tables in a torch ModuleDict, where this name is taken"):
+        Tower([EmbeddingBagConfig(name="items", feature_names=["item_id"], num_embeddings=5, embedding_dim=4)], [4])

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.data.blocks import Layout, Rows, Vectors
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.features import Keys
 from torchrec_ext.schema import BatchSchema
 
 
@@ -54,17 +55,18 @@ class Assembler:
         shared = None
         if self.schema.shared:
             shared = SharedRows(
-                sparse=self._keyed(slices, size, shared=True),
-                dense=self._matrix(slices, size, shared=True),
+                sparse=self._keyed(slices, size, self.schema.shared_keys),
+                dense=self._matrix(slices, size, self.schema.shared_dense),
                 index=torch.arange(size),
             )
         return TowerBatch(
-            sparse=self._keyed(slices, size, shared=False),
-            dense=self._matrix(slices, size, shared=False),
+            sparse=self._keyed(slices, size, self.schema.row_keys),
+            dense=self._matrix(slices, size, self.schema.row_dense),
             labels=self._vector(slices, size, self._label),
             weights=self._vector(slices, size, self._weight),
             total_weight=torch.tensor(total_weight),
             shared=shared,
+            joint=self._keyed(slices, size, self.schema.joint_keys) if self.schema.joint else None,
         )
 
     def chunk(self, slices: Sequence[Slice]) -> Chunk:
@@ -82,39 +84,47 @@ class Assembler:
         vectors = [(piece.rows.floats[piece.rows.float_names.index(name)], piece) for piece in slices]
         return float(sum(vector[piece.start : piece.stop].sum(dtype=np.float64) for vector, piece in vectors))
 
-    def _keyed(self, slices: Sequence[Slice], size: int, *, shared: bool) -> KeyedJaggedTensor:
-        keys = [name for name in self.schema.keys if (name in self.schema.shared) == shared]
+    def _keyed(self, slices: Sequence[Slice], size: int, keys: Keys) -> KeyedJaggedTensor:
+        names = [feature.name if feature else None for feature in keys.features]
         count = _count(slices)
-        totals = {name: sum(_values(piece, name).size for piece in slices) for name in keys if name not in self._scalar}
-        values = torch.empty(sum(totals.get(name, count) for name in keys), dtype=torch.int64)
-        lengths = torch.ones(len(keys), size, dtype=torch.int32)
+        totals = [self._total(slices, name, count) for name in names]
+        values = torch.empty(sum(totals), dtype=torch.int64)
+        lengths = torch.ones(len(names), size, dtype=torch.int32)
         lengths[:, count:] = 0
-        self._fill(slices, keys, values.numpy(), lengths.numpy(), count)
-        return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths.view(-1), stride=size)
+        self._fill(slices, names, values.numpy(), lengths.numpy(), count)
+        stride = size * len(names) // len(keys.keys) if names else size
+        return KeyedJaggedTensor(keys=list(keys.keys), values=values, lengths=lengths.view(-1), stride=stride)
 
-    def _fill(self, slices: Sequence[Slice], keys: Sequence[str], values: Int64, lengths: Array, count: int) -> None:
+    def _total(self, slices: Sequence[Slice], name: str | None, count: int) -> int:
+        """Ids of a feature with ``count`` rows; None has none."""
+        if name is None or name in self._scalar:
+            return count if name else 0
+        return sum(_values(piece, name).size for piece in slices)
+
+    def _fill(self, slices: Sequence[Slice], names: Sequence[str | None], values: Int64, lengths: Array, count: int) -> None:
         place = 0
-        for (scalar, first), names in _runs(keys, self._scalar):
-            if scalar:
-                width = len(names)
+        for run in _runs(names, self._scalar):
+            if run.first is not None:
+                width = len(run.names)
                 out = values[place : place + width * count].reshape(width, count)
                 for at, piece in _places(slices):
-                    _copy(piece.rows.scalars, first, piece, out[:, at : at + piece.stop - piece.start])
+                    _copy(piece.rows.scalars, run.first, piece, out[:, at : at + piece.stop - piece.start])
                 place += width * count
+            elif run.names[0] is None:
+                lengths[run.at] = 0
             else:
-                place = _fill_ragged(slices, names[0], values, place, lengths[keys.index(names[0])])
+                place = _fill_ragged(slices, run.names[0], values, place, lengths[run.at])
 
-    def _matrix(self, slices: Sequence[Slice], size: int, *, shared: bool) -> Tensor:
-        names = [name for name in self.schema.dense if (name in self.schema.shared) == shared]
+    def _matrix(self, slices: Sequence[Slice], size: int, names: Sequence[str]) -> Tensor:
         dense = torch.zeros(size, len(names))
         count = _count(slices)
-        for (_, first), run in _runs(names, self._float):
-            vectors = np.empty((len(run), count), np.float32)
+        for run in _runs(names, self._float):
+            vectors = np.empty((len(run.names), count), np.float32)
             for at, piece in _places(slices):
-                _copy(piece.rows.floats, first, piece, vectors[:, at : at + piece.stop - piece.start])
+                _copy(piece.rows.floats, run.first or 0, piece, vectors[:, at : at + piece.stop - piece.start])
             # Column by column is twice as fast as numpy's copy of a transposed matrix.
-            for name, vector in zip(run, vectors, strict=True):
-                dense.numpy()[:count, names.index(name)] = vector
+            for at, vector in enumerate(vectors, start=run.at):
+                dense.numpy()[:count, at] = vector
         return dense
 
     def _vector(self, slices: Sequence[Slice], size: int, name: str | None) -> Tensor:
@@ -127,12 +137,20 @@ class Assembler:
         return vector
 
 
-def _runs(names: Sequence[str], places: Mapping[str, int]) -> Iterator[tuple[tuple[bool, int], list[str]]]:
-    """((is scalar, place of the first), names) of the longest runs that lie one after the other in a block's matrix too."""
-    numbered = [(places[name] - at if name in places else -1 - at - len(places), name) for at, name in enumerate(names)]
+class _Run(NamedTuple):
+    """``names`` from place ``at`` on, which lie one after the other in a block's matrix too, from ``first`` on; else one name."""
+
+    at: int
+    first: int | None
+    names: list[str | None]
+
+
+def _runs(names: Sequence[str | None], places: Mapping[str, int]) -> Iterator[_Run]:
+    """The longest runs."""
+    numbered = [(places[name] - at if name and name in places else -1 - at - len(places), at) for at, name in enumerate(names)]
     for _, run in groupby(numbered, key=lambda pair: pair[0]):
-        found = [name for _, name in run]
-        yield (found[0] in places, places.get(found[0], 0)), found
+        found = [at for _, at in run]
+        yield _Run(found[0], places.get(names[found[0]] or ""), [names[at] for at in found])
 
 
 def _places(slices: Sequence[Slice]) -> Iterator[tuple[int, Slice]]:

@@ -19,6 +19,7 @@ from torchrec_ext.data.loader_config import LoaderConfig
 from torchrec_ext.data.memory import order_of
 from torchrec_ext.data.row_groups import RowGroup, Source
 from torchrec_ext.data.share import Share
+from torchrec_ext.features import Keys
 from torchrec_ext.schema import BatchSchema, DataError
 
 
@@ -101,7 +102,7 @@ class ResidentRows:
         shared = None
         if self._schema.shared:
             shared = SharedRows(
-                sparse=self._keyed(bags, users, shared=True),
+                sparse=self._keyed(bags, self._schema.shared_keys, users),
                 dense=self._dense(numbers, users, shared=True),
                 index=torch.arange(users, device=self._device).repeat_interleave(width),
             )
@@ -110,13 +111,14 @@ class ResidentRows:
         labels[: len(rows), 0] = own[self._config.label] if self._config.label else 1.0
         weights[: len(rows)] = own[self._config.weight][:, None] if self._config.weight else 1.0
         return TowerBatch(
-            sparse=self._keyed(bags, users * width, shared=False),
+            sparse=self._keyed(bags, self._schema.row_keys, users * width),
             dense=self._dense(numbers, users * width, shared=False),
             labels=labels.view(-1),
             weights=weights.view(-1),
             total_weight=total_weight,
             log_q=log_q,
             shared=shared,
+            joint=self._keyed(bags, self._schema.joint_keys, users, users * width) if self._schema.joint else None,
         )
 
     def _columns(
@@ -136,15 +138,18 @@ class ResidentRows:
         size = self._share.rows(self._config.batch_size) * self._width
         return bags, numbers, None if drawn.log_q is None else _padded(drawn.log_q.reshape(-1), size)
 
-    def _keyed(self, bags: Mapping[str, Bags], size: int, *, shared: bool) -> KeyedJaggedTensor:
-        keys = [name for name in self._schema.keys if (name in self._schema.shared) == shared]
-        lengths = torch.zeros(len(keys), size, dtype=torch.int32, device=self._device)
-        for at, name in enumerate(keys):
-            values, own = bags[name]
-            lengths[at, : len(values if own is None else own)] = 1 if own is None else own
-        empty = torch.empty(0, dtype=torch.int64, device=self._device)
-        joined = torch.cat([empty, *(bags[name].values for name in keys)])
-        return KeyedJaggedTensor(keys=keys, values=joined, lengths=lengths.view(-1), stride=size)
+    def _keyed(self, bags: Mapping[str, Bags], keys: Keys, *rows: int) -> KeyedJaggedTensor:
+        """``rows``: of each bag of a key; in the joint one Q, then B."""
+        sizes = [rows[at % len(rows)] for at in range(len(keys.features))]
+        lengths = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
+        values, start = [torch.empty(0, dtype=torch.int64, device=self._device)], 0
+        for feature, size in zip(keys.features, sizes, strict=True):
+            if feature:
+                found, own = bags[feature.name]
+                values.append(found)
+                lengths[start : start + len(found if own is None else own)] = 1 if own is None else own
+            start += size
+        return KeyedJaggedTensor(keys=list(keys.keys), values=torch.cat(values), lengths=lengths, stride=sum(rows))
 
     def _dense(self, numbers: Mapping[str, Tensor], size: int, *, shared: bool) -> Tensor:
         names = [name for name in self._schema.dense if (name in self._schema.shared) == shared]

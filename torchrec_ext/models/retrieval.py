@@ -89,7 +89,7 @@ class _InBatchSoftmax(nn.Module):
 
     def forward(self, outputs: list[Tensor], batch: TowerBatch) -> Tensor:
         queries, candidates = map(normalize, outputs) if self._cosine else outputs
-        ids = batch.sparse[self._item_feature].to_padded_dense(1)[:, 0].long()
+        ids = batch.bags(self._item_feature).to_padded_dense(1)[:, 0].long()
         negatives = in_batch_negatives(candidates, ids, log_q=None if self.log_q is None else self.log_q[ids])
         return in_batch_softmax(
             queries, negatives, weights=batch.weights, total_weight=batch.total_weight, temperature=self._temperature

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.models.shared_tables import shared_tables
 from torchrec_ext.modules.interaction_choice import Interaction as Interaction
 from torchrec_ext.modules.interaction_choice import interaction_layer
 from torchrec_ext.modules.losses import bce
@@ -45,6 +46,9 @@ class TowerModel(nn.Module):
     ``forward`` returns what TorchRec's train pipelines expect: ``(loss, output)``. Every tower takes the batch's whole
     KeyedJaggedTensor as an attribute of the batch, which is what lets ``TrainPipelineSparseDist`` overlap all their input dists.
 
+    Towers that name the same EmbeddingBagConfig, such as the items' for a user's history and for the candidate, share one table
+    with one set of weights: see :class:`SharedTables`.
+
     Args:
         towers: by name; the order is that of the interaction's inputs.
         interaction: a module from the list of tower outputs, each (B, D), to logits (B,).
@@ -53,7 +57,7 @@ class TowerModel(nn.Module):
             shared row, and their outputs are repeated. Logits and gradients are those of the plain form.
 
     Raises:
-        ValueError: two tables of one name, a dense column of two towers, or a feature of a shared and of another tower.
+        ValueError: tables of one name that differ, a dense column of two towers, or a feature of a shared and of another tower.
     """
 
     def __init__(
@@ -62,10 +66,6 @@ class TowerModel(nn.Module):
         super().__init__()
         if not towers:
             raise ValueError("a TowerModel needs at least one tower")
-        names = [table.name for tower in towers.values() for table in tower.tables]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"tables {twice} are declared by more than one tower; table names must be unique over the model")
         self.towers = nn.ModuleDict(towers)
         self.interaction = interaction
         self.loss = _LossModule(loss)
@@ -81,6 +81,7 @@ class TowerModel(nn.Module):
         both = sorted(set(columns[False]) & set(columns[True]))
         if both:
             raise ValueError(f"features {both} are read by a shared tower and by another; share both towers, or give each its own")
+        self.shared_tables = shared_tables(towers, columns[True])
         self._dense: dict[str, slice] = {}
         starts = {False: 0, True: 0}
         for name, tower in towers.items():
@@ -111,16 +112,32 @@ class TowerModel(nn.Module):
         """(B, D), of a shared tower (Q, D): the output of one tower; the features of the others may be empty bags."""
         if tower not in self._dense:
             raise ValueError(f"tower {tower!r} is not one of {list(self._dense)}")
-        rows = batch.shared if tower in self._shared else batch
-        return self.towers[tower](rows.sparse, rows.dense[:, self._dense[tower]])  # type: ignore[no-any-return, union-attr]
+        return self._output(tower, batch, self._lent(batch, [tower]))
+
+    def _lent(self, batch: TowerBatch, towers: Iterable[str]) -> dict[str, Tensor]:
+        """What the tables of several towers hold for ``towers``, looked up once."""
+        if self.shared_tables is None or self.shared_tables.readers.isdisjoint(towers):
+            return {}
+        return self.shared_tables(batch)  # type: ignore[no-any-return]
+
+    def _output(self, tower: str, batch: TowerBatch, lent: dict[str, Tensor]) -> Tensor:
+        rows: Any = batch.shared if tower in self._shared else batch
+        columns = rows.sparse, rows.dense[:, self._dense[tower]]
+        if self.shared_tables is not None and tower in self.shared_tables.readers:
+            return self.towers[tower](*columns, lent)  # type: ignore[no-any-return]
+        return self.towers[tower](*columns)  # type: ignore[no-any-return]
+
+    def outputs(self, batch: TowerBatch) -> list[Tensor]:
+        """(B, D) of each tower, in order."""
+        outputs, lent = [], self._lent(batch, self._dense)
+        for name in self._dense:
+            output = self._output(name, batch, lent)
+            outputs.append(output[batch.shared.index] if name in self._shared else output)  # type: ignore[union-attr]
+        return outputs
 
     def logits(self, batch: TowerBatch) -> Tensor:
         """(B,) logits."""
-        outputs = []
-        for name in self._dense:
-            output = self.embed(name, batch)
-            outputs.append(output[batch.shared.index] if name in self._shared else output)  # type: ignore[union-attr]
-        return self.interaction(outputs)  # type: ignore[no-any-return]
+        return self.interaction(self.outputs(batch))  # type: ignore[no-any-return]
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """The loss, (), to call backward on, and the :class:`Prediction`."""

@@ -1,6 +1,7 @@
 """In-batch negatives: the candidates of a batch, of all ranks, are each other's negatives.
 
-Axis letters: see schema.py. Here B are the queries of this rank, M extra candidates without a query, and C = R x (B + M).
+Axis letters: see schema.py. Here B are the queries of this rank, M extra candidates without a query, P the greatest B + M of all
+ranks, and C = R x P.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class InBatch(NamedTuple):
     """The candidates of all ranks, in rank order, as :func:`torchrec_ext.modules.losses.in_batch_softmax` takes them.
 
+    A rank with fewer than P has zeros and item 0 after them, which count nothing.
+
     ``candidates`` (C, D) with gradient; ``targets`` (B,) int64, the place of each query's own candidate; ``excluded`` (B, C) bool,
     which candidates are no negative of a query; ``log_q`` (C,) float32 or None; ``ids`` (C,) int64.
     """
@@ -37,27 +40,31 @@ def in_batch_negatives(
     *,
     log_q: Tensor | None = None,
     queries: int | None = None,
+    rows: int | None = None,
     is_known: Callable[[Tensor], Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> InBatch:
     """Gathers the candidates of all ranks and says which of them are negatives of which query.
 
     Excluded are accidental hits (the query's own item elsewhere in the batch), the query's other known items, and item 0, which
-    stands for padding and for the unknown item; a query's own candidate never is. Two exchanges on more than one rank, none on one.
+    stands for padding and for the unknown item; a query's own candidate never is. On more than one rank three exchanges, the first of
+    which says how many candidates each rank has, or two with ``rows``; on one none.
 
     Args:
         embeddings: (B + M, D); the first B are the positives of this rank's queries, in order, the rest are negatives only
             (mixed negatives, Yang et al. 2020).
-        ids: (B + M,) int64 items, 0 for padding: ``batch.sparse["item_id"].to_padded_dense(1)[:, 0].long()``.
+        ids: (B + M,) int64 items, 0 for padding: ``batch.bags("item_id").to_padded_dense(1)[:, 0].long()``.
         log_q: (B + M,) log-probability that a place of the batch holds the item, up to one constant.
         queries: B; all rows where not given.
+        rows: P, where it is known and the same on every rank, as it is of the loader's batches: for batch_size rows of R ranks
+            ceil(batch_size / R), plus M. Spares an exchange, and on CUDA a wait for it.
         is_known: from items (C,) to (B, C) bool, whether each query's user is known to have taken each, such as
             ``lambda items: known.contains(users[:, None], items)``.
-        group: of ranks; all where not given. Every rank of it must pass equally many rows, as
-            :class:`ChunkLoader` pads them: a check would cost one more exchange.
+        group: of ranks; all where not given.
 
     Raises:
-        ValueError: shapes that do not fit together on this rank.
+        ValueError: shapes that do not fit together on this rank; or, on every rank unless ``rows`` is given, embeddings of different
+            widths or log_q on some ranks only.
 
     Example:
         >>> made = in_batch_negatives(torch.eye(4), torch.tensor([7, 8, 7, 5]), queries=3)
@@ -66,9 +73,11 @@ def in_batch_negatives(
     """
     size = len(ids)
     count = size if queries is None else queries
-    _check(embeddings, ids, log_q, count)
-    ids, log_q = _gather_facts(ids, log_q, group)
-    targets = torch.arange(count, device=ids.device) + _rank(group) * size
+    _check(embeddings, ids, log_q, count, rows)
+    if rows is None:
+        rows = _greatest(embeddings, log_q, group)
+    ids, log_q = _gather_facts(_padded(ids, rows), None if log_q is None else _padded(log_q, rows), group)
+    targets = torch.arange(count, device=ids.device) + _rank(group) * rows
     excluded = (ids == ids[targets][:, None]) | (ids == 0)
     if is_known is not None:
         excluded |= is_known(ids)
@@ -76,11 +85,11 @@ def in_batch_negatives(
     excluded &= torch.arange(len(ids), device=ids.device) != targets[:, None]
     if log_q is not None:
         log_q = torch.where(ids == 0, 0.0, log_q)  # a padding row's may be infinite, and 0 x inf would reach the loss
-    return InBatch(gather_rows(embeddings, group), targets, excluded, log_q, ids)
+    return InBatch(gather_rows(_padded(embeddings, rows), group), targets, excluded, log_q, ids)
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """(R x B, D) the rows (B, D) of all ranks in rank order; every rank must give equally many.
+    """(R x B, D) the rows (B, D) of all ranks in rank order; every rank must give equally many, which nothing checks here.
 
     Its gradient on a rank is the sum over ranks of what their losses say about this rank's rows. So the *mean* of the ranks'
     gradients of dense weights, which DistributedDataParallel and TorchRec take, is that of the mean loss over the whole batch.
@@ -120,6 +129,25 @@ def _gather_facts(ids: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | 
     return both[:, 0], None if log_q is None else both[:, 1].contiguous().view(torch.float64).to(log_q.dtype)
 
 
+def _greatest(embeddings: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None) -> int:
+    """P, after a check that makes every rank raise if one would."""
+    if _ranks(group) == 1:
+        return len(embeddings)
+    mine = torch.tensor([[*embeddings.shape, log_q is not None]], device=embeddings.device)
+    sizes = _gathered(mine, group).tolist()
+    facts = {"D of the embeddings": [size[1] for size in sizes], "log_q given": [bool(size[2]) for size in sizes]}
+    for name, by_rank in facts.items():
+        if len(set(by_rank)) > 1:
+            raise ValueError(f"{name}: {by_rank} on ranks 0 to {len(sizes) - 1}; must be the same on every rank")
+    return int(max(size[0] for size in sizes))
+
+
+def _padded(rows: Tensor, size: int) -> Tensor:
+    if len(rows) == size:
+        return rows
+    return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
+
+
 def _ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
@@ -128,7 +156,7 @@ def _rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-def _check(embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int) -> None:
+def _check(embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int, rows: int | None) -> None:
     size = len(ids)
     if embeddings.dim() != 2 or len(embeddings) != size:
         raise ValueError(
@@ -142,3 +170,5 @@ def _check(embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int) 
         raise ValueError(f"log_q: shape {tuple(log_q.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id")
     if not 0 <= queries <= size:
         raise ValueError(f"queries={queries}: must be 0 to {size}, the number of ids; the first rows belong to the queries")
+    if rows is not None and size > rows:
+        raise ValueError(f"rows={rows}: this rank has {size} candidates; rows must be the most that any rank has, the same on all")

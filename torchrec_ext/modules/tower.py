@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ class Tower(nn.Module):
     declares its collections, and where their rows and its dense layers run is decided later by a plan.
 
     Args:
-        tables: TorchRec configs, whose names must be unique over all towers of a model. An EmbeddingBagConfig pools its bags by sum
-            or mean, as it says; the bags of an EmbeddingConfig are pooled by attention, see :class:`AttentionPooling`. A table of
-            ``data_type`` FP16 or BF16 is stored so and read in the type of the dense columns.
+        tables: TorchRec configs. An EmbeddingBagConfig pools its bags by sum or mean, as it says; the bags of an EmbeddingConfig
+            are pooled by attention, see :class:`AttentionPooling`. A table of ``data_type`` FP16 or BF16 is stored so and read in
+            the type of the dense columns. Towers of one model that give an EmbeddingBagConfig of one name share that table.
         mlp_widths: widths of the MLP; the last is D, the width of the tower's output. Without any, the output is the concatenation:
             pooled bags, then bags under attention, then dense columns.
         dense: names of the dense columns that the tower reads, Fd of them.
@@ -37,7 +37,8 @@ class Tower(nn.Module):
         device: of the tables; ``meta`` declares them without memory, and ``hybrid_parallel`` allocates the shards.
 
     Raises:
-        ValueError: a tower without tables, tables under attention of unequal width, or a wrong MLP.
+        ValueError: a tower without tables, a table with the name of a method of ModuleDict (``items``), tables under attention of
+            unequal width, or a wrong MLP.
     """
 
     def __init__(
@@ -55,15 +56,15 @@ class Tower(nn.Module):
         super().__init__()
         if not tables:
             raise ValueError("a Tower needs at least one table; a network of dense columns alone is a plain nn.Module")
+        _check_names(tables)
         self.dense = tuple(dense)
         self.tables = list(tables)
-        bags = [table for table in tables if isinstance(table, EmbeddingBagConfig)]
+        self.bags = bags = [table for table in tables if isinstance(table, EmbeddingBagConfig)]
         lists = [table for table in tables if isinstance(table, EmbeddingConfig)]
         device = device or torch.device("cpu")
-        self.embeddings = EmbeddingBagCollection(tables=bags, device=device) if bags else None
+        self.embeddings: EmbeddingBagCollection | None = EmbeddingBagCollection(tables=bags, device=device) if bags else None
         self.sequences = EmbeddingCollection(tables=_of_one_width(lists), device=device) if lists else None
-        # A sharded collection returns its columns grouped by sharding type, so they are picked by name.
-        self._columns = [name for names in get_embedding_names_by_table(bags) for name in names]
+        self._lent: frozenset[str] = frozenset()
         listed = [name for names in get_embedding_names_by_table(lists) for name in names]
         self.attention = BagAttention(listed, lists[0].embedding_dim) if lists else None
         width = sum(table.embedding_dim * table.num_features() for table in tables) + len(self.dense)
@@ -79,15 +80,42 @@ class Tower(nn.Module):
                 residual=residual,
             )
 
-    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
-        """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd)."""
-        parts = []
+    def lend(self, names: Collection[str]) -> None:
+        """Gives up the EmbeddingBagConfigs ``names``: :meth:`forward` then takes their pooled bags from who looks them up."""
+        kept = [table for table in self.bags if table.name not in names]
         if self.embeddings is not None:
-            embedded = self.embeddings(sparse).to_dict()
-            parts += [embedded[name].to(dense.dtype) for name in self._columns]
+            self.embeddings = EmbeddingBagCollection(tables=kept, device=self.embeddings.device) if kept else None
+        self._lent = frozenset(names)
+
+    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Mapping[str, Tensor] | None = None) -> Tensor:
+        """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd).
+
+        ``lent``: by ``feature@table`` the pooled bags (B, width) of tables that were lent.
+        """
+        parts = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, lent or {})]
         if self.sequences is not None and self.attention is not None:
             parts.append(self.attention(self.sequences(sparse)))
         return self.mlp(torch.cat([*parts, dense], dim=1))  # type: ignore[no-any-return]
+
+    def _pooled(self, sparse: KeyedJaggedTensor, lent: Mapping[str, Tensor]) -> list[Tensor]:
+        """The pooled bags, in the order of the tables and their features."""
+        own = [table for table in self.bags if table.name not in self._lent]
+        # A sharded collection returns its columns grouped by sharding type, so they are picked by name.
+        names = {table.name: found for table, found in zip(own, get_embedding_names_by_table(own), strict=True)}
+        embedded = self.embeddings(sparse).to_dict() if self.embeddings is not None else {}
+        pooled = []
+        for table in self.bags:
+            if table.name in self._lent:
+                pooled += [lent[f"{feature}@{table.name}"] for feature in table.feature_names]
+            else:
+                pooled += [embedded[name] for name in names[table.name]]
+        return pooled
+
+
+def _check_names(tables: Sequence[BaseEmbeddingConfig]) -> None:
+    taken = [table.name for table in tables if hasattr(nn.ModuleDict, table.name)]
+    if taken:
+        raise ValueError(f"table '{taken[0]}': TorchRec keeps tables in a torch ModuleDict, where this name is taken; add a suffix")
 
 
 def _of_one_width(tables: list[EmbeddingConfig]) -> list[EmbeddingConfig]:

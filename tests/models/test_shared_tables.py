@@ -1,0 +1,258 @@
+"""A table that two towers name is one table: one set of weights, looked up once, whatever the towers' numbers of rows."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import DIM, ITEMS, META, USERS, table
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import initialise_tables
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.modules.session_tower import SessionTower
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.schema import Jagged
+from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+
+QUERIES, WIDTH, STEPS = 6, 4, 8
+LEARNING = OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8)
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+
+
+def items(*features: str, name: str = "item", **options: Any) -> EmbeddingBagConfig:
+    options = {"num_embeddings": ITEMS, "embedding_dim": DIM, "pooling": PoolingType.MEAN} | options
+    return EmbeddingBagConfig(name=name, feature_names=list(features), **options)
+
+
+def model(shared: bool, device: torch.device | None = None, *, separate: bool = False) -> TowerModel:
+    """History and candidate over one item table, or over ``separate`` ones with the same first values."""
+    names = ("history_items", "candidate_items") if separate else ("item", "item")
+    towers = {
+        "user": Tower([table("user_id", USERS), items("history", "wishes", name=names[0])], [16, 8], dense=["age"], device=device),
+        "item": Tower([items("item_id", name=names[1])], [16, 8], dense=["price"], device=device),
+    }
+    torch.manual_seed(0)
+    made = TowerModel(towers, TopMLP([8, 8]), shared=["user"] if shared else [])
+    torch.manual_seed(0)
+    for module in made.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.reset_parameters()
+    if device is None:
+        initialise_tables(made, seed=3)
+    return made
+
+
+def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
+    """Ids of few items, so that histories, wishes and candidates of a step meet in the same rows."""
+    schema = model(shared, META).schema()
+    generator = torch.Generator().manual_seed(5)
+    times = 1 if shared else WIDTH
+    for _ in range(count):
+        users = torch.randint(USERS, (QUERIES,), generator=generator)
+        lists = torch.randint(ITEMS // 5, (2, QUERIES, 3), generator=generator)
+        dense = torch.rand(1 + WIDTH, QUERIES, generator=generator)
+        candidates = torch.randint(ITEMS // 5, (QUERIES, WIDTH), generator=generator)
+        labels = torch.randint(2, (QUERIES, WIDTH), generator=generator).float()
+        own = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
+        queries = own.stop - own.start
+        history, wishes = (ids[own].repeat_interleave(times, 0) for ids in lists)
+        yield schema.assemble(
+            {
+                "user_id": Jagged(users[own].repeat_interleave(times)),
+                "history": Jagged(history.reshape(-1), torch.full((len(history),), 3)),
+                "wishes": Jagged(wishes[:, :2].reshape(-1), torch.full((len(wishes),), 2)),
+                "item_id": Jagged(candidates[own].reshape(-1)),
+            },
+            {"age": dense[0, own].repeat_interleave(times), "price": dense[1:, own].T.reshape(-1)},
+            labels=labels[own].reshape(-1),
+            total_weight=QUERIES * WIDTH / world_size,
+            index=torch.arange(queries).repeat_interleave(WIDTH) if shared else None,
+            shared_rows=torch.arange(queries) if shared else None,
+        )
+
+
+def gradients(made: TowerModel, batch: TowerBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, output = made(batch)
+    loss.backward()
+    return output.logits, {name: parameter.grad for name, parameter in made.named_parameters() if parameter.grad is not None}
+
+
+def tables_of(found: dict[str, Any]) -> dict[str, Any]:
+    return {name.split(".")[-2]: value for name, value in found.items() if "embedding_bags" in name}
+
+
+def dense_of(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if "embedding_bags" not in name}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_table_has_the_gradients_of_two_equal_ones_together(shared: bool) -> None:
+    """Its gradient is their sum; all else is equal, and so are the logits, with Q = B and with Q < B."""
+    one, two = model(shared), model(False, separate=True)
+    with torch.no_grad():
+        weight = tables_of(dict(one.named_parameters()))["item"]
+        for name in ("history_items", "candidate_items"):
+            tables_of(dict(two.named_parameters()))[name].copy_(weight)
+    logits, grads = gradients(one, next(batches(1, shared)))
+    two_logits, two_grads = gradients(two, next(separate_batches()))
+    torch.testing.assert_close(logits, two_logits, rtol=0, atol=1e-6)
+    assert set(tables_of(grads)) == {"user_id", "item"}
+    both = tables_of(two_grads)["history_items"] + tables_of(two_grads)["candidate_items"]
+    torch.testing.assert_close(tables_of(grads)["item"], both, rtol=0, atol=1e-6)
+    torch.testing.assert_close(tables_of(grads)["user_id"], tables_of(two_grads)["user_id"], rtol=0, atol=1e-6)
+    assert dense_of(grads).keys() == dense_of(two_grads).keys() == dense_of(dict(one.named_parameters())).keys()
+    for name, grad in dense_of(two_grads).items():
+        assert grad.abs().sum() > 0
+        torch.testing.assert_close(dense_of(grads)[name], grad, rtol=0, atol=1e-6)
+
+
+def separate_batches() -> Iterator[TowerBatch]:
+    """The plain batch has all keys in its one KeyedJaggedTensor, whichever tables read them."""
+    yield next(batches(1, shared=False))
+
+
+@pytest.mark.unit
+def test_the_joint_keys_hold_the_bags_of_both_towers() -> None:
+    schema = model(True).schema()
+    assert [joint.key for joint in schema.joint] == ["history|item_id", "wishes|"]
+    batch, plain = next(batches(1, True)), next(batches(1, False))
+    assert batch.joint is not None
+    assert batch.shared is not None
+    assert batch.joint.keys() == ["history|item_id", "wishes|"]
+    assert batch.joint.stride() == QUERIES + QUERIES * WIDTH
+    assert batch.shared.sparse.keys() == ["user_id"]
+    assert batch.sparse.keys() == []
+    assert plain.joint is None
+    assert plain.sparse.keys() == ["user_id", "history", "wishes", "item_id"]
+    for name in ("history", "wishes"):
+        assert torch.equal(batch.bags(name).to_dense()[2], plain.bags(name).to_dense()[2 * WIDTH])
+        assert batch.bags(name).lengths().numel() == QUERIES
+    assert torch.equal(batch.bags("item_id").values(), plain.sparse["item_id"].values())
+    assert torch.equal(batch.bags("user_id").values(), batch.shared.sparse["user_id"].values())
+    with pytest.raises(KeyError, match="no feature 'item' in the batch"):
+        batch.bags("item")
+
+
+@pytest.mark.unit
+def test_a_bad_id_of_a_joint_key_is_named_as_any() -> None:
+    made = model(True)
+    sparse = {name: Jagged(torch.tensor([1, 2])) for name in made.schema().keys}
+    dense, labels = {"age": torch.zeros(2), "price": torch.zeros(2)}, torch.zeros(2)
+    bad = {**sparse, "item_id": Jagged(torch.tensor([1, ITEMS]))}
+    with pytest.raises(ValueError, match=f"feature 'item_id': id {ITEMS} in row 1 of the batch is outside table 'item'"):
+        made.schema().assemble(bad, dense, labels=labels)
+    mapped = made.schema(out_of_range="oov", oov_ids={"item_id": 7}).assemble(bad, dense, labels=labels)
+    assert mapped.bags("item_id").values().tolist() == [1, 7]
+    assert mapped.bags("history").values().tolist() == [1, 2]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_tower_is_embedded_alone(shared: bool) -> None:
+    made, batch = model(shared), next(batches(1, shared))
+    assert made.embed("user", batch).shape == (QUERIES if shared else QUERIES * WIDTH, 8)
+    outputs = made.outputs(batch)
+    torch.testing.assert_close(made.embed("item", batch), outputs[1])
+    user = made.embed("user", batch)
+    torch.testing.assert_close(user if batch.shared is None else user[batch.shared.index], outputs[0])
+
+
+@pytest.mark.unit
+def test_three_towers_of_which_two_are_shared_read_one_table() -> None:
+    towers = {
+        name: Tower([items(*features)], [4])
+        for name, features in {"user": ["history"], "item": ["item_id"], "context": ["last"]}.items()
+    }
+    made = TowerModel(towers, TopMLP([4] * 3), shared=["user", "context"])
+    assert [joint.key for joint in made.schema().joint] == ["history|item_id", "last|"]
+    assert [name for name, _ in made.named_parameters() if "bags.item." in name] == [
+        "shared_tables.joint.embedding_bags.item.weight"
+    ]
+    batch = made.schema().assemble(
+        {name: Jagged(torch.tensor([at, 5])) for at, name in enumerate(made.schema().keys)}, labels=torch.zeros(2)
+    )
+    weight = made.shared_tables.joint.embedding_bags["item"].weight  # type: ignore[union-attr]
+    expected = [towers[name].mlp(weight[[at, 5]]) for at, name in enumerate(("user", "item", "context"))]
+    for actual, output in zip(made.outputs(batch), expected, strict=True):
+        torch.testing.assert_close(actual, output)
+
+
+def unsharded(shared: bool) -> dict[str, Tensor]:
+    made = model(shared)
+    parameters = dict(made.named_parameters())
+    optimizers = [
+        torch.optim.Adagrad(tables_of(parameters).values(), lr=0.1, eps=1e-8),
+        torch.optim.Adam(dense_of(parameters).values(), lr=1e-3, eps=1e-8),
+    ]
+    for batch in batches(STEPS, shared):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        made(batch)[0].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: value.detach() for name, value in parameters.items()}
+
+
+def trained(runtime: Runtime, shared: bool) -> dict[str, Any]:
+    """By sharding type the weights after some steps, and what the pipeline did not overlap."""
+    found = {}
+    for sharding in SHARDINGS:
+        made = model(shared, META)
+        plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding))
+        parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=LEARNING, seed=3)
+        pipeline = make_pipeline(parallel, optimizer, runtime.device)
+        stream = batches(STEPS, shared, runtime.rank, runtime.world_size)
+        for _ in range(STEPS):
+            pipeline.progress(stream)
+        found[sharding] = gather_state(parallel), unpipelined(pipeline, parallel)
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(shared: bool) -> None:
+    """Under Adagrad, so that two updates of a row in a step would not equal one."""
+    expected = unsharded(shared)
+    for sharding, (state, missed) in run_ranks(trained, 2, shared)[0].items():
+        assert missed == [], sharding
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(sharding, name): f"{at}: {text}")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"num_embeddings": 7, "embedding_dim": 4}, f"num_embeddings={ITEMS}, embedding_dim=16, init_fn="),
+        ({"pooling": PoolingType.SUM}, "with pooling=PoolingType.MEAN and pooling=PoolingType.SUM: tables of one name are one"),
+        ({"init_fn": torch.nn.init.ones_}, "init_fn=<function ones_"),
+    ],
+)
+def test_tables_of_one_name_that_differ_are_refused_with_both_shown(other: dict[str, Any], text: str) -> None:
+    towers = {"user": Tower([items("history")], [8]), "item": Tower([items("item_id", **other)], [8])}
+    with pytest.raises(ValueError, match="two tables are called 'item'") as error:
+        TowerModel(towers, TopMLP([8, 8]))
+    assert text in str(error.value)
+
+
+@pytest.mark.unit
+def test_only_bags_of_towers_are_shared() -> None:
+    listed = EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=8, feature_names=["item_id"])
+    other = dataclasses.replace(listed, feature_names=["last"])
+    towers = {"user": Tower([listed], [8]), "item": Tower([other], [8])}
+    with pytest.raises(ValueError, match=r"named by the towers \['user', 'item'\], and they pool it by attention; only an"):
+        TowerModel(towers, TopMLP([8, 8]))
+    session = SessionTower([dataclasses.replace(listed, feature_names=["steps"])], session=["steps"], mlp_widths=[8])
+    with pytest.raises(ValueError, match=r"table 'item' is named by the towers .*'session' is a SessionTower"):
+        TowerModel({"session": session, "item": Tower([other], [8])}, TopMLP([8, 8]))  # type: ignore[dict-item]
