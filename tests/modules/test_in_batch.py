@@ -39,7 +39,7 @@ def towers() -> nn.ModuleList:
     return nn.ModuleList([user, item, nn.Linear(DIM, DIM, dtype=torch.float64)])
 
 
-def step(rank: int, world_size: int) -> tuple[float, list[Tensor]]:
+def step(rank: int, world_size: int, rows: int | None = None) -> tuple[float, list[Tensor]]:
     """The loss of one rank and its gradients, from its share of the batch."""
     data, model = whole(), towers()
     own = slice(rank * B // world_size, (rank + 1) * B // world_size)
@@ -50,6 +50,7 @@ def step(rank: int, world_size: int) -> tuple[float, list[Tensor]]:
         ids,
         log_q=data["log_p"][ids],
         queries=len(users),
+        rows=rows,
         is_known=lambda items: data["known"][users[:, None], items],
     )
     loss = in_batch_softmax(
@@ -59,14 +60,15 @@ def step(rank: int, world_size: int) -> tuple[float, list[Tensor]]:
     return float(loss.detach()), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def ranks_step(runtime: Runtime) -> tuple[float, list[Tensor]]:
-    return step(runtime.rank, runtime.world_size)
+def ranks_step(runtime: Runtime, rows: int | None) -> tuple[float, list[Tensor]]:
+    return step(runtime.rank, runtime.world_size, rows)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_mean_over_ranks_is_one_process_with_the_concatenated_batch(world_size: int) -> None:
+# On 4 ranks a rank has 4 or 5 candidates; on 2 and 3 all have as many.
+@pytest.mark.parametrize(("world_size", "rows"), [(2, None), (2, 9), (3, None), (4, None), (4, 5), (4, 7)])
+def test_the_mean_over_ranks_is_one_process_with_the_concatenated_batch(world_size: int, rows: int | None) -> None:
     loss, gradients = step(0, 1)
-    made = run_ranks(ranks_step, world_size)
+    made = run_ranks(ranks_step, world_size, rows)
     assert sum(rank[0] for rank in made) / world_size == pytest.approx(loss, abs=1e-12)
     for place, expected in enumerate(gradients):
         torch.testing.assert_close(sum(rank[1][place] for rank in made) / world_size, expected, rtol=0, atol=1e-12)
@@ -89,6 +91,34 @@ def test_every_rank_sees_the_candidates_of_all_in_rank_order() -> None:
         excluded = {(row, column) for row, column in made["excluded"].nonzero().tolist()}
         hits = {0: {(1, 3)}, 1: {(0, 1)}}[rank]
         assert excluded == {(0, 2), (1, 2)} | hits
+
+
+def uneven(runtime: Runtime, what: str) -> str:
+    rank = runtime.rank
+    embeddings = torch.zeros(3, 2 + (rank if what == "width" else 0))
+    log_q = torch.zeros(3) if what == "log_q" and rank else None
+    with pytest.raises(ValueError, match="must be the same on every rank") as error:
+        in_batch_negatives(embeddings, torch.tensor([1, 2, 3]), log_q=log_q)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("what", "name"), [("width", r"D of the embeddings: [2, 3]"), ("log_q", "log_q given: [False, True]")])
+def test_what_cannot_be_gathered_is_refused_on_every_rank(what: str, name: str) -> None:
+    assert all(message.startswith(name) for message in run_ranks(uneven, 2, what))
+
+
+def nothing(runtime: Runtime) -> list[Any]:
+    """Rank 1 has no row at all; the gradient of what rank 0 sees of it is empty."""
+    rows = torch.ones(2 - 2 * runtime.rank, 3, requires_grad=True)
+    made = in_batch_negatives(rows, torch.arange(1, 1 + len(rows)))
+    made.candidates.sum().backward()
+    return [made.ids.tolist(), made.excluded.tolist(), None if rows.grad is None else rows.grad.tolist()]
+
+
+def test_a_rank_without_rows_takes_part() -> None:
+    first, second = run_ranks(nothing, 2)
+    assert first == [[1, 2, 0, 0], [[False, False, True, True]] * 2, [[2.0] * 3] * 2]
+    assert second == [[1, 2, 0, 0], [], []]
 
 
 @pytest.mark.unit
@@ -117,6 +147,7 @@ def test_one_process_gathers_nothing() -> None:
         ({"ids": torch.zeros(3)}, r"ids: torch.float32 of shape \(3,\); must be int64"),
         ({"log_q": torch.zeros(2)}, r"log_q: shape \(2,\), must be \(B \+ M,\) = \(3,\)"),
         ({"queries": 4}, r"queries=4: must be 0 to 3"),
+        ({"rows": 2}, r"rows=2: this rank has 3 candidates; rows must be the most"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:

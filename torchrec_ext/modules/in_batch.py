@@ -47,8 +47,8 @@ def in_batch_negatives(
     """Gathers the candidates of all ranks and says which of them are negatives of which query.
 
     Excluded are accidental hits (the query's own item elsewhere in the batch), the query's other known items, and item 0, which
-    stands for padding and for the unknown item; a query's own candidate never is. On more than one rank three exchanges, the first of
-    which says how many candidates each rank has, or two with ``rows``; on one none.
+    stands for padding and for the unknown item; a query's own candidate never is. On more than one rank three exchanges, the first
+    of which says how many candidates each rank has, or two with ``rows``; on one none.
 
     Args:
         embeddings: (B + M, D); the first B are the positives of this rank's queries, in order, the rest are negatives only
@@ -63,8 +63,8 @@ def in_batch_negatives(
         group: of ranks; all where not given.
 
     Raises:
-        ValueError: shapes that do not fit together on this rank; or, on every rank unless ``rows`` is given, embeddings of different
-            widths or log_q on some ranks only.
+        ValueError: shapes that do not fit together on this rank; or, on every rank unless ``rows`` is given, embeddings of
+            different widths or log_q on some ranks only.
 
     Example:
         >>> made = in_batch_negatives(torch.eye(4), torch.tensor([7, 8, 7, 5]), queries=3)
