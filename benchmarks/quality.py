@@ -105,13 +105,13 @@ def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
 def figures(row: Row, runs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
     """The mean of each required figure over the seeds.
 
-    ``auc gain`` is how much more of it the run ``model`` has than the run ``without``; ``auc difference`` the greatest between two
-    runs of one seed.
+    ``auc gain`` is how much more of it the run ``model`` has than the run ``without``; ``auc difference`` the greatest between the
+    two runs of one seed that have an AUC.
     """
     found = {}
     for figure in row["required"]:
         name, _, how = figure.partition(" ")
-        by_run = {run: [one["figures"][name] for one in some] for run, some in runs.items()}
+        by_run = {run: [one["figures"][name] for one in some] for run, some in runs.items() if name in some[0]["figures"]}
         if how == "gain":
             found[figure] = statistics.fmean(by_run["model"]) - statistics.fmean(by_run["without"])
         elif how == "difference":

@@ -7,4 +7,5 @@ from torchx_apps.ncf import ncf as ncf
 from torchx_apps.session import session as session
 from torchx_apps.two_tower import TwoTowerConfig as TwoTowerConfig
 from torchx_apps.two_tower import build_two_tower as build_two_tower
+from torchx_apps.two_tower import retrieval as retrieval
 from torchx_apps.two_tower import two_tower as two_tower

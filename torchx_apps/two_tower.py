@@ -1,4 +1,4 @@
-"""The recipe two_tower: user features -> NN_user, item features -> NN_item, both -> top NN, or their dot product."""
+"""The recipes two_tower and retrieval: user features -> NN_user, item features -> NN_item, both -> top NN, or their dot product."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.data.datasets import DataConfig
 from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.loader import LoaderConfig
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
@@ -79,6 +80,19 @@ def two_tower() -> Job:
         data=DataConfig(history_length=20),
         optimizer=OptimizerConfig(tables_lr=0.25, dense_lr=2e-3),
         train=TrainConfig(epochs=10, eval_every=2),
+    )
+
+
+def retrieval() -> Job:
+    """User and item towers under a softmax over the batch, ranked by dot product; MovieLens 1M in the NCF paper's own split."""
+    return Job(
+        name="retrieval",
+        build=build_two_tower,
+        model=TwoTowerConfig(embedding_dim=64, tower_widths=(64,), interaction="dot", loss="in_batch"),
+        data=DataConfig(name="ml-1m-ncf", history_length=100),
+        loader=LoaderConfig(batch_size=2048, negatives=0),
+        optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=1e-3),
+        train=TrainConfig(epochs=15, eval_every=5),
     )
 
 

@@ -1,0 +1,127 @@
+"""Each built-in recipe learns what there is to learn on data whose right answer is known, and tells it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.contracts import run_ranks
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.loop import Record, train
+from torchx_apps.cli import apply_overrides, load_recipe
+from torchx_apps.recipes import Job
+from torchx_apps.training import load_task
+
+
+def job_of(recipe: str, *overrides: str) -> Job:
+    job: Job = apply_overrides(load_recipe(recipe), list(overrides))
+    return job
+
+
+def trained(runtime: Runtime, job: Job) -> dict[str, Record]:
+    """As the app trains it, without its printing."""
+    task = load_task(job, runtime)
+    torch.manual_seed(job.train.seed)
+    model = job.build(job.model, task.data)
+    schema = model.schema(out_of_range=job.model.out_of_range)
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
+    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    judge = task.judge(schema, parallel, runtime)
+    train(parallel, optimizer, loader, runtime, job.train, evaluate=judge.validate if task.validates else None)
+    return {"test": judge.test(), "baseline": judge.baseline("test"), "best": dict(task.best)}
+
+
+CONTEXT = ("data.name=planted", "loader.batch_size=1024", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")
+
+
+@pytest.fixture(scope="module")
+def with_context() -> Record:
+    return run_ranks(trained, 1, job_of("contextual_ncf", *CONTEXT, "train.epochs=6", "model.embedding_std=0.1"))[0]
+
+
+def test_contextual_ncf_comes_near_the_odds_that_made_the_rows(with_context: dict[str, Record]) -> None:
+    test, best = with_context["test"], with_context["best"]
+    assert best["auc"] - 0.05 < test["auc"] < best["auc"] + 0.005
+    assert test["log_loss"] < 0.75 * with_context["baseline"]["log_loss"]
+
+
+def test_without_its_context_it_cannot(with_context: dict[str, Record]) -> None:
+    job = job_of("contextual_ncf", *CONTEXT, "train.epochs=6", "model.embedding_std=0.1", "data.context=false")
+    blind = run_ranks(trained, 1, job)[0]["test"]
+    assert 0.7 < blind["auc"] < with_context["test"]["auc"] - 0.05
+
+
+def test_three_towers_learn_the_same_rows_on_two_ranks() -> None:
+    overrides = ("train.epochs=6", "model.top_widths=64", "model.dropout=0", "optimizer.tables_lr=0.03")
+    outcomes = run_ranks(trained, 2, job_of("n_tower", *CONTEXT, *overrides))
+    assert outcomes[0]["test"] == outcomes[1]["test"]
+    assert outcomes[0]["test"]["auc"] > outcomes[0]["best"]["auc"] - 0.1
+
+
+SMALL = ("data.name=planted", "data.users=1000", "data.items=200")
+IN_BATCH = (
+    *("model.loss=in_batch", "model.interaction=dot", "loader.negatives=0", "loader.batch_size=512"),
+    *("train.epochs=5", "optimizer.tables_lr=0.1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("ncf", ("loader.batch_size=512", "train.epochs=6", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")),
+        ("two_tower", IN_BATCH),
+        ("two_tower", (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2")),
+    ],
+)
+def test_tastes_are_found(recipe: str, overrides: tuple[str, ...]) -> None:
+    outcome = run_ranks(trained, 1, job_of(recipe, *SMALL, *overrides))[0]
+    assert outcome["test"]["ndcg@10"] > 1.4 * outcome["baseline"]["ndcg@10"]
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Users take items of their own colour; the candidates of a test item have the other."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "colours").mkdir()
+    rng, rows = np.random.default_rng(0), {"train": ([], []), "test": ([], []), "test_negatives": ([], [])}
+    for user in range(60):
+        own, other = np.arange(user % 2, 60, 2), np.arange(1 - user % 2, 60, 2)
+        taken = rng.permutation(own)[:20]
+        for name, items in (("train", taken[1:]), ("test", taken[:1]), ("test_negatives", other[:20])):
+            rows[name][0].extend([user] * len(items))
+            rows[name][1].extend(items.tolist())
+    for name, (users, items) in rows.items():
+        item = "negative" if name == "test_negatives" else "item"
+        pq.write_table(pa.table({"user": users, item: items}), root / "colours" / f"{name}.parquet")
+    return str(root)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colours: str, world_size: int) -> None:
+    overrides = ("data.name=colours", f"data.folder={colours}", "loader.batch_size=128", "train.epochs=10", "train.eval_every=5")
+    outcomes = run_ranks(trained, world_size, job_of("retrieval", *overrides))
+    assert outcomes[0]["test"].keys() == {"hr@10", "ndcg@10"}, "no AUC where the candidates are given"
+    assert outcomes[0]["test"]["ndcg@10"] == outcomes[-1]["test"]["ndcg@10"] > 0.98
+    assert outcomes[0]["baseline"]["ndcg@10"] < 0.8
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("recipe", ["contextual_ncf", "n_tower", "ncf"])
+def test_a_recipe_is_one_command(recipe: str, tmp_path: Path) -> None:
+    flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), "--set", "data.name=planted", "--set", "train.epochs=1"]
+    done = subprocess.run([sys.executable, "-m", "torchx_apps.train", *flags], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 < summary["test"]["auc"] < 1
+    assert "this model" in done.stdout
+    assert (tmp_path / "run" / "training.png").exists()
