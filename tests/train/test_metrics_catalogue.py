@@ -91,6 +91,14 @@ def test_any_targets_and_any_block_like_a_plain_loop(data: st.DataObject) -> Non
 
 
 @pytest.mark.unit
+def test_counts_beyond_what_a_float_can_count() -> None:
+    scores = torch.ones(1, 2**24 + 3)
+    scores[0, 1] = 0
+    better, ties, _ = ranks_of(scores, Question(targets=torch.tensor([1]), seen_rows=NOTHING, seen_items=NOTHING))
+    assert (int(better), int(ties)) == (2**24 + 1, 0)
+
+
+@pytest.mark.unit
 def test_wrong_questions_are_named() -> None:
     def ask(**options: Any) -> Question:
         return Question(**{"targets": torch.tensor([1, 2, 3]), "seen_rows": NOTHING, "seen_items": NOTHING} | options)
