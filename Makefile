@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := dev,report
+# `spark` is not among them: PySpark takes 468 MB on disk and needs Java.
+EXTRAS ?= dev,report,data
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/.ready
 # The environment's tools first, whether it is activated or not: the launcher starts `python3` by name.

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
 pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
 
+from tests.data.preprocess_cases import same
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
@@ -20,11 +21,13 @@ from torchrec_ext.data.preprocess import (
     FillMissing,
     FittedPreprocessor,
     HashBucket,
+    History,
     Lists,
     Normalize,
     Preprocessor,
     TimeFeatures,
 )
+from torchrec_ext.data.preprocess.engines import DuckDB
 from torchrec_ext.data.preprocess.writing import ROW_GROUP
 from torchrec_ext.schema import DataError
 
@@ -96,6 +99,64 @@ def test_files(tmp_path: Path, good: Path) -> None:
     refuses(r"c\.parquet: column 'label' is missing, but .*good\.parquet has it", [good, table(tmp_path / "c.parquet", city=["a"])])
     refuses(r"s3x://bucket/a\.parquet: cannot be read", "s3x://bucket/a.parquet")
     refuses("no file was given", [])
+
+
+def test_a_name_is_no_pattern(tmp_path: Path) -> None:
+    meant = table(tmp_path / "log[1].parquet", city=["a", "b"], label=[0.0, 1.0])
+    table(tmp_path / "log1.parquet", city=["c"], label=[0.0])
+    fitted = CITY.fit(meant)
+    assert fitted.vocab == {"city": 3}
+    assert fitted.transform(meant, tmp_path / "out") == 2
+
+
+def test_columns_that_an_engine_cannot_tell_apart(tmp_path: Path) -> None:
+    refuses(r"columns 'city' and 'City' differ in case alone", table(tmp_path / "a.parquet", city=["a"], City=["b"], label=[1.0]))
+    refuses(
+        r"column 'file_index': DuckDB has a column of that name",
+        table(tmp_path / "b.parquet", city=["a"], label=[1.0], file_index=[1]),
+    )
+
+
+def test_a_table_of_another_connection(good: Path) -> None:
+    with DuckDB(threads=1) as mine:
+        held = mine.ibis.read_parquet(str(good))
+        assert CITY.fit(held, engine=mine).vocab == {"city": 3}
+        refuses(r"the table was made by another connection than the engine duckdb", held)
+
+
+def test_events_may_have_fewer_columns_but_not_other_types(tmp_path: Path) -> None:
+    rows = table(tmp_path / "rows.parquet", user=[1, 1], item=["a", "b"], ts=[1, 2], city=["x", "y"])
+    history = History(user="user", item="item", time="ts", length=3)
+    fitted = Preprocessor([history, Categorify(column="item", also=("history",)), Categorify(column="city")]).fit(rows)
+    past = table(tmp_path / "past.parquet", user=[1], item=["b"], ts=[0])
+    fitted.transform(rows, tmp_path / "out", events=past)
+    assert read_parquet(tmp_path / "out/part-00000.parquet")["history"].values.tolist() == [2, 2]
+    wrong = table(tmp_path / "wrong.parquet", user=["1"], item=["b"], ts=[0])
+    with pytest.raises(DataError, match=r"wrong\.parquet: column 'user' is string, in .*rows\.parquet it is int64"):
+        fitted.transform(rows, tmp_path / "wrong", events=wrong)
+    (tmp_path / "past.parquet").write_bytes(past.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"past\.parquet: not parquet, or its footer"):
+        fitted.transform(rows, tmp_path / "again", events=past)
+
+
+def test_a_result_does_not_replace_its_source(tmp_path: Path, good: Path, fitted: FittedPreprocessor) -> None:
+    fitted.transform(good, tmp_path / "out")
+    again = Preprocessor([Categorify(column="city")]).fit(tmp_path / "out")
+    with pytest.raises(DataError, match=r"out: holds .*part-00000\.parquet, which is being read"):
+        again.transform(tmp_path / "out", tmp_path / "out", overwrite=True)
+    assert read_parquet(tmp_path / "out/part-00000.parquet").num_rows == 3
+
+
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+@pytest.mark.parametrize("zone", [None, "Asia/Tokyo"])
+def test_times_of_any_unit_and_zone(tmp_path: Path, unit: str, zone: str | None) -> None:
+    moments = pa.array([-500, 1_582_977_600_250], pa.timestamp("ms")).cast(pa.timestamp(unit)).cast(pa.timestamp(unit, zone))
+    path = table(tmp_path / "a.parquet", t=moments)
+    fitted = Preprocessor([TimeFeatures(column="t", features=("hour", "day"))], keep=("t",)).fit(path)
+    fitted.transform(path, tmp_path / "out")
+    made = read_parquet(tmp_path / "out/part-00000.parquet")
+    assert {name: made[name].values.tolist() for name in made} == {"t_hour": [24, 13], "t_day": [31, 29], "t": [-1, 1_582_977_600]}
+    same(fitted.online({"t": moments}), made)
 
 
 def test_damage_in_the_middle_is_named(tmp_path: Path, good: Path, fitted: FittedPreprocessor) -> None:

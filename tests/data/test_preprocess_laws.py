@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
 pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
 
-from tests.data.preprocess_cases import EVERY_STEP, TYPES, random_rows, same, with_events, write
+from tests.data.preprocess_cases import EVERY_STEP, random_rows, same, with_events, write
 from torchrec_ext.data.parquet import read_parquet
-from torchrec_ext.data.preprocess import Categorify, History, Preprocessor
+from torchrec_ext.data.preprocess import Bucketize, Categorify, History, Preprocessor
 from torchrec_ext.data.preprocess.engines import DuckDB
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
-INT64 = st.integers(-(2**63), 2**63 - 1)
-FLOAT = st.floats(-(2.0**40), 2.0**40, width=32) | st.sampled_from([float("nan"), float("inf"), float("-inf")])
-VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "user": st.none() | st.integers(-2, 3) | INT64,
-    "item": st.none() | st.sampled_from(["a", "b", "\u00fc"]) | TEXT,
-    "ts": st.none() | st.integers(1_600_000_000, 1_600_000_005) | INT64,
-    "when": st.none()
-    | st.datetimes(datetime.datetime(1971, 1, 1), datetime.datetime(2099, 1, 1)).map(lambda t: t.replace(microsecond=7000)),
-    "price": st.none() | FLOAT,
-    "age": st.none() | st.integers(-(2**31), 2**31 - 1),
-    "score": st.none() | st.floats(),
-    "city": st.none() | TEXT,
-    "tags": st.none() | st.lists(st.none() | TEXT, max_size=4),
-    "shops": st.none() | st.lists(st.none() | INT64, max_size=4),
-    "genre": st.none() | st.text("ab|", max_size=6),
-    "prime": st.none() | st.booleans(),
-    "label": st.sampled_from([0.0, 1.0]),
-}
-ROW = st.fixed_dictionaries(VALUES)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
-KNOWN = {"age": 30, "price": 1.5}  # fitting needs one number at least
 
 
 @pytest.fixture(scope="module")
@@ -49,29 +24,6 @@ def duckdb() -> Iterator[DuckDB]:
     engine = DuckDB(threads=2)
     yield engine
     engine.close()
-
-
-def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in TYPES}
-
-
-@given(train=st.lists(ROW, min_size=1, max_size=20), other=st.lists(ROW, min_size=1, max_size=20))
-# Without shrinking: an example costs seconds of planning, whatever its rows.
-@settings(
-    max_examples=6,
-    deadline=None,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-def test_requests_agree_with_files_on_any_rows(
-    duckdb: DuckDB, tmp_path_factory: pytest.TempPathFactory, train: list[dict[str, Any]], other: list[dict[str, Any]]
-) -> None:
-    folder = tmp_path_factory.mktemp("rows")
-    train[0] |= KNOWN
-    rows = columns(other)
-    fitted = EVERY_STEP.fit(write(columns(train), folder / "train.parquet"), engine=duckdb)
-    fitted.transform(write(rows, folder / "other.parquet"), folder / "out", engine=duckdb)
-    same(fitted.online(with_events(rows, rows)), read_parquet(folder / "out/part-00000.parquet"))
 
 
 def test_requests_agree_with_files_on_many_rows_in_their_order(duckdb: DuckDB, tmp_path: Path) -> None:
@@ -153,3 +105,24 @@ def test_a_test_set_sees_the_training_events(duckdb: DuckDB, tmp_path: Path) -> 
     made = read_parquet(tmp_path / "out/part-00000.parquet")
     assert [made["history"].row(k).tolist() for k in range(3)] == [[1], [3], []]
     assert made["item"].values.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("parts", [2, 7, 100])
+def test_quantiles_are_the_smallest_values_that_so_many_rows_do_not_exceed(duckdb: DuckDB, tmp_path: Path, parts: int) -> None:
+    values = np.random.default_rng(9).integers(0, 40, 100)
+    path = write({"age": values.tolist()}, tmp_path / "a.parquet")
+    fitted = Preprocessor([Bucketize(column="age", quantiles=parts)]).fit(path, engine=duckdb)
+    ordered = np.sort(values)
+    expected = [ordered[-(-at * 100 // parts) - 1] for at in range(1, parts)]
+    assert fitted.states[0]["boundaries"] == sorted({float(value) for value in expected})
+
+
+def test_many_list_columns_cost_no_more_than_their_number(duckdb: DuckDB, tmp_path: Path) -> None:
+    """The query for k list columns once held everything before each of them twice: 2**k."""
+    rows = {"tags": [["a", "b"], ["b"]], "shops": [[1], [2, 1]], "genre": ["x|y", "y"]}
+    path = write(rows, tmp_path / "a.parquet")
+    lists = [Categorify(column=name, output=f"{name}_{k}") for k in range(8) for name in ("tags", "shops")]
+    fitted = Preprocessor(lists).fit(path, engine=duckdb)
+    fitted.transform(path, tmp_path / "out", engine=duckdb)
+    made = read_parquet(tmp_path / "out/part-00000.parquet")
+    assert [made[f"tags_{k}"].values.tolist() for k in range(8)] == [[2, 1, 1]] * 8

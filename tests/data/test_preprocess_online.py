@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -31,6 +32,7 @@ from torchrec_ext.data.preprocess import (
     TimeFeatures,
     Vocabulary,
 )
+from torchrec_ext.data.preprocess.cells import read_cells
 from torchrec_ext.data.preprocess.zones import offsets_of
 from torchrec_ext.schema import DataError
 
@@ -85,6 +87,40 @@ def test_requests_that_are_refused(rows: dict[str, Any], message: str) -> None:
         CITY.online(rows)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("int64", 1.5, r"value 1.5 is not int64 \(Float value 1.500000 was truncated"),
+        ("int64", True, r"value True is not int64 \(it is bool\)"),
+        ("int64", "7", r"value '7' is not int64 \(it is string\)"),
+        ("int64", float("nan"), r"value nan is not int64"),
+        ("float64", "0.5", r"value '0.5' is not float64 \(it is string\)"),
+        ("string", 7, r"value 7 is not string \(it is int64\)"),
+        ("string", b"a", r"value b'a' is not string \(it is binary\)"),
+        ("list<int64>", 7, r"value 7 is not list<int64> \(it is int64\)"),
+        ("list<int64>", [7, 0.5], r"value \[7, 0.5\] is not list<int64>"),
+        ("list<string>", [7], r"value \[7\] is not list<string> \(it is list<item: int64>\)"),
+        ("timestamp[us]", "2024-01-01", r"value '2024-01-01' is not timestamp\[us\] \(it is string\)"),
+    ],
+)
+def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
+    with pytest.raises(DataError, match=rf"column 'x', row 1: {message}"):
+        read_cells("x", [None, value], kind)
+
+
+@pytest.mark.parametrize("data", [[3.0, None], pa.array([3, None]), pa.chunked_array([[3], [None]]), (v for v in (3, None))])
+def test_what_stands_for_an_integer(data: Any) -> None:
+    cells = read_cells("x", data, "int64")
+    assert (cells.values[0], cells.values.dtype, cells.valid.tolist()) == (3, np.int64, [True, False])
+
+
+def test_arrow_texts_are_no_numbers_and_a_mapping_is_no_column() -> None:
+    with pytest.raises(DataError, match=r"row 0: value .*'7'.* is not int64 \(it is string\)"):
+        read_cells("x", pa.array(["7"]), "int64")
+    with pytest.raises(DataError, match=r"column 'x': \{'a': 1\} is one value"):
+        read_cells("x", {"a": 1}, "int64")  # type: ignore[arg-type]
+
+
 def test_integers_beyond_64_bits_are_refused_and_within_are_unknown() -> None:
     ids = fitted({"user": "int64"}, (Categorify(column="user"), Vocabulary(pa.array([5, -7]), pa.array([2, 1]))))
     assert ids.online({"user": [-7, 2**63 - 1, -(2**63), 5]})["user"].values.tolist() == [2, 0, 0, 1]
@@ -120,6 +156,8 @@ def test_a_history_needs_a_time_for_each_item() -> None:
         (lambda: Preprocessor([Normalize(column="x")], keep=("x",)), r"keep=\['x'\]: a step writes these columns"),
         (lambda: Preprocessor([Categorify(column="u"), History(user="u", item="i", time="t", length=1)]), "put it first"),
         (lambda: Preprocessor([]), "give at least one"),
+        (lambda: FillMissing(column="x", value=10**400), r"value=10+\.\.\. of 401 digits: must be finite"),
+        (lambda: Preprocessor([Categorify(column="a"), Categorify(column="A")]), r"'A' and 'a' differ in case alone"),
     ],
 )
 def test_steps_that_make_no_sense(make: Any, message: str) -> None:

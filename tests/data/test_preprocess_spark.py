@@ -27,9 +27,14 @@ def session() -> Iterator[Any]:
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+    # Interpreted: to compile each of these small queries takes longer than all of them run.
+    for name, value in {"wholeStage": "false", "factoryMode": "NO_CODEGEN"}.items():
+        builder = builder.config(f"spark.sql.codegen.{name}", value)
+    builder = builder.config("spark.sql.adaptive.enabled", "false")
+    builder = builder.config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
     try:
-        found = builder.config("spark.sql.shuffle.partitions", "2").config("spark.sql.session.timeZone", "Asia/Tokyo").getOrCreate()
+        found = builder.config("spark.sql.shuffle.partitions", "1").config("spark.sql.session.timeZone", "Asia/Tokyo").getOrCreate()
     except (PySparkException, RuntimeError) as error:
         pytest.skip(f"needs Java 17 or newer to start Spark ({type(error).__name__})")
     yield found
@@ -73,3 +78,18 @@ def test_spark_writes_row_groups_and_checksums_and_refuses_missing_values(sessio
 def test_an_unknown_engine_is_told() -> None:
     with pytest.raises(DataError, match=r"engine='sprak': there is no such engine; write duckdb, spark or a Spark master URL"):
         Preprocessor([Categorify(column="item")]).fit("a.parquet", engine="sprak")
+
+
+def test_a_second_master_is_refused(session: Any) -> None:
+    with pytest.raises(DataError, match=r"engine='local\[3\]': a Spark session is active here with the master local\[1\]"):
+        Spark("local[3]")
+
+
+def test_rows_that_other_machines_kept_are_missed(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where executors write to disks of their own, this machine sees fewer rows, or none."""
+    path = write({"item": ["a", "b"]}, tmp_path / "a.parquet")
+    fitted = Preprocessor([Categorify(column="item")]).fit(path, engine=session)
+    monkeypatch.setattr(Spark, "write", lambda self, expression, sink: self._look_over(sink))
+    with pytest.raises(DataError, match=r"out: got 0 of the 2 rows of .*choose a folder that all of them"):
+        fitted.transform(path, tmp_path / "out", engine=session)
+    assert not (tmp_path / "out").exists()

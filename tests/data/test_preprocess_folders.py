@@ -1,0 +1,111 @@
+"""A folder is whole or not there: after an error, a kill, a full disk; nobody's data are replaced by a result."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrec_ext.data.files import find_files
+from torchrec_ext.data.preprocess.folders import disk_errors, keep_sources, whole_folder
+from torchrec_ext.schema import DataError
+
+pytestmark = pytest.mark.unit
+
+
+def write(out: Path, text: str, *, overwrite: bool = False) -> None:
+    with whole_folder(out, overwrite=overwrite, mark="part-*") as staging:
+        (staging / "part-0").write_text(text)
+
+
+def test_it_appears_when_the_block_ends_well_and_not_before(tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as staging:
+        (staging / "part-0").write_text("a")
+        assert not (tmp_path / "out").exists()
+        assert staging.name.startswith("."), "no loader takes it for data"
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "part-0"]
+
+
+def test_an_error_leaves_the_earlier_result(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+
+    def fail() -> None:
+        with whole_folder(tmp_path / "out", overwrite=True, mark="part-*") as staging:
+            (staging / "part-0").write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (tmp_path / "out/part-0").read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_removes_it(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from torchrec_ext.data.preprocess.folders import whole_folder\n"
+        "with whole_folder(Path(sys.argv[1]), overwrite=True, mark='part-*') as staging:\n"
+        "    (staging / 'part-0.parquet').write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    write(tmp_path / "out", "old")
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "out/part-0").read_text() == "old"
+    (left,) = (path for path in tmp_path.iterdir() if path.name != "out")
+    assert left.name.startswith(".out.partial-")
+    with pytest.raises(DataError, match=r"the folder has no file that ends in \.parquet"):
+        find_files(tmp_path, (".parquet",))
+    write(tmp_path / "out", "new", overwrite=True)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out/part-0").read_text() == "new"
+
+
+def test_what_is_never_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+    with pytest.raises(DataError, match=r"out: there is something already; choose another folder, or allow"):
+        write(tmp_path / "out", "new")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match=r"home: is not the folder of an earlier result \(it has no part-\*\), and is not"):
+        write(tmp_path / "home", "new", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", "new")
+    with pytest.raises(DataError, match=r"out: holds .*out/part-0, which is being read; choose another folder"):
+        keep_sources(tmp_path / "out", find_files(tmp_path / "out/part-0", ("",)))
+    keep_sources(tmp_path / "other", find_files(tmp_path / "out/part-0", ("",)))
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/ready", ".", "/"])
+def test_where_no_folder_can_be_made(out: str) -> None:
+    with pytest.raises(DataError, match=r"must be the path of a folder to make"):
+        write(Path(out), "a", overwrite=True)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/out: cannot be written \(Not a directory\); choose another folder"):
+        write(tmp_path / "file/out", "a")
+
+
+def test_an_error_of_reading_is_not_called_one_of_writing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"rates\.csv"), whole_folder(tmp_path / "out", overwrite=False, mark="part-*"):
+        open("rates.csv")  # noqa: SIM115  (what a user's recipe may do)
+
+
+def test_the_message_has_the_name_that_the_folder_was_going_to_have(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        pytest.raises(DataError, match=rf"^{tmp_path}/out/train: the disk is full \([\d,]+ MiB are free in {tmp_path}/out/train, "),
+        whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as outer,
+        whole_folder(outer / "train", overwrite=False, mark="part-*") as inner,
+        disk_errors(inner),
+    ):
+        raise full
+    assert os.listdir(tmp_path) == []
