@@ -151,15 +151,19 @@ class SessionLoader:
 def deal(lengths: Int64, world_size: int) -> Int64:
     """(B,) the rank of each sequence: no two ranks differ by more than one sequence, or by more items than the longest has.
 
-    The longest first, to and fro: 0, 1, 2, 2, 1, 0, 0, 1 and so on.
+    Round by round each rank takes one, the longest first, and of a round the longest goes to the rank that has least.
 
     Example:
         >>> deal(np.array([9, 2, 8, 3]), 2).tolist()
         [0, 0, 1, 1]
     """
-    turn, place = np.divmod(np.arange(len(lengths)), world_size)
-    ranks = np.empty(len(lengths), dtype=np.int64)
-    ranks[np.argsort(-lengths, kind="stable")] = np.where(turn % 2 == 0, place, world_size - 1 - place)
+    ranks, loads = np.zeros(len(lengths), dtype=np.int64), np.zeros(world_size, dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    for start in range(0, len(lengths) if world_size > 1 else 0, world_size):
+        taken = order[start : start + world_size]
+        takers = np.argsort(loads, kind="stable")[: len(taken)]
+        ranks[taken] = takers
+        loads[takers] += lengths[taken]
     return ranks
 
 
