@@ -1,15 +1,22 @@
 """How fast files become batches: 26 categorical, 13 float, one list column and a label, on one core.
 
     python benchmarks/loader.py --folder DIR [--make ROWS] [--baseline row_loader.py] [--rows 1000000] [--repeats 5] [--batch 4096]
+        [--merlin PYTHON] [--large]
 
 `row-wise` is a map-style Dataset under torch's DataLoader, the baseline script run as a process. `parquet-plain` and
 `parquet-shuffled` are what pyarrow alone decodes from the same files with one thread against our loader that builds whole batches
 in one thread too; `arrow-ipc` is our figure for the same rows in Arrow IPC against our figure for parquet, both shuffled. All take
-turns, and a ratio is the median of the turns' ratios. `wait-share` and `memory` use the loader's threads as by default. Last line:
-one JSON object.
+turns, and a ratio is the median of the turns' ratios. `wait-share` and `memory` use the loader's threads as by default.
+
+`merlin-flat` and `merlin-list` are merlin-dataloader 23.8.0 on the CPU, without the list column and with it, against our loader
+with one thread that reads ahead, as merlin has. PYTHON is the interpreter of an environment with numpy==1.26.4, dask==2023.9.2,
+distributed==2023.9.2, pyarrow<16, pandas<2.1, betterproto<2, pynvml<11.5, tensorflow-metadata, numba, npy-append-array and torch,
+and then, with --no-deps, merlin-dataloader==23.8.0 and merlin-core==23.8.0. `memory-large-groups` is the peak where a row group has
+1,048,576 rows. Last line: one JSON object.
 """
 
 import argparse
+import dataclasses
 import gc
 import importlib.metadata
 import itertools
@@ -41,11 +48,13 @@ IDS = [f"c{at}" for at in range(26)] + ["history"]
 FLOATS = [f"d{at}" for at in range(13)]
 TABLE = EmbeddingBagConfig(name="ids", embedding_dim=16, num_embeddings=1_000_000, feature_names=IDS)
 SCHEMA = BatchSchema.from_tables([TABLE], dense=FLOATS)
+FLAT = BatchSchema.from_tables([dataclasses.replace(TABLE, feature_names=IDS[:-1])], dense=FLOATS)
 ONE_THREAD = {"prefetch": 0, "read_ahead": 0}
+LARGE = 1 << 20  # rows of a large row group
 
 
-def loader(source: Source, **options: Any) -> ChunkLoader:
-    return ChunkLoader(source, SCHEMA, config=LoaderConfig(**{"batch_size": 4096, "negatives": 0, "label": "label"} | options))
+def loader(source: Source, schema: BatchSchema = SCHEMA, **options: Any) -> ChunkLoader:
+    return ChunkLoader(source, schema, config=LoaderConfig(**{"batch_size": 4096, "negatives": 0, "label": "label"} | options))
 
 
 def rate(batches: Iterator[Any], rows: int, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -107,6 +116,25 @@ def speeds(options: argparse.Namespace, source: Source, ipc: Source) -> dict[str
     return found
 
 
+def against_merlin(options: argparse.Namespace, source: Source) -> list[dict[str, object]]:
+    clock = time.process_time if options.cpu_seconds else time.perf_counter
+    script, rows = Path(__file__).with_name("merlin_loader.py"), []
+    for name, extra, schema, required in (("merlin-flat", [], FLAT, 1.0), ("merlin-list", ["--list"], SCHEMA, 4.0)):
+        found: dict[str, list[float]] = {"merlin": [], "ours": []}
+        command = [options.merlin, script, options.folder, "--rows", str(options.rows), "--batch", str(options.batch), *extra]
+        command += ["--cpu_seconds"] * options.cpu_seconds
+        for _ in range(options.repeats):
+            made = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+            if made.returncode:
+                print(f"{name}: not run, {options.merlin} said: {made.stderr.strip().splitlines()[-1]}")
+                return rows
+            found["merlin"].append(json.loads(made.stdout.splitlines()[-1])["rows_per_s"])
+            batches = iter(loader(source, schema, batch_size=options.batch, prefetch=0, read_ahead=1))
+            found["ours"].append(rate(batches, options.rows, clock))
+        rows.append(medians(found, name, "ours", "merlin", required))
+    return rows
+
+
 def wait_share(source: Source, batch: int, steps: int = 60) -> tuple[float, float]:
     """(share of the time that a small training loop waits for its batch, seconds per step)."""
     tables = EmbeddingBagCollection(tables=[TABLE])
@@ -140,6 +168,8 @@ def memory(folder: Path, rows: int) -> dict[str, float]:
     before, source = resident(), ParquetSource(folder)
     rate(iter(loader(source)), rows)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    if source.groups[0].rows == LARGE:
+        return {"before": before, "peak": peak}
     with tempfile.TemporaryDirectory() as name:
         with pq.ParquetFile(source.files[0].path) as file:
             table = file.read_row_groups([0, 1])
@@ -154,6 +184,28 @@ def memory(folder: Path, rows: int) -> dict[str, float]:
             next(iter(loader(ParquetSource(name))))
             marks.append(settled())
     return {"before": before, "peak": peak, "epochs": marks[24] - marks[4], "loaders": marks[49] - marks[29]}
+
+
+def with_large_groups(folder: Path, target: Path, groups: int = 4) -> None:
+    """The first rows of the log once more, in row groups of a million rows."""
+    tables = decoded(folder)
+    first = next(tables)
+    held, size = [first], len(first)
+    with pq.ParquetWriter(target / "large.parquet", first.schema) as writer:
+        for _ in range(groups):
+            while size < LARGE:
+                held.append(next(tables))
+                size += len(held[-1])
+            joined = pa.concat_tables(held)
+            writer.write_table(joined.slice(0, LARGE), row_group_size=LARGE)
+            held, size = [joined.slice(LARGE)], size - LARGE
+
+
+def memory_of(folder: Path, rows: int) -> dict[str, float]:
+    """:func:`memory` in a process of its own."""
+    command = [sys.executable, __file__, "--memory", "--folder", folder, "--rows", str(rows)]
+    output = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
+    return {name: float(value) for name, value in json.loads(output.splitlines()[-1]).items()}
 
 
 def settled() -> float:
@@ -185,6 +237,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cpu_seconds", action="store_true", help="per second of CPU where one thread works: others use the machine"
     )
+    parser.add_argument("--merlin", type=Path, metavar="PYTHON", help="the interpreter of an environment with merlin-dataloader")
+    parser.add_argument("--large", action="store_true", help="also the memory for row groups of a million rows: writes 700 MB")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -213,17 +267,23 @@ def main() -> None:
         rows.insert(0, row("row-wise", slow, round(ours), "rows/s", ours / slow, 10))
     else:
         print(f"row-wise: not run, there is no {options.baseline}")
-    print("merlin-flat, merlin-list: not run, merlin-dataloader needs an environment of its own")
+    if options.merlin:
+        rows += against_merlin(options, source)
+    else:
+        print("merlin-flat, merlin-list: not run, merlin-dataloader needs an environment of its own: --merlin PYTHON")
     share, step = wait_share(source, options.batch)
     print(f"wait-share: of steps of {step * 1e3:.1f} ms; with threads {statistics.median(found['threads']):.0f} rows/s")
     rows.append(row("wait-share", None, round(share, 4), "share", None, 0.05))
-    command = [sys.executable, __file__, "--memory", "--folder", options.folder, "--rows", str(3 * options.rows)]
-    output = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
-    used = json.loads(output.splitlines()[-1])
+    used = memory_of(options.folder, 3 * options.rows)
     print(f"memory: {used}")
     rows.append(row("memory", round(used["before"]), round(used["peak"]), "MB", 1000 / used["peak"], 1000))
     rows.append(row("memory-growth-20-epochs", None, round(used["epochs"], 1), "MB", None, 0))
     rows.append(row("memory-growth-20-loaders", None, round(used["loaders"], 1), "MB", None, 0))
+    if options.large:
+        with tempfile.TemporaryDirectory(dir=options.folder) as target:
+            with_large_groups(options.folder, Path(target))
+            large = memory_of(Path(target), 3 * options.rows)
+        rows.append(row("memory-large-groups", round(large["before"]), round(large["peak"]), "MB", 1000 / large["peak"], 1000))
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", "pyarrow", "numpy", "torchrec-ext")}
     cores = len(os.sched_getaffinity(0))
     clock = "CPU seconds" if options.cpu_seconds else "seconds"

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
-from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.data.negatives import PopularityNegatives, UniformNegatives
 from torchrec_ext.data.synthetic import planted
 from torchrec_ext.schema import BatchSchema, DataError
 
@@ -176,6 +176,19 @@ def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
         assert batch.weights[: len(rows)].tolist() == batch.labels[: len(rows)].tolist() == (rows % 5).tolist()
         assert batch.total_weight == (rows % 5).sum()
         assert batch.log_q is None
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "popularity"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_user_who_has_taken_every_item_is_named(prefetch: int, sampling: Any) -> None:
+    every = np.arange(1, ITEMS + 1)
+    chunk = Chunk({"user_id": Column(np.repeat([4, 7], ITEMS)), "item_id": Column(np.concatenate([every, every]))})
+    kind = {"uniform": UniformNegatives, "popularity": PopularityNegatives}[sampling]
+    sampler = kind(ITEMS, np.full(ITEMS, 7), every)  # user 4 has taken nothing that is known
+    config = LoaderConfig(batch_size=8, negatives=2, prefetch=prefetch, sampling=sampling)
+    schema = schema_of({"user_id": 9, "item_id": ITEMS + 1})
+    with pytest.raises(DataError, match=r"user 7 has taken all 30 items.*drop their rows, or set loader\.negatives=0"):
+        list(ChunkLoader(chunk, schema, config=config, items=ITEM_TABLE.select(["item_id"]), negatives=sampler))
 
 
 def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:

@@ -83,9 +83,9 @@ def test_a_row_group_of_which_a_part_cannot_be_read_by_itself_is_told(
 ) -> None:
     monkeypatch.setattr(file_source, "HEAVY", 1000)
     source = make(tmp_path, [7, 400])
-    options = {"compression": "lz4"} if make is arrow else {}
     if make is arrow:  # compressed, it is not mapped
-        with pa.ipc.new_file(tmp_path / "rows.arrow", table_of(0).schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        with pa.ipc.new_file(tmp_path / "rows.arrow", table_of(0).schema, options=options) as writer:
             writer.write_table(table_of(400))
         source = ArrowSource(tmp_path)
     remedy = r"pq\.write_table\(table, path, row_group_size=8\)" if make is parquet else r"table, max_chunksize=8\), or local files"
@@ -167,12 +167,15 @@ def test_a_cut_file_is_named(tmp_path: Path, make: Any) -> None:
         type(make(tmp_path / "other", [1]))(path)
 
 
+@pytest.mark.parametrize("sizes", [[16] * 12, [192]], ids=["row groups", "parts of one"])
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_file_that_vanishes_or_is_cut_in_mid_epoch_is_named_at_once(tmp_path: Path, make: Any, ahead: int) -> None:
+def test_a_file_that_vanishes_or_is_cut_in_mid_epoch_is_named_at_once(
+    tmp_path: Path, make: Any, ahead: int, sizes: list[int]
+) -> None:
     for fault, message in ((Path.unlink, "vanished while it was in use"), (cut, "changed while it was in use, .* bytes became")):
         shutil.rmtree(tmp_path / "set", ignore_errors=True)
-        source = make(tmp_path / "set", [16] * 12)
+        source = make(tmp_path / "set", sizes)
         if make is arrow:
             source = ArrowSource(tmp_path / "set", memory_map=fault is not cut)
         iterator = iter(loader_of(source, prefetch=ahead, read_ahead=ahead, lanes=1, buffer_rows=16))

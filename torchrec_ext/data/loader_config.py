@@ -45,7 +45,7 @@ class LoaderConfig:
         lanes: files only. A batch is mixed from so many places of the data, and each rank reads only its share of them if this is a
             multiple of the number of ranks; see :class:`StreamPlan`. The order depends on it. On a click log of 40 columns
             (benchmarks/loader.py) 4 and 8 were equally fast, and a process took 730 MB at its peak with 4 and 880 MB with 8, of
-            which 410 MB are torch and TorchRec.
+            which 410 MB are torch and TorchRec; with 4 and row groups of a million rows, each lane holding 65 MB of one, 960 MB.
         buffer_rows: files only. Rows held for shuffling, over all lanes and ranks. A row group that is larger than a lane's share
             is read in parts, in its order. The order of the rows depends on it.
         read_ahead: files only. Parts of the buffer (``buffer_rows / lanes`` rows) read and shuffled ahead by a thread; 0 reads in
