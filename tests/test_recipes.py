@@ -81,6 +81,8 @@ IN_BATCH = (
         ("ncf", ("loader.batch_size=512", "train.epochs=6", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")),
         ("two_tower", IN_BATCH),
         ("two_tower", (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2")),
+        ("two_tower", (*IN_BATCH, "model.share_items=true")),
+        ("two_tower", ("model.share_items=true", "train.epochs=5")),
     ],
 )
 def test_tastes_are_found(recipe: str, overrides: tuple[str, ...]) -> None:

@@ -61,7 +61,8 @@ def run(job: Job, run_dir: Path | None = None) -> None:
         memory = peak_memory(runtime)
         if folder is not None:
             report.finish(folder, task, figures, judge.baseline("test"), example, history, seconds, memory)
-            report.say_end(folder.path, folder.close(judge.baseline("validation") if task.validates else None))
+            beside = judge.baseline("validation") if task.validates else None
+            report.say_end(folder.path, folder.close(beside, baseline_name=task.baseline_name))
 
 
 def peak_memory(runtime: Runtime) -> float:

@@ -42,6 +42,7 @@ class TwoTowerConfig:
             ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``.
         temperature: of ``in_batch`` and of ``cosine``.
         correct: correct ``in_batch`` for the popularity of its candidates.
+        share_items: the user's history reads the table of the items, in place of one of its own.
         share_user: run the user tower once for a positive and its negatives; the result is the same.
         out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
     """
@@ -56,6 +57,7 @@ class TwoTowerConfig:
     loss: Loss = "bce"
     temperature: float = 1.0
     correct: bool = True
+    share_items: bool = False
     share_user: bool = True
     out_of_range: OutOfRange = "error"
 
@@ -108,7 +110,8 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     }
     towers = {name: _tower(config, data, columns) for name, columns in sides.items()}
     widths = [tower.out_features for tower in towers.values()]
-    shared = ("user",) if config.share_user else ()
+    # Under a softmax over the batch each row has a user of its own.
+    shared = ("user",) if config.share_user and config.loss == "bce" else ()
     if config.interaction == "cosine":
         top = Cosine(widths, temperature=config.temperature)
     else:
@@ -122,7 +125,7 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
 def _tower(config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]) -> Tower:
     tables = [
         EmbeddingBagConfig(
-            name=name,
+            name="item_id" if name == "history" and config.share_items else name,
             feature_names=[name],
             num_embeddings=data.vocab[name],
             embedding_dim=config.embedding_dim,

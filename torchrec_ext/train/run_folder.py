@@ -58,20 +58,21 @@ class RunFolder:
         """One more text file."""
         (self.path / name).write_text(text if text.endswith("\n") else text + "\n")
 
-    def close(self, baselines: Mapping[str, float] | None = None) -> Path:
+    def close(self, baselines: Mapping[str, float] | None = None, *, baseline_name: str = "popularity") -> Path:
         """Closes the files and draws ``training.png``.
 
         Args:
-            baselines: figures by name on the same held-out items to draw as dashed lines: those of the popularity ranking.
+            baselines: figures by name on the same held-out rows to draw as dashed lines, such as those of the popularity ranking.
+            baseline_name: what these are.
         """
         self._metrics.close()
         self._events.close()
         picture = self.path / "training.png"
-        draw(self.records, picture, baselines or {})
+        draw(self.records, picture, baselines or {}, baseline_name)
         return picture
 
 
-def draw(records: list[Record], path: Path, baselines: Mapping[str, float]) -> None:
+def draw(records: list[Record], path: Path, baselines: Mapping[str, float], baseline_name: str = "popularity") -> None:
     """Loss over steps on the left, one panel per evaluated figure beside it."""
     from matplotlib.figure import Figure
 
@@ -85,7 +86,7 @@ def draw(records: list[Record], path: Path, baselines: Mapping[str, float]) -> N
     for axis, name in zip(axes[1:], names, strict=True):
         axis.plot([r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color="#1f5f99", label="model")
         if name in baselines:
-            axis.axhline(baselines[name], linestyle="--", color="#b3541e", label="popularity ranking")
+            axis.axhline(baselines[name], linestyle="--", color="#b3541e", label=baseline_name)
             axis.legend(frameon=False)
         axis.set(title=f"{name}, validation", xlabel="step")
     for axis in axes:
