@@ -108,7 +108,7 @@ def test_attention_residuals_and_normalisation_train_as_unsharded(kind: str, sha
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "auto"])
 def test_half_precision_tables_train_and_stay_half(sharding: str) -> None:
-    """FBGEMM rounds what it stores, so 20 steps end within a tenth of the way from where plain float32 ends."""
+    """FBGEMM rounds what it stores, so 20 steps end within a twentieth of the way from where plain float32 ends."""
     ranks = run_ranks(sharded, 2, "FP16", sharding)
     types = {name: kind for rank in ranks for name, kind in rank["types"].items()}
     assert types == {"user_id": torch.float16, "history": torch.float16, "item_id": torch.float32}
@@ -116,9 +116,10 @@ def test_half_precision_tables_train_and_stay_half(sharding: str) -> None:
     first = model("FP32")
     initialise_tables(first, seed=7)
     start = dict(first.named_parameters())
-    for name, value in unsharded("FP32").items():
-        error, moved = (ranks[0]["state"][name] - value).norm(), (value - start[name]).norm()
-        assert error < 0.1 * moved, f"{name}: {error} of {moved}"
+    state, expected = ranks[0]["state"], unsharded("FP32")
+    error = torch.cat([(state[name] - value).flatten() for name, value in expected.items()]).norm()
+    moved = torch.cat([(value - start[name]).detach().flatten() for name, value in expected.items()]).norm()
+    assert error < 0.05 * moved
 
 
 @pytest.mark.unit
