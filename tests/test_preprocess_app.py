@@ -13,14 +13,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torchrec import EmbeddingBagConfig
 from torchrec_ext.components import data  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.parquet import read_parquet
-from torchrec_ext.data.preprocess import FittedPreprocessor
+from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Preprocessor
+from torchrec_ext.data.source import ParquetSource
+from torchrec_ext.models.tower_model import two_tower
 from torchx_apps.preprocess import main
+from torchx_apps.preprocess_recipes import Prepared
 
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 SMALL = ["--recipe", "clicks", "--set", "config.categorical=2", "--set", "config.dense=1"]
@@ -83,6 +89,13 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
         (["--recipe", "clicks", "--set", "config.min_cuont=1"], "there is no key 'min_cuont'; did you mean 'min_count'?"),
         (["--run-dir", "x"], "--run-dir x: preprocessing writes to --out; give that"),
         (["--enigne", "spark"], "unrecognized arguments: --enigne spark"),
+        (["--recipe", "torchx_apps.recipes:two_tower"], "it returned a Job; here a recipe returns a PreprocessJob of torchx_apps"),
+        (["--recipe", "my_recipe.py:job"], "--recipe my_recipe.py:job: there is no file my_recipe.py"),
+        (
+            ["--recipe", "clicks", "--engine", "sprak", "--out", "x"],
+            "engine='sprak': there is no such engine; write duckdb, spark or",
+        ),
+        (["--recipe", "clicks"], "recipe clicks needs a log: --set config.folder=DIR"),
         (["--set", "config.test_share=2"], "--set config.test_share=2: config.test_share=2.0: must be between 0 and 1"),
     ],
 )
@@ -117,6 +130,92 @@ def test_clicks_from_log_to_folder(log: Path, tmp_path: Path, capsys: pytest.Cap
     assert "ready: there is something already; choose another folder" in capsys.readouterr().err
 
 
+OWN_RECIPE = """
+from pathlib import Path
+from torchrec_ext.data.preprocess import Bucketize, Categorify, Preprocessor
+from torchx_apps.preprocess_recipes import Prepared, PreprocessJob
+
+
+def job():
+    return PreprocessJob(name="shop", build=build)
+
+
+def build(config, engine):
+    orders = engine.ibis.read_csv(Path(__file__).parent / "orders.csv")
+    steps = [Categorify(column="city"), Bucketize(column="price", quantiles=4)]
+    return Prepared(
+        preprocessor=Preprocessor(steps, keep=["paid"]),
+        splits={"train": orders.filter(orders.day < "2024-03-01"), "test": orders.filter(orders.day >= "2024-03-01")},
+        label="paid",
+        time="day",
+    )
+"""
+
+
+@quiet
+def test_a_recipe_of_a_users_own_over_a_csv_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need_duckdb()
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'")
+    (tmp_path / "my_recipe.py").write_text(OWN_RECIPE)
+    lines = [f"{'Rome' if k % 3 else 'Oslo'},{k},2024-{1 + k % 4:02}-05 10:00:00,{k % 2}" for k in range(40)]
+    (tmp_path / "orders.csv").write_text("\n".join(["city,price,day,paid", *lines]))
+    flags = ["--recipe", f"{tmp_path}/my_recipe.py:job", "--out", str(tmp_path / "ready")]
+    assert main(flags) == 0
+    summary = json.loads((tmp_path / "ready/summary.json").read_text())
+    assert (summary["rows"], summary["vocab"], summary["config"]) == ({"train": 20, "test": 20}, {"city": 3, "price": 5}, None)
+    assert main([*flags, "--set", "overwrite=true"]) == 0, capsys.readouterr().err
+    (tmp_path / "ready/summary.json").unlink()
+    assert main([*flags, "--set", "overwrite=true"]) == 1
+    assert "ready: is not the folder of an earlier result (it has no summary.json)" in capsys.readouterr().err
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["preprocessor", "../x", ""])
+def test_splits_are_folders(name: str) -> None:
+    with pytest.raises(ValueError, match=r"splits has the name .*: must be letters, digits"):
+        Prepared(preprocessor=Preprocessor([Categorify(column="x")]), splits={name: "a.parquet"})
+
+
+@quiet
+def test_what_is_missing_is_told_before_any_row_is_read(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_duckdb()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(FittedPreprocessor, "transform", None)
+    assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]) == 1
+    assert "pictures need matplotlib: pip install 'torchrec-ext[report]', or --set pictures=false" in capsys.readouterr().err
+
+
+@quiet
+def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file(log: Path, tmp_path: Path) -> None:
+    need_duckdb()
+    assert main([*SMALL, "--set", f"config.folder={log}", "--set", "pictures=false", "--out", str(tmp_path / "ready")]) == 0
+    fitted = FittedPreprocessor.load(tmp_path / "ready/preprocessor")
+    tables = [
+        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=8)
+        for name, rows in fitted.vocab.items()
+    ]
+    model = two_tower(tables[:1], tables[1:], user_dense=fitted.dense)
+    schema, config = model.schema(), LoaderConfig(batch_size=64, negatives=0, label="label", shuffle=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    losses = []
+    for epoch in range(3):
+        loader = ChunkLoader(ParquetSource(tmp_path / "ready/train"), schema, config=config)
+        loader.set_epoch(epoch)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss, _ = model(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert np.mean(losses[-8:]) < np.mean(losses[:8])
+    raw = pq.read_table(log / "part-1.parquet").slice(0, 64).to_pydict()
+    request = ChunkLoader(fitted.online(raw), schema, config=config)
+    stored = ChunkLoader(ParquetSource(tmp_path / "ready/test"), schema, config=config)
+    assert torch.equal(model.logits(next(iter(request))), model.logits(next(iter(stored))))
+
+
 @quiet
 def test_a_failed_run_leaves_no_folder(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need_duckdb()
@@ -129,7 +228,16 @@ def test_a_failed_run_leaves_no_folder(log: Path, tmp_path: Path, capsys: pytest
 @quiet
 def test_movielens(ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need_duckdb()
-    flags = ["--set", f"config.folder={ml_100k_files}", "--set", "pictures=false", "--out", str(tmp_path / "ready")]
+    flags = [
+        "--set",
+        f"config.folder={ml_100k_files}",
+        "--set",
+        "config.history_length=10",
+        "--set",
+        "pictures=false",
+        "--out",
+        str(tmp_path / "ready"),
+    ]
     assert main(flags) == 0
     rows = json.loads((tmp_path / "ready/summary.json").read_text())["rows"]
     assert sum(rows.values()) == 100_000

@@ -47,6 +47,8 @@ class Spark:
                 "process has one; give engine='spark' to use it, or stop it first"
             )
         self.session = _start(session, SparkSession) if isinstance(session, str) else session
+        if self._own:
+            self.session.sparkContext.setLogLevel("ERROR")  # it warns of long plans and of folders with a dot, which ours are
         self._before = {name: self.session.conf.get(name, None) for name in _SETTINGS}
         for name, value in _SETTINGS.items():
             self.session.conf.set(name, value)
@@ -184,7 +186,7 @@ def _address(name: str) -> str:
 
 
 def _start(master: str, session: Any) -> Any:
-    builder = session.builder.appName("torchrec_ext preprocessing")
+    builder = session.builder.appName("torchrec_ext preprocessing").config("spark.ui.showConsoleProgress", "false")
     if master != "spark":
         builder = builder.master(master)
     try:
