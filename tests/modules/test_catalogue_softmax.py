@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from torchrec_ext.modules import catalogue_softmax as module
 from torchrec_ext.modules.catalogue_softmax import catalogue_softmax
 
 pytestmark = pytest.mark.unit
@@ -21,6 +22,12 @@ def made(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     states = torch.randn(5, WIDTH, dtype=torch.float64, generator=generator)
     table = torch.randn(ITEMS + 1, WIDTH, dtype=torch.float64, generator=generator)
     return states.requires_grad_(), table.requires_grad_(), torch.tensor([3, 1, 7, 7, 2])
+
+
+@pytest.fixture(autouse=True, params=[2**20, 16, 1])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All scores at once, two states at a time, and one."""
+    monkeypatch.setattr(module, "SCORES_PER_BLOCK", request.param)
 
 
 def losses(states: Tensor, table: Tensor, targets: Tensor, candidates: Tensor) -> Tensor:
@@ -65,3 +72,10 @@ def test_a_sample_of_nothing_but_the_target_gives_no_loss_and_no_nan() -> None:
     gradients = torch.autograd.grad(found.sum(), [states, table])
     assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
     assert not bool(gradients[0][2:4].any())
+
+
+def test_without_positions_there_is_no_loss_and_the_graph_is_whole() -> None:
+    states, table, _ = made()
+    found = losses(states[:0], table, torch.zeros(0, dtype=torch.int64), torch.arange(1, ITEMS + 1))
+    assert found.shape == (0,)
+    assert all(not bool(gradient.any()) for gradient in torch.autograd.grad(found.sum(), [states, table]))
