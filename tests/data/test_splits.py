@@ -78,6 +78,46 @@ def test_a_folder_with_candidates_becomes_interactions_with_ids_from_1(tmp_path:
     assert (whole.train.num_rows, whole.validation.num_rows) == (5, 0)
 
 
+def ncf_text(folder: Path, **changed: str) -> Path:
+    texts = {
+        "train.rating": "0\t0\t5\t9\n0\t3\t4\t9\n1\t1\t4\t9\n1\t2\t4\t9\n2\t4\t4\t9\n",
+        "test.rating": "0\t1\t5\t9\n1\t0\t5\t9\n2\t0\t5\t9\n",
+        "test.negative": "(0,1)\t2\t1\n(1,0)\t3\t4\n(2,0)\t1\t2\n",
+        **changed,
+    }
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / f"ml-1m.{name}").write_text(text)
+    return folder
+
+
+@pytest.mark.unit
+def test_the_papers_text_files_are_the_same_set(tmp_path: Path) -> None:
+    made = [
+        from_folder(folder, name="mine", history_length=5)
+        for folder in (ncf_text(tmp_path / "text"), ncf_folder(tmp_path / "parquet"))
+    ]
+    for part in ("train", "validation", "test"):
+        text, parquet = (getattr(data, part) for data in made)
+        for name in ("user_id", "item_id", "history"):
+            assert text[name].values.tolist() == parquet[name].values.tolist()
+    assert made[0].evaluation.candidates["test"].tolist() == made[1].evaluation.candidates["test"].tolist()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("test.negative", "(0,1)\t2\t1\n(1,0)\t3\n", r"ml-1m\.test\.negative: line 2 has \['3'\], must have 2 ids of 0 or more"),
+        ("train.rating", "0\tx\t5\t9\n", r"ml-1m\.train\.rating: line 1 has \['0', 'x'\], must have 2 ids of 0 or more"),
+        ("test.rating", "", r"ml-1m\.test\.rating: no lines"),
+    ],
+)
+def test_a_text_file_of_another_form_names_file_and_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_folder(ncf_text(tmp_path / "text", **{name: text}), name="mine", history_length=5)
+
+
 @pytest.mark.unit
 def test_a_folder_of_interactions_is_split_by_time(tmp_path: Path) -> None:
     rows = {"user_id": [3, 3, 3, 3], "item_id": [7, 5, 6, 8], "timestamp": [1, 4, 2, 3]}

@@ -183,9 +183,9 @@ def _from_folder(config: DataConfig) -> InteractionData:
                 f"with {LAYOUTS} (looked in {looked})"
             )
         raise DatasetUnavailable(
-            f"set '{config.name}' is not on this machine (looked in {looked}); put train.parquet (user, item), test.parquet (user, "
-            "item) and test_negatives.parquet (user, negative) there, made from the publisher's ml-1m.train.rating, "
-            "ml-1m.test.rating and ml-1m.test.negative (github.com/hexiangnan/neural_collaborative_filtering, Data), with "
+            f"set '{config.name}' is not on this machine (looked in {looked}); put the publisher's ml-1m.train.rating, "
+            "ml-1m.test.rating and ml-1m.test.negative there (github.com/hexiangnan/neural_collaborative_filtering, Data), or the "
+            "same as train.parquet (user, item), test.parquet (user, item) and test_negatives.parquet (user, negative), with "
             "users.parquet and items.parquet for features, or use generated data: data.name=planted"
         )
     published = config.name == "ml-1m-ncf"

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from torchrec_ext.data.columns import Chunk, Column, Int64
 from torchrec_ext.data.evaluation import Evaluation
 from torchrec_ext.data.interactions import InteractionData, from_ratings
+from torchrec_ext.data.ncf_text import ncf_files, read_ncf
 from torchrec_ext.data.negatives import UniformNegatives
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.side_features import side_features
@@ -20,15 +21,16 @@ from torchrec_ext.schema import DataError
 
 LAYOUTS = (
     "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet, test.parquet "
-    "(user, item) and test_negatives.parquet (user, negative: the candidates of that user's test item); with users.parquet (user, "
-    "...) and items.parquet (item, ...) where more is known of them"
+    "(user, item) and test_negatives.parquet (user, negative: the candidates of that user's test item), or the text files "
+    "NAME.train.rating, NAME.test.rating and NAME.test.negative of the NCF paper; with users.parquet (user, ...) and items.parquet "
+    "(item, ...) where more is known of them"
 )
 _SPELLINGS = {"user_id": ("user_id", "user"), "item_id": ("item_id", "item"), "negative": ("negative", "item_id", "item")}
 
 
 def is_folder_of_interactions(folder: Path) -> bool:
     """Whether the files of one of the layouts are there."""
-    return (folder / "inter.parquet").exists() or (folder / "test_negatives.parquet").exists()
+    return any((folder / name).exists() for name in ("inter.parquet", "test_negatives.parquet")) or ncf_files(folder) is not None
 
 
 def from_folder(
@@ -60,9 +62,8 @@ def from_folder(
         DataError: a file or a column is missing or damaged, or an id is below 0.
     """
     columns = columns or {}
-    if (folder / "test_negatives.parquet").exists():
-        parts = [_read(folder / f"{part}.parquet", "user_id", "item_id") for part in ("train", "test")]
-        negatives = _read(folder / "test_negatives.parquet", "user_id", "negative")
+    if not (folder / "inter.parquet").exists():
+        *parts, negatives = _with_negatives(folder)
         ratings = Chunk({key: Column(np.concatenate([chunk[key].values for chunk in parts])) for key in ("user_id", "item_id")})
         part = np.repeat(np.array([TRAIN, TEST], dtype=np.int8), [chunk.num_rows for chunk in parts])
         if validation:
@@ -87,6 +88,14 @@ def from_folder(
         split=split,
     )
     return data if negatives is None else _with_candidates(data, negatives, seed)
+
+
+def _with_negatives(folder: Path) -> tuple[Chunk, Chunk, Chunk]:
+    """(train, test, negatives)."""
+    if (files := ncf_files(folder)) is not None:
+        return read_ncf(files)
+    train, test = (_read(folder / f"{part}.parquet", "user_id", "item_id") for part in ("train", "test"))
+    return train, test, _read(folder / "test_negatives.parquet", "user_id", "negative")
 
 
 def _read(path: Path, *names: str) -> Chunk:
@@ -155,7 +164,7 @@ def _by_user(users: Int64, negatives: Chunk) -> Int64:
     starts, stops = owners.searchsorted(users), owners.searchsorted(users, side="right")
     if (starts == stops).any():
         row = int((starts == stops).argmax())
-        raise DataError(f"test_negatives.parquet: user {users[row] - 1}, who has a test item, has no row; write the candidates")
+        raise DataError(f"test negatives: user {users[row] - 1}, who has a test item, has no row; write the candidates")
     places = starts[:, None] + np.arange(int((stops - starts).max()))
     inside = places < stops[:, None]
     return np.where(inside, items[np.where(inside, places, 0)], -1)
