@@ -1,0 +1,268 @@
+"""Id dropout: whole bags, the same on any number of ranks and after a resume; what it gives an item that was never seen."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchrec import EmbeddingBagConfig, PoolingType
+
+from tests.contracts import run_ranks
+from tests.examples import META, table
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.batches import BatchBuilder
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.id_dropout import IdDropout, unseen_as_oov
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, training_loader
+from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.data.synthetic import planted
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.tower_model import TowerModel, two_tower
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+
+RATES = {"item_id": 0.3, "user_id": 0.2, "history": 0.1}
+
+
+def small() -> InteractionData:
+    return planted(users=60, items=60, clusters=4, history_length=5)
+
+
+def model(data: InteractionData, *, shared: bool = True, device: torch.device | None = META, **options: Any) -> TowerModel:
+    def tables(*names: str) -> list[EmbeddingBagConfig]:
+        return [
+            EmbeddingBagConfig(
+                name=name,
+                feature_names=[name],
+                num_embeddings=data.vocab[name],
+                embedding_dim=16,
+                pooling=PoolingType.MEAN,
+            )
+            for name in names
+        ]
+
+    users, items = tables("user_id", "occupation", "history"), tables("item_id", "genres")
+    return two_tower(users, items, shared=("user",) if shared else (), device=device, **options)
+
+
+def loader(data: InteractionData, schema: BatchSchema, rank: int = 0, world_size: int = 1, **config: Any) -> ChunkLoader:
+    config = {"batch_size": 32, "negatives": 3, "prefetch": 0} | config
+    return training_loader(data, schema, LoaderConfig(**config), rank=rank, world_size=world_size)
+
+
+def bags(batch: TowerBatch, name: str) -> list[list[int]]:
+    part = batch.shared.sparse if batch.shared is not None and name in batch.shared.sparse.keys() else batch.sparse  # noqa: SIM118
+    return [row.tolist() for row in part[name].to_dense()]
+
+
+def epoch(made: IdDropout | ChunkLoader, names: tuple[str, ...], number: int = 0) -> list[dict[str, list[list[int]]]]:
+    made.set_epoch(number)
+    return [{name: bags(batch, name) for name in names} for batch in made]
+
+
+def joined(batches: list[dict[str, list[list[int]]]], name: str) -> list[list[int]]:
+    return [bag for batch in batches for bag in batch[name]]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("shared", [True, False])
+def test_whole_bags_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_changes(shared: bool) -> None:
+    data = small()
+    schema = model(data, shared=shared).schema(oov_ids={"item_id": 7})
+    names = ("item_id", "user_id", "history", "genres", "occupation")
+    before, after = (epoch(made, names) for made in (loader(data, schema), IdDropout(loader(data, schema), schema, RATES)))
+    for name in names:
+        old, new = joined(before, name), joined(after, name)
+        oov = 7 if name == "item_id" else 0
+        changed = [bag for bag, was in zip(new, old, strict=True) if bag != was]
+        assert all(bag == [oov] * len(bag) for bag in changed), name
+        could = sum(bag != [oov] * len(bag) for bag in old)
+        rate = RATES.get(name, 0.0)
+        assert abs(len(changed) - rate * could) <= 5 * (rate * (1 - rate) * could) ** 0.5, name
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_choice_is_the_same_on_any_number_of_ranks_and_at_any_batch_size(shared: bool) -> None:
+    data = small()
+    schema = model(data, shared=shared).schema()
+
+    def items(rank: int = 0, world_size: int = 1, **config: Any) -> list[list[list[int]]]:
+        made = IdDropout(loader(data, schema, rank, world_size, drop_last=True, **config), schema, RATES, seed=3)
+        return [batch["item_id"] for batch in epoch(made, ("item_id",))]
+
+    alone, ranks = items(), [items(rank, 2) for rank in range(2)]
+    assert [first + second for first, second in zip(*ranks, strict=True)] == alone
+    small_steps = [bag for batch in items(batch_size=16) for bag in batch]
+    assert small_steps[: 32 * 4 * len(alone)] == [bag for batch in alone for bag in batch]
+
+
+@pytest.mark.unit
+def test_a_resumed_epoch_drops_what_the_uninterrupted_one_dropped() -> None:
+    data = small()
+    schema = model(data).schema()
+    whole, first, resumed = (IdDropout(loader(data, schema), schema, RATES) for _ in range(3))
+    expected = epoch(whole, ("item_id", "user_id"), 2)
+    first.set_epoch(2)
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    resumed.load_state_dict(first.state_dict())
+    rest = [{name: bags(batch, name) for name in ("item_id", "user_id")} for batch in resumed]
+    assert rest == expected[3:]
+
+
+@pytest.mark.unit
+def test_epochs_seeds_and_features_differ() -> None:
+    data = small()
+    schema = model(data, shared=False).schema()
+
+    def dropped(name: str, number: int = 0, seed: int = 0) -> Tensor:
+        made = IdDropout(loader(data, schema, shuffle=False, negatives=0), schema, {name: 0.5}, seed=seed)
+        return torch.tensor([bag == [0] for bag in joined(epoch(made, (name,), number), name)])
+
+    chosen = dropped("item_id")
+    for other in (dropped("item_id", 1), dropped("item_id", 0, 1), dropped("user_id")):
+        assert 0.4 < float((chosen == other).double().mean()) < 0.6
+
+
+@pytest.mark.unit
+def test_a_table_of_two_towers_loses_the_ids_of_the_named_feature_alone() -> None:
+    data = small()
+
+    def items(feature: str) -> EmbeddingBagConfig:
+        return EmbeddingBagConfig(name="item_rows", feature_names=[feature], num_embeddings=data.vocab["item_id"], embedding_dim=8)
+
+    schema = two_tower([items("history"), table("user_id", 61)], [items("item_id")], shared=("user",), device=META).schema()
+    plain = loader(data, schema, drop_last=True)
+    for old, new in zip(list(plain), list(IdDropout(plain, schema, {"item_id": 0.3})), strict=True):
+        assert old.shared is not None
+        queries = old.shared.sparse.stride()
+        was, now = (batch.joint["history|item_id"].to_dense() for batch in (old, new))
+        assert all(torch.equal(a, b) for a, b in zip(was[:queries], now[:queries], strict=True))
+        pairs = list(zip(was[queries:], now[queries:], strict=True))
+        assert all(b.item() in (0, a.item()) for a, b in pairs)
+        assert any(a.item() != b.item() for a, b in pairs)
+
+
+@pytest.mark.unit
+def test_ids_that_training_does_not_hold_become_the_oov_row() -> None:
+    schema = model(small()).schema(oov_ids={"item_id": 1})
+    feature = schema.feature("item_id")
+    assert feature is not None
+    train = Chunk({"item_id": Column(torch.tensor([3, 5, 3]).numpy())})
+    rows = Chunk({"item_id": Column(torch.tensor([5, 4, 3, -2, 10_000]).numpy()), "other": Column(torch.zeros(5).numpy())})
+    assert unseen_as_oov(rows, train, feature)["item_id"].values.tolist() == [5, 1, 3, 1, 1]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("rates", "text"),
+    [
+        ({"item": 0.1}, "rates names 'item', which is no sparse feature; the features are ['user_id', 'occupation', 'history'"),
+        ({"item_id": 1.0}, "rates: item_id=1.0: must be at least 0 and below 1"),
+        ({"item_id": -0.1}, "rates: item_id=-0.1"),
+    ],
+)
+def test_wrong_rates_are_refused(rates: dict[str, float], text: str) -> None:
+    data = small()
+    schema = model(data).schema()
+    with pytest.raises(ValueError) as error:
+        IdDropout(loader(data, schema), schema, rates)
+    assert text in str(error.value)
+
+
+SIDE, USERS = 16, 40
+
+
+def coloured_items(seed: int) -> tuple[Chunk, np.ndarray, np.ndarray]:
+    """One item for each square of a board, known by its row ``a`` and its column ``b``; its colour; and whether it is held out.
+
+    Neither feature says anything alone, and few items share a row's or a column's value: an id is learned sooner than they are.
+    """
+    rng = np.random.default_rng(seed)
+    squares = rng.permutation(SIDE * SIDE)
+    row, column = squares // SIDE, squares % SIDE
+    new = np.zeros(SIDE * SIDE + 1, dtype=bool)
+    new[rng.permutation(SIDE * SIDE)[: SIDE * SIDE // 4] + 1] = True
+    features = {"item_id": np.arange(SIDE * SIDE + 1), "a": np.r_[0, row + 1], "b": np.r_[0, column + 1]}
+    return Chunk({name: Column(ids) for name, ids in features.items()}), np.r_[-1, (row + column) % 2], new
+
+
+def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float, list[str]]:
+    """Users take the items of one colour, and a quarter of the items is held out entirely.
+
+    Returns the share of the user's colour among as many unseen items as have it, best first; the same of the trained items; and
+    what was not pipelined.
+    """
+    items, colour, new = coloured_items(0)
+    ids, users = np.arange(1, len(colour)), np.arange(1, USERS + 1)
+    user, item = users.repeat(len(ids)), np.tile(ids, USERS)
+    liked = colour[item] == user % 2
+    train = Chunk({"user_id": Column(user[liked & ~new[item]]), "item_id": Column(item[liked & ~new[item]])})
+    torch.manual_seed(0)
+    made = two_tower(
+        [table("user_id", USERS + 1)],
+        [table("item_id", len(colour)), table("a", SIDE + 1), table("b", SIDE + 1)],
+        tower_widths=(32, 16),
+        interaction="dot",
+        shared=("user",),
+        device=META,
+    )
+    schema = made.schema()
+    feature = schema.feature("item_id")
+    assert feature is not None
+    items = unseen_as_oov(items, train, feature)
+    never = liked | new[item]  # an item that is held out is no negative either
+    batches = IdDropout(
+        ChunkLoader(
+            train,
+            schema,
+            config=LoaderConfig(batch_size=256, negatives=2),
+            items=items,
+            negatives=UniformNegatives(len(ids), user[never], item[never], 0),
+            rank=runtime.rank,
+            world_size=runtime.world_size,
+        ),
+        schema,
+        {"item_id": rate},
+    )
+    config = OptimizerConfig(tables_lr=0.1, dense_lr=1e-2)
+    plan = plan_sharding(made, runtime, PlanConfig(sharding="row_wise"), optimizer=config)
+    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=config)
+    pipeline = make_pipeline(parallel, optimizer, runtime.device)
+    for epoch in range(12):
+        batches.set_epoch(epoch)
+        stream = iter(batches)
+        for _ in range(len(batches)):
+            pipeline.progress(stream)
+    missed = unpipelined(pipeline, parallel)
+    pipeline.detach()
+    builder, trained = BatchBuilder(schema, items), parallel.module.eval()
+    with torch.no_grad():
+        queries = trained.embed("user", builder.user_batch(Chunk({"user_id": Column(users)})))
+        scores = trained.interaction.score_all(queries, trained.embed("item", builder.item_batch(np.arange(len(colour))))).numpy()
+
+    def recall(kept: np.ndarray) -> float:
+        found = []
+        for user, row in zip(users, scores, strict=True):
+            own = kept[colour[kept] == user % 2]
+            found.append(np.isin(kept[np.argsort(-row[kept])[: len(own)]], own).mean())
+        return float(np.mean(found))
+
+    return recall(ids[new[1:]]), recall(ids[~new[1:]]), missed
+
+
+def test_an_item_never_seen_is_ranked_by_its_features() -> None:
+    """Half of them have the right colour, so chance is a recall of .5, and that is what ids alone reach; the best is 1."""
+    (without, trained, _), *_ = run_ranks(recall_of_unseen_items, 2, 0.0, timeout_s=300)
+    (dropped, still_trained, missed), *_ = run_ranks(recall_of_unseen_items, 2, 0.3, timeout_s=300)
+    assert missed == []
+    assert trained == still_trained == 1
+    assert without < 0.8
+    assert dropped > 0.99
