@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import glob
 import itertools
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import pyarrow as pa
@@ -121,7 +119,8 @@ class DuckDB:
 
     def __init__(self, *, threads: int | None = None, memory: str | None = None) -> None:
         ibis = need_ibis()
-        self._spill = Path(tempfile.mkdtemp(prefix="torchrec_ext_duckdb_"))
+        # Removed at the latest with this object, or when Python ends.
+        self._spill = tempfile.TemporaryDirectory(prefix="torchrec_ext_duckdb_", ignore_cleanup_errors=True)
         self.ibis = ibis.duckdb.connect()
         self._names = itertools.count()
 
@@ -131,7 +130,7 @@ class DuckDB:
             raise NotImplementedError
 
         self._isfinite = isfinite
-        settings = {"temp_directory": str(self._spill), "TimeZone": "UTC", "threads": threads, "memory_limit": memory}
+        settings = {"temp_directory": self._spill.name, "TimeZone": "UTC", "threads": threads, "memory_limit": memory}
         # Thousands of small batches pass through the stream: with the default of 1 MB its two sides wait for one another.
         settings["streaming_buffer_size"] = "64MB"
         for name, value in settings.items():
@@ -229,7 +228,7 @@ class DuckDB:
     def close(self) -> None:
         """Closes the connection and removes what was spilled."""
         self.ibis.disconnect()
-        shutil.rmtree(self._spill, ignore_errors=True)
+        self._spill.cleanup()
 
 
 def _quoted(text: str, mark: str) -> str:
