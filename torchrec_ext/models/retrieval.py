@@ -83,10 +83,6 @@ class _InBatchSoftmax(nn.Module):
         # What is in no training row is in no batch either; its correction only has to be a number.
         self.register_buffer("log_q", None if counts is None else (counts.clamp(min=1) / counts.sum()).log().float())
 
-    def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
-        """See :meth:`TowerModel.schema`; a loss that compares rows reads no labels, so they may have any value."""
-        return dataclasses.replace(super().schema(out_of_range=out_of_range, oov_ids=oov_ids), label_range=None)
-
     def forward(self, outputs: list[Tensor], batch: TowerBatch) -> Tensor:
         queries, candidates = map(normalize, outputs) if self._cosine else outputs
         ids = batch.bags(self._item_feature).to_padded_dense(1)[:, 0].long()
