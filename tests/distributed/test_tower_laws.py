@@ -126,8 +126,12 @@ def test_half_precision_tables_train_and_stay_half(sharding: str) -> None:
 @pytest.mark.parametrize(
     ("made", "sharding", "text"),
     [
-        (table("t", 9, data_type=DataType.BF16), "auto", "data_type=BF16: FBGEMM's kernels train FP32, FP16 tables on a cpu"),
-        (table("t", 9, data_type=DataType.INT8), "table_wise", "data_type=INT8: FBGEMM's kernels train FP32, FP16 tables on a cpu"),
+        (table("t", 9, data_type=DataType.BF16), "auto", "data_type=BF16: FBGEMM's kernels train FP32 and FP16 tables on a cpu"),
+        (
+            table("t", 9, data_type=DataType.INT8),
+            "table_wise",
+            "data_type=INT8: FBGEMM's kernels train FP32 and FP16 tables on a cpu",
+        ),
         (
             table("t", 9, data_type=DataType.FP16),
             "data_parallel",

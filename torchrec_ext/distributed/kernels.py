@@ -5,17 +5,19 @@ from __future__ import annotations
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingConfig
 
-_TRAINABLE = {"cpu": (DataType.FP32, DataType.FP16), "cuda": (DataType.FP32, DataType.FP16, DataType.BF16)}
+TRAINED_ON_CPU = (DataType.FP32, DataType.FP16)
 
 
 def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> str | None:
-    """Why ``table`` cannot be trained on a ``device`` (``cpu`` or ``cuda``) as ``sharding``, ``auto`` included; None if it can."""
+    """Why ``table`` cannot be trained on a ``device`` (``cpu`` or ``cuda``) as ``sharding``, ``auto`` included.
+
+    None where it can, or where FBGEMM itself says no: which types its CUDA kernels train differs by version.
+    """
     if table.embedding_dim % 4:
         return f"embedding_dim={table.embedding_dim} must be a multiple of 4, as FBGEMM's kernels ask"
-    trainable = _TRAINABLE.get(device, _TRAINABLE["cuda"])
-    if table.data_type not in trainable:
-        names = ", ".join(kind.value for kind in trainable)
-        return f"data_type={table.data_type.value}: FBGEMM's kernels train {names} tables on a {device}; choose one of them"
+    if device == "cpu" and table.data_type not in TRAINED_ON_CPU:
+        names = " and ".join(kind.value for kind in TRAINED_ON_CPU)
+        return f"data_type={table.data_type.value}: FBGEMM's kernels train {names} tables on a cpu; choose one of them"
     if sharding != ShardingType.DATA_PARALLEL.value:
         return None
     others = "choose table_wise, row_wise or column_wise for it, with an optimizer that runs there"
