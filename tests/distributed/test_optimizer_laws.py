@@ -1,19 +1,24 @@
 """Every optimizer, weight decay, clipping and exception: ranks and plans change nothing, over real gloo processes."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import META, USERS, batches, small_model
+from tests.examples import DIM, ITEMS, META, USERS, batches, small_model
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
+from torchrec_ext.modules.losses import bce
 from torchrec_ext.train.pipelines import make_pipeline
 
 STEPS = 20
@@ -25,14 +30,24 @@ EXCEPTIONS = OptimizerConfig(
     dense_weight_decay=0.2,
 )
 
+# Equal rates, which would put the tables into one kernel if their optimizers did not.
+MIXED = OptimizerConfig(
+    tables="sgd", tables_lr=0.05, per_table=("user_id=lazy_adam", "history=adam", "item_id=weight_decay=0.3"), dense="sgd"
+)
 
-def cases() -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
-    """(name, plan, optimizer)."""
+
+def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
+    """(name, plan, optimizer); of the sharding types one rank tries one, since it shards nothing."""
+    shardings = ("row_wise",) if world_size == 1 else ("table_wise", "row_wise", "column_wise")
     for kind in ("adam", "lazy_adam", "partial_row_wise_adam", "lamb"):
         yield kind, PlanConfig(), OptimizerConfig(tables=kind, tables_lr=0.02)  # type: ignore[arg-type]
-    for sharding in ("table_wise", "row_wise", "column_wise", "data_parallel"):
+    for sharding in (*shardings, "data_parallel"):
         plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
         yield f"decay, {sharding}", plan, OptimizerConfig(tables_lr=0.1, tables_weight_decay=0.5, dense_weight_decay=1.0)
+    for sharding in shardings:
+        plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
+        yield f"adam, {sharding}", plan, OptimizerConfig(tables="adam", tables_lr=0.02, tables_weight_decay=0.5)
+        yield f"mixed, {sharding}", plan, MIXED
     plan = PlanConfig(sharding="row_wise", tables=("user_id=data_parallel", "item_id=table_wise"))
     yield "exceptions", plan, EXCEPTIONS
     clipped = OptimizerConfig(tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=0.5, clip_norm=0.05)
@@ -68,7 +83,7 @@ def unsharded(optimizer: OptimizerConfig) -> dict[str, Tensor]:
 def sharded(runtime: Runtime) -> dict[str, Any]:
     """The kinds of sharding and the weights after 20 steps, of each case."""
     learned = {}
-    for name, plan_config, optimizer in cases():
+    for name, plan_config, optimizer in cases(runtime.world_size):
         model = small_model(META)
         plan = plan_sharding(model, runtime, plan_config, optimizer=optimizer)
         kinds = {table: kind.sharding_type for module in plan.plan.values() for table, kind in module.items()}  # type: ignore[attr-defined]
@@ -83,21 +98,23 @@ def sharded(runtime: Runtime) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def learned(request: pytest.FixtureRequest) -> Any:
-    return run_ranks(sharded, request.param)[0]
+    return request.param, run_ranks(sharded, request.param)[0]
 
 
 def test_every_optimizer_learns_the_same_on_any_number_of_ranks_as_unsharded(learned: Any) -> None:
-    for name, _, optimizer in cases():
+    world_size, by_case = learned
+    for name, _, optimizer in cases(world_size):
         expected = unsharded(optimizer)
         for key, value in expected.items():
-            actual = learned[name]["state"][key]
+            actual = by_case[name]["state"][key]
             torch.testing.assert_close(actual, value, rtol=0, atol=1e-4, msg=lambda text, at=f"{name}, {key}": f"{at}: {text}")
 
 
 def test_what_no_cpu_kernel_runs_is_kept_on_every_rank_and_the_rest_is_sharded_as_asked(learned: Any) -> None:
+    _, by_case = learned
     for kind in ("adam", "lazy_adam", "partial_row_wise_adam", "lamb"):
-        assert set(learned[kind]["kinds"].values()) == {"data_parallel"}
-    assert learned["exceptions"]["kinds"] == {"user_id": "data_parallel", "history": "row_wise", "item_id": "table_wise"}
+        assert set(by_case[kind]["kinds"].values()) == {"data_parallel"}
+    assert by_case["exceptions"]["kinds"] == {"user_id": "data_parallel", "history": "row_wise", "item_id": "table_wise"}
 
 
 def shrunk(runtime: Runtime, sharding: str) -> dict[str, Tensor]:
@@ -125,17 +142,113 @@ def test_weight_decay_halves_the_rows_that_were_learned_from_and_no_other(shardi
     torch.testing.assert_close(ran["after"], ran["before"] * factor, rtol=0, atol=1e-6)
 
 
+class Sequences(nn.Module):
+    """Items read one by one: the sum over a history, times the item."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()
+        config = EmbeddingConfig(name="item_rows", feature_names=["history", "item_id"], num_embeddings=ITEMS, embedding_dim=DIM)
+        self.embeddings = EmbeddingCollection(tables=[config], device=device)
+
+    def forward(self, batch: TowerBatch) -> Tensor:
+        items = self.embeddings(batch.sparse)
+        history = items["history"].to_padded_dense(4).sum(1)
+        logits = (history * items["item_id"].values()).sum(1)
+        return bce(logits, batch)
+
+
+READ_ONE_BY_ONE = [
+    OptimizerConfig(tables="adagrad", tables_lr=0.1, tables_weight_decay=0.5),
+    OptimizerConfig(tables="adam", tables_lr=0.02),
+    OptimizerConfig(tables="lazy_adam", tables_lr=0.02, tables_weight_decay=0.5),
+]
+
+
+def sequences(runtime: Runtime) -> list[Tensor]:
+    """The table after 20 steps of a loop of one's own, for each optimizer; the planner chooses."""
+    learned = []
+    for optimizer in READ_ONE_BY_ONE:
+        model = Sequences(META)
+        parallel, keyed = hybrid_parallel(model, runtime, optimizer=optimizer, seed=7)
+        for batch in batches(STEPS, rank=runtime.rank, world_size=runtime.world_size):
+            loss = parallel(batch)
+            keyed.zero_grad()  # after the forward, as some loops have it
+            loss.backward()
+            keyed.step()
+        learned.append((gather_state(parallel) or {}).get("embeddings.embeddings.item_rows.weight"))
+    return learned
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tables_that_are_read_id_by_id_learn_the_same_as_unsharded(world_size: int) -> None:
+    for optimizer, learned in zip(READ_ONE_BY_ONE, run_ranks(sequences, world_size)[0], strict=True):
+        model = Sequences()
+        initialise_tables(model, seed=7)
+        (table,), (choice,) = model.parameters(), optimizer.for_tables(model).values()
+        make, arguments = choice.unfused()
+        plain = make([table], **arguments)
+        for batch in batches(STEPS):
+            plain.zero_grad()
+            model(batch).backward()
+            with torch.no_grad():
+                table[table.grad.ne(0).any(dim=1)] *= 1 - choice.lr * choice.weight_decay  # type: ignore[union-attr]
+            plain.step()
+        torch.testing.assert_close(learned, table.detach(), rtol=0, atol=1e-4, msg=lambda text, at=choice: f"{at}: {text}")
+
+
+def resumed(runtime: Runtime, folder: str) -> list[Tensor]:
+    """The table after 8 steps without a break, and after 4, a checkpoint and 4 more of a model and an optimizer made anew."""
+    own = list(batches(8, rank=runtime.rank, world_size=runtime.world_size))
+    tables = []
+    for stops in ([8], [4, 8]):
+        done = 0
+        for stop in stops:
+            model = Sequences(META)
+            plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"))
+            parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=OptimizerConfig(tables="adam"), seed=7)
+            whole = {"model": parallel.state_dict(), "optimizer": keyed.state_dict()}
+            if done:
+                dcp.load(whole, checkpoint_id=folder)
+            for batch in own[done:stop]:
+                keyed.zero_grad()
+                parallel(batch).backward()
+                keyed.step()
+            done = stop
+            dcp.save(whole, checkpoint_id=folder)
+        tables.append((gather_state(parallel) or {}).get("embeddings.embeddings.item_rows.weight"))
+    return tables
+
+
+def test_a_checkpoint_holds_the_whole_state_of_sharded_adam(tmp_path: Path) -> None:
+    uninterrupted, interrupted = run_ranks(resumed, 2, str(tmp_path))[0]
+    assert torch.equal(uninterrupted, interrupted)
+
+
+def unstepped(runtime: Runtime) -> str:
+    parallel, _ = hybrid_parallel(Sequences(META), runtime, optimizer=OptimizerConfig(tables="adam"))
+    (batch,) = batches(1)
+    parallel(batch).backward()
+    try:
+        parallel(batch)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_backward_without_a_step_is_told_before_rows_that_were_put_aside_are_read() -> None:
+    assert run_ranks(unstepped, 1)[0].startswith("a backward was not followed by a step of the optimizer")
+
+
 def refused(runtime: Runtime) -> str:
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
     try:
-        hybrid_parallel(model, runtime, plan=plan, optimizer=OptimizerConfig(per_table=("item_id=adam",)))
+        hybrid_parallel(model, runtime, plan=plan, optimizer=OptimizerConfig(per_table=("item_id=lamb",)))
     except ValueError as error:
         return str(error)
     return "no error"
 
 
 def test_a_plan_made_for_another_optimizer_is_refused_before_anything_is_sharded() -> None:
-    assert run_ranks(refused, 1)[0].startswith(
-        "table 'item_id': no kernel of the cpu runs the optimizer adam on a table_wise table"
-    )
+    (told,) = run_ranks(refused, 1)
+    assert told.startswith("table 'item_id': FBGEMM has no kernel of lamb for the cpu")

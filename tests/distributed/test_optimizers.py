@@ -1,10 +1,13 @@
 """Which optimizer each table and layer gets, what is refused and how, and RowAdam against closed forms."""
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
+from torchrec import EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType
 
 from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.distributed.choices import Choice
@@ -87,23 +90,46 @@ def test_exceptions_and_pairs_can_be_given_on_the_command_line() -> None:
         apply_overrides(OptimizerConfig(), ["per_table=user_id=adm"])
 
 
+TABLE = small_model(META).towers["item"].tables[0]
+
+
+def decided(kind: str, asked: str, device: str, table: Any = TABLE) -> str:
+    return shardings([table], {"item_id": choice(kind)}, {"item_id": asked}, device)["item_id"]
+
+
 @pytest.mark.parametrize("kind", ["adam", "lazy_adam", "partial_row_wise_adam", "lamb"])
-def test_what_the_cpu_has_no_kernel_for_is_kept_whole_and_sharding_it_is_refused_with_remedies(kind: str) -> None:
-    assert shardings({"t": choice(kind)}, {"t": "auto"}, "cpu") == {"t": "data_parallel"}
+def test_what_the_cpu_has_no_kernel_for_is_kept_on_every_rank_where_the_plan_is_free(kind: str) -> None:
+    assert decided(kind, "auto", "cpu") == "data_parallel"
+    assert decided("sgd", "auto", "cpu") == "auto"
+
+
+@pytest.mark.parametrize("kind", ["partial_row_wise_adam", "lamb"])
+def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(kind: str) -> None:
     with pytest.raises(ValueError) as error:
-        shardings({"t": choice(kind)}, {"t": "row_wise"}, "cpu")
+        decided(kind, "row_wise", "cpu")
     assert str(error.value) == (
-        f"table 't': no kernel of the cpu runs the optimizer {kind} on a row_wise table; keep it on every rank with "
-        "plan.tables=t=data_parallel, or choose row_wise_adagrad, adagrad or sgd with optimizer.per_table=t=row_wise_adagrad"
+        f"table 'item_id': FBGEMM has no kernel of {kind} for the cpu, so the table must be fp32 and on every rank, with "
+        "plan.tables=item_id=data_parallel; or choose adam or lazy_adam, fp32 too, or row_wise_adagrad, adagrad or sgd with "
+        "optimizer.per_table=item_id=adagrad"
     )
 
 
-def test_on_cuda_dense_adam_alone_is_kept_whole() -> None:
-    assert shardings({"t": choice("lazy_adam")}, {"t": "row_wise"}, "cuda") == {"t": "row_wise"}
-    assert shardings({"t": choice("lamb")}, {"t": "auto"}, "cuda") == {"t": "auto"}
-    assert shardings({"t": choice("adam")}, {"t": "auto"}, "cuda") == {"t": "data_parallel"}
-    with pytest.raises(ValueError, match=r"no kernel of the cuda runs the optimizer adam .* choose lazy_adam, which"):
-        shardings({"t": choice("adam")}, {"t": "table_wise"}, "cuda")
+def test_adam_takes_every_sharding_but_no_half_precision() -> None:
+    assert decided("adam", "row_wise", "cpu") == decided("adam", "row_wise", "cuda") == "row_wise"
+    half = dataclasses.replace(TABLE, data_type=DataType.FP16)
+    with pytest.raises(ValueError, match=r"^table 'item_id': FBGEMM has no kernel of adam for the cpu, so the table must be fp32"):
+        decided("adam", "row_wise", "cpu", half)
+
+
+def test_on_cuda_the_kernels_run_all_but_dense_adam() -> None:
+    for kind in ("lazy_adam", "partial_row_wise_adam", "lamb"):
+        assert decided(kind, "auto", "cuda") == "auto"
+    assert decided("adam", "auto", "cuda") == "data_parallel"
+
+
+def test_adam_of_a_table_that_is_read_id_by_id_leaves_the_plan_free_since_the_cpu_cannot_replicate_it() -> None:
+    table = EmbeddingConfig(name="item_id", feature_names=["item_id"], num_embeddings=10, embedding_dim=4)
+    assert decided("adam", "auto", "cpu", table) == "auto"
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,10 @@ class Choice:
             arguments |= {"beta1": self.betas[0], "beta2": self.betas[1]}
         return _FUSED[self.kind], arguments
 
+    def emulated(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """The same for a table of which :class:`ShardedAdam` takes the gradient; never with a plain SGD table in one kernel."""
+        return placeholders.SGD, self.fused()[1]
+
     def unfused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """The class and arguments of the torch optimizer with the same rule; weight decay is not its business either."""
         arguments: dict[str, Any] = {"lr": self.lr} if self.kind == "sgd" else {"lr": self.lr, "eps": self.eps}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 
 from torchrec_ext.distributed.choices import Choice
 from torchrec_ext.distributed.row_adam import touched
+from torchrec_ext.distributed.sharded_adam import ShardedAdam
 
 
 class GradientNotFiniteError(ValueError):
@@ -27,6 +28,7 @@ class HybridOptimizer(CombinedOptimizer):
         fused: of the sharded tables, which the backward has moved already; a step hands their learning rates to the kernels.
         tables: of the tables that every rank holds whole.
         dense: of the dense layers.
+        sharded: of the sharded tables that no kernel moves.
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
     """
 
@@ -36,9 +38,11 @@ class HybridOptimizer(CombinedOptimizer):
         tables: list[tuple[str, KeyedOptimizer]],
         dense: list[tuple[str, KeyedOptimizer]],
         *,
+        sharded: Sequence[ShardedAdam] = (),
         clip_norm: float = 0.0,
     ) -> None:
-        super().__init__([fused, *tables, *dense])
+        super().__init__([fused, *tables, *dense, *(("sharded_adam", adam) for adam in sharded)])
+        self._sharded = sharded
         self._clip_norm = clip_norm
         self._names = {parameter: name for _, keyed in (*tables, *dense) for name, parameter in keyed.params.items()}
         self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
@@ -55,6 +59,8 @@ class HybridOptimizer(CombinedOptimizer):
         Raises:
             GradientNotFiniteError: on the CPU, where looking costs no wait; elsewhere :attr:`gradient_norm` says it.
         """
+        for adam in self._sharded:
+            adam.take()
         parameters = [parameter for parameter in self._names if parameter.grad is not None]
         if parameters:
             self.gradient_norm = get_total_norm([parameter.grad for parameter in parameters])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,11 +11,14 @@ from torch import nn
 from torch.distributed.optim import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,  # torchrec's own name for it is deprecated
 )
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.choices import Choice, DenseOptimizer, Override, TableOptimizer, parse_override
+from torchrec_ext.distributed.kernels import refused_because
 from torchrec_ext.distributed.tables import collections, table_configs
 
 FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
+EMULATED = ("adam", "lazy_adam")  # by ShardedAdam, where no kernel runs them
 _TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
 
 
@@ -26,8 +29,9 @@ class OptimizerConfig:
     Tables: ``adagrad``, ``row_wise_adagrad`` (one number per row, but one per part of a row where columns are split) and ``sgd``
     run inside the backward of sharded tables, touch only the rows of the batch, and learn the same under every plan. ``lazy_adam``,
     ``partial_row_wise_adam`` and ``lamb`` are FBGEMM's Adam family, which also touches only the rows of the batch; its kernels
-    exist for CUDA alone, so on the CPU these take data_parallel tables. ``adam`` is torch.optim.Adam, which moves every row at
-    every step, as most published recipes do: its tables are data_parallel on every device, and a step takes time by their size.
+    exist for CUDA alone. ``adam`` is torch.optim.Adam, which moves every row at every step, as most published recipes do, and takes
+    time by the size of its tables; FBGEMM has it nowhere. What no kernel runs is data_parallel where the plan is free, and runs as
+    a torch optimizer; sharded tables of ``adam`` and ``lazy_adam`` are moved by :class:`ShardedAdam`, of the others refused.
 
     Args:
         tables: optimizer of the tables.
@@ -103,10 +107,17 @@ def _decide(what: str, default: Choice, overrides: list[Override], paths: Mappin
     return {name: default.changed([o for o in overrides if o.fits(name, path)]) for name, path in paths.items()}
 
 
-def declare_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> dict[str, Choice]:
+def declare_table_optimizer(
+    model: nn.Module, optimizer: OptimizerConfig, emulated: Container[str] = frozenset()
+) -> dict[str, Choice]:
     """Tells TorchRec which optimizer runs in the backward of every table of the unsharded ``model``, once or anew.
 
     The planner counts its state, and sharding builds it into the kernels.
+
+    Args:
+        model: unsharded.
+        optimizer: of its tables.
+        emulated: tables of which :class:`ShardedAdam` is the optimizer.
 
     Returns:
         The optimizer of each table, by name.
@@ -117,33 +128,43 @@ def declare_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> dic
             for tag in _TAGS:
                 if hasattr(parameter, tag):
                     delattr(parameter, tag)
-            kind, arguments = choices[name.split(".")[1]].fused()
+            choice = choices[name.split(".")[1]]
+            kind, arguments = choice.emulated() if name.split(".")[1] in emulated else choice.fused()
             apply_optimizer_in_backward(kind, [parameter], arguments)
     return choices
 
 
-def shardings(choices: Mapping[str, Choice], asked: Mapping[str, str], device: str) -> dict[str, str]:
+def shardings(
+    tables: Iterable[BaseEmbeddingConfig], choices: Mapping[str, Choice], asked: Mapping[str, str], device: str
+) -> dict[str, str]:
     """The sharding type of each table: as ``asked``, but data_parallel where that is ``auto`` and no kernel runs its optimizer.
 
     Args:
+        tables: those that are asked for.
         choices: from :func:`declare_table_optimizer`.
         asked: the sharding type asked for by table, ``auto`` included.
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: a table is to be sharded, and no kernel of the device runs its optimizer.
+        ValueError: a table is to be sharded, and nothing runs its optimizer there.
     """
-    return {name: _sharding(name, choices[name].kind, kind, device) for name, kind in asked.items()}
+    return {table.name: _sharding(table, choices[table.name].kind, asked[table.name], device) for table in tables}
 
 
-def _sharding(table: str, optimizer: str, sharding: str, device: str) -> str:
-    if optimizer in FUSED_ON_CPU or (device == "cuda" and optimizer != "adam") or sharding == "data_parallel":
+def _sharding(table: BaseEmbeddingConfig, optimizer: str, sharding: str, device: str) -> str:
+    if has_kernel(optimizer, device) or sharding == "data_parallel":
         return sharding
-    if sharding == "auto":
+    if sharding == "auto" and refused_because(table, "data_parallel", device) is None:
         return "data_parallel"
-    others = "lazy_adam, which moves the rows of the batch only, " if device == "cuda" else ""
+    if optimizer in EMULATED and table.data_type == DataType.FP32:
+        return sharding
     raise ValueError(
-        f"table '{table}': no kernel of the {device} runs the optimizer {optimizer} on a {sharding} table; keep it on every rank "
-        f"with plan.tables={table}=data_parallel, or choose {others}row_wise_adagrad, adagrad or sgd with "
-        f"optimizer.per_table={table}=row_wise_adagrad"
+        f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}, so the table must be fp32 and on every rank, "
+        f"with plan.tables={table.name}=data_parallel; or choose adam or lazy_adam, fp32 too, or row_wise_adagrad, adagrad or sgd "
+        f"with optimizer.per_table={table.name}=adagrad"
     )
+
+
+def has_kernel(optimizer: str, device: str) -> bool:
+    """Whether FBGEMM runs the table optimizer in its backward on the device, ``cpu`` or ``cuda``."""
+    return optimizer in FUSED_ON_CPU or (device == "cuda" and optimizer != "adam")

@@ -11,11 +11,12 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_ext.distributed.choices import Choice
 from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer, keyed_optimizers
-from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, shardings
+from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, has_kernel, shardings
 from torchrec_ext.distributed.planning import plan_sharding, sharders
 from torchrec_ext.distributed.row_decay import decay_sharded_rows
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.tables import collections, initialise_tables
+from torchrec_ext.distributed.sharded_adam import sharded_adams
+from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
 
 
 def hybrid_parallel(
@@ -41,25 +42,31 @@ def hybrid_parallel(
         the tables' (whose step runs in the backward), the replicated tables' and the dense layers'.
 
     Raises:
-        ValueError: the plan shards a table whose optimizer no kernel of the device runs, or an exception fits nothing.
+        ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception fits nothing.
     """
     optimizer = optimizer or OptimizerConfig()
     plan = plan or plan_sharding(model, runtime, optimizer=optimizer)
-    choices = declare_table_optimizer(model, optimizer)
-    shardings(choices, _planned(model, plan), runtime.device.type)
+    emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
+    choices = declare_table_optimizer(model, optimizer, emulated)
     sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=sharders())
     initialise_tables(sharded, seed)
-    decay_sharded_rows(sharded, choices)
-    return sharded, _optimizer(sharded, optimizer, choices)
+    decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
+    return sharded, _optimizer(sharded, optimizer, choices, emulated)
 
 
-def _planned(model: nn.Module, plan: ShardingPlan) -> dict[str, str]:
-    """The sharding type of each table of ``model`` that the plan knows."""
+def _without_kernel(model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str) -> dict[str, Choice]:
+    """The optimizers of the tables that the plan shards and no kernel moves; refuses what nothing moves."""
+    tables = {table.name: table for _, collection in collections(model) for table in table_configs(collection)}
     plans = [plan.get_plan_for_module(path) or {} for path, _ in collections(model)]
-    return {name: sharding.sharding_type for tables in plans for name, sharding in tables.items()}
+    planned = {name: sharding.sharding_type for own in plans for name, sharding in own.items()}
+    kinds = shardings([tables[name] for name in planned], choices, planned, device)
+    sharded = {name: choices[name] for name, kind in kinds.items() if kind != "data_parallel"}
+    return {name: choice for name, choice in sharded.items() if not has_kernel(choice.kind, device)}
 
 
-def _optimizer(model: DistributedModelParallel, optimizer: OptimizerConfig, choices: Mapping[str, Choice]) -> HybridOptimizer:
+def _optimizer(
+    model: DistributedModelParallel, optimizer: OptimizerConfig, choices: Mapping[str, Choice], emulated: Mapping[str, Choice]
+) -> HybridOptimizer:
     """Also for what no backward updates: replicated tables, by the rule of the sharded ones, and the dense layers."""
     paths = tuple(f"{path}." if path else "" for path, _ in collections(model.module))
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -69,5 +76,6 @@ def _optimizer(model: DistributedModelParallel, optimizer: OptimizerConfig, choi
         model.fused_optimizer,
         keyed_optimizers("replicated_tables", tables, {name: choices[name.split(".")[-2]] for name in tables}),
         keyed_optimizers("dense", dense, optimizer.for_layers(dense)),
+        sharded=sharded_adams(model, emulated),
         clip_norm=optimizer.clip_norm,
     )

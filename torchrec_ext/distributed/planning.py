@@ -135,7 +135,7 @@ def plan_sharding(
     tables = [table for _, collection in collections(model) for table in table_configs(collection)]
     # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
     choices = declare_table_optimizer(model, optimizer)
-    chosen = shardings(choices, config.by_table([table.name for table in tables]), runtime.device.type)
+    chosen = shardings(tables, choices, config.by_table([table.name for table in tables]), runtime.device.type)
     wanted = {table.name: _constraint(table, chosen[table.name], runtime) for table in tables}
     own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]

@@ -42,27 +42,56 @@ class RowAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for table in group["params"]:
                 if table.grad is not None:
-                    _move(table, table.grad, self.state[table], group)
+                    state, rule = self.state[table], {name: group[name] for name in self.defaults}
+                    _start(state, table, rule["row_wise"])
+                    rows = touched(table.grad)
+                    move_rows(table, rows, table.grad[rows], state, **rule)
 
 
-def _move(table: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _start(state: dict[str, Any], table: Tensor, row_wise: bool) -> None:
     if not state:
+        shape = (len(table), 1) if row_wise else table.shape
         state["step"] = torch.zeros(())
         state["exp_avg"] = torch.zeros(table.shape, dtype=table.dtype, device=table.device)
-        shape = (len(table), 1) if group["row_wise"] else table.shape
         state["exp_avg_sq"] = torch.zeros(shape, dtype=table.dtype, device=table.device)
     state["step"] += 1
-    rows = touched(grad)
-    grad, steps, (beta1, beta2) = grad[rows], float(state["step"]), group["betas"]
-    square = grad.square().mean(1, keepdim=True) if group["row_wise"] else grad.square()
+
+
+def move_rows(
+    table: Tensor,
+    rows: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    row_wise: bool = False,
+    trust_ratio: bool = False,
+) -> None:
+    """One step of :class:`RowAdam` for the ``rows`` (n,) of a table, of which none twice.
+
+    Args:
+        table: (rows, D), changed, and
+        rows: (n,) places in it, with
+        grad: (n, D) their gradient.
+        state: ``step``, which counts this step already, and the moments ``exp_avg`` and ``exp_avg_sq``, changed.
+        lr: see :class:`RowAdam`, as for the others.
+        betas: see there.
+        eps: see there.
+        row_wise: see there.
+        trust_ratio: see there.
+    """
+    steps, (beta1, beta2) = float(state["step"]), betas
+    square = grad.square().mean(1, keepdim=True) if row_wise else grad.square()
     first = state["exp_avg"][rows].lerp_(grad, 1 - beta1)
     second = state["exp_avg_sq"][rows].lerp_(square, 1 - beta2)
     state["exp_avg"][rows], state["exp_avg_sq"][rows] = first, second
-    update = first / (1 - beta1**steps) / ((second / (1 - beta2**steps)).sqrt() + group["eps"])
-    if group["trust_ratio"]:
+    update = first / (1 - beta1**steps) / ((second / (1 - beta2**steps)).sqrt() + eps)
+    if trust_ratio:
         weight_norm, update_norm = table[rows].norm(dim=1, keepdim=True), update.norm(dim=1, keepdim=True)
         update *= torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
-    table.index_add_(0, rows, update, alpha=-group["lr"])
+    table.index_add_(0, rows, update, alpha=-lr)
 
 
 def touched(grad: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,15 +24,23 @@ def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
 
     Args:
         model: sharded.
-        choices: the optimizer of each table, by name.
+        choices: the optimizer of each of these tables, by name.
     """
-    # A sharded collection keeps its kernels in a plain list, where modules() does not look.
-    lookups = [lookup for _, collection in collections(model) for lookup in getattr(collection, "_lookups", ())]
-    for module in [module for lookup in lookups for module in lookup.modules()]:
-        if isinstance(module, (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)):
-            decays = [choices[table.name].weight_decay for table in module.config.embedding_tables]
+    for _, collection in collections(model):
+        for module in kernels_of(collection):
+            decays = [
+                choices[table.name].weight_decay if table.name in choices else 0.0 for table in module.config.embedding_tables
+            ]
             if any(decays):
                 module.emb_module.register_forward_hook(_Decay(decays), with_kwargs=True)
+
+
+def kernels_of(collection: nn.Module) -> Iterator[BatchedFusedEmbedding | BatchedFusedEmbeddingBag]:
+    """The modules around the kernels of a sharded collection, which keeps them in a plain list, where modules() does not look."""
+    for lookup in getattr(collection, "_lookups", ()):
+        for module in lookup.modules():
+            if isinstance(module, (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)):
+                yield module
 
 
 class _Decay:
