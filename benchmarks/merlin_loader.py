@@ -10,6 +10,7 @@ JSON object.
 import argparse
 import importlib.metadata
 import json
+import os
 import time
 import warnings
 from pathlib import Path
@@ -46,7 +47,8 @@ def main() -> None:
     taken = clock() - start
     names = ("merlin-dataloader", "merlin-core", "numpy", "dask", "pyarrow", "torch")
     versions = {name: importlib.metadata.version(name) for name in names}
-    print(json.dumps({"rows_per_s": round(size / taken), "columns": len(inputs), "versions": versions}))
+    print(json.dumps({"rows_per_s": round(size / taken), "columns": len(inputs), "versions": versions}), flush=True)
+    os._exit(0)  # merlin's own thread may wait for ever to hand over a chunk that nobody takes
 
 
 if __name__ == "__main__":
