@@ -28,6 +28,7 @@ def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
     [
         *((lambda widths, name=name: interaction_layer(name, widths), (8, 8)) for name in NAMES),
         *((lambda widths, name=name: interaction_layer(name, widths), (4, 4, 4)) for name in MANY),
+        *((lambda widths, name=name: interaction_layer(name, widths), (8,)) for name in ("top_nn", "dcn")),  # one tower, no query
         (lambda widths: TopMLP(widths, [16, 4]), (8, 8)),
         (lambda widths: TopMLP(widths, []), (8, 8)),
         (lambda widths: TopMLP(widths, normalization="layer"), (8, 12)),
@@ -42,7 +43,8 @@ def test_all_pairs_equal_the_pairs_one_by_one(make: Callable[[tuple[int, ...]], 
     interaction = make(widths).double()
     *queries, candidates = outputs(*widths, rows=13)
     queries = [query[:5] for query in queries]
-    scores = interaction.score_all(torch.cat(queries, dim=1), candidates)  # type: ignore[operator]
+    query = torch.cat([torch.empty(5, 0, dtype=torch.float64), *queries], dim=1)
+    scores = interaction.score_all(query, candidates)  # type: ignore[operator]
     one_by_one = interaction([*(query.repeat_interleave(13, 0) for query in queries), candidates.repeat(5, 1)])
     torch.testing.assert_close(scores, one_by_one.view(5, 13), rtol=0, atol=1e-12)
 
@@ -106,8 +108,8 @@ def test_crossing_layers_are_those_of_the_paper(low_rank: int | None) -> None:
         (lambda: GeneralizedMF([4, 8]), "GeneralizedMF needs two towers of equal width, got (B, 4), (B, 8); "),
         (lambda: FactorizationMachine([4, 4, 8]), "needs towers of equal width, got (B, 4), (B, 4), (B, 8); "),
         (lambda: DeepFM([4, 8]), "towers of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP or DeepCross"),
-        (lambda: TopMLP([8]), "TopMLP needs two towers or more, each of width 1 or more, got (B, 8)"),
-        (lambda: DeepCross([]), "DeepCross needs two towers or more, each of width 1 or more, got none"),
+        (lambda: TopMLP([8, 0]), "TopMLP needs towers, each of width 1 or more, got (B, 8), (B, 0)"),
+        (lambda: DeepCross([]), "DeepCross needs towers, each of width 1 or more, got none"),
         (lambda: DeepCross([4, 4], layers=0), "layers=0: must be 1 or more"),
         (lambda: DeepCross([4, 4], low_rank=9), "low_rank=9: must be 1 to 8, the width of 2 outputs side by side"),
         (lambda: Cosine([4, 4], temperature=0), "temperature=0: must be greater than 0"),

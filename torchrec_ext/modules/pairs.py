@@ -41,13 +41,13 @@ def cross_product(query: Tensor, candidate: Tensor) -> Tensor:
 
 
 def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, int]:
-    """(D1, D2): the width of a query and of a candidate.
+    """(D1, D2): the width of a query and of a candidate; D1 is 0 where there is one tower.
 
     Raises:
-        ValueError: fewer than two towers, or a tower of no width.
+        ValueError: no tower, or one of no width.
     """
-    if len(widths) < 2 or min(widths) < 1:
-        raise ValueError(f"{interaction} needs two towers or more, each of width 1 or more, got {shapes(widths) or 'none'}")
+    if not widths or min(widths) < 1:
+        raise ValueError(f"{interaction} needs towers, each of width 1 or more, got {shapes(widths) or 'none'}")
     return sum(widths[:-1]), widths[-1]
 
 
