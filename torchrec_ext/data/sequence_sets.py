@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import Column
+from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.datasets import FOLDER_VARIABLE, DatasetUnavailable
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.sequences import SequenceData, from_rows
 from torchrec_ext.schema import DataError
 
 PLANTED = "planted"
+LONGEST = 20  # of planted sequences
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id"), "order": ("position", "timestamp", "time")}
 LAYOUT = (
     "one file *sequences.parquet or inter.parquet with a row per event: user (or user_id), item (or item_id), and position, "
@@ -95,32 +96,47 @@ def _file_in(folder: Path, name: str) -> Path:
 
 
 def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) -> SequenceData:
-    """Each item has a successor, drawn once: with probability .7 a user takes it next, else any item with equal probability.
+    """Each item has a successor, drawn once: with probability .7 a user takes it next, else any item; none is taken twice.
 
-    The answer: to rank the successor of the last item first and the others in any order. What that reaches on the test items is
-    ``best``; the other places are guessed right as often as by chance. Popularity knows nothing.
+    The answer: to rank the successor of the last item first, if it has not been taken, and the others in any order. ``best`` is
+    what that reaches on the test items, the others found as often as by chance. Popularity knows nothing.
 
     Args:
         users: how many.
-        items: how many, at least 12.
+        items: how many, at least 30.
         seed: of everything.
     """
-    if users < 1 or items < 12:
-        raise ValueError(f"planted sequences of users={users}, items={items}: needs at least 1 user and 12 items")
+    if users < 1 or items < LONGEST + 10:
+        raise ValueError(f"planted sequences of users={users}, items={items}: needs at least 1 user and {LONGEST + 10} items")
     rng = np.random.default_rng([seed, users, items])
-    successor = rng.permutation(items)
-    lengths = rng.integers(4, 21, users)
-    steps = rng.integers(0, items, (users, 20))
-    follows = rng.random((users, 20)) < 0.7
-    for step in range(1, 20):
-        steps[:, step] = np.where(follows[:, step], successor[steps[:, step - 1]], steps[:, step])
-    rows, last = np.arange(users), lengths - 1
-    found = float((steps[rows, last] == successor[steps[rows, last - 1]]).mean())
-    places = 1 / np.log2(np.arange(2, 12))
-    chance = (1 - found) / (items - 1)
+    rows, successor = np.arange(users), rng.permutation(items)
+    lengths = rng.integers(4, LONGEST + 1, users)
+    steps, left = np.zeros((users, LONGEST), dtype=np.int64), np.ones((users, items), dtype=bool)
+    for step in range(LONGEST):
+        following = successor[steps[:, step - 1]]
+        follows = (rng.random(users) < 0.7) & left[rows, following] & (step > 0)
+        steps[:, step] = np.where(follows, following, (rng.random((users, items)) * left).argmax(axis=1))
+        left[rows, steps[:, step]] = False
+    inside = np.arange(LONGEST) < lengths[:, None]
     return SequenceData(
         name=PLANTED,
-        sequences=Column.from_lengths(steps[np.arange(20) < lengths[:, None]].astype(np.int64) + 1, lengths),
+        sequences=Column.from_lengths(steps[inside].astype(np.int64) + 1, lengths),
         num_items=items,
-        best={"HR@1": found, "HR@10": found + 9 * chance, "NDCG@10": found + chance * float(places[1:].sum())},
+        best=_best(steps, lengths, successor),
     )
+
+
+def _best(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
+    """What the rule reaches on the last items, those before left out of the ranking, in expectation over the order of the rest."""
+    rows, last = np.arange(len(steps)), lengths - 1
+    targets, guesses = steps[rows, last], successor[steps[rows, last - 1]]
+    left = np.ones((len(steps), len(successor)), dtype=bool)
+    before = np.arange(steps.shape[1]) < last[:, None]
+    left[np.nonzero(before)[0], steps[before]] = False
+    first = left[rows, guesses].astype(np.int64)  # places that the guess takes
+    gains = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, 12)))])
+    found = {}
+    for name, upto in (("HR@1", np.arange(11.0).clip(max=1)), ("HR@10", np.arange(11.0)), ("NDCG@10", gains)):
+        by_chance = (upto[-1] - upto[first]) / (left.sum(axis=1) - first)
+        found[name] = float(np.where(targets == guesses, upto[1], by_chance).mean())
+    return found
