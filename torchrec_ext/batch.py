@@ -69,6 +69,7 @@ class TowerBatch(_Fields):
         shared: the features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None without such.
         joint: stride Q + B, the bags of tables that a shared tower and another both read, each looked up once: see
             :class:`torchrec_ext.features.Joint`. None without such.
+        weighted: stride Q + B likewise, the bags of tables that pool by weights, with a weight for each id. None without such.
     """
 
     sparse: KeyedJaggedTensor
@@ -79,25 +80,29 @@ class TowerBatch(_Fields):
     log_q: Tensor | None = None
     shared: SharedRows | None = None
     joint: KeyedJaggedTensor | None = None
+    weighted: KeyedJaggedTensor | None = None
 
     def __len__(self) -> int:
         return self.labels.numel()
 
     def bags(self, name: str) -> JaggedTensor:
-        """The bags of one feature wherever it stands: B of them, of a shared one Q. Waits for the device if it is in ``joint``."""
-        parts = [self.sparse, *([self.shared.sparse] if self.shared else [])]
-        for part in parts:
-            if name in part.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
+        """The bags of one feature wherever it stands: B of them, of a shared one Q.
+
+        Waits for the device where they are in ``joint`` or ``weighted``.
+        """
+        for part in (self.weighted, self.joint):
+            for key in part.keys() if part is not None else []:
+                if name in key.split("|"):
+                    return self._half(part[key], first=key.split("|")[0] == name)  # type: ignore[index]
+        for part in (self.sparse, self.shared.sparse if self.shared else None):
+            if part is not None and name in part.keys():  # noqa: SIM118
                 return part[name]
-        found = [] if self.joint is None else [key for key in self.joint.keys() if name in key.split("|")]  # noqa: SIM118
-        if not found:
-            raise KeyError(f"no feature '{name}' in the batch")
-        return self._half(self.joint[found[0]], first=found[0].split("|")[0] == name)  # type: ignore[index]
+        raise KeyError(f"no feature '{name}' in the batch")
 
     def _half(self, bags: JaggedTensor, *, first: bool) -> JaggedTensor:
         lengths = bags.lengths()
         queries = lengths.numel() - len(self)
         place = int(lengths[:queries].sum())
-        if first:
-            return JaggedTensor(bags.values()[:place], lengths=lengths[:queries])
-        return JaggedTensor(bags.values()[place:], lengths=lengths[queries:])
+        rows, ids = (slice(queries), slice(place)) if first else (slice(queries, None), slice(place, None))
+        weights = bags.weights_or_none()
+        return JaggedTensor(bags.values()[ids], lengths=lengths[rows], weights=None if weights is None else weights[ids])

@@ -23,10 +23,14 @@ class DataError(ValueError):
 
 
 class Jagged(NamedTuple):
-    """One sparse feature of a batch: ``values`` (sum of lengths,) and ``lengths`` (B,); ``lengths=None`` is one id per row."""
+    """One sparse feature of a batch: ``values`` (sum of lengths,) and ``lengths`` (B,); ``lengths=None`` is one id per row.
+
+    ``weights`` (sum of lengths,): of each id, where the model pools by them.
+    """
 
     values: Tensor
     lengths: Tensor | None = None
+    weights: Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -56,6 +60,11 @@ class Bags(NamedTuple):
     values: Tensor
     lengths: Tensor | None
     rows: Rows
+    weights: Tensor | None = None
+
+    def weights_or_ones(self) -> Tensor:
+        """(sum of lengths,) float32."""
+        return torch.ones(self.values.numel()) if self.weights is None else self.weights
 
     def lengths_or_ones(self) -> Tensor:
         """(B,) int32."""
@@ -69,12 +78,33 @@ def bags_of(feature: SparseFeature, column: Jagged, rows: Rows) -> Bags:
         DataError: another type, or other lengths than there are rows and ids.
     """
     _check_types(feature.name, column)
-    values, lengths = column
+    values, lengths, _ = column
     if lengths is not None:
         _check_lengths(feature.name, values, lengths, rows)
     elif values.numel() != rows.size:
         raise _wrong_size(feature.name, values.numel(), rows)
-    return Bags(feature, values.long(), lengths, rows)
+    return Bags(feature, values.long(), lengths, rows, _weights(feature, column, rows))
+
+
+def _weights(feature: SparseFeature, column: Jagged, rows: Rows) -> Tensor | None:
+    """The weights of the ids, float32 and finite, where the feature has such."""
+    if feature.weights is None and column.weights is None:
+        return None
+    if feature.weights is None or column.weights is None:
+        what = "no weights, but the model reads them from" if feature.weights else "weights, but no tower names"
+        raise DataError(f"feature '{feature.name}' has {what} a column; give a weight for each id, and name it in Tower(weights=)")
+    if column.weights.shape != column.values.shape:
+        raise DataError(
+            f"column '{feature.weights}': {column.weights.numel()} weights, must be {column.values.numel()}, "
+            f"one for each id of '{feature.name}'"
+        )
+    weights = column.weights.float()
+    if weights.numel() and _finite_range(weights) is None:
+        at = (~torch.isfinite(weights)).nonzero()[0]
+        ones = column.lengths if column.lengths is not None else torch.ones(rows.size)
+        row = int(torch.searchsorted(ones.long().cumsum(0), at, right=True))
+        raise DataError(f"column '{feature.weights}': value {float(weights[at])} in {rows.name(row)} is not finite")
+    return weights
 
 
 def no_bags(rows: Rows) -> Bags:

@@ -23,7 +23,8 @@ class SparseFeature:
         tables: every table that looks this feature up.
         num_embeddings: rows of the smallest of these tables; valid ids are ``0 <= id < num_embeddings``.
         oov_id: the row that ``out_of_range="oov"`` sends invalid ids to.
-        keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``; else it is in ``batch.joint`` alone.
+        keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``, or else in others alone.
+        weights: the column with a weight for each id; None where a bag is pooled without.
     """
 
     name: str
@@ -31,6 +32,7 @@ class SparseFeature:
     num_embeddings: int
     oov_id: int = 0
     keyed: bool = True
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.oov_id < self.num_embeddings:
@@ -46,10 +48,11 @@ class SparseFeature:
 
 
 class Joint(NamedTuple):
-    """A key of ``batch.joint``: the bags of a shared feature, one for each of the Q shared rows, then those of one of the B rows.
+    """A key of ``batch.joint`` or ``batch.weighted``: the Q bags of a shared feature, then the B bags of another.
 
     A table that a shared tower and another both read is looked up once, with Q + B bags, so that its rows move once a step. Where
-    one side has more features than the other, the missing half is empty bags.
+    one side has more features than the other, the missing half is empty bags. Bags with weights stand in ``weighted``, all others
+    apart from them: FBGEMM trains a table that pools by mean wrongly where its ids have weights, even of 1.
     """
 
     shared: str | None
@@ -108,35 +111,52 @@ def _facts(table: BaseEmbeddingConfig) -> dict[str, Any]:
     return {"kind": type(table).__name__, **facts, "init_fn": first_values}
 
 
-def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str]) -> dict[str, list[Joint]]:
-    """For each table that reads features of both kinds, ``shared`` and others, its keys of ``batch.joint``."""
-    found = {}
+class Joints(NamedTuple):
+    """By table its keys: ``plain`` in ``batch.joint``, ``weighted`` in ``batch.weighted``."""
+
+    plain: dict[str, list[Joint]]
+    weighted: dict[str, list[Joint]]
+
+
+def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str], weights: Collection[str]) -> Joints:
+    """The tables that read features of both kinds, ``shared`` and others, or a feature with ``weights``."""
+    found = Joints({}, {})
     for table in tables:
         sides = [[name for name in table.feature_names if (name in shared) == side] for side in (True, False)]
-        if all(sides):
-            found[table.name] = [Joint(*pair) for pair in zip_longest(*sides)]
+        pairs = [Joint(*pair) for pair in zip_longest(*sides)]
+        if not set(weights).isdisjoint(table.feature_names):
+            found.weighted[table.name] = pairs
+        elif all(sides):
+            found.plain[table.name] = pairs
     return found
 
 
+def unique(keys: Mapping[str, list[Joint]]) -> tuple[Joint, ...]:
+    """Each key once."""
+    return tuple(dict.fromkeys(key for found in keys.values() for key in found))
+
+
 def features_of(
-    tables: Sequence[BaseEmbeddingConfig], shared: Collection[str], oov_ids: Mapping[str, int]
+    tables: Sequence[BaseEmbeddingConfig], shared: Collection[str], oov_ids: Mapping[str, int], weights: Mapping[str, str]
 ) -> tuple[SparseFeature, ...]:
     """The features that the tables read, in order of first appearance."""
-    joint = joints(tables, shared)
+    joint = joints(tables, shared, weights)
     readers: dict[str, list[BaseEmbeddingConfig]] = {}
     for table in tables:
         for feature in table.feature_names:
             readers.setdefault(feature, []).append(table)
-    unknown = sorted(set(oov_ids) - set(readers))
-    if unknown:
-        raise ValueError(f"oov_ids names {unknown}, which no table reads; the features are {sorted(readers)}")
+    for what, names in (("oov_ids", oov_ids), ("weights", weights)):
+        unknown = sorted(set(names) - set(readers))
+        if unknown:
+            raise ValueError(f"{what} names {unknown}, which no table reads; the features are {sorted(readers)}")
     return tuple(
         SparseFeature(
             name=name,
             tables=tuple(table.name for table in found),
             num_embeddings=min(table.num_embeddings for table in found),
             oov_id=oov_ids.get(name, 0),
-            keyed=any(table.name not in joint for table in found),
+            keyed=any(table.name not in joint.plain and table.name not in joint.weighted for table in found),
+            weights=weights.get(name),
         )
         for name, found in readers.items()
     )

@@ -35,7 +35,7 @@ from torchrec_ext.checks import (
 )
 from torchrec_ext.checks import DataError as DataError
 from torchrec_ext.checks import Jagged as Jagged
-from torchrec_ext.features import Joint, Keys, features_of, joints, merged
+from torchrec_ext.features import Joint, Keys, features_of, joints, merged, unique
 from torchrec_ext.features import SparseFeature as SparseFeature
 
 OutOfRange = Literal["error", "oov"]
@@ -58,6 +58,7 @@ class BatchSchema:
         dense: the names of the columns of the one dense matrix, Fd of them.
         shared: which of these columns are in the batch's shared part, see :class:`SharedRows`.
         joint: the keys of ``batch.joint``, for tables that read shared and other features.
+        weighted: the keys of ``batch.weighted``, for tables that pool by weights.
         label_range: smallest and largest label, 0 to 1 as binary cross entropy asks; None for any finite label.
         out_of_range: what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps it to the feature's
             ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the sharding type (a row-wise table
@@ -68,19 +69,20 @@ class BatchSchema:
     dense: tuple[str, ...] = ()
     shared: frozenset[str] = frozenset()
     joint: tuple[Joint, ...] = ()
+    weighted: tuple[Joint, ...] = ()
     label_range: tuple[float, float] | None = (0.0, 1.0)
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
         if self.out_of_range not in get_args(OutOfRange):
             raise ValueError(f"out_of_range={self.out_of_range!r}: must be one of {', '.join(get_args(OutOfRange))}")
-        names = [feature.name for feature in self.sparse] + list(self.dense)
+        names = [feature.name for feature in self.sparse] + list(self.dense) + list(self.weight_columns)
         unknown = sorted(self.shared - set(names))
         if unknown:
             raise ValueError(f"shared names {unknown}, which are not columns; the columns are {names}")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"columns {twice} appear twice in the schema; a column is one sparse feature or one dense column")
+            raise ValueError(f"columns {twice} appear twice in the schema; a column is a sparse feature, a dense column or weights")
 
     @classmethod
     def from_tables(
@@ -92,6 +94,7 @@ class BatchSchema:
         label_range: tuple[float, float] | None = (0.0, 1.0),
         out_of_range: OutOfRange = "error",
         oov_ids: Mapping[str, int] | None = None,
+        weights: Mapping[str, str] | None = None,
     ) -> BatchSchema:
         """The schema that a set of TorchRec tables asks for: features in order of first appearance.
 
@@ -103,13 +106,16 @@ class BatchSchema:
             label_range: see :class:`BatchSchema`.
             out_of_range: see :class:`BatchSchema`.
             oov_ids: out-of-vocabulary row by feature name; row 0 where not given.
+            weights: by feature name the column with a weight for each of its ids.
         """
-        tables, shared = merged(tables), frozenset(shared)
+        tables, shared, weights = merged(tables), frozenset(shared), weights or {}
+        joint = joints(tables, shared, weights)
         return cls(
-            sparse=features_of(tables, shared, oov_ids or {}),
+            sparse=features_of(tables, shared, oov_ids or {}, weights),
             dense=tuple(dense),
-            shared=shared,
-            joint=tuple(dict.fromkeys(joint for found in joints(tables, shared).values() for joint in found)),
+            shared=shared | {weights[name] for name in shared if name in weights},
+            joint=unique(joint.plain),
+            weighted=unique(joint.weighted),
             label_range=label_range,
             out_of_range=out_of_range,
         )
@@ -118,6 +124,11 @@ class BatchSchema:
     def keys(self) -> list[str]:
         """The names of the sparse features, in order; a KeyedJaggedTensor holds some of them."""
         return [feature.name for feature in self.sparse]
+
+    @property
+    def weight_columns(self) -> tuple[str, ...]:
+        """The columns with a weight for each id of a feature."""
+        return tuple(feature.weights for feature in self.sparse if feature.weights)
 
     @cached_property
     def row_keys(self) -> Keys:
@@ -132,8 +143,17 @@ class BatchSchema:
     @cached_property
     def joint_keys(self) -> Keys:
         """Of ``batch.joint``."""
-        halves = [self.feature(name) if name else None for joint in self.joint for name in joint]
-        return Keys(tuple(joint.key for joint in self.joint), tuple(halves))
+        return self._halves(self.joint)
+
+    @cached_property
+    def weighted_keys(self) -> Keys:
+        """Of ``batch.weighted``."""
+        return self._halves(self.weighted)
+
+    def _halves(self, keys: Sequence[Joint]) -> Keys:
+        """Without shared columns a batch has no shared rows, so that every key is the half of the batch's rows."""
+        halves = [name for key in keys for name in (key if self.shared else key[1:])]
+        return Keys(tuple(key.key for key in keys), tuple(self.feature(name) if name else None for name in halves))
 
     @staticmethod
     def _keys(features: Sequence[SparseFeature]) -> Keys:
@@ -173,7 +193,8 @@ class BatchSchema:
         """Checks the columns and packs them into one batch.
 
         Args:
-            sparse: a :class:`Jagged` for each sparse feature, of B rows or, where it is shared, Q; further entries are ignored.
+            sparse: a :class:`Jagged` for each sparse feature, of B rows or, where it is shared, Q, with weights where the feature
+                has such; further entries are ignored.
             dense: a (B,) or (Q,) column for each dense name, where further entries are ignored; or :class:`Dense`.
             labels: (B,).
             weights: (B,), 0 for padding; ones where not given.
@@ -196,6 +217,7 @@ class BatchSchema:
             check_index(index, own, queries)
             if rows is None:
                 own = Rows(own.size, "B", shared_rows, index)
+        halves = (queries, own) if self.shared else (own,)
         if not isinstance(dense, Dense):
             dense = Dense(self._matrix(dense or {}, self.row_dense, own), self._matrix(dense or {}, self.shared_dense, queries))
         shared = None
@@ -213,10 +235,11 @@ class BatchSchema:
             total_weight=total_of(weights, total_weight, own.size),
             log_q=None if log_q is None else finite("log_q", log_q, own),
             shared=shared,
-            joint=self._keyed(sparse, self.joint_keys, queries, own) if self.joint else None,
+            joint=self._keyed(sparse, self.joint_keys, *halves) if self.joint else None,
+            weighted=self._keyed(sparse, self.weighted_keys, *halves, weighted=True) if self.weighted else None,
         )
 
-    def _keyed(self, sparse: Mapping[str, Jagged], keys: Keys, *rows: Rows) -> KeyedJaggedTensor:
+    def _keyed(self, sparse: Mapping[str, Jagged], keys: Keys, *rows: Rows, weighted: bool = False) -> KeyedJaggedTensor:
         """``rows``: of each bag of a key; in the joint one Q, then B."""
         bags = [self._bags(sparse, feature, rows[at % len(rows)]) for at, feature in enumerate(keys.features)]
         stride = sum(part.size for part in rows)
@@ -228,7 +251,8 @@ class BatchSchema:
             lengths = torch.ones(values.numel(), dtype=torch.int32)
         else:
             lengths = torch.cat([bag.lengths_or_ones() for bag in bags])
-        return KeyedJaggedTensor(keys=list(keys.keys), values=values, lengths=lengths, stride=stride)
+        weights = torch.cat([bag.weights_or_ones() for bag in bags]) if weighted else None
+        return KeyedJaggedTensor(keys=list(keys.keys), values=values, weights=weights, lengths=lengths, stride=stride)
 
     def _bags(self, sparse: Mapping[str, Jagged], feature: SparseFeature | None, rows: Rows) -> Bags:
         return bags_of(feature, self._column(sparse, feature.name), rows) if feature else no_bags(rows)
@@ -256,7 +280,8 @@ class BatchSchema:
             own, feature = parts[name].values(), self._by_name.get(name)
             values.append(own.clone() if replace else own)
             if feature:
-                bags = bags_of(feature, Jagged(values[-1], parts[name].lengths()), rows)
+                weights = parts[name].weights_or_none() if feature.weights else None
+                bags = bags_of(feature, Jagged(values[-1], parts[name].lengths(), weights), rows)
                 check_ids(values[-1], [bags], replace=replace)
         if not replace:
             return features
@@ -271,7 +296,7 @@ class BatchSchema:
 
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
         """What to raise where ``columns`` lack a column of the schema."""
-        needed = self.keys + list(self.dense)
+        needed = [*self.keys, *self.dense, *self.weight_columns]
         return DataError(f"column '{name}' is missing; the batch has {sorted(columns)}, the schema needs {needed}")
 
 

@@ -177,12 +177,12 @@ def test_three_towers_of_which_two_are_shared_read_one_table() -> None:
     made = TowerModel(towers, TopMLP([4] * 3), shared=["user", "context"])
     assert [joint.key for joint in made.schema().joint] == ["history|item_id", "last|"]
     assert [name for name, _ in made.named_parameters() if "bags.item." in name] == [
-        "shared_tables.joint.embedding_bags.item.weight"
+        "shared_tables.collections.joint.embedding_bags.item.weight"
     ]
     batch = made.schema().assemble(
         {name: Jagged(torch.tensor([at, 5])) for at, name in enumerate(made.schema().keys)}, labels=torch.zeros(2)
     )
-    weight = made.shared_tables.joint.embedding_bags["item"].weight  # type: ignore[union-attr]
+    weight = made.shared_tables.collections["joint"].embedding_bags["item"].weight  # type: ignore[union-attr]
     expected = [towers[name].mlp(weight[[at, 5]]) for at, name in enumerate(("user", "item", "context"))]
     for actual, output in zip(made.outputs(batch), expected, strict=True):
         torch.testing.assert_close(actual, output)

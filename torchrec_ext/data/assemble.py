@@ -67,13 +67,14 @@ class Assembler:
             total_weight=torch.tensor(total_weight),
             shared=shared,
             joint=self._keyed(slices, size, self.schema.joint_keys) if self.schema.joint else None,
+            weighted=self._keyed(slices, size, self.schema.weighted_keys, weighted=True) if self.schema.weighted else None,
         )
 
     def chunk(self, slices: Sequence[Slice]) -> Chunk:
         """All columns of the rows of ``slices``, for batches that add items to them."""
         columns = {name: Column(_joined(slices, at)) for name, at in self._float.items()}
         columns |= {name: Column(_joined_ids(slices, at)) for name, at in self._scalar.items()}
-        ragged = [name for name in self._layout.features if name not in self._scalar]
+        ragged = [name for name in self._layout.ids if name not in self._scalar]
         return Chunk(columns | {name: _joined_ragged(slices, name) for name in ragged})
 
     def weights(self, slices: Sequence[Slice]) -> float:
@@ -84,7 +85,7 @@ class Assembler:
         vectors = [(piece.rows.floats[piece.rows.float_names.index(name)], piece) for piece in slices]
         return float(sum(vector[piece.start : piece.stop].sum(dtype=np.float64) for vector, piece in vectors))
 
-    def _keyed(self, slices: Sequence[Slice], size: int, keys: Keys) -> KeyedJaggedTensor:
+    def _keyed(self, slices: Sequence[Slice], size: int, keys: Keys, *, weighted: bool = False) -> KeyedJaggedTensor:
         names = [feature.name if feature else None for feature in keys.features]
         count = _count(slices)
         totals = [self._total(slices, name, count) for name in names]
@@ -93,7 +94,16 @@ class Assembler:
         lengths[:, count:] = 0
         self._fill(slices, names, values.numpy(), lengths.numpy(), count)
         stride = size * len(names) // len(keys.keys) if names else size
-        return KeyedJaggedTensor(keys=list(keys.keys), values=values, lengths=lengths.view(-1), stride=stride)
+        weights = torch.from_numpy(self._weights(slices, keys, totals)) if weighted else None
+        return KeyedJaggedTensor(keys=list(keys.keys), values=values, weights=weights, lengths=lengths.view(-1), stride=stride)
+
+    def _weights(self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]) -> Array:
+        """(sum of lengths,) those of the ids of each bag; 1 where a feature has none."""
+        parts = [np.zeros(0, np.float32)]
+        for feature, total in zip(keys.features, totals, strict=True):
+            column = feature.weights if feature else None
+            parts += [_values(piece, column) for piece in slices] if column else [np.ones(total, np.float32)]
+        return np.concatenate(parts)
 
     def _total(self, slices: Sequence[Slice], name: str | None, count: int) -> int:
         """Ids of a feature with ``count`` rows; None has none."""

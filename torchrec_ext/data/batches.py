@@ -31,7 +31,7 @@ class BatchBuilder:
     def __init__(self, schema: BatchSchema, items: Chunk | None) -> None:
         self.schema = schema
         self.items = items if items is not None else Chunk({})
-        names = schema.keys + list(schema.dense)
+        names = [*schema.keys, *schema.dense, *schema.weight_columns]
         self._item_side = [name for name in names if name in self.items]
         self._user_side = [name for name in names if name not in self.items]
 
@@ -121,7 +121,7 @@ class BatchBuilder:
         pad = (padded_users or users) - users
         pads = {name: pad if name in self.schema.shared else pad * width for name in columns}
         return self.schema.assemble(
-            {name: _jagged(name, columns[name], pads[name]) for name in self.schema.keys if name in columns},
+            {name: self._jagged(name, columns, pads[name]) for name in self.schema.keys if name in columns},
             Dense(
                 self._dense(columns, self.schema.row_dense, size),
                 self._dense(columns, self.schema.shared_dense, size // width),
@@ -152,7 +152,23 @@ class BatchBuilder:
         size = users if name in self.schema.shared else users * width
         if name in self.schema.dense:
             return _Repeated(Column(np.zeros(size, dtype=np.float32)))
-        return _Repeated(Column(np.zeros(0, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)))
+        kind = np.float32 if name in self.schema.weight_columns else np.int64
+        return _Repeated(Column(np.zeros(0, dtype=kind), np.zeros(size + 1, dtype=np.int64)))
+
+    def _jagged(self, name: str, columns: Mapping[str, _Repeated], pad: int) -> Jagged:
+        feature = self.schema.feature(name)
+        if feature is None or feature.weights is None:
+            return _jagged(name, columns[name], None, pad)
+        if feature.weights not in columns:
+            raise self.schema.missing(feature.weights, columns)
+        ids, weights = columns[name].column, columns[feature.weights].column
+        if not np.array_equal(ids.lengths, weights.lengths):
+            row = int((ids.lengths != weights.lengths).argmax())
+            raise DataError(
+                f"column '{feature.weights}', row {row} of the batch: {weights.lengths[row]} weights for the {ids.lengths[row]} "
+                f"ids of '{name}'; give one for each id"
+            )
+        return _jagged(name, columns[name], weights.values, pad)
 
 
 class _Repeated(NamedTuple):
@@ -162,24 +178,25 @@ class _Repeated(NamedTuple):
     times: int = 1
 
 
-def _jagged(name: str, repeated: _Repeated, pad: int) -> Jagged:
+def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> Jagged:
     column, times = repeated
     if column.pool.dtype.kind not in "iufb":
         raise DataError(f"column '{name}' is {column.pool.dtype}, ids must be integers; map the values to ids first")
+    weighing = None if weights is None else _tensor(weights.astype(np.float32, copy=False))
     if not column.ragged:
         values = _tensor(column.values if times == 1 else column.values.repeat(times))
-        return Jagged(values, _padded(torch.ones(len(values), dtype=torch.int32), pad) if pad else None)
+        weighing = None if weighing is None else weighing.repeat_interleave(times)
+        return Jagged(values, _padded(torch.ones(len(values), dtype=torch.int32), pad) if pad else None, weighing)
     values, lengths = _tensor(column.values), torch.from_numpy(column.lengths.astype(np.int32))
     if times > 1:
-        lengths, values = _repeat_rows(lengths, values, times)
-    return Jagged(values, _padded(lengths, pad))
+        lengths, values, weighing = _repeat_rows(lengths, values, weighing, times)
+    return Jagged(values, _padded(lengths, pad), weighing)
 
 
-def _repeat_rows(lengths: Tensor, values: Tensor, times: int) -> tuple[Tensor, Tensor]:
+def _repeat_rows(lengths: Tensor, values: Tensor, weights: Tensor | None, times: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """FBGEMM copies row by row, which is several times faster than a gather through an index for every value."""
     rows = torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(times))
-    lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(rows, lengths, values, None, len(values) * times)
-    return lengths, values
+    return torch.ops.fbgemm.permute_1D_sparse_data(rows, lengths, values, weights, len(values) * times)  # type: ignore[no-any-return]
 
 
 def _numbers(name: str, column: Column) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ Float32 = NDArray[np.float32]
 Vectors = Array | list[Array]
 SCALAR: tuple[Kind, ...] = ("int",)
 IDS: tuple[Kind, ...] = ("int", "ints")
+LISTS: tuple[Kind, ...] = ("ints",)
+WEIGHTS: tuple[Kind, ...] = ("floats",)
 _SPARE = 8  # buffers kept for the next blocks
 NUMBERS: tuple[Kind, ...] = ("float", "int", "bool")
 
@@ -35,11 +37,13 @@ class Layout:
         features: the sparse columns by name; None for an id that no table reads (a user's, for the negatives).
         floats: the dense columns, the label and the weight.
         out_of_range: see :class:`BatchSchema`.
+        weights: the list columns with a weight for each id, by the feature whose ids they are.
     """
 
     features: Mapping[str, SparseFeature | None]
     floats: tuple[str, ...]
     out_of_range: str
+    weights: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, schema: BatchSchema, ids: Sequence[str], floats: Sequence[str | None], without: Sequence[str]) -> Layout:
@@ -51,16 +55,23 @@ class Layout:
             features={name: feature for name, feature in features.items() if name not in without},
             floats=tuple(name for name in dense if name not in without),
             out_of_range=schema.out_of_range,
+            weights={feature.name: feature.weights for feature in schema.sparse if feature.weights and feature.name not in without},
         )
 
     @property
     def names(self) -> list[str]:
         """Columns to read; one may be both an id and a label."""
-        return list(dict.fromkeys([*self.features, *self.floats]))
+        return list(dict.fromkeys([*self.features, *self.floats, *self.weights.values()]))
+
+    @property
+    def ids(self) -> list[str]:
+        """What a block holds beside its floats: ids, and weights of ids."""
+        return [*self.features, *self.weights.values()]
 
     def require(self, source: Source) -> frozenset[str]:
         """Refuses a source that lacks a column or has it with another kind; the sparse columns with several ids per row."""
         source.require(dict.fromkeys(self.floats, NUMBERS))
+        source.require(dict.fromkeys(self.weights, LISTS) | dict.fromkeys(self.weights.values(), WEIGHTS))
         kinds = source.require({name: IDS if feature else SCALAR for name, feature in self.features.items()})
         return frozenset(name for name, kind in kinds.items() if kind == "ints")
 
@@ -71,6 +82,7 @@ class Layout:
     def checked(self, group: RowGroup, chunk: Chunk) -> tuple[dict[str, Column], dict[str, Array]]:
         """(ids as int64 by name, floats as float32 by name) of the rows of a group or of a part of one, every value valid."""
         ids = {name: self._ids(group, name, chunk[name], feature) for name, feature in self.features.items()}
+        ids |= {column: _weights(group, name, column, chunk) for name, column in self.weights.items()}
         return ids, {name: _finite(group, name, chunk[name].values) for name in self.floats}
 
     def _ids(self, group: RowGroup, name: str, column: Column, feature: SparseFeature | None) -> Column:
@@ -106,6 +118,26 @@ def _finite(group: RowGroup, name: str, values: Array) -> Float32:
             "fill or drop it where it is written"
         )
     return floats
+
+
+def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
+    """The weights of the ids of feature ``name``, finite and as many."""
+    lengths, ids = chunk[column].lengths, chunk[name].lengths
+    if not np.array_equal(lengths, ids):
+        row = int((lengths != ids).argmax())
+        raise DataError(
+            f"{group.name}, column '{column}', row {group.first + row}: {lengths[row]} weights for the {ids[row]} ids of '{name}'; "
+            "give one for each id"
+        )
+    values = chunk[column].values.astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        at = int((~np.isfinite(values)).argmax())
+        row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        raise DataError(
+            f"{group.name}, column '{column}', row {group.first + row}: value {values[at]} is not finite; "
+            "fill or drop it where it is written"
+        )
+    return Column.from_lengths(values, lengths)
 
 
 class Memory:

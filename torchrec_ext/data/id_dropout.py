@@ -111,7 +111,7 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
     shared = batch.shared
     if shared is not None and "shared" in made:
         shared = dataclasses.replace(shared, sparse=made["shared"])
-    return dataclasses.replace(batch, sparse=made["sparse"], shared=shared, joint=made.get("joint"))
+    return dataclasses.replace(batch, sparse=made["sparse"], shared=shared, joint=made.get("joint"), weighted=made.get("weighted"))
 
 
 def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
@@ -146,16 +146,17 @@ class _Part(NamedTuple):
 
 
 def _parts(batch: TowerBatch, schema: BatchSchema) -> dict[str, _Part]:
-    """By name: ``sparse``, and ``shared`` and ``joint`` where there are such."""
+    """By name: ``sparse``, and ``shared``, ``joint`` and ``weighted`` where there are such."""
     rows, keys = len(batch), batch.sparse.keys()
     found = {"sparse": _part(batch.sparse, [[(name, False, rows)] for name in keys])}
-    if batch.shared is None:
-        return found
-    shared = batch.shared.sparse
-    queries, keys = shared.stride(), shared.keys()
-    found["shared"] = _part(shared, [[(name, True, queries)] for name in keys])
-    if batch.joint is not None:
-        found["joint"] = _part(batch.joint, [[(key.shared, True, queries), (key.row, False, rows)] for key in schema.joint])
+    queries = 0
+    if batch.shared is not None:
+        shared = batch.shared.sparse
+        queries, keys = shared.stride(), shared.keys()
+        found["shared"] = _part(shared, [[(name, True, queries)] for name in keys])
+    for name, ids, pairs in (("joint", batch.joint, schema.joint), ("weighted", batch.weighted, schema.weighted)):
+        if ids is not None:
+            found[name] = _part(ids, [[(pair.shared, True, queries), (pair.row, False, rows)] for pair in pairs])
     return found
 
 

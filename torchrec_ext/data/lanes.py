@@ -69,7 +69,7 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
     """
     parts = [lane.read(segment) for segment in block.segments]
     numbers = np.concatenate([np.arange(start, stop) + firsts[group] for group, start, stop in block.segments])
-    ids = {name: [part[0][name] for part in parts] for name in lane.layout.features}
+    ids = {name: [part[0][name] for part in parts] for name in lane.layout.ids}
     scalars = [[column.values for column in columns] for columns in ids.values() if not columns[0].ragged]
     buffers: list[Array] = []
     rows = Rows(

@@ -46,7 +46,7 @@ class MemoryRows:
         share: Share,
         observer: MixedCandidates | None = None,
     ) -> None:
-        needed = {*schema.keys, *schema.dense, "user_id", *pairing.ids, config.label, config.weight}
+        needed = {*schema.keys, *schema.dense, *schema.weight_columns, "user_id", *pairing.ids, config.label, config.weight}
         for name in filter(None, (config.label, config.weight)):
             if name not in chunk:
                 raise DataError(f"column '{name}' is missing; the rows have {sorted(chunk)}")

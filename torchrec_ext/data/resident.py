@@ -107,6 +107,7 @@ class ResidentRows:
                 index=torch.arange(users, device=self._device).repeat_interleave(width),
             )
         labels, weights = (torch.zeros(users, width, device=self._device) for _ in range(2))
+        halves = (users, users * width) if shared else (users * width,)
         own = self._table.numbers(rows)
         labels[: len(rows), 0] = own[self._config.label] if self._config.label else 1.0
         weights[: len(rows)] = own[self._config.weight][:, None] if self._config.weight else 1.0
@@ -118,14 +119,15 @@ class ResidentRows:
             total_weight=total_weight,
             log_q=log_q,
             shared=shared,
-            joint=self._keyed(bags, self._schema.joint_keys, users, users * width) if self._schema.joint else None,
+            joint=self._keyed(bags, self._schema.joint_keys, *halves) if self._schema.joint else None,
+            weighted=self._keyed(bags, self._schema.weighted_keys, *halves, weighted=True) if self._schema.weighted else None,
         )
 
     def _columns(
         self, rows: Tensor, totals: Mapping[str, int], epoch: int
     ) -> tuple[dict[str, Bags], dict[str, Tensor], Tensor | None]:
         """(bags, numbers, log_q) of a batch before its padding: those of the rows, and of their candidates."""
-        names, shared = self._schema.keys, self._schema.shared
+        names, shared = [*self._schema.keys, *self._schema.weight_columns], self._schema.shared
         repeated = rows if self._width == 1 else rows.repeat_interleave(self._width)
         bags = self._table.bags(repeated, [name for name in names if name not in shared], totals)
         bags |= self._table.bags(rows, [name for name in names if name in shared], totals) if shared else {}
@@ -138,18 +140,26 @@ class ResidentRows:
         size = self._share.rows(self._config.batch_size) * self._width
         return bags, numbers, None if drawn.log_q is None else _padded(drawn.log_q.reshape(-1), size)
 
-    def _keyed(self, bags: Mapping[str, Bags], keys: Keys, *rows: int) -> KeyedJaggedTensor:
+    def _keyed(self, bags: Mapping[str, Bags], keys: Keys, *rows: int, weighted: bool = False) -> KeyedJaggedTensor:
         """``rows``: of each bag of a key; in the joint one Q, then B."""
         sizes = [rows[at % len(rows)] for at in range(len(keys.features))]
         lengths = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
         values, start = [torch.empty(0, dtype=torch.int64, device=self._device)], 0
+        weights = [torch.empty(0, device=self._device)]
         for feature, size in zip(keys.features, sizes, strict=True):
             if feature:
                 found, own = bags[feature.name]
                 values.append(found)
+                weights.append(bags[feature.weights].values if feature.weights else torch.ones_like(found, dtype=torch.float32))
                 lengths[start : start + len(found if own is None else own)] = 1 if own is None else own
             start += size
-        return KeyedJaggedTensor(keys=list(keys.keys), values=torch.cat(values), lengths=lengths, stride=sum(rows))
+        return KeyedJaggedTensor(
+            keys=list(keys.keys),
+            values=torch.cat(values),
+            weights=torch.cat(weights) if weighted else None,
+            lengths=lengths,
+            stride=sum(rows),
+        )
 
     def _dense(self, numbers: Mapping[str, Tensor], size: int, *, shared: bool) -> Tensor:
         names = [name for name in self._schema.dense if (name in self._schema.shared) == shared]

@@ -1,19 +1,20 @@
-"""SharedTables: the tables that several towers of a model read, each one table with one set of weights."""
+"""SharedTables: the tables that several towers of a model read, each one table with one set of weights, and weighted ones."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.features import joints, merged
-from torchrec_ext.modules.tower import Tower
+from torchrec_ext.modules.tower import Tower, by_table
 
 
 class SharedTables(nn.Module):
@@ -24,54 +25,77 @@ class SharedTables(nn.Module):
     TorchRec's own way, a KeyedJaggedTensor with a stride for each key, pads to the largest and crashes for data_parallel (torchrec
     #1916, #2268); looking up one sharded collection twice would update its rows twice.
 
+    A table that pools by weights is looked up here too, from ``batch.weighted``, whether one tower reads it or several.
+
     Args:
         tables: EmbeddingBagConfigs, each once with the features of all towers.
         shared: the features of shared towers.
         readers: names of the towers that read them.
+        weights: the features whose ids have weights.
         device: of the tables.
     """
 
     def __init__(
-        self, tables: Sequence[EmbeddingBagConfig], shared: Collection[str], readers: Collection[str], device: torch.device
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        shared: Collection[str],
+        readers: Collection[str],
+        weights: Collection[str],
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.readers = frozenset(readers)
-        self._joints = joints(tables, shared)
-        single = [table for table in tables if table.name not in self._joints]
-        # A table that no joint key names reads features of one kind.
-        self._of_rows = [table for table in single if table.feature_names[0] not in shared]
-        self._of_shared = [table for table in single if table.feature_names[0] in shared]
-        self._of_both = [
-            _reading(table, [joint.key for joint in self._joints[table.name]]) for table in tables if table.name in self._joints
-        ]
-        self.rows = _collection(self._of_rows, device)
-        self.shared = _collection(self._of_shared, device)
-        self.joint = _collection(self._of_both, device)
+        self._shared = frozenset(shared)
+        found = joints(tables, shared, weights)
+        self._pairs = {**found.plain, **found.weighted}
+        self._tables: dict[str, list[EmbeddingBagConfig]] = {}
+        for table in tables:
+            if table.name in self._pairs:
+                part = "weighted" if table.name in found.weighted else "joint"
+                table = dataclasses.replace(table, feature_names=[pair.key for pair in self._pairs[table.name]])
+            else:
+                part = "shared" if table.feature_names[0] in shared else "rows"
+            self._tables.setdefault(part, []).append(table)
+        self.collections = nn.ModuleDict(
+            {
+                part: EmbeddingBagCollection(tables=own, is_weighted=part == "weighted", device=device)
+                for part, own in self._tables.items()
+            }
+        )
 
     def forward(self, batch: TowerBatch) -> dict[str, Tensor]:
         """By ``feature@table`` the pooled bags, (Q, width) of a shared tower's features and (B, width) of the others'."""
         pooled: dict[str, Tensor] = {}
-        if self.rows is not None:
-            pooled |= _named(self._of_rows, self.rows(batch.sparse).to_dict())
-        if self.shared is not None:
-            pooled |= _named(self._of_shared, self.shared(batch.shared.sparse).to_dict())  # type: ignore[union-attr]
-        if self.joint is not None:
-            queries = batch.shared.dense.shape[0]  # type: ignore[union-attr]
-            found = _named(self._of_both, self.joint(batch.joint).to_dict())
-            for table, keys in self._joints.items():
-                for key in keys:
-                    both = found[f"{key.key}@{table}"]
-                    halves = {key.shared: both[:queries], key.row: both[queries:]}
-                    pooled |= {f"{feature}@{table}": half for feature, half in halves.items() if feature}
+        for part, tables in self._tables.items():
+            found = by_table(tables, self.collections[part](_bags_of(batch, part)).to_dict())
+            pooled |= self._split(batch, tables, found) if part in ("joint", "weighted") else found
+        return pooled
+
+    def _split(self, batch: TowerBatch, tables: Sequence[EmbeddingBagConfig], embedded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        queries = batch.shared.dense.shape[0] if self._shared else 0  # type: ignore[union-attr]
+        pooled: dict[str, Tensor] = {}
+        for table in tables:
+            for pair in self._pairs[table.name]:
+                both = embedded[f"{pair.key}@{table.name}"]
+                halves = {pair.shared: both[:queries], pair.row: both[queries:]}
+                pooled |= {f"{feature}@{table.name}": half for feature, half in halves.items() if feature}
         return pooled
 
 
-def shared_tables(towers: Mapping[str, Any], shared: Collection[str]) -> SharedTables | None:
-    """Takes the tables that several towers name out of them; None where there is none.
+def _bags_of(batch: TowerBatch, part: str) -> KeyedJaggedTensor:
+    """An attribute of the batch, so that TorchRec's pipeline can follow it."""
+    if part == "shared":
+        return batch.shared.sparse  # type: ignore[union-attr]
+    return batch.sparse if part == "rows" else batch.joint if part == "joint" else batch.weighted
+
+
+def shared_tables(towers: Mapping[str, Any], shared: Collection[str], weights: Collection[str] = ()) -> SharedTables | None:
+    """Takes the tables that several towers name, or that pool by weights, out of the towers; None where there is none.
 
     Args:
         towers: by name.
         shared: the features of shared towers.
+        weights: the features whose ids have weights.
 
     Raises:
         ValueError: tables of one name that differ, or that are not EmbeddingBagConfigs of a :class:`Tower`.
@@ -80,17 +104,18 @@ def shared_tables(towers: Mapping[str, Any], shared: Collection[str]) -> SharedT
     for name, tower in towers.items():
         for table in tower.tables:
             readers.setdefault(table.name, []).append(name)
-    readers = {table: names for table, names in readers.items() if len(names) > 1}
-    tables = [table for table in merged(table for tower in towers.values() for table in tower.tables) if table.name in readers]
+    tables = merged(table for tower in towers.values() for table in tower.tables)
+    tables = [table for table in tables if len(readers[table.name]) > 1 or not set(weights).isdisjoint(table.feature_names)]
     if not tables:
         return None
+    readers = {table.name: readers[table.name] for table in tables}
     for table in tables:
         _check_lendable(table, {name: towers[name] for name in readers[table.name]})
     lenders = list(dict.fromkeys(name for names in readers.values() for name in names))
-    device = towers[lenders[0]].embeddings.device
+    device = towers[lenders[0]].device
     for name in lenders:
         towers[name].lend([table.name for table in towers[name].tables if table.name in readers])
-    return SharedTables(tables, shared, lenders, device)
+    return SharedTables(tables, shared, lenders, weights, device)
 
 
 def _check_lendable(table: EmbeddingBagConfig, readers: Mapping[str, Any]) -> None:
@@ -101,22 +126,3 @@ def _check_lendable(table: EmbeddingBagConfig, readers: Mapping[str, Any]) -> No
             f"table '{table.name}' is named by the towers {list(readers)}, and {what[0]}; only an EmbeddingBagConfig of several "
             "Towers is shared: give each of these towers a table of its own name"
         )
-
-
-def _reading(table: EmbeddingBagConfig, keys: list[str]) -> EmbeddingBagConfig:
-    """The table with other features."""
-    return dataclasses.replace(table, feature_names=keys)
-
-
-def _collection(tables: list[EmbeddingBagConfig], device: torch.device) -> EmbeddingBagCollection | None:
-    return EmbeddingBagCollection(tables=tables, device=device) if tables else None
-
-
-def _named(tables: Sequence[EmbeddingBagConfig], embedded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a collection returns, by ``feature@table``, which TorchRec does only for features of several tables."""
-    pairs: Iterator[tuple[EmbeddingBagConfig, list[str]]] = zip(tables, get_embedding_names_by_table(list(tables)), strict=True)
-    return {
-        f"{feature}@{table.name}": embedded[name]
-        for table, names in pairs
-        for feature, name in zip(table.feature_names, names, strict=True)
-    }

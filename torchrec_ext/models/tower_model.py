@@ -57,7 +57,8 @@ class TowerModel(nn.Module):
             shared row, and their outputs are repeated. Logits and gradients are those of the plain form.
 
     Raises:
-        ValueError: tables of one name that differ, a dense column of two towers, or a feature of a shared and of another tower.
+        ValueError: tables of one name that differ, a dense column of two towers, or a feature of a shared and of another tower, or
+            of one with weights and of another without.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class TowerModel(nn.Module):
         both = sorted(set(columns[False]) & set(columns[True]))
         if both:
             raise ValueError(f"features {both} are read by a shared tower and by another; share both towers, or give each its own")
-        self.shared_tables = shared_tables(towers, columns[True])
+        self.shared_tables = shared_tables(towers, columns[True], _weights(self.towers))
         self._dense: dict[str, slice] = {}
         starts = {False: 0, True: 0}
         for name, tower in towers.items():
@@ -106,6 +107,7 @@ class TowerModel(nn.Module):
             label_range=(0.0, 1.0) if self.loss.function is bce else None,
             out_of_range=out_of_range,
             oov_ids=oov_ids,
+            weights=_weights(self.towers),
         )
 
     def embed(self, tower: str, batch: TowerBatch) -> Tensor:
@@ -144,6 +146,20 @@ class TowerModel(nn.Module):
         logits = self.logits(batch)
         loss = self.loss(logits, batch)
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
+
+
+def _weights(towers: nn.ModuleDict) -> dict[str, str]:
+    """By feature the column of its ids' weights; TorchRec's sharded collections use weights wherever a batch has them."""
+    named: dict[str, dict[str | None, str]] = {}
+    for name, tower in towers.items():
+        weights = getattr(tower, "weights", {})
+        for feature in (feature for table in tower.tables for feature in table.feature_names):  # type: ignore[union-attr]
+            named.setdefault(feature, {})[weights.get(feature)] = name
+    for feature, columns in named.items():
+        if len(columns) > 1:
+            said = " and ".join(f"{column or 'none'} in tower '{tower}'" for column, tower in columns.items())
+            raise ValueError(f"feature '{feature}' has weights {said}; give it the same weights in every tower that reads it")
+    return {feature: column for feature, (column, *_) in named.items() if column}
 
 
 def two_tower(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -30,6 +30,9 @@ class Tower(nn.Module):
         mlp_widths: widths of the MLP; the last is D, the width of the tower's output. Without any, the output is the concatenation:
             pooled bags, then bags under attention, then dense columns.
         dense: names of the dense columns that the tower reads, Fd of them.
+        weights: by feature the column with a weight for each of its ids, such as how long ago each item of a history was: the bag
+            is the sum of weight x row. Its tables are EmbeddingBagConfigs pooled by sum, which a TowerModel looks up; their other
+            features have weights of 1.
         activation: between the layers of the MLP.
         normalization: before each activation: ``layer``, ``batch`` or ``none``.
         dropout: after each activation.
@@ -47,6 +50,7 @@ class Tower(nn.Module):
         mlp_widths: Sequence[int],
         *,
         dense: Sequence[str] = (),
+        weights: Mapping[str, str] | None = None,
         activation: Activation = "relu",
         normalization: Normalization = "none",
         dropout: float = 0.0,
@@ -62,9 +66,11 @@ class Tower(nn.Module):
         self.bags = bags = [table for table in tables if isinstance(table, EmbeddingBagConfig)]
         lists = [table for table in tables if isinstance(table, EmbeddingConfig)]
         device = device or torch.device("cpu")
-        self.embeddings: EmbeddingBagCollection | None = EmbeddingBagCollection(tables=bags, device=device) if bags else None
+        self.weights = dict(weights or {})
+        _check_weighted(tables, self.weights)
+        self._declare(bags, device)
         self.sequences = EmbeddingCollection(tables=_of_one_width(lists), device=device) if lists else None
-        self._lent: frozenset[str] = frozenset()
+        self.device = device
         listed = [name for names in get_embedding_names_by_table(lists) for name in names]
         self.attention = BagAttention(listed, lists[0].embedding_dim) if lists else None
         width = sum(table.embedding_dim * table.num_features() for table in tables) + len(self.dense)
@@ -82,10 +88,11 @@ class Tower(nn.Module):
 
     def lend(self, names: Collection[str]) -> None:
         """Gives up the EmbeddingBagConfigs ``names``: :meth:`forward` then takes their pooled bags from who looks them up."""
-        kept = [table for table in self.bags if table.name not in names]
-        if self.embeddings is not None:
-            self.embeddings = EmbeddingBagCollection(tables=kept, device=self.embeddings.device) if kept else None
-        self._lent = frozenset(names)
+        self._declare([table for table in self.bags if table.name not in names], self.device)
+
+    def _declare(self, bags: list[EmbeddingBagConfig], device: torch.device) -> None:
+        self._own = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
+        self.embeddings = EmbeddingBagCollection(tables=self._own, device=device) if self._own else None
 
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Mapping[str, Tensor] | None = None) -> Tensor:
         """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd).
@@ -99,17 +106,38 @@ class Tower(nn.Module):
 
     def _pooled(self, sparse: KeyedJaggedTensor, lent: Mapping[str, Tensor]) -> list[Tensor]:
         """The pooled bags, in the order of the tables and their features."""
-        own = [table for table in self.bags if table.name not in self._lent]
-        # A sharded collection returns its columns grouped by sharding type, so they are picked by name.
-        names = {table.name: found for table, found in zip(own, get_embedding_names_by_table(own), strict=True)}
-        embedded = self.embeddings(sparse).to_dict() if self.embeddings is not None else {}
-        pooled = []
-        for table in self.bags:
-            if table.name in self._lent:
-                pooled += [lent[f"{feature}@{table.name}"] for feature in table.feature_names]
-            else:
-                pooled += [embedded[name] for name in names[table.name]]
-        return pooled
+        pooled = dict(lent)
+        if self.embeddings is not None:
+            pooled |= by_table(self._own, self.embeddings(sparse).to_dict())
+        return [pooled[f"{feature}@{table.name}"] for table in self.bags for feature in table.feature_names]
+
+
+def by_table(tables: Sequence[EmbeddingBagConfig], embedded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a collection of ``tables`` returns, by ``feature@table``; TorchRec says so only for features of several tables.
+
+    A sharded collection returns its columns grouped by sharding type, so they are picked by name.
+    """
+    return {
+        f"{feature}@{table.name}": embedded[name]
+        for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True)
+        for feature, name in zip(table.feature_names, names, strict=True)
+    }
+
+
+def _check_weighted(tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str, str]) -> None:
+    for feature, column in weights.items():
+        readers = [table for table in tables if feature in table.feature_names]
+        if not readers:
+            raise ValueError(
+                f"weights: {feature}={column}: the tower reads no feature '{feature}'; name one of its tables' features"
+            )
+        for table in readers:
+            how = getattr(table, "pooling", None)
+            if how != PoolingType.SUM:
+                raise ValueError(
+                    f"weights: {feature}={column}: table '{table.name}' pools it by {how.name if how else 'attention'}, must be "
+                    "SUM; for a mean give weights that add up to 1"
+                )
 
 
 def _check_names(tables: Sequence[BaseEmbeddingConfig]) -> None:
