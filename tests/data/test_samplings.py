@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.contracts import run_ranks
 from tests.data.stream_sets import parquet
 from tests.data.stream_sets import schema_of as stream_schema
 from tests.data.test_loader import DATA, ITEM_TABLE, ITEMS, rows_of, schema_of
@@ -22,6 +23,9 @@ from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.mixed_candidates import MixedCandidates
 from torchrec_ext.data.mixed_negatives import MixedNegatives
 from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.modules.in_batch import in_batch_negatives
+from torchrec_ext.modules.losses import in_batch_softmax
 from torchrec_ext.schema import BatchSchema
 
 pytestmark = pytest.mark.unit
@@ -167,6 +171,25 @@ def test_log_q_of_counted_candidates_is_the_mixture_of_both_sides() -> None:
         for item, _, log_q in candidates(batch, 0, 8) + candidates(batch, 8, len(batch)):
             q = (8 * counts[item] / SIZE + EXTRA / ITEMS) / (8 + EXTRA)
             assert log_q == pytest.approx(np.log(q), abs=1e-3)
+
+
+def mixed_losses(runtime: Runtime) -> list[float]:
+    """The in-batch softmax of each step, over positives and extra candidates, as the docstring of SharedCandidates says."""
+    users, items = (torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows)) for rows in (SIZE, ITEMS + 1))
+    queries, losses = -(-8 // runtime.world_size), []
+    for batch in loader_of(MIXED, rank=runtime.rank, world_size=runtime.world_size):
+        who, what = (batch.sparse[name].to_padded_dense(1)[:, 0].long() for name in ("user_id", "item_id"))
+        negatives = in_batch_negatives(items[what].double(), what, log_q=batch.log_q, queries=queries, rows=len(batch))
+        weights, total = batch.weights[:queries], batch.total_weight
+        losses.append(float(in_batch_softmax(users[who[:queries]].double(), negatives, weights=weights, total_weight=total)))
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_mean_of_the_ranks_losses_over_mixed_candidates_is_that_of_one_rank(world_size: int) -> None:
+    expected = mixed_losses(Runtime(rank=0, local_rank=0, world_size=1, local_world_size=1))
+    ranks = run_ranks(mixed_losses, world_size)
+    assert [sum(step) / world_size for step in zip(*ranks, strict=True)] == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_estimate_comes_near_how_often_a_batch_holds_an_item() -> None:
