@@ -169,6 +169,23 @@ def test_a_recipe_of_a_users_own_over_a_csv_file(tmp_path: Path, capsys: pytest.
     assert "ready: is not the folder of an earlier result (it has no summary.json)" in capsys.readouterr().err
 
 
+@quiet
+def test_the_recipe_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_duckdb()
+    recipe, _ = re.findall(r"```py\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "my_recipe.py").write_text(recipe)
+    (tmp_path / "ml-100k").mkdir()
+    columns = {"user_id": [1, 1, 1] * 9, "item_id": [50, 51, 52] * 9, "rating": [5, 4, 1] * 9}
+    pq.write_table(
+        pa.table({**columns, "timestamp": [880_000_000 + 500_000 * k for k in range(27)]}), tmp_path / "ml-100k/inter.parquet"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["--recipe", "my_recipe.py:job", "--set", "pictures=false", "--out", "ready"]) == 0
+    summary = json.loads(Path("ready/summary.json").read_text())
+    assert summary["rows"] == {"train": 20, "test": 7}
+    assert summary["vocab"]["history"] == summary["vocab"]["item_id"] == 4
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("name", ["preprocessor", "../x", ""])
 def test_splits_are_folders(name: str) -> None:
