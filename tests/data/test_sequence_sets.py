@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,9 @@ ROWS = {"user": [3, 1, 3, 3, 1], "item": [40, 20, 10, 20, 10], "position": [1, 0
 SEQUENCES = [[20, 10], [10, 40, 20]]
 
 
-def write(folder: Path, name: str, columns: dict[str, list[int]]) -> SequenceConfig:
+def write(folder: Path, name: str, columns: Mapping[str, Sequence[object]]) -> SequenceConfig:
     (folder / "mine").mkdir(exist_ok=True)
-    pq.write_table(pa.table(columns), folder / "mine" / name)
+    pq.write_table(pa.table(dict(columns)), folder / "mine" / name)
     return SequenceConfig(name="mine", folder=str(folder))
 
 
@@ -55,6 +56,23 @@ def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path: Path, monkeypa
     write(tmp_path, "b_sequences.parquet", ROWS)
     with pytest.raises(DatasetUnavailable, match=r"has a_sequences\.parquet, b_sequences\.parquet; it must hold one file"):
         load_sequences(config)
+
+
+def test_ids_may_be_text(tmp_path: Path) -> None:
+    text = {"user": ["c", "a", "c", "c", "a"], "item": [f"B{item}" for item in ROWS["item"]], "position": ROWS["position"]}
+    data = load_sequences(write(tmp_path, "my_sequences.parquet", text))
+    assert data.item_ids is not None
+    assert [[data.item_ids[item] for item in data.sequences.row(user)] for user in (0, 1)] == [
+        ["B20", "B10"],
+        ["B10", "B40", "B20"],
+    ]
+
+
+def test_lists_and_nulls_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="column 'item' holds lists, must hold one value per row"):
+        load_sequences(write(tmp_path, "my_sequences.parquet", {**ROWS, "item": [[item] for item in ROWS["item"]]}))
+    with pytest.raises(DataError, match="null"):
+        load_sequences(write(tmp_path, "my_sequences.parquet", {**ROWS, "item": [1, None, 3, 4, 5]}))
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:

@@ -76,13 +76,16 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
 
 
 def read_sequences(path: Path, *, name: str) -> SequenceData:
-    """The sequences in a file of the :data:`LAYOUT`; rows may stand in any order, ids may be any whole numbers."""
+    """The sequences in a file of the :data:`LAYOUT`; rows may stand in any order, ids may be any numbers or text."""
     found = list(pq.read_schema(path).names)
     spelled = {role: next((word for word in words if word in found), "") for role, words in _SPELLINGS.items()}
     for role, words in _SPELLINGS.items():
         if not spelled[role]:
             raise DataError(f"{path}: no column {' or '.join(words)}; the file has {', '.join(found)}")
-    rows = read_parquet(path, {spelled["user"]: "int", spelled["item"]: "int", spelled["order"]: None})
+    rows = read_parquet(path, list(spelled.values()))
+    for column in rows:
+        if rows[column].ragged:
+            raise DataError(f"{path}: column '{column}' holds lists, must hold one value per row; write a row for each event")
     columns = (rows[spelled[role]].values for role in ("user", "item", "order"))
     return from_rows(name, *columns, times=spelled["order"] != "position")
 
