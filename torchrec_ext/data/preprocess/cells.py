@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -104,15 +105,20 @@ def _numpy(array: pa.Array, raw: str) -> Array:
 def _typed(data: Sequence[Any], raw: str) -> pa.Array:
     """The values in the type of the column. Arrow, asked for that type at once, would cut 1.5 to 1 and read the text "7" as 7."""
     array = pa.array(data)
-    found = raw_type(array.type)
-    kinds = _TAKES.get(element(raw), TIMES | {"int64"})
-    if not (_nothing(array.type) or (found and is_list(found) == is_list(raw) and element(found) in kinds)):
+    wanted = arrow_type(raw)
+    if array.type == wanted:
+        return array
+    if not _stands_for(array.type, raw):
         raise TypeError(f"it is {array.type}")
-    return array.cast(arrow_type(raw), safe=element(raw) not in TIMES)
+    return array.cast(wanted, safe=element(raw) not in TIMES)
 
 
-def _nothing(dtype: pa.DataType) -> bool:
-    return bool(pa.types.is_null(dtype.value_type if pa.types.is_list(dtype) else dtype))
+@lru_cache
+def _stands_for(dtype: pa.DataType, raw: str) -> bool:
+    if pa.types.is_null(dtype.value_type if pa.types.is_list(dtype) else dtype):
+        return True
+    found = raw_type(dtype)
+    return found is not None and is_list(found) == is_list(raw) and element(found) in _TAKES.get(element(raw), TIMES | {"int64"})
 
 
 def _refused(name: str, data: Sequence[Any], raw: str) -> DataError:
