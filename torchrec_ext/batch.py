@@ -70,6 +70,7 @@ class TowerBatch(_Fields):
         joint: stride Q + B, the bags of tables that a shared tower and another both read, each looked up once: see
             :class:`torchrec_ext.features.Joint`. None without such.
         weighted: stride Q + B likewise, the bags of tables that pool by weights, with a weight for each id. None without such.
+        targets: (B, T - 1) float32, the labels of the second and further tasks. None for one task.
     """
 
     sparse: KeyedJaggedTensor
@@ -81,6 +82,7 @@ class TowerBatch(_Fields):
     shared: SharedRows | None = None
     joint: KeyedJaggedTensor | None = None
     weighted: KeyedJaggedTensor | None = None
+    targets: Tensor | None = None
 
     def __len__(self) -> int:
         return self.labels.numel()

@@ -59,6 +59,7 @@ class BatchSchema:
         shared: which of these columns are in the batch's shared part, see :class:`SharedRows`.
         joint: the keys of ``batch.joint``, for tables that read shared and other features.
         weighted: the keys of ``batch.weighted``, for tables that pool by weights.
+        tasks: the columns with the labels of further tasks, of ``batch.targets``.
         label_range: smallest and largest label, 0 to 1 as binary cross entropy asks; None for any finite label.
         out_of_range: what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps it to the feature's
             ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the sharding type (a row-wise table
@@ -70,6 +71,7 @@ class BatchSchema:
     shared: frozenset[str] = frozenset()
     joint: tuple[Joint, ...] = ()
     weighted: tuple[Joint, ...] = ()
+    tasks: tuple[str, ...] = ()
     label_range: tuple[float, float] | None = (0.0, 1.0)
     out_of_range: OutOfRange = "error"
 
@@ -186,6 +188,7 @@ class BatchSchema:
         weights: Tensor | None = None,
         total_weight: float | None = None,
         log_q: Tensor | None = None,
+        targets: Tensor | None = None,
         rows: Tensor | None = None,
         index: Tensor | None = None,
         shared_rows: Tensor | None = None,
@@ -201,6 +204,7 @@ class BatchSchema:
             total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; this rank's own sum where
                 not given.
             log_q: (B,) log-probability with which the candidate was sampled.
+            targets: (B, T - 1) the labels of the schema's ``tasks``; must be given where it has such.
             rows: (B,) numbers by which an error message names a row; the place in the batch where not given.
             index: (B,) the shared row of each row; where not given, Q is B and each row has its own.
             shared_rows: (Q,) numbers by which an error message names a shared row; must be given with ``index``.
@@ -234,6 +238,7 @@ class BatchSchema:
             weights=torch.ones(own.size) if weights is None else between("weight", weights, own, (0.0, math.inf)),
             total_weight=total_of(weights, total_weight, own.size),
             log_q=None if log_q is None else finite("log_q", log_q, own),
+            targets=self._targets(targets, own),
             shared=shared,
             joint=self._keyed(sparse, self.joint_keys, *halves) if self.joint else None,
             weighted=self._keyed(sparse, self.weighted_keys, *halves, weighted=True) if self.weighted else None,
@@ -253,6 +258,17 @@ class BatchSchema:
             lengths = torch.cat([bag.lengths_or_ones() for bag in bags])
         weights = torch.cat([bag.weights_or_ones() for bag in bags]) if weighted else None
         return KeyedJaggedTensor(keys=list(keys.keys), values=values, weights=weights, lengths=lengths, stride=stride)
+
+    def _targets(self, targets: Tensor | None, rows: Rows) -> Tensor | None:
+        if targets is None and self.tasks:
+            raise DataError(f"the labels of the tasks {list(self.tasks)} are missing; give targets of shape (B, {len(self.tasks)})")
+        if targets is None or not self.tasks:
+            return None
+        if targets.shape != (rows.size, len(self.tasks)):
+            raise DataError(f"targets of shape {tuple(targets.shape)}: must be (B, tasks) = ({rows.size}, {len(self.tasks)})")
+        for name, column in zip(self.tasks, targets.unbind(dim=1), strict=True):
+            between(name, column, rows, self.label_range)
+        return targets.float()
 
     def _bags(self, sparse: Mapping[str, Jagged], feature: SparseFeature | None, rows: Rows) -> Bags:
         return bags_of(feature, self._column(sparse, feature.name), rows) if feature else no_bags(rows)

@@ -65,6 +65,7 @@ class Assembler:
             labels=self._vector(slices, size, self._label),
             weights=self._vector(slices, size, self._weight),
             total_weight=torch.tensor(total_weight),
+            targets=self._matrix(slices, size, self.schema.tasks) if self.schema.tasks else None,
             shared=shared,
             joint=self._keyed(slices, size, self.schema.joint_keys) if self.schema.joint else None,
             weighted=self._keyed(slices, size, self.schema.weighted_keys, weighted=True) if self.schema.weighted else None,

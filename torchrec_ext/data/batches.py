@@ -51,6 +51,7 @@ class BatchBuilder:
         labels: Array | None = None,
         weights: Array | None = None,
         log_q: Array | None = None,
+        targets: Array | None = None,
         total_weight: float | None = None,
         row_numbers: Int64 | None = None,
         padded_rows: int | None = None,
@@ -63,6 +64,7 @@ class BatchBuilder:
             labels: (B, N); zeros where not given.
             weights: (B, N); ones where not given.
             log_q: (B, N).
+            targets: (B, N, tasks) the labels of the schema's further tasks; zeros where not given.
             total_weight: see :class:`TowerBatch`.
             row_numbers: (B,) what an error message calls the rows.
             padded_rows: add rows of weight 0, with empty bags and zeros, until there are this many users.
@@ -81,6 +83,8 @@ class BatchBuilder:
             vectors["weights"] = np.ones(size, np.float32) if weights is None else weights
         if log_q is not None:
             vectors["log_q"] = log_q
+        if targets is not None:
+            vectors |= {f"task {name}": targets[:, :, at] for at, name in enumerate(self.schema.tasks)}
         return self._assemble(columns, users.num_rows, width, vectors, row_numbers, total_weight, padded_rows)
 
     def _user_columns(self, users: Chunk, times: int) -> dict[str, _Repeated]:
@@ -129,10 +133,16 @@ class BatchBuilder:
             labels=floats["labels"],
             weights=floats.get("weights"),
             log_q=floats.get("log_q"),
+            targets=self._targets(floats, size),
             total_weight=total_weight,
             index=torch.from_numpy(np.arange(users + pad).repeat(width)),
             shared_rows=_padded(_tensor(np.arange(users) if row_numbers is None else row_numbers), pad),
         )
+
+    def _targets(self, floats: Mapping[str, Tensor], size: int) -> Tensor | None:
+        if not self.schema.tasks:
+            return None
+        return torch.stack([floats.get(f"task {name}", torch.zeros(size)) for name in self.schema.tasks], dim=1)
 
     def _dense(self, columns: Mapping[str, _Repeated], names: Sequence[str], size: int) -> Tensor:
         """(size, Fd) columns side by side, zeros below their rows."""

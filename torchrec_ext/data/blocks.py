@@ -35,7 +35,7 @@ class Layout:
 
     Args:
         features: the sparse columns by name; None for an id that no table reads (a user's, for the negatives).
-        floats: the dense columns, the label and the weight.
+        floats: the dense columns, the labels and the weight.
         out_of_range: see :class:`BatchSchema`.
         weights: the list columns with a weight for each id, by the feature whose ids they are.
     """
@@ -50,7 +50,7 @@ class Layout:
         """The layout for the schema's columns but ``without``, and further ids and floats."""
         features: dict[str, SparseFeature | None] = dict.fromkeys(ids)
         features |= {feature.name: feature for feature in schema.sparse}
-        dense = dict.fromkeys([*schema.dense, *(name for name in floats if name)])
+        dense = dict.fromkeys([*schema.dense, *schema.tasks, *(name for name in floats if name)])
         return cls(
             features={name: feature for name, feature in features.items() if name not in without},
             floats=tuple(name for name in dense if name not in without),

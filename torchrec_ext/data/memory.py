@@ -46,8 +46,17 @@ class MemoryRows:
         share: Share,
         observer: MixedCandidates | None = None,
     ) -> None:
-        needed = {*schema.keys, *schema.dense, *schema.weight_columns, "user_id", *pairing.ids, config.label, config.weight}
-        for name in filter(None, (config.label, config.weight)):
+        needed = {
+            *schema.keys,
+            *schema.dense,
+            *schema.weight_columns,
+            *schema.tasks,
+            "user_id",
+            *pairing.ids,
+            config.label,
+            config.weight,
+        }
+        for name in filter(None, (config.label, config.weight, *schema.tasks)):
             if name not in chunk:
                 raise DataError(f"column '{name}' is missing; the rows have {sorted(chunk)}")
         self.num_rows = chunk.num_rows

@@ -53,7 +53,7 @@ class OwnCandidates:
         self, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, negatives: Negatives | None, share: Share
     ) -> None:
         self.ids = ("user_id", "item_id") if config.negatives else ("item_id",)
-        self._builder = BatchBuilder(schema, items)
+        self._builder, self._tasks = BatchBuilder(schema, items), schema.tasks
         self._config, self._negatives, self._share = config, negatives, share
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
@@ -63,12 +63,16 @@ class OwnCandidates:
         labels = np.zeros((len(rows.numbers), width), dtype=np.float32)
         labels[:, 0] = rows.chunk[self._config.label].values if self._config.label else 1.0
         candidates, log_q = self._candidates(rows, epoch)
+        targets = np.zeros((*labels.shape, len(self._tasks)), dtype=np.float32)
+        for at, name in enumerate(self._tasks):
+            targets[:, 0, at] = rows.chunk[name].values
         return self._builder.pairs(
             rows.chunk,
             candidates,
             labels=labels,
             weights=None if rows.weights is None else rows.weights.repeat(width),
             log_q=log_q,
+            targets=targets if self._tasks else None,
             total_weight=rows.total * width / self._share.world_size,
             row_numbers=rows.numbers,
             padded_rows=self._share.rows(self._config.batch_size),

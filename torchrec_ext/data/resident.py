@@ -118,10 +118,18 @@ class ResidentRows:
             weights=weights.view(-1),
             total_weight=total_weight,
             log_q=log_q,
+            targets=self._targets(own, users) if self._schema.tasks else None,
             shared=shared,
             joint=self._keyed(bags, self._schema.joint_keys, *halves) if self._schema.joint else None,
             weighted=self._keyed(bags, self._schema.weighted_keys, *halves, weighted=True) if self._schema.weighted else None,
         )
+
+    def _targets(self, own: Mapping[str, Tensor], users: int) -> Tensor:
+        """The labels of the further tasks, 0 for negatives and padding."""
+        targets = torch.zeros(users, self._width, len(self._schema.tasks), device=self._device)
+        for at, name in enumerate(self._schema.tasks):
+            targets[: len(own[name]), 0, at] = own[name]
+        return targets.flatten(0, 1)
 
     def _columns(
         self, rows: Tensor, totals: Mapping[str, int], epoch: int

@@ -1,0 +1,207 @@
+"""Several tasks over one hidden layer: a head, a loss and figures for each; the loader brings the labels of all."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from tests.contracts import gather_state, run_ranks
+from tests.data.stream_sets import ITEMS as STREAM_ITEMS
+from tests.data.stream_sets import parquet, table_of
+from tests.examples import ITEMS, META, USERS, batches, table
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import initialise_tables
+from torchrec_ext.models.multi_task import MultiTaskModel
+from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.modules.losses import bce
+from torchrec_ext.modules.multi_task import MultiTaskTop
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.schema import BatchSchema, DataError, Jagged
+from torchrec_ext.train.metrics import auc
+from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+
+WEIGHTS = {"click": 1.0, "buy": 0.25, "like": 2.0}
+STEPS = 6
+
+
+def square(logits: Tensor, batch: TowerBatch) -> Tensor:
+    return (batch.weights * (logits - batch.labels).square()).sum() / batch.total_weight
+
+
+def model(device: torch.device | None = None, **options: Any) -> MultiTaskModel:
+    towers = {
+        "user": Tower([table("user_id", USERS), table("history", ITEMS)], [16, 8], dense=["age"], device=device),
+        "item": Tower([table("item_id", ITEMS)], [16, 8], dense=["price"], device=device),
+    }
+    made = MultiTaskModel(towers, MultiTaskTop([8, 8], len(WEIGHTS), [6]), **{"tasks": WEIGHTS} | options)
+    torch.manual_seed(0)
+    for module in made.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.reset_parameters()
+    if device is None:
+        initialise_tables(made, seed=3)
+    return made
+
+
+def labelled(count: int, **place: int) -> Iterator[TowerBatch]:
+    """The batches of the examples with labels of two further tasks, which follow from the others."""
+    for batch in batches(count, **place):
+        batch.targets = torch.stack([(batch.dense[:, 0] > 0.5).float(), (batch.dense[:, 1] > 0.3).float() * batch.labels], dim=1)
+        yield batch
+
+
+@pytest.mark.unit
+def test_the_loss_is_the_weighted_sum_of_the_tasks_losses() -> None:
+    made, batch = model(losses={"like": square}), next(labelled(1))
+    loss, output = made(batch)
+    logits = made.interaction.of_tasks(made.outputs(batch))  # type: ignore[operator]
+    labels = torch.cat([batch.labels[:, None], batch.targets], dim=1)  # type: ignore[list-item]
+    by_row = [binary_cross_entropy_with_logits(logits[:, at], labels[:, at], reduction="none") for at in (0, 1)]
+    by_row.append((logits[:, 2] - labels[:, 2]).square())
+    parts = [(batch.weights * losses).sum() / batch.weights.sum() for losses in by_row]
+    torch.testing.assert_close(loss, parts[0] + 0.25 * parts[1] + 2.0 * parts[2])
+    assert list(output.tasks) == ["click", "buy", "like"]
+    for at, (name, prediction) in enumerate(output.tasks.items()):
+        torch.testing.assert_close(prediction.loss, parts[at], msg=name)
+        torch.testing.assert_close(prediction.logits, logits[:, at])
+        torch.testing.assert_close(prediction.labels, labels[:, at])
+        assert not prediction.logits.requires_grad
+    torch.testing.assert_close(output.logits, logits[:, 0])
+    assert made.schema().label_range is None
+    assert model().schema().label_range == (0.0, 1.0)
+    assert made.schema().tasks == ("buy", "like")
+
+
+@pytest.mark.unit
+def test_the_first_task_is_what_a_top_nn_of_one_task_would_be() -> None:
+    """So whatever ranks a catalogue by one logit ranks by the first task."""
+    top = MultiTaskTop([8, 4], tasks=2, hidden=[6])
+    one = TopMLP([8, 4], hidden=[6])
+    one.load_state_dict({name: value for name, value in top.state_dict().items() if not name.startswith("further")})
+    outputs = [torch.randn(5, 8), torch.randn(5, 4)]
+    torch.testing.assert_close(top.of_tasks(outputs)[:, 0], one(outputs))
+    torch.testing.assert_close(top(outputs), one(outputs))
+    torch.testing.assert_close(top.score_all(*outputs), one.score_all(*outputs))
+
+
+@pytest.mark.unit
+def test_every_parameter_receives_a_gradient() -> None:
+    made = model()
+    made(next(labelled(1)))[0].backward()
+    for name, parameter in made.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.unit
+def test_figures_of_a_task_by_its_name() -> None:
+    made = model()
+    optimizer = torch.optim.Adam(made.parameters(), lr=0.02)
+    found = {}
+    for _ in range(60):
+        loss, output = made(next(labelled(1)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found = {name: auc(*prediction[1:], Runtime()) for name, prediction in output.tasks.items()}
+    assert min(found.values()) > 0.9, found
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tasks": {"click": 1.0}}, "tasks=['click'] with a MultiTaskTop of 3 heads: give it tasks=1"),
+        ({"tasks": WEIGHTS | {"buy": 0.0}}, "tasks: buy=0.0: the weight of a loss must be greater than 0"),
+        ({"losses": {"view": bce}}, "losses names ['view'], which are no tasks; the tasks are ['click', 'buy', 'like']"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        model(META, **options)
+    assert text in str(error.value)
+    with pytest.raises(ValueError, match="tasks=1: must be 2 or more; TopMLP is the network for one"):
+        MultiTaskTop([8, 8], 1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        (None, "the labels of the tasks ['buy', 'like'] are missing; give targets of shape (B, 2)"),
+        (torch.zeros(3, 1), "targets of shape (3, 1): must be (B, tasks) = (3, 2)"),
+        (torch.tensor([[0.0, 1.0], [0.0, 2.0], [1.0, 1.0]]), "column 'like': value 2 in row 1 of the batch must be from 0 to 1"),
+        (torch.tensor([[0.0, 1.0], [0.0, 1.0], [torch.nan, 1.0]]), "column 'buy': value nan in row 2 of the batch is not finite"),
+    ],
+)
+def test_wrong_labels_are_named(targets: Tensor | None, text: str) -> None:
+    schema = dataclasses.replace(BatchSchema.from_tables([table("item_id", 5)]), tasks=("buy", "like"))
+    with pytest.raises(DataError) as error:
+        schema.assemble({"item_id": Jagged(torch.tensor([1, 2, 3]))}, labels=torch.zeros(3), targets=targets)
+    assert text in str(error.value)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("negatives", [0, 2])
+def test_memory_files_and_device_bring_the_labels_of_all_tasks(tmp_path: Path, negatives: int) -> None:
+    """Those of a positive; a drawn negative and padding have 0."""
+    size = 21
+    source = parquet(tmp_path, [13, 8])
+    rows = table_of(size)
+    kinds = {"user_id": np.int64, "item_id": np.int64} | dict.fromkeys(("label", "weight", "row"), np.float32)
+    chunk = Chunk({name: Column(rows[name].to_numpy().astype(kind)) for name, kind in kinds.items()})
+    tables = [table("user_id", 5_000), table("item_id", STREAM_ITEMS + 1)]
+    schema = dataclasses.replace(BatchSchema.from_tables(tables, dense=["row"], label_range=None), tasks=("label", "weight"))
+    config = LoaderConfig(batch_size=8, negatives=negatives, prefetch=0, read_ahead=0)
+    items = Chunk({"item_id": Column(np.arange(STREAM_ITEMS + 1))}) if negatives else None
+    sampler = UniformNegatives(STREAM_ITEMS, chunk["user_id"].values, chunk["item_id"].values) if negatives else None
+    for data, place in ((chunk, {}), (source, {}), (chunk, {"device": "cpu"})):
+        for batch in ChunkLoader(data, schema, config=config, items=items, negatives=sampler, **place):  # type: ignore[arg-type]
+            numbers, real = batch.dense[:, 0], (batch.weights > 0) & (batch.labels == 1)
+            assert batch.targets is not None
+            expected = torch.stack([(numbers % 2 == 0).float(), 1 + numbers % 5], dim=1) * real[:, None]
+            torch.testing.assert_close(batch.targets, expected)
+    with pytest.raises(DataError, match="column 'label' is missing"):
+        ChunkLoader(chunk.select(["user_id", "item_id", "weight", "row"]), schema, config=config, items=items, negatives=sampler)
+
+
+def trained(runtime: Runtime) -> tuple[dict[str, Tensor] | None, list[str], list[str]]:
+    made = model(META)
+    plan = plan_sharding(made, runtime, PlanConfig(sharding="row_wise"))
+    learning = OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8)
+    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=learning, seed=3)
+    pipeline = make_pipeline(parallel, optimizer, runtime.device)
+    stream = labelled(STEPS, rank=runtime.rank, world_size=runtime.world_size)
+    for _ in range(STEPS):
+        output = pipeline.progress(stream)
+    return gather_state(parallel), unpipelined(pipeline, parallel), list(output.tasks)
+
+
+def test_several_tasks_trained_on_two_ranks_equal_those_trained_unsharded() -> None:
+    made = model()
+    tables = [value for name, value in made.named_parameters() if "embedding_bags" in name]
+    dense = [value for name, value in made.named_parameters() if "embedding_bags" not in name]
+    optimizers = [torch.optim.Adagrad(tables, lr=0.1, eps=1e-8), torch.optim.Adam(dense, lr=1e-3, eps=1e-8)]
+    for batch in labelled(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        made(batch)[0].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    state, missed, names = run_ranks(trained, 2)[0]
+    assert (missed, names) == ([], list(WEIGHTS))
+    for name, value in made.named_parameters():
+        torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-4)
