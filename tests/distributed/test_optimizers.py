@@ -114,6 +114,12 @@ def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(kind: str
     )
 
 
+def test_large_tables_of_adam_are_left_to_the_planner_and_of_what_cannot_be_sharded_replicated() -> None:
+    large = dataclasses.replace(TABLE, num_embeddings=2**16 + 1)  # 16 columns
+    assert decided("adam", "auto", "cpu", large) == decided("lazy_adam", "auto", "cpu", large) == "auto"
+    assert decided("lamb", "auto", "cpu", large) == "data_parallel"
+
+
 def test_adam_takes_every_sharding_but_no_half_precision() -> None:
     assert decided("adam", "row_wise", "cpu") == decided("adam", "row_wise", "cuda") == "row_wise"
     half = dataclasses.replace(TABLE, data_type=DataType.FP16)

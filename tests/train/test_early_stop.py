@@ -29,7 +29,8 @@ def test_a_run_ends_after_patience_evaluations_without_a_better_figure() -> None
     best, ended, stop = seen(EarlyStop(metric="auc", patience=2), [0.5, 0.6, 0.6, 0.7, 0.65, 0.7, 0.9])
     assert best == [True, True, False, True, False, False]
     assert ended == 5
-    assert stop == {"kind": "stop", "metric": "auc", "best": 0.7, "best_epoch": 3, "best_step": 30}
+    message = "stopped early: no auc better than 0.7000, of epoch 4, in 2 evaluation(s)"
+    assert stop == {"kind": "stop", "metric": "auc", "best": 0.7, "best_epoch": 3, "best_step": 30, "message": message}
 
 
 @pytest.mark.unit

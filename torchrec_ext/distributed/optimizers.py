@@ -18,6 +18,7 @@ from torchrec_ext.distributed.kernels import refused_because
 from torchrec_ext.distributed.tables import collections, table_configs
 
 FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
+REPLICATED_WEIGHTS = 2**20  # larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows
 EMULATED = ("adam", "lazy_adam")  # by ShardedAdam, where no kernel runs them
 _TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
 
@@ -30,8 +31,9 @@ class OptimizerConfig:
     run inside the backward of sharded tables, touch only the rows of the batch, and learn the same under every plan. ``lazy_adam``,
     ``partial_row_wise_adam`` and ``lamb`` are FBGEMM's Adam family, which also touches only the rows of the batch; its kernels
     exist for CUDA alone. ``adam`` is torch.optim.Adam, which moves every row at every step, as most published recipes do, and takes
-    time by the size of its tables; FBGEMM has it nowhere. What no kernel runs is data_parallel where the plan is free, and runs as
-    a torch optimizer; sharded tables of ``adam`` and ``lazy_adam`` are moved by :class:`ShardedAdam`, of the others refused.
+    time by the size of its tables; FBGEMM has it nowhere. What no kernel runs is data_parallel where the plan is free, and moved by
+    a torch optimizer, but large or sharded tables of ``adam`` and ``lazy_adam`` by :class:`ShardedAdam`; of the others such are
+    refused.
 
     Args:
         tables: optimizer of the tables.
@@ -137,7 +139,7 @@ def declare_table_optimizer(
 def shardings(
     tables: Iterable[BaseEmbeddingConfig], choices: Mapping[str, Choice], asked: Mapping[str, str], device: str
 ) -> dict[str, str]:
-    """The sharding type of each table: as ``asked``, but data_parallel where that is ``auto`` and no kernel runs its optimizer.
+    """The sharding type of each table: as ``asked``; mostly data_parallel where that is ``auto`` and no kernel runs its optimizer.
 
     Args:
         tables: those that are asked for.
@@ -154,9 +156,11 @@ def shardings(
 def _sharding(table: BaseEmbeddingConfig, optimizer: str, sharding: str, device: str) -> str:
     if has_kernel(optimizer, device) or sharding == "data_parallel":
         return sharding
-    if sharding == "auto" and refused_because(table, "data_parallel", device) is None:
+    emulated = optimizer in EMULATED and table.data_type == DataType.FP32
+    small = table.num_embeddings * table.embedding_dim <= REPLICATED_WEIGHTS
+    if sharding == "auto" and (small or not emulated) and refused_because(table, "data_parallel", device) is None:
         return "data_parallel"
-    if optimizer in EMULATED and table.data_type == DataType.FP32:
+    if emulated:
         return sharding
     raise ValueError(
         f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}, so the table must be fp32 and on every rank, "

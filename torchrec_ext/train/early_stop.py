@@ -78,7 +78,9 @@ class EarlyStopWatch:
         """What a record says of the end, where the run should end now."""
         if self.best is None or self._since < self._config.patience:
             return None
-        return {"kind": "stop", "metric": self._config.metric, **self.best}
+        name, best, epoch = self._config.metric, self.best["best"], self.best["best_epoch"] + 1
+        message = f"stopped early: no {name} better than {best:.4f}, of epoch {epoch}, in {self._since} evaluation(s)"
+        return {"kind": "stop", "metric": name, **self.best, "message": message}
 
     def _gain(self, value: float) -> float:
         before = self.best["best"] if self.best else value

@@ -88,8 +88,8 @@ def train(
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch`` and ``step``. ``train``: ``loss``,
         ``rows`` and ``rows_per_s`` over all ranks since the record before, and the learning rates where a schedule changes them.
         ``eval``: the figures, and ``best`` where it is the best so far of an early stop's metric. ``stop``, the last one after an
-        early stop: its ``metric``, ``best``, ``best_epoch`` and ``best_step``. Before a diverged run ends, ``log`` gets one of kind
-        ``error`` with its ``message``.
+        early stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. Before a diverged run ends, ``log``
+        gets one of kind ``error`` with its ``message``.
 
     Raises:
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.

@@ -63,7 +63,9 @@ class Progress:
     def show(self, record: dict[str, Any]) -> None:
         """The figures of a record."""
         figures = ", ".join(f"{name} {_readable(name, value)}" for name, value in record.items() if isinstance(value, float))
-        if self._terminal:
+        if record["kind"] == "stop":
+            tqdm.write(record["message"])
+        elif self._terminal:
             self._bar.set_postfix_str(figures)
         elif self._visible and figures:
             print(f"epoch {record['epoch'] + 1}, step {record['step']} of {self._total}: {figures}", flush=True)
@@ -74,4 +76,6 @@ class Progress:
 
 
 def _readable(name: str, value: float) -> str:
+    if name.endswith("_lr"):
+        return f"{value:.3g}"
     return f"{value:,.0f}" if name.endswith("_per_s") else f"{value:.4f}"
