@@ -15,6 +15,7 @@ import time
 import warnings
 from pathlib import Path
 
+import dask
 import merlin.io
 import torch
 from merlin.dataloader.torch import Loader
@@ -32,6 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    dask.config.set({"dataframe.convert-string": False})  # it would take lists for texts
     files = sorted(str(path) for path in options.folder.glob("*.parquet"))
     data = merlin.io.Dataset(files, engine="parquet", cpu=True, part_size="100MB")
     data.schema = data.schema.select_by_name(SCALARS + ["history"] * options.list)
