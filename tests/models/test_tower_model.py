@@ -23,6 +23,16 @@ def test_every_parameter_receives_a_gradient(interaction: str) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
+def test_what_is_said_of_the_layers_holds_for_towers_and_top() -> None:
+    model = two_tower(
+        [table("a", 5)], [table("b", 5)], tower_widths=(16, 16, 8), activation="gelu", normalization="layer", residual=True
+    )
+    kinds = {name: [type(part).__name__ for part in layers.modules()] for name, layers in model.named_children()}
+    assert kinds["towers"].count("Residual") == 4
+    assert kinds["towers"].count("LayerNorm") == kinds["towers"].count("GELU") == 4
+    assert kinds["interaction"].count("LayerNorm") == 1
+
+
 def test_logits_are_the_interaction_of_the_towers() -> None:
     model, batch = small_model(), next(batches(1))
     outputs = [model.embed("user", batch), model.embed("item", batch)]

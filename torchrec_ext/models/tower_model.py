@@ -14,7 +14,7 @@ from torchrec_ext.models.shared_tables import shared_tables
 from torchrec_ext.modules.interaction_choice import Interaction as Interaction
 from torchrec_ext.modules.interaction_choice import interaction_layer
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.modules.tower import Activation, Tower
+from torchrec_ext.modules.tower import Activation, Normalization, Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
 Loss = Callable[[Tensor, TowerBatch], Tensor]
@@ -172,7 +172,9 @@ def two_tower(
     interaction: Interaction = "top_nn",
     top_widths: Sequence[int] = (64,),
     activation: Activation = "relu",
+    normalization: Normalization = "none",
     dropout: float = 0.0,
+    residual: bool = False,
     loss: Loss = bce,
     shared: Sequence[str] = (),
     device: torch.device | None = None,
@@ -189,7 +191,9 @@ def two_tower(
             :func:`interaction_layer`.
         top_widths: hidden widths of the top NN, where the interaction has one.
         activation: between layers.
+        normalization: before each activation between layers: ``layer``, ``batch`` or ``none``.
         dropout: after each activation.
+        residual: add the input of each hidden layer of a tower that is as wide as its output.
         loss: a function of (logits, batch).
         shared: towers that run once for the rows that share their input, usually ``("user",)``.
         device: of the tables; ``meta`` declares them without memory.
@@ -200,10 +204,11 @@ def two_tower(
         >>> model.schema().keys, model.schema().dense
         (['user_id', 'item_id'], ('age',))
     """
+    layers: dict[str, Any] = {"activation": activation, "normalization": normalization, "dropout": dropout}
     towers = {
-        name: Tower(tables, tower_widths, dense=dense, activation=activation, dropout=dropout, device=device)
+        name: Tower(tables, tower_widths, dense=dense, residual=residual, device=device, **layers)
         for name, tables, dense in (("user", user_tables, user_dense), ("item", item_tables, item_dense))
     }
     widths = [tower.out_features for tower in towers.values()]
-    top = interaction_layer(interaction, widths, top_widths, activation=activation, dropout=dropout)
+    top = interaction_layer(interaction, widths, top_widths, **layers)
     return TowerModel(towers, top, loss=loss, shared=shared)
