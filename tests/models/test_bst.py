@@ -12,6 +12,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 
 from tests.contracts import gather_state, run_ranks
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.data.synthetic import planted
 from torchrec_ext.distributed.explain import explain
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -22,6 +24,8 @@ from torchrec_ext.models.bst import bst
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
+from torchrec_ext.train.loop import TrainConfig, train
+from torchrec_ext.train.metrics import auc
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 
 META = torch.device("meta")
@@ -152,6 +156,37 @@ def test_whether_the_target_is_in_the_session_is_learned() -> None:
     right = ((output.logits > 0) == (output.labels > 0)).double().mean()
     assert float(right) > 0.95
     assert 0.4 < float(output.labels.mean()) < 0.6, "so that guessing one answer is right for 0.6 at most"
+
+
+def clicked(runtime: Runtime) -> tuple[float, float]:
+    """AUC of the held-out items among drawn ones, by a model of history and item alone, and that of popularity."""
+    data = planted(users=400, items=60, clusters=4, history_length=8)
+    torch.manual_seed(0)
+    items = EmbeddingConfig(
+        name="item_id", num_embeddings=data.vocab["item_id"], embedding_dim=16, feature_names=["history", "item_id"]
+    )
+    model = bst([items], session=["history"], target=["item_id"], max_length=8, heads=2, mlp_widths=(32,), device=META)
+    schema, ranks = model.schema(), {"rank": runtime.rank, "world_size": runtime.world_size}
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=2e-3))
+    loader = training_loader(data, schema, LoaderConfig(batch_size=256, negatives=2), **ranks)
+    train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2))
+    parallel.eval()
+    config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
+    held_out = ChunkLoader(labelled_rows(data, "test"), schema, config=config, items=data.items, **ranks)
+    popularity = torch.from_numpy(data.popularity()).float()
+    with torch.no_grad():
+        outputs = [(parallel.module(batch)[1], batch.sparse["item_id"].to_padded_dense(1)[:, 0].long()) for batch in held_out]
+    columns = [torch.cat([getattr(output, name) for output, _ in outputs]) for name in ("logits", "labels", "weights")]
+    popular = torch.cat([popularity[ids] for _, ids in outputs])
+    return auc(*columns, runtime), auc(popular, *columns[1:], runtime)
+
+
+def test_clicks_are_learned_with_the_loader_and_the_loop_of_the_other_recipes() -> None:
+    """Every rank pads, draws negatives and sees users without a history."""
+    (found, popular), other = run_ranks(clicked, 2)
+    assert (found, popular) == other
+    assert found > 0.63
+    assert found > popular + 0.08
 
 
 @pytest.mark.unit
