@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from tests.examples import batches
@@ -14,13 +15,26 @@ def batch() -> TowerBatch:
     made = next(batches(1))
     made.log_q = torch.arange(len(made)).float()
     made.shared = SharedRows(sparse=next(batches(1, seed=2)).sparse, dense=torch.rand(24, 3), index=torch.arange(24))
+    made.joint = next(batches(1, seed=3)).sparse
+    ids = next(batches(1, seed=4)).sparse
+    made.weighted = KeyedJaggedTensor(ids.keys(), ids.values(), weights=torch.rand(len(ids.values())), lengths=ids.lengths())
+    made.targets = torch.rand(24, 2)
     return made
 
 
 def parts(made: TowerBatch) -> list[torch.Tensor]:
     assert made.log_q is not None
+    assert made.targets is not None
     assert made.shared is not None
+    assert made.joint is not None
+    assert made.weighted is not None
     return [
+        made.joint.values(),
+        made.joint.lengths(),
+        made.weighted.values(),
+        made.weighted.weights(),
+        made.weighted.lengths(),
+        made.targets,
         made.shared.sparse.values(),
         made.shared.sparse.lengths(),
         made.shared.dense,

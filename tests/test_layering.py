@@ -13,7 +13,7 @@ TORCH = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
 
 # A unit is a module or subpackage of torchrec_ext, or one of the two folders beside it. Each may import itself and what stands
 # here; "modules.tower" is one module of a unit. `needs_torch` is open to all of torchrec_ext and torchx_apps.
-BASE = {"schema", "features", "checks", "batch", "timing"}
+BASE = {"schema", "batch", "timing"}
 SET_UP = {"stack", "needs_torch", "install", "probe", "doctor"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "stack": set(),
@@ -22,8 +22,6 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "probe": set(),
     "doctor": {"stack", "install"},
     "schema": BASE,
-    "features": BASE,
-    "checks": BASE,
     "batch": BASE,
     "timing": BASE,
     "data": BASE,
@@ -152,7 +150,7 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
     [
         ("torchrec_ext.train.loop", "from torchrec_ext.models.tower_model import TowerModel", "train may import batch, distr"),
         ("torchrec_ext.train.loop", "def f():\n    import torchrec_ext.data.loader", "train may import"),
-        ("torchrec_ext.data.loader", "from torchrec_ext import modules", "data may import batch, checks, features, schema, timing"),
+        ("torchrec_ext.data.loader", "from torchrec_ext import modules", "data may import batch, schema, timing"),
         ("torchrec_ext.data.loader", "from ..modules import tower", "data may import"),
         ("torchrec_ext.distributed.planning", "import torchrec_ext.modules.losses", "modules.tower"),
         ("torchrec_ext.modules.tower", "from torchrec_ext import Tower", "modules may import"),

@@ -68,7 +68,7 @@ class TowerBatch(_Fields):
         log_q: (B,) float32 log-probability with which the row's candidate was sampled, or None.
         shared: the features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None without such.
         joint: stride Q + B, the bags of tables that a shared tower and another both read, each looked up once: see
-            :class:`torchrec_ext.features.Joint`. None without such.
+            :class:`torchrec_ext.schema.features.Joint`. None without such.
         weighted: stride Q + B likewise, the bags of tables that pool by weights, with a weight for each id. None without such.
         targets: (B, T - 1) float32, the labels of the second and further tasks. None for one task.
     """

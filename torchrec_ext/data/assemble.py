@@ -14,8 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.data.blocks import Layout, Rows, Vectors
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
-from torchrec_ext.features import Keys
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema.features import Keys
 
 
 class Slice(NamedTuple):

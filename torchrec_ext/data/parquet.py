@@ -43,7 +43,7 @@ def read_parquet(
     Example:
         >>> read_parquet("ratings.parquet", {"user_id": "int"})
         Traceback (most recent call last):
-        torchrec_ext.checks.DataError: ratings.parquet: no such file; check the path
+        torchrec_ext.schema.checks.DataError: ratings.parquet: no such file; check the path
     """
     files = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     if not files:

@@ -19,8 +19,8 @@ from torchrec_ext.data.loader_config import LoaderConfig
 from torchrec_ext.data.memory import order_of
 from torchrec_ext.data.row_groups import RowGroup, Source
 from torchrec_ext.data.share import Share
-from torchrec_ext.features import Keys
 from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema.features import Keys
 
 
 class ResidentRows:

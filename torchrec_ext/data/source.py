@@ -38,7 +38,7 @@ class ParquetSource(FileSource):
     Example:
         >>> ParquetSource("clicks/part-0.parquet")
         Traceback (most recent call last):
-        torchrec_ext.checks.DataError: clicks/part-0.parquet: no such file; check the path
+        torchrec_ext.schema.checks.DataError: clicks/part-0.parquet: no such file; check the path
     """
 
     endings = (".parquet", ".parq", ".pq")

@@ -13,8 +13,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.features import joints, merged
 from torchrec_ext.modules.tower import Tower, by_table
+from torchrec_ext.schema.features import joints, merged
 
 
 class SharedTables(nn.Module):

@@ -1,7 +1,7 @@
 """In-batch negatives: the candidates of a batch, of all ranks, are each other's negatives.
 
-Axis letters: see schema.py. Here B are the queries of this rank, M extra candidates without a query, P the greatest B + M of all
-ranks, and C = R x P.
+Axis letters: see torchrec_ext.schema. Here B are the queries of this rank, M extra candidates without a query, P the greatest
+B + M of all ranks, and C = R x P.
 """
 
 from __future__ import annotations

@@ -1,25 +1,19 @@
-"""What a column of a batch may hold, and what is said of one that holds something else.
+"""Bags of ids of a batch, checked: types, lengths, weights, and that every id names a row of its table.
 
-Each check is one pass over all columns of a kind; which column, row and value it was is looked for when there is one.
+Ids of features with one id per row are checked in one pass; which feature, row and value it was is looked for when there is one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-import torchrec_ext.needs_torch  # noqa: F401
-
 import torch
 from torch import Tensor
 
-from torchrec_ext.features import SparseFeature
-
-
-class DataError(ValueError):
-    """Input that breaks a rule: the message names the feature, the table, the value, the row and the remedy."""
+from torchrec_ext.schema.checks import DataError, Rows, finite_range
+from torchrec_ext.schema.features import SparseFeature
 
 
 class Jagged(NamedTuple):
@@ -31,26 +25,6 @@ class Jagged(NamedTuple):
     values: Tensor
     lengths: Tensor | None = None
     weights: Tensor | None = None
-
-
-class Rows(NamedTuple):
-    """The ``size`` rows that a column must have, and what a message calls them: by ``numbers``, in which ``places`` looks."""
-
-    size: int
-    axis: str
-    numbers: Tensor | None = None
-    places: Tensor | None = None
-
-    def name(self, row: int) -> str:
-        """How a message names a row."""
-        if self.numbers is None:
-            return f"row {row} of the batch"
-        return f"row {int(self.numbers[row if self.places is None else int(self.places[row])])}"
-
-    @property
-    def shape(self) -> str:
-        """The shape that a column must have."""
-        return f"({self.axis},) = ({self.size},)"
 
 
 class Bags(NamedTuple):
@@ -99,7 +73,7 @@ def _weights(feature: SparseFeature, column: Jagged, rows: Rows) -> Tensor | Non
             f"one for each id of '{feature.name}'"
         )
     weights = column.weights.float()
-    if weights.numel() and _finite_range(weights) is None:
+    if weights.numel() and finite_range(weights) is None:
         at = (~torch.isfinite(weights)).nonzero()[0]
         ones = column.lengths if column.lengths is not None else torch.ones(rows.size)
         row = int(torch.searchsorted(ones.long().cumsum(0), at, right=True))
@@ -190,74 +164,3 @@ def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: Rows) -> No
 
 def _wrong_size(name: str, found: int, rows: Rows) -> DataError:
     return DataError(f"feature '{name}': {found} rows, must be {rows.shape}; give one entry for each row")
-
-
-def side_by_side(names: Sequence[str], columns: Sequence[Tensor], rows: Rows) -> Tensor:
-    """(B, columns) float32."""
-    if not columns:
-        return torch.empty(rows.size, 0)
-    return torch.stack([_of_shape(name, column, rows) for name, column in zip(names, columns, strict=True)], dim=1)
-
-
-def finite_matrix(names: Sequence[str], matrix: Tensor, rows: Rows) -> Tensor:
-    """The matrix, every value finite: one NaN poisons the dense weights and all tables of all ranks in one step."""
-    if matrix.shape != (rows.size, len(names)):
-        raise DataError(f"dense columns {list(names)}: shape {tuple(matrix.shape)}, must be {(rows.size, len(names))}")
-    if matrix.numel() and not _finite_range(matrix):
-        for name, column in zip(names, matrix.unbind(dim=1), strict=True):
-            finite(name, column, rows)
-    return matrix
-
-
-def finite(name: str, column: Tensor, rows: Rows) -> Tensor:
-    """The column as float32, every value finite."""
-    return between(name, column, rows, None)
-
-
-def between(name: str, column: Tensor, rows: Rows, bounds: tuple[float, float] | None) -> Tensor:
-    """The column as float32, every value finite and within ``bounds``."""
-    column = _of_shape(name, column, rows)
-    if not column.numel():
-        return column
-    found = _finite_range(column)
-    if found is None:
-        row = int((~torch.isfinite(column)).nonzero()[0])
-        raise DataError(
-            f"column '{name}': value {float(column[row])} in {rows.name(row)} is not finite; fill or drop it where it is read"
-        )
-    if bounds is not None and not bounds[0] <= found[0] <= found[1] <= bounds[1]:
-        row = int(((column < bounds[0]) | (column > bounds[1])).nonzero()[0])
-        limits = f"{bounds[0]:g} or more" if math.isinf(bounds[1]) else f"from {bounds[0]:g} to {bounds[1]:g}"
-        remedy = "; for other labels make the schema with label_range=None" if name == "label" else ""
-        raise DataError(f"column '{name}': value {float(column[row]):g} in {rows.name(row)} must be {limits}{remedy}")
-    return column
-
-
-def _of_shape(name: str, column: Tensor, rows: Rows) -> Tensor:
-    if column.dim() != 1 or column.numel() != rows.size:
-        raise DataError(f"column '{name}': shape {tuple(column.shape)}, must be {rows.shape}")
-    return column.float()
-
-
-def _finite_range(values: Tensor) -> tuple[float, float] | None:
-    """The least and the greatest value; None where a value is not finite: a NaN anywhere makes both NaN."""
-    low, high = (bound.item() for bound in torch.aminmax(values))
-    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
-
-
-def check_index(index: Tensor, own: Rows, queries: Rows) -> None:
-    """Refuses an index that does not name a shared row for each row."""
-    fits = index.shape == (own.size,)
-    if fits and own.size:
-        low, high = torch.aminmax(index)
-        fits = int(low) >= 0 and int(high) < queries.size
-    if not fits:
-        raise DataError(f"index of shape {tuple(index.shape)}: must be (B,) = ({own.size},), places from 0 to {queries.size - 1}")
-
-
-def total_of(weights: Tensor | None, given: float | None, size: int) -> Tensor:
-    """() the total weight: as it was given, or the sum of the weights, or of as many ones."""
-    total = float(given) if given is not None else float(size if weights is None else weights.sum())
-    if size and not total > 0:
-        raise DataError(f"total_weight={total}: must be greater than 0, since the loss divides by it; give some row a weight")
-    return torch.tensor(total)

@@ -9,8 +9,6 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torchrec_ext.needs_torch  # noqa: F401
-
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 

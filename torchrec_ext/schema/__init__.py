@@ -1,0 +1,15 @@
+"""Which columns a batch has, derived from the tables that will read them, and the one place where ids are checked.
+
+Axis letters, one legend for the whole package: B batch, Q shared rows, F features, L bag length, D embedding dim, T towers or
+tasks, N negatives or candidates, K retrieved, R ranks, S session length.
+"""
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+from torchrec_ext.schema.assembly import BatchSchema, Dense
+from torchrec_ext.schema.bags import Jagged
+from torchrec_ext.schema.checks import DataError
+from torchrec_ext.schema.columns import OutOfRange
+from torchrec_ext.schema.features import Joint, Keys, SparseFeature
+
+__all__ = ["BatchSchema", "DataError", "Dense", "Jagged", "Joint", "Keys", "OutOfRange", "SparseFeature"]
