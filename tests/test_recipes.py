@@ -127,3 +127,31 @@ def test_a_recipe_is_one_command(recipe: str, tmp_path: Path) -> None:
     assert 0 < summary["test"]["auc"] < 1
     assert "this model" in done.stdout
     assert (tmp_path / "run" / "training.png").exists()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model.features=user_id,colour",),
+            r"model\.features names \['colour'\], which 'planted' does not have; it has \['age', ",
+        ),
+        (("model.without=colour",), r"model\.without names \['colour'\]"),
+        (("model.loss=in_batch",), r"model\.loss=in_batch with model\.interaction=top_nn: each query meets every candidate"),
+        (("model.temperature=0",), r"model\.temperature=0\.0: must be greater than 0"),
+    ],
+)
+def test_a_wrong_tower_is_named(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        job = job_of("two_tower", "data.name=planted", "data.users=40", "data.items=50", *overrides)
+        job.build(job.model, job.task(job.data, progress=False).data)
+
+
+@pytest.mark.unit
+def test_rows_without_negatives_need_a_loss_that_compares_rows() -> None:
+    job = job_of("two_tower", "data.name=planted", "data.users=40", "data.items=50", "loader.negatives=0")
+    task = job.task(job.data, progress=False)
+    model = job.build(job.model, task.data)
+    with pytest.raises(ValueError, match=r"loader\.negatives=0 without loader\.label: every row would have label 1"):
+        task.loader(model.schema(), job.loader, rank=0, world_size=1)
