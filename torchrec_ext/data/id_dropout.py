@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -185,7 +186,7 @@ def _row_numbers(batch: TowerBatch, parts: Mapping[str, _Part]) -> dict[bool, Te
         sums = torch.zeros(part.ids.lengths().numel(), dtype=torch.int64, device=device)
         sums.index_add_(0, part.bags, mixed(part.ids.values().long() + 1))
         for piece in part.pieces:
-            alone[piece.shared] += mixed(sums[piece.start : piece.stop] + _salt(piece.feature))
+            alone[piece.shared].add_(sums[piece.start : piece.stop], alpha=_salt(piece.feature))
     if batch.shared is None:
         return alone
     index = batch.shared.index
@@ -213,6 +214,7 @@ def _replaced(part: _Part, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJa
     return made.pin_memory() if values.is_pinned() else made
 
 
+@lru_cache
 def _salt(name: str) -> int:
-    """A number of a feature's own, within int64."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+    """An odd number of a feature's own, within int64."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little") | 1
