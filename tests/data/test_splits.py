@@ -130,6 +130,20 @@ def test_a_folder_of_interactions_is_split_by_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
+def test_a_folder_of_pairs_without_candidates_is_ranked_whole(tmp_path: Path) -> None:
+    for part, items in (("train", [0, 1, 2]), ("validation", [3]), ("test", [4, 5])):
+        pq.write_table(pa.table({"user": [0] * len(items), "item": items}), tmp_path / f"{part}.parquet")
+    data = from_folder(tmp_path, name="mine", history_length=5)
+    assert (data.evaluation.by, data.evaluation.figures) == ("user", ("hr", "recall", "ndcg"))
+    assert data.validation["item_id"].values.tolist() == [4]
+    assert sorted(data.test["history"].row(0).tolist()) == [1, 2, 3]
+    assert from_folder(tmp_path, name="mine", history_length=5, validation=False).train.num_rows == 4
+    (tmp_path / "train.parquet").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"train\.parquet: is not parquet"):
+        from_folder(tmp_path, name="mine", history_length=5)
+
+
+@pytest.mark.unit
 def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ncf_folder(tmp_path / "mine")
     assert load("mine", folder=str(tmp_path)).name == "mine"

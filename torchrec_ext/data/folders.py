@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Chunk, Column, Int64
 from torchrec_ext.data.evaluation import Evaluation
@@ -20,17 +22,18 @@ from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
 from torchrec_ext.schema import DataError
 
 LAYOUTS = (
-    "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet, test.parquet "
-    "(user, item) and test_negatives.parquet (user, negative: the candidates of that user's test item), or the text files "
-    "NAME.train.rating, NAME.test.rating and NAME.test.negative of the NCF paper; with users.parquet (user, ...) and items.parquet "
-    "(item, ...) where more is known of them"
+    "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and test.parquet (user, "
+    "item), with validation.parquet where it is given and with test_negatives.parquet (user, negative) where each test item is ranked "
+    "among its own candidates, or the text files NAME.train.rating, NAME.test.rating and NAME.test.negative of the NCF paper; with "
+    "users.parquet (user, ...) and items.parquet (item, ...) where more is known of them"
 )
 _SPELLINGS = {"user_id": ("user_id", "user"), "item_id": ("item_id", "item"), "negative": ("negative", "item_id", "item")}
 
 
 def is_folder_of_interactions(folder: Path) -> bool:
     """Whether the files of one of the layouts are there."""
-    return any((folder / name).exists() for name in ("inter.parquet", "test_negatives.parquet")) or ncf_files(folder) is not None
+    pairs = all((folder / f"{part}.parquet").exists() for part in ("train", "test"))
+    return pairs or (folder / "inter.parquet").exists() or ncf_files(folder) is not None
 
 
 def from_folder(
@@ -45,8 +48,9 @@ def from_folder(
 ) -> InteractionData:
     """The set in ``folder``, whose layout is one of :data:`LAYOUTS`.
 
-    Where test items have candidates of their own, one training item of each user is held out for validation, drawn at random, with
-    as many candidates, drawn uniformly from what the user has not taken.
+    Where neither times nor a file says what is for validation, one training item of each user is, drawn at random; where test items
+    have candidates of their own, it gets as many, drawn uniformly from what the user has not taken. Without candidates all held-out
+    items of a user are found in one ranking of the whole catalogue.
 
     Args:
         folder: with the files.
@@ -62,17 +66,15 @@ def from_folder(
         DataError: a file or a column is missing or damaged, or an id is below 0.
     """
     columns = columns or {}
-    if not (folder / "inter.parquet").exists():
-        *parts, negatives = _with_negatives(folder)
-        ratings = Chunk({key: Column(np.concatenate([chunk[key].values for chunk in parts])) for key in ("user_id", "item_id")})
-        part = np.repeat(np.array([TRAIN, TEST], dtype=np.int8), [chunk.num_rows for chunk in parts])
-        if validation:
-            part[_one_of_each(ratings["user_id"].values, part, seed)] = VALIDATION
-        split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length, seed)
-        most = max(int(ratings["item_id"].values.max()), int(negatives["negative"].values.max()))
-    else:
+    negatives, split, evaluation = None, None, Evaluation()
+    if (folder / "inter.parquet").exists():
         ratings = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp")
-        negatives, split, most = None, None, int(ratings["item_id"].values.max())
+    else:
+        parts, negatives = _parts(folder)
+        evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user") if negatives is None else Evaluation()
+        ratings, part = _joined(parts, validation=validation, seed=seed)
+        split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length, seed)
+    most = max(int(ids.values.max()) for ids in (ratings["item_id"], *([negatives["negative"]] if negatives else [])))
     users = _side(folder / "users.parquet", "user_id", int(ratings["user_id"].values.max()), columns.get("users"))
     items = _side(folder / "items.parquet", "item_id", most, columns.get("items"), taken=set(users[0]))
     data = from_ratings(
@@ -86,16 +88,34 @@ def from_folder(
         titles=items[3],
         licence=licence,
         split=split,
+        evaluation=evaluation,
     )
     return data if negatives is None else _with_candidates(data, negatives, seed)
 
 
-def _with_negatives(folder: Path) -> tuple[Chunk, Chunk, Chunk]:
-    """(train, test, negatives)."""
+def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
+    """The pairs of each part, and the negatives of the test items where there are any."""
     if (files := ncf_files(folder)) is not None:
-        return read_ncf(files)
-    train, test = (_read(folder / f"{part}.parquet", "user_id", "item_id") for part in ("train", "test"))
-    return train, test, _read(folder / "test_negatives.parquet", "user_id", "negative")
+        train, test, negatives = read_ncf(files)
+        return {TRAIN: train, TEST: test}, negatives
+    names = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
+    files_of = {part: folder / f"{name}.parquet" for part, name in names.items()}
+    parts = {part: _read(file, "user_id", "item_id") for part, file in files_of.items() if part != VALIDATION or file.exists()}
+    candidates = folder / "test_negatives.parquet"
+    return parts, _read(candidates, "user_id", "negative") if candidates.exists() else None
+
+
+def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple[Chunk, NDArray[np.int8]]:
+    """The pairs of all parts, and the part of each."""
+    ratings = Chunk(
+        {key: Column(np.concatenate([chunk[key].values for chunk in parts.values()])) for key in ("user_id", "item_id")}
+    )
+    part = np.repeat(np.array(list(parts), dtype=np.int8), [chunk.num_rows for chunk in parts.values()])
+    if not validation:
+        part[part == VALIDATION] = TRAIN
+    elif VALIDATION not in parts:
+        part[_one_of_each(ratings["user_id"].values, part, seed)] = VALIDATION
+    return ratings, part
 
 
 def _read(path: Path, *names: str) -> Chunk:
@@ -113,7 +133,11 @@ def _read(path: Path, *names: str) -> Chunk:
 
 
 def _names_in(path: Path) -> list[str]:
-    return list(pq.read_schema(path).names) if path.exists() else []
+    """The file's columns; none where it cannot be read, which :func:`read_parquet` tells better."""
+    try:
+        return list(pq.read_schema(path).names)
+    except (pa.ArrowException, OSError):
+        return []
 
 
 def _side(
@@ -140,7 +164,7 @@ def _titles(ids: Int64, column: Column, size: int) -> list[str]:
     return titles
 
 
-def _one_of_each(user: Int64, part: np.ndarray[tuple[int], np.dtype[np.int8]], seed: int) -> Int64:
+def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
     """A training row of each user who has two or more."""
     rows = np.random.default_rng([seed, 1]).permutation(np.flatnonzero(part == TRAIN))
     _, first, count = np.unique(user[rows], return_index=True, return_counts=True)
