@@ -160,6 +160,10 @@ def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatc
     [
         ({"test_negatives": {"user": [0, 1], "negative": [2, 2]}}, "user 2, who has a test item, has no row"),
         ({"train": {"user": [0, -1], "item": [0, 1]}}, r"train\.parquet: column 'user', row 1: id -1; must be 0 or more"),
+        (
+            {"train": {"user": [0], "item": [1], "label": [0]}},
+            r"train\.parquet has a column 'label', so not every row is a positive",
+        ),
         ({"test": {"user": [0]}}, r"test\.parquet: column 'item_id' is missing, the file has \['user'\]"),
     ],
 )

@@ -23,9 +23,9 @@ from torchrec_ext.schema import DataError
 
 LAYOUTS = (
     "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and test.parquet (user, "
-    "item), with validation.parquet where it is given and with test_negatives.parquet (user, negative) where each test item is ranked "
-    "among its own candidates, or the text files NAME.train.rating, NAME.test.rating and NAME.test.negative of the NCF paper; with "
-    "users.parquet (user, ...) and items.parquet (item, ...) where more is known of them"
+    "item), with validation.parquet where it is given and with test_negatives.parquet (user, negative) where each test item is "
+    "ranked among its own candidates, or the text files NAME.train.rating, NAME.test.rating and NAME.test.negative of the NCF paper; "
+    "with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them"
 )
 _SPELLINGS = {"user_id": ("user_id", "user"), "item_id": ("item_id", "item"), "negative": ("negative", "item_id", "item")}
 
@@ -98,6 +98,11 @@ def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
     if (files := ncf_files(folder)) is not None:
         train, test, negatives = read_ncf(files)
         return {TRAIN: train, TEST: test}, negatives
+    if "label" in _names_in(folder / "train.parquet"):
+        raise DataError(
+            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled rows, such as "
+            "contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
+        )
     names = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
     files_of = {part: folder / f"{name}.parquet" for part, name in names.items()}
     parts = {part: _read(file, "user_id", "item_id") for part, file in files_of.items() if part != VALIDATION or file.exists()}
@@ -107,9 +112,8 @@ def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
 
 def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple[Chunk, NDArray[np.int8]]:
     """The pairs of all parts, and the part of each."""
-    ratings = Chunk(
-        {key: Column(np.concatenate([chunk[key].values for chunk in parts.values()])) for key in ("user_id", "item_id")}
-    )
+    columns = {key: [chunk[key].values for chunk in parts.values()] for key in ("user_id", "item_id")}
+    ratings = Chunk({key: Column(np.concatenate(ids)) for key, ids in columns.items()})
     part = np.repeat(np.array(list(parts), dtype=np.int8), [chunk.num_rows for chunk in parts.values()])
     if not validation:
         part[part == VALIDATION] = TRAIN
