@@ -162,7 +162,7 @@ def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatc
         ({"train": {"user": [0, -1], "item": [0, 1]}}, r"train\.parquet: column 'user', row 1: id -1; must be 0 or more"),
         (
             {"train": {"user": [0], "item": [1], "label": [0]}},
-            r"train\.parquet has a column 'label', so not every row is a positive",
+            "has a column 'label', so not every row is a positive",
         ),
         ({"test": {"user": [0]}}, r"test\.parquet: column 'item_id' is missing, the file has \['user'\]"),
     ],

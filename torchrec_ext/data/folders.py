@@ -24,8 +24,8 @@ from torchrec_ext.schema import DataError
 LAYOUTS = (
     "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and test.parquet (user, "
     "item), with validation.parquet where it is given and with test_negatives.parquet (user, negative) where each test item is "
-    "ranked among its own candidates, or the text files NAME.train.rating, NAME.test.rating and NAME.test.negative of the NCF paper; "
-    "with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them"
+    "ranked among its own candidates, or the text files NAME.train.rating, NAME.test.rating and NAME.test.negative of the NCF "
+    "paper; with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them"
 )
 _SPELLINGS = {"user_id": ("user_id", "user"), "item_id": ("item_id", "item"), "negative": ("negative", "item_id", "item")}
 
@@ -100,8 +100,8 @@ def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
         return {TRAIN: train, TEST: test}, negatives
     if "label" in _names_in(folder / "train.parquet"):
         raise DataError(
-            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled rows, such as "
-            "contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
+            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled rows, "
+            "such as contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
         )
     names = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
     files_of = {part: folder / f"{name}.parquet" for part, name in names.items()}
