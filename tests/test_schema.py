@@ -210,3 +210,21 @@ def test_a_row_is_named_by_its_shared_row_where_it_has_no_number() -> None:
             index=torch.tensor([1, 0]),
             shared_rows=torch.tensor([4711, 4710]),
         )
+
+
+def test_a_number_of_rows_for_each_shared_row_is_their_index() -> None:
+    made = schema(shared=["user_id", "age"])
+    four = {
+        "user_id": Jagged(torch.tensor([0, 4])),
+        "item_id": Jagged(torch.tensor([1, 5, 0, 2])),
+        "history": Jagged(torch.empty(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)),
+    }
+    numbers = torch.tensor([70, 71])
+    batch = made.assemble(four, AGE, labels=torch.zeros(4), index=2, shared_rows=numbers)
+    assert batch.shared is not None
+    assert batch.shared.index.tolist() == [0, 0, 1, 1]
+    bad = four | {"item_id": Jagged(torch.tensor([1, 5, 6, 2]))}
+    with pytest.raises(DataError, match="feature 'item_id': id 6 in row 71 is outside"):
+        made.assemble(bad, AGE, labels=torch.zeros(4), index=2, shared_rows=numbers)
+    with pytest.raises(DataError, match=r"index=3 rows for each of 2 shared rows: must be \(B,\) = \(4,\) rows together"):
+        made.assemble(four, AGE, labels=torch.zeros(4), index=3, shared_rows=numbers)

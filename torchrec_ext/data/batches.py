@@ -34,6 +34,7 @@ class BatchBuilder:
         names = [*schema.keys, *schema.dense, *schema.weight_columns]
         self._item_side = [name for name in names if name in self.items]
         self._user_side = [name for name in names if name not in self.items]
+        self._once = frozenset(name for name in names if name in schema.shared)
 
     def user_batch(self, users: Chunk) -> TowerBatch:
         """B rows with the user side only; labels are 0."""
@@ -88,8 +89,8 @@ class BatchBuilder:
         return self._assemble(columns, users.num_rows, width, vectors, row_numbers, total_weight, padded_rows)
 
     def _user_columns(self, users: Chunk, times: int) -> dict[str, _Repeated]:
-        times_of = {name: 1 if name in self.schema.shared else times for name in self._user_side}
-        return {name: _Repeated(users[name], times_of[name]) for name in self._user_side if name in users}
+        once = self._once
+        return {name: _Repeated(users[name], 1 if name in once else times) for name in self._user_side if name in users}
 
     def _item_columns(self, item_ids: Int64, row_numbers: Int64 | None = None) -> dict[str, _Repeated]:
         bad = (item_ids < 0) | (item_ids >= self.items.num_rows)
@@ -123,9 +124,12 @@ class BatchBuilder:
         size = (padded_users or users) * width
         floats = {name: _float_tensor(values.reshape(-1), size) for name, values in vectors.items()}
         pad = (padded_users or users) - users
-        pads = {name: pad if name in self.schema.shared else pad * width for name in columns}
         return self.schema.assemble(
-            {name: self._jagged(name, columns, pads[name]) for name in self.schema.keys if name in columns},
+            {
+                name: self._jagged(name, columns, pad if name in self._once else pad * width)
+                for name in self.schema.keys
+                if name in columns
+            },
             Dense(
                 self._dense(columns, self.schema.row_dense, size),
                 self._dense(columns, self.schema.shared_dense, size // width),
@@ -135,7 +139,7 @@ class BatchBuilder:
             log_q=floats.get("log_q"),
             targets=self._targets(floats, size),
             total_weight=total_weight,
-            index=torch.from_numpy(np.arange(users + pad).repeat(width)),
+            index=width,
             shared_rows=_padded(_tensor(np.arange(users) if row_numbers is None else row_numbers), pad),
         )
 
@@ -146,6 +150,8 @@ class BatchBuilder:
 
     def _dense(self, columns: Mapping[str, _Repeated], names: Sequence[str], size: int) -> Tensor:
         """(size, Fd) columns side by side, zeros below their rows."""
+        if not names:
+            return torch.empty(size, 0)
         matrix = np.zeros((size, len(names)), np.float32)
         for at, name in enumerate(names):
             if name not in columns:
@@ -210,10 +216,11 @@ def _repeat_rows(lengths: Tensor, values: Tensor, weights: Tensor | None, times:
 
 
 def _numbers(name: str, column: Column) -> Array:
-    if column.ragged or column.pool.dtype.kind not in "fiub":
-        found = "ragged" if column.ragged else str(column.pool.dtype)
+    values = column.pool
+    if column.ragged or values.dtype.kind not in "fiub":
+        found = "ragged" if column.ragged else str(values.dtype)
         raise DataError(f"column '{name}' is {found}, must be one number per row; read it as a sparse feature, or convert it")
-    return column.values
+    return values
 
 
 def _float_tensor(values: Array, size: int) -> Tensor:

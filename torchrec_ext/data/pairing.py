@@ -63,20 +63,26 @@ class OwnCandidates:
         labels = np.zeros((len(rows.numbers), width), dtype=np.float32)
         labels[:, 0] = rows.chunk[self._config.label].values if self._config.label else 1.0
         candidates, log_q = self._candidates(rows, epoch)
-        targets = np.zeros((*labels.shape, len(self._tasks)), dtype=np.float32)
-        for at, name in enumerate(self._tasks):
-            targets[:, 0, at] = rows.chunk[name].values
         return self._builder.pairs(
             rows.chunk,
             candidates,
             labels=labels,
             weights=None if rows.weights is None else rows.weights.repeat(width),
             log_q=log_q,
-            targets=targets if self._tasks else None,
+            targets=self._targets(rows, width),
             total_weight=rows.total * width / self._share.world_size,
             row_numbers=rows.numbers,
             padded_rows=self._share.rows(self._config.batch_size),
         )
+
+    def _targets(self, rows: StepRows, width: int) -> Array | None:
+        """(B, 1 + N, tasks) the labels of further tasks, 0 for negatives."""
+        if not self._tasks:
+            return None
+        targets = np.zeros((len(rows.numbers), width, len(self._tasks)), dtype=np.float32)
+        for at, name in enumerate(self._tasks):
+            targets[:, 0, at] = rows.chunk[name].values
+        return targets
 
     def _candidates(self, rows: StepRows, epoch: int) -> tuple[Int64 | None, Array | None]:
         """(B, 1 + N) item ids and their log q, the positive first; (None, None) without negatives."""

@@ -7,13 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.schema.bags import Bags, Jagged, bags_of, check_ids, no_bags
-from torchrec_ext.schema.checks import DataError, Rows, between, check_index, finite, finite_matrix, side_by_side, total_of
+from torchrec_ext.schema.checks import (
+    DataError,
+    Rows,
+    between,
+    check_index,
+    check_repeats,
+    finite,
+    finite_matrix,
+    side_by_side,
+    total_of,
+)
 from torchrec_ext.schema.columns import BatchColumns
 from torchrec_ext.schema.features import Keys, SparseFeature
 
@@ -42,7 +53,7 @@ class BatchSchema(BatchColumns):
         log_q: Tensor | None = None,
         targets: Tensor | None = None,
         rows: Tensor | None = None,
-        index: Tensor | None = None,
+        index: Tensor | int | None = None,
         shared_rows: Tensor | None = None,
     ) -> TowerBatch:
         """Checks the columns and packs them into one batch.
@@ -58,7 +69,8 @@ class BatchSchema(BatchColumns):
             log_q: (B,) log-probability with which the candidate was sampled.
             targets: (B, T - 1) the labels of the schema's ``tasks``; must be given where it has such.
             rows: (B,) numbers by which an error message names a row; the place in the batch where not given.
-            index: (B,) the shared row of each row; where not given, Q is B and each row has its own.
+            index: (B,) the shared row of each row, or the number of rows that each shared row has, one after the other; where not
+                given, Q is B and each row has its own.
             shared_rows: (Q,) numbers by which an error message names a shared row; must be given with ``index``.
 
         Raises:
@@ -70,7 +82,10 @@ class BatchSchema(BatchColumns):
             if shared_rows is None:
                 raise ValueError("index without shared_rows: give the number of each of the Q shared rows too")
             queries = Rows(shared_rows.numel(), "Q", shared_rows)
-            check_index(index, own, queries)
+            if isinstance(index, int):
+                check_repeats(index, own, queries)
+            else:
+                check_index(index, own, queries)
             if rows is None:
                 own = Rows(own.size, "B", shared_rows, index)
         halves = (queries, own) if self.shared else (own,)
@@ -81,7 +96,7 @@ class BatchSchema(BatchColumns):
             shared = SharedRows(
                 sparse=self._keyed(sparse, self.shared_keys, queries),
                 dense=finite_matrix(self.shared_dense, dense.shared, queries),
-                index=torch.arange(own.size) if index is None else index,
+                index=index if isinstance(index, Tensor) else torch.from_numpy(np.arange(queries.size).repeat(index or 1)),
             )
         return TowerBatch(
             sparse=self._keyed(sparse, self.row_keys, own),

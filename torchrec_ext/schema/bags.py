@@ -5,8 +5,7 @@ Ids of features with one id per row are checked in one pass; which feature, row 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,30 +97,38 @@ def check_ids(values: Tensor, bags: Sequence[Bags], *, replace: bool) -> None:
         DataError: an id names no row of its table, without ``replace``.
     """
     start = 0
-    for (scalar, _), run in groupby(bags, key=lambda bag: (bag.lengths is None, bag.rows.size)):
-        if not scalar:
-            for bag in run:
-                start += _check_part(values[start : start + bag.values.numel()][None], [bag], replace)
-        else:
-            same = list(run)
-            stop = start + sum(bag.values.numel() for bag in same)
-            start += _check_part(values[start:stop].view(len(same), -1), same, replace)
+    for run in _runs(bags):
+        stop = start + sum(bag.values.numel() for bag in run)
+        if stop > start:
+            _check_run(values[start:stop], run, replace)
+        start = stop
 
 
-def _check_part(ids: Tensor, bags: Sequence[Bags], replace: bool) -> int:
-    """``ids``: (features, ids of each)."""
-    if ids.numel():
-        # Over all dimensions it takes half the time.
-        low, high = (bound.view(-1).tolist() for bound in (torch.aminmax(ids, dim=1) if len(bags) > 1 else torch.aminmax(ids)))
-        for at, bag in enumerate(bags):
-            feature = bag.feature
-            if feature and (low[at] < 0 or high[at] >= feature.num_embeddings):
-                own = ids[at]
-                bad = (own < 0) | (own >= feature.num_embeddings)
-                if not replace:
-                    raise _out_of_range(feature, bag, own, bad)
-                own[bad] = feature.oov_id
-    return ids.numel()
+def _runs(bags: Sequence[Bags]) -> Iterator[list[Bags]]:
+    """Neighbours with one id for each of equally many rows, which are a matrix; each of the others by itself."""
+    run: list[Bags] = []
+    for bag in bags:
+        if run and (bag.lengths is not None or run[0].lengths is not None or bag.rows.size != run[0].rows.size):
+            yield run
+            run = []
+        run.append(bag)
+    if run:
+        yield run
+
+
+def _check_run(ids: Tensor, bags: list[Bags], replace: bool) -> None:
+    if len(bags) == 1:  # over all dimensions it takes half the time
+        low, high = ([bound.item()] for bound in torch.aminmax(ids))
+    else:
+        low, high = (bound.tolist() for bound in torch.aminmax(ids.view(len(bags), -1), dim=1))
+    for at, bag in enumerate(bags):
+        feature = bag.feature
+        if feature and (low[at] < 0 or high[at] >= feature.num_embeddings):
+            own = ids.view(len(bags), -1)[at]
+            bad = (own < 0) | (own >= feature.num_embeddings)
+            if not replace:
+                raise _out_of_range(feature, bag, own, bad)
+            own[bad] = feature.oov_id
 
 
 def _out_of_range(feature: SparseFeature, bag: Bags, ids: Tensor, bad: Tensor) -> DataError:

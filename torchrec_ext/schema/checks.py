@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,18 +16,21 @@ class DataError(ValueError):
 
 
 class Rows(NamedTuple):
-    """The ``size`` rows that a column must have, and what a message calls them: by ``numbers``, in which ``places`` looks."""
+    """The ``size`` rows that a column must have, and what a message calls them: by ``numbers``.
+
+    ``places``: of each row in ``numbers``; or how many rows each number has, one after the other.
+    """
 
     size: int
     axis: str
     numbers: Tensor | None = None
-    places: Tensor | None = None
+    places: Tensor | int = 1
 
     def name(self, row: int) -> str:
         """How a message names a row."""
         if self.numbers is None:
             return f"row {row} of the batch"
-        return f"row {int(self.numbers[row if self.places is None else int(self.places[row])])}"
+        return f"row {int(self.numbers[row // self.places if isinstance(self.places, int) else int(self.places[row])])}"
 
     @property
     def shape(self) -> str:
@@ -97,9 +101,15 @@ def check_index(index: Tensor, own: Rows, queries: Rows) -> None:
         raise DataError(f"index of shape {tuple(index.shape)}: must be (B,) = ({own.size},), places from 0 to {queries.size - 1}")
 
 
+def check_repeats(repeats: int, own: Rows, queries: Rows) -> None:
+    """Refuses a number of rows for each shared row that does not make all rows."""
+    if queries.size * repeats != own.size:
+        raise DataError(f"index={repeats} rows for each of {queries.size} shared rows: must be {own.shape} rows together")
+
+
 def total_of(weights: Tensor | None, given: float | None, size: int) -> Tensor:
     """() the total weight: as it was given, or the sum of the weights, or of as many ones."""
     total = float(given) if given is not None else float(size if weights is None else weights.sum())
     if size and not total > 0:
         raise DataError(f"total_weight={total}: must be greater than 0, since the loss divides by it; give some row a weight")
-    return torch.tensor(total)
+    return torch.from_numpy(np.array(total, np.float32))  # in half the time of torch.tensor
