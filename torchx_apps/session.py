@@ -25,6 +25,7 @@ from torchrec_ext.modules.session_encoder import Position, SessionEncoder
 from torchrec_ext.modules.tower import Activation
 from torchrec_ext.schema import BatchSchema, OutOfRange
 from torchrec_ext.train import metrics
+from torchrec_ext.train.early_stop import EarlyStop
 from torchrec_ext.train.loop import Record, TrainConfig
 from torchx_apps.job import Job
 
@@ -71,7 +72,8 @@ def session() -> Job:
         task=session_task,
         loader=LoaderConfig(batch_size=256, negatives=8),
         optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=1e-3),
-        train=TrainConfig(epochs=12, eval_every=4),
+        # Until the validation items say so: a set of few or long sequences has few steps an epoch, and needs more of them.
+        train=TrainConfig(epochs=60, eval_every=4, early_stop=EarlyStop(metric="ndcg@10", patience=1)),
     )
 
 
