@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Column
-from torchrec_ext.data.sequences import SequenceData, from_rows, most_recent, time_gap_ids, training_windows
+from torchrec_ext.data.sequences import SequenceData, from_rows, most_recent, time_gap_ids, time_gaps, training_windows
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -110,3 +110,5 @@ def test_times_may_fall_from_one_user_to_the_next() -> None:
 def test_gaps_that_are_negative_are_refused() -> None:
     with pytest.raises(DataError, match="time gap -3 at place 1: must be 0 or more"):
         time_gap_ids(np.array([0, -3]))
+    with pytest.raises(DataError, match="time gap -1 at place 1"):
+        time_gaps(ragged([5, 7]), np.array([6]))

@@ -214,6 +214,22 @@ def time_gap_ids(gaps: NDArray[np.integer], buckets: int = 32) -> Int64:
     return np.minimum(np.frexp(gaps.astype(np.float64))[1], buckets - 1).astype(np.int64)
 
 
+def time_gaps(times: Column, now: Int64, buckets: int = 32) -> Column:
+    """For each step of B sessions the id of its gap to the row's target: a feature of the steps, instead of a learned position.
+
+    Args:
+        times: B rows, when each step was, none later than the target.
+        now: (B,) when the target is.
+        buckets: see :func:`time_gap_ids`.
+
+    Example:
+        >>> gaps = time_gaps(Column.from_lengths(np.array([10, 18, 20, 5]), np.array([3, 1])), np.array([20, 6]))
+        >>> gaps.row(0).tolist(), gaps.row(1).tolist()
+        ([4, 2, 0], [1])
+    """
+    return Column.from_lengths(time_gap_ids(now.repeat(times.lengths) - times.values, buckets), times.lengths)
+
+
 def _rows_and_steps(lengths: Int64) -> tuple[Int64, Int64]:
     """For each value of a ragged column its row and its place in that row."""
     rows = np.arange(len(lengths)).repeat(lengths)

@@ -24,7 +24,7 @@ class SessionTower(nn.Module):
 
     A tower like :class:`torchrec_ext.modules.tower.Tower`, so that a TowerModel takes it beside others; its tables are an
     EmbeddingCollection, sharded like any. Each step is the sum of the embeddings of its features, such as item, category and the
-    gap in time to the target (:func:`torchrec_ext.data.sequences.time_gap_ids`), which BST concatenates: a sum has the same linear
+    gap in time to the target (:func:`torchrec_ext.data.sequences.time_gaps`), which BST concatenates: a sum has the same linear
     maps of each feature, and one width. A feature pair that names the same things, such as ``history`` and ``item_id``, is read
     from one table by giving both names in its ``feature_names``.
 
