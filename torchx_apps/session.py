@@ -70,7 +70,7 @@ def session() -> Job:
         model=SessionConfig(),
         data=SequenceConfig(),
         task=session_task,
-        loader=LoaderConfig(batch_size=256, negatives=8),
+        loader=LoaderConfig(batch_size=256, negatives=8),  # 2,048 candidates that all targets of a step share; 0: all items
         optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=1e-3),
         # Until the validation items say so: a set of few or long sequences has few steps an epoch, and needs more of them.
         train=TrainConfig(epochs=60, eval_every=4, early_stop=EarlyStop(metric="ndcg@10", patience=1)),
