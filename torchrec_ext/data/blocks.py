@@ -6,6 +6,7 @@ file and row group.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
@@ -38,16 +39,21 @@ class Layout:
         floats: the dense columns, the labels and the weight.
         out_of_range: see :class:`BatchSchema`.
         weights: the list columns with a weight for each id, by the feature whose ids they are.
+        bounds: least and greatest value of the labels and the weight.
     """
 
     features: Mapping[str, SparseFeature | None]
     floats: tuple[str, ...]
     out_of_range: str
     weights: Mapping[str, str] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, schema: BatchSchema, ids: Sequence[str], floats: Sequence[str | None], without: Sequence[str]) -> Layout:
-        """The layout for the schema's columns but ``without``, and further ids and floats."""
+    def of(cls, schema: BatchSchema, ids: Sequence[str], floats: tuple[str | None, str | None], without: Sequence[str]) -> Layout:
+        """The layout for the schema's columns but ``without``, further ids, and ``floats``: the label and the weight."""
+        labels = [name for name in (floats[0], *schema.tasks) if name]
+        bounds = dict.fromkeys(labels, schema.label_range) if schema.label_range else {}
+        bounds |= {floats[1]: (0.0, math.inf)} if floats[1] else {}
         features: dict[str, SparseFeature | None] = dict.fromkeys(ids)
         features |= {feature.name: feature for feature in schema.sparse}
         dense = dict.fromkeys([*schema.dense, *schema.tasks, *(name for name in floats if name)])
@@ -56,6 +62,7 @@ class Layout:
             floats=tuple(name for name in dense if name not in without),
             out_of_range=schema.out_of_range,
             weights={feature.name: feature.weights for feature in schema.sparse if feature.weights and feature.name not in without},
+            bounds=bounds,
         )
 
     @property
@@ -77,13 +84,25 @@ class Layout:
 
     def only(self, name: str) -> Layout:
         """The layout for one float column alone."""
-        return Layout(features={}, floats=(name,), out_of_range=self.out_of_range)
+        return Layout(features={}, floats=(name,), out_of_range=self.out_of_range, bounds=self.bounds)
 
     def checked(self, group: RowGroup, chunk: Chunk) -> tuple[dict[str, Column], dict[str, Array]]:
         """(ids as int64 by name, floats as float32 by name) of the rows of a group or of a part of one, every value valid."""
         ids = {name: self._ids(group, name, chunk[name], feature) for name, feature in self.features.items()}
         ids |= {column: _weights(group, name, column, chunk) for name, column in self.weights.items()}
-        return ids, {name: _finite(group, name, chunk[name].values) for name in self.floats}
+        return ids, {name: self._numbers(group, name, chunk[name].values) for name in self.floats}
+
+    def _numbers(self, group: RowGroup, name: str, values: Array) -> Float32:
+        floats = _finite(group, name, values)
+        if name not in self.bounds or not len(floats):
+            return floats
+        low, high = self.bounds[name]
+        if not low <= float(floats.min()) <= float(floats.max()) <= high:
+            row = int(((floats < low) | (floats > high)).argmax())
+            limits = f"from {low:g} to {high:g}; for other labels make the schema with label_range=None"
+            limits = f"{low:g} or more" if math.isinf(high) else limits
+            raise DataError(f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]:g} must be {limits}")
+        return floats
 
     def _ids(self, group: RowGroup, name: str, column: Column, feature: SparseFeature | None) -> Column:
         values = column.values.astype(np.int64, copy=False)

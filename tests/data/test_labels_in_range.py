@@ -1,0 +1,61 @@
+"""Labels and weights that no loss can take are named where they are read: in files, and in rows for a device, as in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.data.stream_sets import schema_of, table_of
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.source import ArrowSource
+from torchrec_ext.schema import DataError
+
+pytestmark = pytest.mark.unit
+
+
+def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, str]]]:
+    """Twelve rows with one bad value in the sixth: as a file, for a device and in memory."""
+    numbers = np.ones(12, np.float32)
+    numbers[5] = value
+    table = table_of(12)
+    table = table.set_column(table.column_names.index(name), name, pa.array(numbers))
+    with pa.ipc.new_file(folder / "rows.arrow", table.schema) as writer:
+        writer.write_table(table)
+    lists = table["history"].to_pylist()
+    columns = {column: Column(table[column].to_numpy().astype(np.int64)) for column in ("user_id", "item_id")}
+    columns |= {column: Column(table[column].to_numpy().astype(np.float32)) for column in ("row", "weight", "label")}
+    columns["history"] = Column.from_lengths(np.concatenate(lists).astype(np.int64), np.array([len(row) for row in lists]))
+    return [(ArrowSource(folder), {}), (Chunk(columns), {"device": "cpu"}), (Chunk(columns), {})]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("label", 5.0, r"column 'label'.*value 5 in row 5|column 'label', row 5: value 5 must be from 0 to 1; for other labels"),
+        ("weight", -2.0, r"column 'weight'.*value -2 in row 5|column 'weight', row 5: value -2 must be 0 or more"),
+    ],
+)
+@pytest.mark.parametrize("task", [False, True])
+def test_a_value_out_of_range_is_named(tmp_path: Path, name: str, value: float, text: str, task: bool) -> None:
+    """Also where the column holds the labels of a further task."""
+    schema = schema_of()
+    config = {"label": "label", "weight": "weight"}
+    if task and name == "label":
+        schema, config = dataclasses.replace(schema, tasks=("label",)), {"weight": "weight"}
+    options = LoaderConfig(batch_size=12, negatives=0, prefetch=0, read_ahead=0, shuffle=False, **config)  # type: ignore[arg-type]
+    for rows, place in sources(tmp_path, name, value):
+        with pytest.raises(DataError, match=text):
+            list(ChunkLoader(rows, schema, config=options, **place))  # type: ignore[arg-type]
+
+
+def test_any_label_where_the_schema_says_so(tmp_path: Path) -> None:
+    for rows, place in sources(tmp_path, "label", 5.0):
+        options = LoaderConfig(batch_size=12, negatives=0, prefetch=0, read_ahead=0, shuffle=False, label="label")
+        (batch,) = ChunkLoader(rows, schema_of(label_range=None), config=options, **place)  # type: ignore[arg-type]
+        assert batch.labels.tolist() == [1.0] * 5 + [5.0] + [1.0] * 6
