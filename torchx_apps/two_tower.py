@@ -101,8 +101,8 @@ def retrieval() -> Job:
         ),
         data=DataConfig(name="ml-1m-ncf", history_length=300),
         loader=LoaderConfig(batch_size=1024, negatives=0),
-        optimizer=OptimizerConfig(tables_lr=0.05, dense_lr=1e-3),
-        train=TrainConfig(epochs=12, eval_every=4),
+        optimizer=OptimizerConfig(tables_lr=0.05, dense_lr=2e-3),
+        train=TrainConfig(epochs=16, eval_every=4),
     )
 
 
