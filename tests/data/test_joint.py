@@ -16,6 +16,7 @@ from tests.data.stream_sets import ITEMS, arrow, table_of
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.id_dropout import drop_ids
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives import UniformNegatives
 from torchrec_ext.data.source import ArrowSource
@@ -203,3 +204,26 @@ def test_one_side_alone_has_no_weights_of_the_other() -> None:
     assert builder.item_batch(np.arange(7)).bags("item_id").weights().tolist() == [1.0] * 7
     found = builder.user_batch(users.with_columns({"ages": ages}))
     assert found.bags("history").weights().tolist() == pytest.approx(ages.values.tolist())
+
+
+def test_id_dropout_reaches_joint_and_weighted_bags_alike(tmp_path: Path) -> None:
+    """Which bags are replaced depends on the row's ids, not on the tensor in which they stand."""
+    chunk, _ = weighted_sources(tmp_path)
+    config = LoaderConfig(batch_size=SIZE, negatives=0, prefetch=0, shuffle=False)
+    rates, dropped = {"history": 0.5, "item_id": 0.5}, []
+    for options in (
+        {"shared": ["history"]},
+        {"shared": ["history"], "weights": {"history": "ages"}},
+        {"weights": {"history": "ages"}},
+    ):
+        items = EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=31, feature_names=["history", "item_id"])
+        made = BatchSchema.from_tables([items], **options)  # type: ignore[arg-type]
+        (batch,) = ChunkLoader(chunk, made, config=config)
+        changed = drop_ids(batch, made, rates, key=7)
+        dropped.append([bags(changed, name) for name in rates])
+        if "weights" in options:
+            assert weights(changed, "history") == weights(batch, "history")
+    kept = [sum(row == [0] for row in bags_of) for bags_of in dropped[0]]
+    assert 5 < kept[1] < 16, kept
+    assert dropped[0] == dropped[1]
+    assert sum(row == [0] for row in dropped[2][1]) > 5
