@@ -208,6 +208,7 @@ def test_flags() -> None:
         (["--bogus"], "unrecognized arguments: --bogus; `python -m torchx_apps.train --help` lists the flags"),
         (["--set", "loader.batch_siz=1"], "--set loader.batch_siz=1: there is no key 'batch_siz'; did you mean"),
         (["--recipe", "two_towr"], "--recipe two_towr: there is no such recipe"),
+        (["--set", "id_dropout=item_id"], "--set id_dropout=item_id: id_dropout: 'item_id' must be a feature and a share of"),
     ],
 )
 def test_a_wrong_flag_ends_in_one_line_and_no_traceback(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,9 +118,10 @@ def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colour
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("recipe", ["contextual_ncf", "n_tower", "ncf"])
-def test_a_recipe_is_one_command(recipe: str, tmp_path: Path) -> None:
-    flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), "--set", "data.name=planted", "--set", "train.epochs=1"]
+@pytest.mark.parametrize(("recipe", "overrides"), [("contextual_ncf", []), ("n_tower", []), ("ncf", ["id_dropout=item_id=0.1"])])
+def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Path) -> None:
+    changed = [part for text in ("data.name=planted", "train.epochs=1", *overrides) for part in ("--set", text)]
+    flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), *changed]
     done = subprocess.run([sys.executable, "-m", "torchx_apps.train", *flags], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())

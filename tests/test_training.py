@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.contracts import run_ranks
+from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.datasets import DatasetUnavailable
 from torchrec_ext.data.loader import training_loader
 from torchrec_ext.data.synthetic import planted
@@ -18,7 +20,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import Record, train
 from torchx_apps.cli import apply_overrides
-from torchx_apps.ranking import RankingJudge, Recommended, recommendation_text
+from torchx_apps.ranking import RankingJudge, RankingTask, Recommended, recommendation_text
 from torchx_apps.recipes import Job, two_tower
 from torchx_apps.training import load_task
 
@@ -98,6 +100,44 @@ def test_two_ranks_reach_the_figures_of_one(planted_by_ranks: dict[int, list[Out
     assert two.figures == pytest.approx(one.figures, abs=0.01)
     assert two.popularity == one.popularity
     assert two.recommended[0].items[:3] == one.recommended[0].items[:3]
+
+
+def drawn_hard(runtime: Runtime) -> list[Any]:
+    """After two epochs with hard negatives: refreshes, and for three users the items drawn from and the best by brute force."""
+    job = two_tower_with(
+        *("data.name=planted", "data.users=40", "data.items=50", "train.epochs=3", "model.interaction=dot"),
+        *("loader.sampling=hard", "loader.hard_k=5", "loader.batch_size=128"),
+    )
+    task = load_task(job, runtime)
+    assert isinstance(task, RankingTask)
+    model = job.build(job.model, task.data)
+    schema = model.schema()
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
+    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    judge = task.judge(schema, parallel, runtime)
+    train(parallel, optimizer, loader, runtime, job.train)
+    asked = np.array([1, 7, 0, 20])
+    last = {user: row for row, user in enumerate(task.data.train["user_id"].values.tolist())}
+    best = []
+    builder = BatchBuilder(schema, task.data.items)
+    with torch.no_grad():
+        items = parallel.module.embed("item", builder.item_batch(np.arange(51)))
+        for user in (1, 7, 20):
+            row = task.data.train.slice(last[user], last[user] + 1)
+            scores = parallel.module.embed("user", builder.user_batch(row))[0] @ items.T
+            scores[task.data.seen(np.array([user])).values] = -torch.inf
+            scores[0] = -torch.inf
+            best.append(scores.topk(5).indices.tolist())
+    state = loader.state_dict()["sampler"]
+    return [state["refreshes"], judge.hardest(5)(asked).tolist(), best]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hard_negatives_are_what_the_model_ranks_highest(ranks: int) -> None:
+    refreshes, found, best = run_ranks(drawn_hard, ranks)[0]
+    assert refreshes == 2, "before each epoch but the first"
+    assert [found[0], found[1], found[3]] == best
+    assert found[2] == [0] * 5, "nobody knows user 0"
 
 
 def recommended(runtime: Runtime) -> list[Any]:

@@ -91,6 +91,8 @@ class Job:
         data: which rows: a frozen dataclass that ``task`` reads; it has ``name``.
         task: loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where the set is not to be had.
         loader: how rows become batches.
+        id_dropout: by feature, the share of bags that are the out-of-vocabulary row in training, as ``("item_id=0.1",)``: what an
+            id that training never saw is ranked by; see :class:`IdDropout`.
         optimizer: how parameters move.
         plan: how tables are spread over ranks.
         train: how long, and the seed of everything.
@@ -105,9 +107,24 @@ class Job:
     data: Any = field(default_factory=DataConfig)
     task: Callable[..., Task] = ranking_task
     loader: LoaderConfig = field(default_factory=LoaderConfig)
+    id_dropout: tuple[str, ...] = ()
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     fallback: Literal["planted"] | None = None
     device: str | None = None
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        self.id_dropout_rates()
+
+    def id_dropout_rates(self) -> dict[str, float]:
+        """``id_dropout`` by feature."""
+        rates = {}
+        for text in self.id_dropout:
+            name, _, rate = text.partition("=")
+            try:
+                rates[name] = float(rate)
+            except ValueError:
+                raise ValueError(f"id_dropout: {text!r} must be a feature and a share of its bags, such as item_id=0.1") from None
+        return rates

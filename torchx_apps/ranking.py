@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.datasets import DataConfig, load_config
+from torchrec_ext.data.hard_negatives import Index
+from torchrec_ext.data.id_dropout import unseen_as_oov
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
 from torchrec_ext.distributed.runtime import Runtime
@@ -38,6 +40,7 @@ class RankingTask:
 
     data: InteractionData
     baseline_name: str = "popularity"
+    _judges: list[RankingJudge] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if not self.data.test.num_rows:
@@ -77,18 +80,23 @@ class RankingTask:
         return f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items"
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
-        """The training rows with the negatives that ``config`` asks for."""
+        """The training rows with the negatives that ``config`` asks for; hard ones are those that the last judge's model likes."""
         # A loss over labels asks for a range of them; one that compares rows does not.
         if config.negatives == 0 and not config.label and schema.label_range is not None:
             raise ValueError(
                 "loader.negatives=0 without loader.label: every row would have label 1, from which nothing can be learned; "
                 "draw negatives, name the column with the labels, or use a loss that compares rows, such as model.loss=in_batch"
             )
-        return training_loader(self.data, schema, config, rank=rank, world_size=world_size)
+
+        def refresh(epoch: int) -> Index:
+            return self._judges[-1].hardest(config.hard_k)
+
+        return training_loader(self.data, schema, config, refresh=refresh, rank=rank, world_size=world_size)
 
     def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingJudge:
         """The figures of ``data.evaluation``, and what one user would be shown."""
-        return RankingJudge(self.data, schema, model, runtime)
+        self._judges.append(RankingJudge(self.data, schema, model, runtime))
+        return self._judges[-1]
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,10 @@ class RankingJudge:
 
     def __init__(self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
-        self._builder = BatchBuilder(schema, data.items)
+        item = schema.feature("item_id")
+        # The row of an item that was never trained holds its first random values.
+        self._items = unseen_as_oov(data.items, data.train, item) if item else data.items
+        self._builder = BatchBuilder(schema, self._items)
         whole = [part for part in ("validation", "test") if part not in data.evaluation.candidates]
         self._labelled = {part: labelled_rows(data, part) for part in whole if getattr(data, part).num_rows}
 
@@ -140,6 +151,33 @@ class RankingJudge:
         best = scores.topk(min(K, int((scores > -torch.inf).sum())))
         return Recommended(int(user[0]), best.indices.tolist(), best.values.tolist())
 
+    def hardest(self, k: int) -> Index:
+        """From users to the ``k`` items that the model ranks highest of those that they have not taken: hard negatives.
+
+        Every rank calls it; what it returns needs no other rank. It is of the model as it stands, in evaluation.
+        """
+        self._model.eval()
+        owners = self._data.train["user_id"].values
+        users, from_end = np.unique(owners[::-1], return_index=True)  # a user's last row has the longest history
+        model, train = self._model.module, self._data.train.take(len(owners) - 1 - from_end)
+        shares = metrics.own_share(len(users), self._runtime)
+        batches = ((self._builder.user_batch(train.slice(part.start, part.stop)), keep) for part, keep in shares)
+        vectors, items = metrics.embed_all(model, "user", batches, self._runtime), self._catalogue()
+
+        @torch.no_grad()
+        def index(asked: Int64) -> Int64:
+            best = np.zeros((len(asked), min(k, len(items) - 1)), dtype=np.int64)
+            found = np.flatnonzero(np.isin(asked, users))
+            scores = model.interaction.score_all(vectors[users.searchsorted(asked[found])], items).cpu()
+            taken = self._data.seen(asked[found])
+            scores[np.arange(len(found)).repeat(taken.lengths), taken.values] = -torch.inf
+            scores[:, 0] = -torch.inf
+            values, places = scores.topk(best.shape[1])
+            best[found] = torch.where(values > -torch.inf, places, 0).numpy()
+            return best
+
+        return index
+
     def _figures(self, part: str) -> Record:
         chunk = getattr(self._data, part).take(_query_rows(self._data, part))
         shares = metrics.own_share(chunk.num_rows, self._runtime)
@@ -154,9 +192,7 @@ class RankingJudge:
     def _auc(self, part: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
         rank, world_size = self._runtime.rank, self._runtime.world_size
-        loader = ChunkLoader(
-            self._labelled[part], self._schema, config=config, items=self._data.items, rank=rank, world_size=world_size
-        )
+        loader = ChunkLoader(self._labelled[part], self._schema, config=config, items=self._items, rank=rank, world_size=world_size)
         with torch.no_grad():
             outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in loader]
         columns = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "labels", "weights"))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_ext.data.datasets import DatasetUnavailable
+from torchrec_ext.data.id_dropout import IdDropout
 from torchrec_ext.distributed.explain import explain
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import plan_sharding
@@ -36,6 +37,8 @@ def run(job: Job, run_dir: Path | None = None) -> None:
         # train.seed moves everything; loader.seed moves the order and the negatives alone.
         loader_config = dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
         loader = task.loader(schema, loader_config, rank=runtime.rank, world_size=runtime.world_size)
+        if job.id_dropout:
+            loader = IdDropout(loader, schema, job.id_dropout_rates(), seed=loader_config.seed)
         folder = _open_folder(job, run_dir) if runtime.is_main else None
         rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
         plan = plan_sharding(model, runtime, job.plan, optimizer=job.optimizer, batch_size=rows)

@@ -135,15 +135,14 @@ def train(
             told = forward.explained(error)
             keep({"kind": "error", "epoch": forward.epoch(told.step), "step": told.step, "message": str(told)})
             raise told from None
+        pipeline.detach()  # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
         if evaluate is not None and ((epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs):
-            pipeline.detach()
             model.eval()
             record = {"kind": "eval", "epoch": epoch, "step": step, **evaluate()}
             keep({**record, "best": True} if watch.see(record) else record)
             if (stop := watch.stops()) and epoch + 1 < config.epochs:
                 keep({"epoch": epoch, "step": step, **stop})
                 break
-    pipeline.detach()
     progress.close()
     return history
 
