@@ -4,16 +4,17 @@
 
 Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --set ...`, or `torchx run` for more than
 one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept in the results file with
-its seed, figures and seconds, and is not trained again while its command is the same; so a killed benchmark continues. Figures are
-those after the last epoch, the mean over the seeds. Needs TORCHREC_EXT_DATA. Last lines: one JSON object for each id, `ratio` being
-the lowest of reached / required over its figures (of required / reached where less is better).
+its seed, figures and seconds, and is not trained again while its command and the recipe's settings are the same; so a killed
+benchmark continues. Figures are those after the last epoch, the mean over the seeds. Needs TORCHREC_EXT_DATA. Last lines: one JSON
+object for each id, `ratio` being the lowest of reached / required over its figures (of required / reached where less is better).
 
---quick trains on generated data for about a minute, against figures known there, and checks the evaluator where its data is.
+--quick trains on generated data for about a minute, against figures known there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -68,7 +69,7 @@ class Results:
 
     def find(self, key: Row) -> Row | None:
         """The run of that command, if it is done."""
-        return next((run for run in self._runs if all(run[name] == value for name, value in key.items())), None)
+        return next((run for run in self._runs if all(run.get(name) == value for name, value in key.items())), None)
 
     def add(self, run: Row) -> None:
         """Keeps a run."""
@@ -131,6 +132,7 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
     """The figures of one training, from the results file or by training now."""
     overrides = [*how["set"], f"train.seed={seed}"]
     key = {"id": name, "run": run, "recipe": how["recipe"], "set": overrides, "ranks": how.get("ranks", 1)}
+    key["settings"] = settings(how["recipe"], overrides)
     if (found := results.find(key)) is not None:
         return found
     folder = FOLDERS / f"{name}-{run}-{seed}"
@@ -141,6 +143,13 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
     done = {**key, "figures": summary["test"], "seconds": round(time.perf_counter() - start, 1)}
     results.add(done)
     return done
+
+
+def settings(recipe: str, overrides: Sequence[str]) -> str:
+    """A digest of all that the recipe sets, defaults included: with other defaults it is another run."""
+    from torchx_apps.cli import apply_overrides, describe, load_recipe
+
+    return hashlib.sha256(describe(apply_overrides(load_recipe(recipe), overrides)).encode()).hexdigest()[:16]
 
 
 def command(key: Row, folder: Path) -> list[str]:
