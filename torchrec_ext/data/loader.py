@@ -11,18 +11,18 @@ import torch
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.batch_streams import on_device, on_host
 from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.epochs import Epochs
 from torchrec_ext.data.hard_negatives import HardNegatives, Index
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.data.labelled_rows import labelled_rows as labelled_rows
 from torchrec_ext.data.loader_config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader_config import Sampling as Sampling
 from torchrec_ext.data.mixed_candidates import MixedCandidates
-from torchrec_ext.data.prefetch import prefetched
 from torchrec_ext.data.samplers import Sampler, Stateful, check_sampler
 from torchrec_ext.data.samplers import training_negatives as training_negatives
 from torchrec_ext.data.share import Share
 from torchrec_ext.data.source import Source
-from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema import BatchSchema
 
 _STREAM = (  # settings that change which samples a step has
     "batch_size",
@@ -39,7 +39,7 @@ _STREAM = (  # settings that change which samples a step has
 )
 
 
-class ChunkLoader:
+class ChunkLoader(Epochs):
     """An epoch of TowerBatches from rows in memory, or from files of any size.
 
     The order and the negatives are functions of (seed, epoch). Each global step takes the next ``batch_size`` rows; rank r of R
@@ -95,67 +95,32 @@ class ChunkLoader:
         check_sampler(config, negatives, has_items=items is not None)
         if refresh is not None and not isinstance(negatives, HardNegatives):
             raise ValueError(f"refresh with negatives={type(negatives).__name__}: only HardNegatives are refreshed; leave it out")
-        self.config = config
         self._sampler, self._refresh = negatives, refresh
         if device is None:
             self._rows = on_host(chunk, schema, config, items, negatives, share)
         else:
             self._rows = on_device(chunk, schema, config, items, negatives, share, torch.device(device))
-        self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
-        self._epoch = self._step = self._start = 0
-        if not len(self):
-            raise DataError(
-                f"{self._rows.num_rows} rows with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} "
-                "make no step; give more rows or a smaller batch_size, or keep the last batch"
-            )
-
-    def __len__(self) -> int:
-        """Steps in an epoch, the same on every rank."""
-        whole, rest = divmod(self._rows.num_rows, self.config.batch_size)
-        return whole + (rest > 0 and not self.config.drop_last)
+        super().__init__(config, self._rows.num_rows, "rows")
+        if not self._rows.ahead:
+            self._depth, self._pin = 0, False
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step; asks for hard negatives anew where it is not the first."""
-        self._epoch, self._step, self._start = epoch, 0, 0
+        super().set_epoch(epoch)
         if epoch and self._refresh is not None and isinstance(self._sampler, HardNegatives):
             self._sampler.refresh(self._refresh(epoch))
 
-    def __iter__(self) -> Iterator[TowerBatch]:
-        """The epoch's batches; after :meth:`load_state_dict`, those that remain (once)."""
-        start, self._start = self._start, 0
-        self._step = start
-        depth = self.config.prefetch if self._rows.ahead else 0
-        for step, batch in enumerate(prefetched(self._batches(start), depth), start=start + 1):
-            self._step = step
-            yield batch
-
-    def _batches(self, start: int) -> Iterator[TowerBatch]:
-        made = self._rows.batches(self._epoch, start)
-        yield from (batch.pin_memory() for batch in made) if self._pin and self._rows.ahead else made
+    def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+        return self._rows.batches(epoch, start)
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands: numbers, texts and tensors.
-
-        Args:
-            step: steps of this epoch that the caller has finished. A pipeline that fetches ahead must say it; where not given, it
-                is the number of batches handed out (what the prefetch thread has built does not count).
-        """
-        state = {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
+        """See :meth:`Epochs.state_dict`; with the sampler's state, where it has one."""
+        state = super().state_dict(step=step)
         return state | ({"sampler": self._sampler.state_dict()} if isinstance(self._sampler, Stateful) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken, on any number of ranks.
-
-        Raises:
-            ValueError: the state is of another stream, so the remaining samples would not be those that are missing.
-        """
-        mine = self._stream()
-        different = {name: (value, mine.get(name)) for name, value in state["stream"].items() if value != mine.get(name)}
-        if different:
-            parts = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in different.items())
-            raise ValueError(f"cannot resume in the middle of an epoch: {parts}; restore these settings, or start a new epoch")
-        self._epoch, self._step = int(state["epoch"]), int(state["step"])
-        self._start = self._step
+        """See :meth:`Epochs.load_state_dict`."""
+        super().load_state_dict(state)
         if isinstance(self._sampler, Stateful):
             self._sampler.load_state_dict(state["sampler"])
         if isinstance(self._sampler, MixedCandidates) and self._start == len(self):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,13 @@ import torch
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.data.epochs import Epochs
 from torchrec_ext.data.loader_config import LoaderConfig
-from torchrec_ext.data.prefetch import prefetched
+from torchrec_ext.data.share import Share
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
 
 
-class SessionLoader:
+class SessionLoader(Epochs):
     """An epoch of batches with the features ``session`` and ``candidates``, in which every sequence counts exactly once.
 
     The order and the candidates are functions of (seed, epoch), whatever the number of ranks. Each global step takes the next
@@ -45,8 +46,7 @@ class SessionLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} of world_size={world_size}: rank must be 0 to {world_size - 1}")
+        self._share = Share(rank=rank, world_size=world_size)
         _check(config)
         self._lengths = sequences.lengths
         if len(sequences) and int(self._lengths.min()) < 2:
@@ -55,51 +55,8 @@ class SessionLoader:
                 f"sequence {row} has {self._lengths[row]} items, must have 2 or more: the first is an input, the others are "
                 "targets; cut sequences with training_windows()"
             )
-        self.config = config
         self._sequences, self._schema, self._num_items = sequences, schema, num_items
-        self._rank, self._world_size = rank, world_size
-        self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
-        self._epoch = self._step = self._start = 0
-        if not len(self):
-            raise DataError(
-                f"{len(sequences)} sequences with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} "
-                "make no step; give more sequences or a smaller batch_size, or keep the last batch"
-            )
-
-    def __len__(self) -> int:
-        """Steps in an epoch, the same on every rank."""
-        whole, rest = divmod(len(self._sequences), self.config.batch_size)
-        return whole + (rest > 0 and not self.config.drop_last)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Starts ``epoch``, counted from 0, at its first step."""
-        self._epoch, self._step, self._start = epoch, 0, 0
-
-    def __iter__(self) -> Iterator[TowerBatch]:
-        """The epoch's batches; after :meth:`load_state_dict`, those that remain (once)."""
-        start, self._start = self._start, 0
-        self._step = start
-        for step, batch in enumerate(prefetched(self._batches(self._epoch, start), self.config.prefetch), start=start + 1):
-            self._step = step
-            yield batch
-
-    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands, as in :meth:`ChunkLoader.state_dict`."""
-        return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken, on any number of ranks.
-
-        Raises:
-            ValueError: the state is of another stream, so the remaining sequences would not be those that are missing.
-        """
-        mine = self._stream()
-        different = {name: (value, mine.get(name)) for name, value in state["stream"].items() if value != mine.get(name)}
-        if different:
-            parts = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in different.items())
-            raise ValueError(f"cannot resume in the middle of an epoch: {parts}; restore these settings, or start a new epoch")
-        self._epoch, self._step = int(state["epoch"]), int(state["step"])
-        self._start = self._step
+        super().__init__(config, len(sequences), "sequences")
 
     def _stream(self) -> dict[str, Any]:
         """What the stream depends on beside the epoch."""
@@ -110,8 +67,7 @@ class SessionLoader:
     def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         order = self._order(epoch)
         for step in range(start, len(self)):
-            batch = self._batch(order[step * self.config.batch_size : (step + 1) * self.config.batch_size], epoch, step)
-            yield batch.pin_memory() if self._pin else batch
+            yield self._batch(order[step * self.config.batch_size : (step + 1) * self.config.batch_size], epoch, step)
 
     def _order(self, epoch: int) -> Int64:
         if not self.config.shuffle:
@@ -120,8 +76,8 @@ class SessionLoader:
 
     def _batch(self, everyone: Int64, epoch: int, step: int) -> TowerBatch:
         lengths = self._lengths[everyone]
-        mine = everyone[deal(lengths, self._world_size) == self._rank]
-        size = -(-self.config.batch_size // self._world_size)
+        mine = everyone[deal(lengths, self._share.world_size) == self._share.rank]
+        size = self._share.rows(self.config.batch_size)
         candidates = self._candidates(epoch, step)
         return self._schema.assemble(
             {
@@ -130,7 +86,7 @@ class SessionLoader:
             },
             labels=torch.ones(size),
             weights=(torch.arange(size) < len(mine)).float(),
-            total_weight=float((lengths - 1).sum()) / self._world_size,
+            total_weight=float((lengths - 1).sum()) / self._share.world_size,
             rows=_padded(mine, size),
         )
 
@@ -141,9 +97,9 @@ class SessionLoader:
         else:
             generator = np.random.Generator(np.random.PCG64([self.config.seed, epoch, step, 1]))
             everything = generator.integers(1, self._num_items + 1, size=self.config.batch_size * self.config.negatives)
-        share = -(-len(everything) // self._world_size)
+        share = self._share.rows(len(everything))
         mine = np.zeros(share, dtype=np.int64)
-        own = everything[self._rank * share : (self._rank + 1) * share]
+        own = everything[self._share.rank * share : (self._share.rank + 1) * share]
         mine[: len(own)] = own
         return mine
 

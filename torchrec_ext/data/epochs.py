@@ -1,0 +1,90 @@
+"""Epochs: where a loader stands in its stream of batches, and how it gets back there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.loader_config import LoaderConfig
+from torchrec_ext.data.prefetch import prefetched
+from torchrec_ext.schema import DataError
+
+
+class Epochs(ABC):
+    """A loader whose batches are functions of the epoch and the step: resumable at any step.
+
+    Args:
+        config: ``batch_size``, ``drop_last``, ``prefetch`` and ``pin_memory``.
+        count: how many of ``what`` an epoch has, over all ranks.
+        what: its unit, for messages.
+
+    Raises:
+        DataError: an epoch would have no step.
+    """
+
+    def __init__(self, config: LoaderConfig, count: int, what: str) -> None:
+        self.config, self._count = config, count
+        self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
+        self._depth = config.prefetch
+        self._epoch = self._step = self._start = 0
+        if not len(self):
+            raise DataError(
+                f"{count} {what} with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} make no step; "
+                f"give more {what} or a smaller batch_size, or keep the last batch"
+            )
+
+    @abstractmethod
+    def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+        """The batches of an epoch from step ``start`` on."""
+
+    @abstractmethod
+    def _stream(self) -> dict[str, Any]:
+        """What the stream of samples depends on beside the epoch."""
+
+    def __len__(self) -> int:
+        """Steps in an epoch, the same on every rank."""
+        whole, rest = divmod(self._count, self.config.batch_size)
+        return whole + (rest > 0 and not self.config.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Starts ``epoch``, counted from 0, at its first step."""
+        self._epoch, self._step, self._start = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        """The epoch's batches; after :meth:`load_state_dict`, those that remain (once)."""
+        start, self._start = self._start, 0
+        self._step = start
+        made = self._batches(self._epoch, start)
+        ready = (batch.pin_memory() for batch in made) if self._pin else made
+        for step, batch in enumerate(prefetched(ready, self._depth), start=start + 1):
+            self._step = step
+            yield batch
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """Where the stream stands: numbers, texts and tensors.
+
+        Args:
+            step: steps of this epoch that the caller has finished. A pipeline that fetches ahead must say it; where not given, it
+                is the number of batches handed out (what the prefetch thread has built does not count).
+        """
+        return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state`` was taken, on any number of ranks.
+
+        Raises:
+            ValueError: the state is of another stream, so the remaining samples would not be those that are missing.
+        """
+        mine = self._stream()
+        different = {name: (value, mine.get(name)) for name, value in state["stream"].items() if value != mine.get(name)}
+        if different:
+            parts = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in different.items())
+            raise ValueError(f"cannot resume in the middle of an epoch: {parts}; restore these settings, or start a new epoch")
+        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._start = self._step
