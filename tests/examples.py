@@ -1,16 +1,20 @@
 """A small two-tower model and batches for it, for tests that do not care which."""
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import Interaction, TowerModel, two_tower
 from torchrec_ext.schema import Jagged
 
 USERS, ITEMS, DIM = 101, 50, 16
 META = torch.device("meta")
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def table(name: str, rows: int, **options: object) -> EmbeddingBagConfig:
@@ -27,11 +31,36 @@ def small_model(device: torch.device | None = None, interaction: Interaction = "
         interaction=interaction,
         device=device,
     )
-    torch.manual_seed(seed)  # here, because tables off the meta device have drawn numbers too
+    return redrawn(model, seed)
+
+
+def redrawn(model: Module, seed: int = 0, tables: int | None = None) -> Module:
+    """``model`` with dense layers that depend on the seed alone: tables off the meta device have drawn numbers before them.
+
+    With ``tables`` also these are drawn anew, by a seed of their own.
+    """
+    torch.manual_seed(seed)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.reset_parameters()
+    if tables is not None:
+        initialise_tables(model, seed=tables)
     return model
+
+
+def gradients(model: TowerModel, batch: TowerBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits, and the gradient of every parameter that gets one."""
+    loss, output = model(batch)
+    loss.backward()
+    return output.logits, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_every_gradient(model: torch.nn.Module, batch: TowerBatch) -> None:
+    """Every parameter of ``model`` receives a gradient that is not 0."""
+    model(batch)[0].backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
 
 
 def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, seed: int = 0) -> Iterator[TowerBatch]:

@@ -10,7 +10,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import DIM, ITEMS, META, USERS, batches, table
+from tests.examples import DIM, ITEMS, META, USERS, batches, redrawn, table
 from torchrec_ext.distributed.kernels import possible
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -43,11 +43,7 @@ def model(kind: str, device: torch.device | None = None) -> TowerModel:
         "item": Tower([table("item_id", ITEMS)], [16, 16, 8], dense=["price"], **options),
     }
     made = TowerModel(towers, interaction_layer("deepfm", [8, 8], [16], normalization=options["normalization"]))
-    torch.manual_seed(0)
-    for module in made.modules():
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
-    return made
+    return redrawn(made)
 
 
 def unsharded(kind: str) -> dict[str, Tensor]:

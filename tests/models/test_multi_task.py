@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tests.contracts import gather_state, run_ranks
 from tests.data.stream_sets import ITEMS as STREAM_ITEMS
 from tests.data.stream_sets import parquet, table_of
-from tests.examples import ITEMS, META, USERS, batches, table
+from tests.examples import ITEMS, META, USERS, assert_every_gradient, batches, redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
@@ -23,7 +23,6 @@ from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.multi_task import MultiTaskModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.losses import bce
@@ -47,13 +46,7 @@ def model(device: torch.device | None = None, **options: Any) -> MultiTaskModel:
         "item": Tower([table("item_id", ITEMS)], [16, 8], dense=["price"], device=device),
     }
     made = MultiTaskModel(towers, MultiTaskTop([8, 8], len(WEIGHTS), [6]), **{"tasks": WEIGHTS} | options)
-    torch.manual_seed(0)
-    for module in made.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.reset_parameters()
-    if device is None:
-        initialise_tables(made, seed=3)
-    return made
+    return redrawn(made, 0, tables=3 if device is None else None)
 
 
 def labelled(count: int, **place: int) -> Iterator[TowerBatch]:
@@ -100,10 +93,7 @@ def test_the_first_task_is_what_a_top_nn_of_one_task_would_be() -> None:
 @pytest.mark.unit
 def test_every_parameter_receives_a_gradient() -> None:
     made = model()
-    made(next(labelled(1)))[0].backward()
-    for name, parameter in made.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
+    assert_every_gradient(made, next(labelled(1)))
 
 
 @pytest.mark.unit

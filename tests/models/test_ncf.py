@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import META
+from tests.examples import META, assert_every_gradient, redrawn
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -39,13 +39,7 @@ def model(shared: tuple[str, ...] = (), device: torch.device | None = None, **op
         "embedding_std": 0.3,  # so that the products are seen
     }
     made = ContextualNCF(USERS, ITEMS, shared=shared, device=device, **(arguments | options))
-    torch.manual_seed(1)  # again, because tables off the meta device have drawn numbers too
-    for module in made.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.reset_parameters()
-    if device is None:
-        initialise_tables(made, seed=3)
-    return made
+    return redrawn(made, 1, tables=3 if device is None else None)
 
 
 def batches(count: int, *, shared: bool = False, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
@@ -116,10 +110,7 @@ def test_logits_are_those_of_the_network_as_published() -> None:
 @pytest.mark.unit
 def test_every_parameter_receives_a_gradient() -> None:
     made = model()
-    made(next(batches(1)))[0].backward()
-    for name, parameter in made.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
+    assert_every_gradient(made, next(batches(1)))
 
 
 @pytest.mark.unit

@@ -8,13 +8,12 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import ITEMS, META, USERS, table
+from tests.examples import ITEMS, META, USERS, gradients, redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.losses import bce
@@ -31,13 +30,7 @@ def model(shared: tuple[str, ...], device: torch.device | None = None) -> TowerM
         "item": Tower([table("item_id", ITEMS)], [16, 8], dense=["price"], device=device),
     }
     made = TowerModel(towers, TopMLP([8, 8]), shared=shared)
-    torch.manual_seed(0)
-    for module in made.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.reset_parameters()
-    if device is None:
-        initialise_tables(made, seed=3)
-    return made
+    return redrawn(made, 0, tables=3 if device is None else None)
 
 
 def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
@@ -67,12 +60,6 @@ def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Ite
             index=torch.arange(queries).repeat_interleave(WIDTH) if shared else None,
             shared_rows=torch.arange(queries) if shared else None,
         )
-
-
-def gradients(made: TowerModel, batch: TowerBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    loss, output = made(batch)
-    loss.backward()
-    return output.logits, {name: parameter.grad for name, parameter in made.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.unit

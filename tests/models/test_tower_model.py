@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.examples import META, batches, small_model, table
+from tests.examples import META, assert_every_gradient, batches, small_model, table
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import DotProduct, TopMLP
@@ -16,11 +16,7 @@ pytestmark = pytest.mark.unit
 def test_every_parameter_receives_a_gradient(interaction: str) -> None:
     model = small_model(interaction=interaction)  # type: ignore[arg-type]
     initialise_tables(model, seed=1)
-    loss, _ = model(next(batches(1)))
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
+    assert_every_gradient(model, next(batches(1)))
 
 
 def test_what_is_said_of_the_layers_holds_for_towers_and_top() -> None:

@@ -9,13 +9,12 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import ITEMS, META, table
+from tests.examples import ITEMS, META, redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
@@ -48,13 +47,7 @@ def model(device: torch.device | None = None) -> TowerModel:
         "item": Tower([items("item_id")], [16, 8], device=device),
     }
     made = TowerModel(towers, TopMLP([8, 8]), shared=["user"])
-    torch.manual_seed(0)
-    for module in made.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.reset_parameters()
-    if device is None:
-        initialise_tables(made, seed=3)
-    return made
+    return redrawn(made, 0, tables=3 if device is None else None)
 
 
 def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
