@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.loop import Record
+from torchx_apps.named_data import NamedData
 
 
 def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledTask:
@@ -24,7 +24,7 @@ def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledT
 
 
 @dataclass(frozen=True)
-class LabelledTask:
+class LabelledTask(NamedData):
     """The labels of held-out rows of ``data``; see :class:`torchx_apps.job.Task`."""
 
     data: LabelledData
@@ -32,24 +32,9 @@ class LabelledTask:
     baseline_name: str = "the same for all"
 
     @property
-    def name(self) -> str:
-        """Of the set."""
-        return self.data.name
-
-    @property
-    def licence(self) -> str | None:
-        """What the publisher asks."""
-        return self.data.licence
-
-    @property
     def validates(self) -> bool:
         """Whether there are validation rows."""
         return self.data.validation.num_rows > 0
-
-    @property
-    def best(self) -> Mapping[str, float]:
-        """The best possible figures of generated data."""
-        return self.data.best
 
     def describe(self) -> str:
         """How much there is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.loop import Record
+from torchx_apps.named_data import NamedData
 
 K = 10
 SHOWN = 5
@@ -31,7 +32,7 @@ def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
 
 
 @dataclass(frozen=True)
-class RankingTask:
+class RankingTask(NamedData):
     """Held-out items of ``data``, ranked as ``data.evaluation`` says; see :class:`torchx_apps.job.Task`.
 
     Raises:
@@ -57,21 +58,6 @@ class RankingTask:
     def validates(self) -> bool:
         """Whether there are validation rows."""
         return self.data.validation.num_rows > 0
-
-    @property
-    def name(self) -> str:
-        """Of the set."""
-        return self.data.name
-
-    @property
-    def licence(self) -> str | None:
-        """What the publisher asks."""
-        return self.data.licence
-
-    @property
-    def best(self) -> Mapping[str, float]:
-        """The best possible figures of generated data."""
-        return self.data.best
 
     def describe(self) -> str:
         """How much there is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,7 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.early_stop import EarlyStop
 from torchrec_ext.train.loop import Record, TrainConfig
 from torchx_apps.job import Job
+from torchx_apps.named_data import NamedData
 
 K = 10
 SHOWN = 5
@@ -107,7 +108,7 @@ def session_task(config: SequenceConfig, *, progress: bool = True) -> SessionTas
 
 
 @dataclass(frozen=True)
-class SessionTask:
+class SessionTask(NamedData):
     """Each user's last item among all items but those taken before; see :class:`torchx_apps.job.Task`.
 
     Raises:
@@ -122,21 +123,6 @@ class SessionTask:
     def __post_init__(self) -> None:
         if not len(self.data.held_out("test").targets):
             raise ValueError(f"set '{self.data.name}' has no test rows: no user has the 3 items that holding out two of them needs")
-
-    @property
-    def name(self) -> str:
-        """Of the set."""
-        return self.data.name
-
-    @property
-    def licence(self) -> str | None:
-        """What the publisher asks."""
-        return self.data.licence
-
-    @property
-    def best(self) -> Mapping[str, float]:
-        """The best possible figures of generated data."""
-        return self.data.best
 
     def describe(self) -> str:
         """How much there is."""
