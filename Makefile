@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # `spark` is not among them: PySpark takes 468 MB on disk and needs Java.
 EXTRAS ?= dev,report,data
+# Test files at a time. Most tests wait for processes that they start; each worker holds torch and TorchRec, 0.5 GB.
+WORKERS ?= 2
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/.ready
 # The environment's tools first, whether it is activated or not: the launcher starts `python3` by name.
@@ -28,7 +30,7 @@ demo: $(STAMP) ## set up, then train the recipe two_tower on two ranks (a bare `
 	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted
 
 test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
-	@$(WITH_VENV) $(BIN)/python -m pytest $(PYTEST_ARGS) || test $$? -eq 5
+	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS) || test $$? -eq 5
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .

@@ -197,5 +197,5 @@ def test_every_export_is_there(name: str) -> None:
 def test_an_unknown_name_answers_with_the_known_ones() -> None:
     import torchrec_ext
 
-    with pytest.raises(AttributeError, match=r"no attribute 'Towers'; it has BatchSchema, .*TowerModel"):
+    with pytest.raises(AttributeError, match=r"no attribute 'Towers'; it has ArrowSource, BatchSchema, .*TowerModel"):
         _ = torchrec_ext.Towers

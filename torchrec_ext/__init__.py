@@ -8,23 +8,43 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrec_ext.batch import TowerBatch
+    from torchrec_ext.data.loader import ChunkLoader
+    from torchrec_ext.data.loader_config import LoaderConfig
+    from torchrec_ext.data.source import ArrowSource, ParquetSource
     from torchrec_ext.distributed.explain import explain
+    from torchrec_ext.distributed.optimizers import OptimizerConfig
     from torchrec_ext.distributed.parallel import hybrid_parallel
-    from torchrec_ext.distributed.planning import plan_sharding
+    from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
     from torchrec_ext.distributed.runtime import Runtime
+    from torchrec_ext.models.bst import bst
+    from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.ncf import ContextualNCF
+    from torchrec_ext.models.retrieval import RetrievalModel
+    from torchrec_ext.models.session_model import NextItemModel
     from torchrec_ext.models.tower_model import TowerModel, two_tower
+    from torchrec_ext.modules.session_tower import SessionTower
     from torchrec_ext.modules.tower import Tower
     from torchrec_ext.schema import BatchSchema
 
 # `train` is not here: a name shared with the subpackage would be the function or the module, whichever was imported last.
 _EXPORTS: dict[str, str] = {
+    "ArrowSource": "torchrec_ext.data.source",
     "BatchSchema": "torchrec_ext.schema",
+    "ChunkLoader": "torchrec_ext.data.loader",
     "ContextualNCF": "torchrec_ext.models.ncf",
+    "LoaderConfig": "torchrec_ext.data.loader_config",
+    "MultiTaskModel": "torchrec_ext.models.multi_task",
+    "NextItemModel": "torchrec_ext.models.session_model",
+    "OptimizerConfig": "torchrec_ext.distributed.optimizers",
+    "ParquetSource": "torchrec_ext.data.source",
+    "PlanConfig": "torchrec_ext.distributed.planning",
+    "RetrievalModel": "torchrec_ext.models.retrieval",
     "Runtime": "torchrec_ext.distributed.runtime",
+    "SessionTower": "torchrec_ext.modules.session_tower",
     "Tower": "torchrec_ext.modules.tower",
     "TowerBatch": "torchrec_ext.batch",
     "TowerModel": "torchrec_ext.models.tower_model",
+    "bst": "torchrec_ext.models.bst",
     "explain": "torchrec_ext.distributed.explain",
     "hybrid_parallel": "torchrec_ext.distributed.parallel",
     "plan_sharding": "torchrec_ext.distributed.planning",
@@ -32,12 +52,23 @@ _EXPORTS: dict[str, str] = {
 }
 
 __all__ = [
+    "ArrowSource",
     "BatchSchema",
+    "ChunkLoader",
     "ContextualNCF",
+    "LoaderConfig",
+    "MultiTaskModel",
+    "NextItemModel",
+    "OptimizerConfig",
+    "ParquetSource",
+    "PlanConfig",
+    "RetrievalModel",
     "Runtime",
+    "SessionTower",
     "Tower",
     "TowerBatch",
     "TowerModel",
+    "bst",
     "explain",
     "hybrid_parallel",
     "plan_sharding",

@@ -106,7 +106,8 @@ class Layout:
 
     def _ids(self, group: RowGroup, name: str, column: Column, feature: SparseFeature | None) -> Column:
         values = column.values.astype(np.int64, copy=False)
-        if feature and len(values) and (int(values.min()) < 0 or int(values.max()) >= feature.num_embeddings):
+        # As unsigned numbers negative ids are the largest: one pass over the column finds both kinds.
+        if feature and len(values) and int(values.view(np.uint64).max()) >= feature.num_embeddings:
             bad = (values < 0) | (values >= feature.num_embeddings)
             if self.out_of_range != "oov":
                 raise _out_of_range(group, feature, column, values, bad)
