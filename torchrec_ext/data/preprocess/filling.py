@@ -13,14 +13,14 @@ from torchrec_ext.data.preprocess.cells import Cells
 from torchrec_ext.data.preprocess.column_types import NUMBERS, Types
 from torchrec_ext.data.preprocess.expressions import exact, number
 from torchrec_ext.data.preprocess.statistics import mean_and_std, most_common, quantiles_of
-from torchrec_ext.data.preprocess.step import Run, State, Step, Table
+from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Table
 from torchrec_ext.schema import DataError
 
 Statistic = Literal["mean", "median", "most_common"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FillMissing(Step):
+class FillMissing(ColumnStep):
     """Puts a value where there is none.
 
     Args:
@@ -43,16 +43,6 @@ class FillMissing(Step):
             raise ValueError(f"FillMissing('{self.column}'): statistic={self.statistic!r}: must be one of {allowed}")
         if isinstance(self.value, int | float) and not abs(self.value) <= sys.float_info.max:
             raise ValueError(f"FillMissing('{self.column}'): value={_short(self.value)}: must be finite")
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """``column``."""
-        return (self.column,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """``output``."""
-        return (self.output or self.column,)
 
     @property
     def fit_reads(self) -> tuple[str, ...]:

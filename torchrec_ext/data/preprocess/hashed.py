@@ -10,11 +10,11 @@ import numpy as np
 from torchrec_ext.data.preprocess.cells import Cells, map_texts
 from torchrec_ext.data.preprocess.column_types import ID_LISTS, IDS, Types, is_list
 from torchrec_ext.data.preprocess.hashing import hashed_id, hashed_id_expression, md5
-from torchrec_ext.data.preprocess.step import Run, State, Step, Table, positive
+from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Step, Table, positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class HashBucket(Step):
+class HashBucket(ColumnStep):
     """Values to ids 1 to ``buckets`` by a hash, 0 for null: for columns of too many or ever new values.
 
     Args:
@@ -31,16 +31,6 @@ class HashBucket(Step):
 
     def __post_init__(self) -> None:
         positive(f"HashBucket('{self.column}')", "buckets", self.buckets)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """``column``."""
-        return (self.column,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """``output``."""
-        return (self.output or self.column,)
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Integers, as many per row as there were values."""

@@ -12,7 +12,7 @@ import numpy as np
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.cells import Cells
 from torchrec_ext.data.preprocess.column_types import Types, element, is_list
-from torchrec_ext.data.preprocess.step import Run, State, Step, Table, positive
+from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Table, positive
 from torchrec_ext.schema import DataError
 
 TooLong = Literal["recent", "error"]
@@ -20,7 +20,7 @@ _TYPES = frozenset({"list<int64>", "list<float64>", "list<string>"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lists(Step):
+class Lists(ColumnStep):
     """Drops null elements and keeps the last ``max_length`` of what is left; a null list is empty.
 
     Args:
@@ -43,16 +43,6 @@ class Lists(Step):
             raise ValueError(f"Lists('{self.column}'): too_long={self.too_long!r}: must be one of {', '.join(get_args(TooLong))}")
         if self.separator == "":
             raise ValueError(f"Lists('{self.column}'): separator='': must be one character or more")
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """``column``."""
-        return (self.column,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """``output``."""
-        return (self.output or self.column,)
 
     def types(self, types: Types) -> Mapping[str, str]:
         """A list of the same elements."""

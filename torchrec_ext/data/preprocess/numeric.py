@@ -14,24 +14,11 @@ from torchrec_ext.data.preprocess.cells import Cells
 from torchrec_ext.data.preprocess.column_types import NUMBERS, Types
 from torchrec_ext.data.preprocess.expressions import exact, number, step_function
 from torchrec_ext.data.preprocess.statistics import mean_and_std, quantiles_of
-from torchrec_ext.data.preprocess.step import Run, State, Step, Table
+from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Table
 
 
-class _OneColumn(Step):
+class _NumberStep(ColumnStep):
     """A step from one number column to one column."""
-
-    column: str
-    output: str | None
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """``column``."""
-        return (self.column,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """``output``."""
-        return (self.output or self.column,)
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Floats."""
@@ -43,7 +30,7 @@ class _OneColumn(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucketize(_OneColumn):
+class Bucketize(_NumberStep):
     """Numbers to ids: 1 + how many boundaries are at or below the number; 0 for a missing one.
 
     Args:
@@ -104,7 +91,7 @@ class Bucketize(_OneColumn):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogClip(_OneColumn):
+class LogClip(_NumberStep):
     """ln(1 + x - low) of x clipped to [low, high]: for counts and prices, which have a long tail.
 
     The logarithm is rounded to 32 bits. Java's and C's differ in the last of 64 (Spark's from numpy's in 0.3 % of 300,000 numbers),
@@ -149,7 +136,7 @@ class LogClip(_OneColumn):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Normalize(_OneColumn):
+class Normalize(_NumberStep):
     """(x - mean) / standard deviation of the training rows, both rounded to 10 digits so that engines agree.
 
     A column with one value only is divided by 1.

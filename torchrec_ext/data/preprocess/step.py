@@ -92,6 +92,23 @@ class Step(ABC):
         return f"{type(self).__name__}({', '.join(map(repr, self.writes))})"
 
 
+class ColumnStep(Step):
+    """A step from one column to one column."""
+
+    column: str
+    output: str | None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """``column``."""
+        return (self.column,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """``output``."""
+        return (self.output or self.column,)
+
+
 def positive(step: str, name: str, value: int | None) -> None:
     """Refuses a number below 1.
 
