@@ -21,16 +21,19 @@ unexport PYTHONPATH PYTHONHOME PIP_USER
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-slow lint bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP) ## set up, then train the recipe two_tower on two ranks (a bare `torchx run`); without MovieLens, on generated data
 	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted
 
 test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
 	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS) || test $$? -eq 5
+
+test-slow: $(STAMP) ## the slow ones alone, one after the other: long matrices, killed jobs, every recipe
+	@$(WITH_VENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .

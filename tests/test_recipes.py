@@ -118,7 +118,14 @@ def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colour
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("recipe", "overrides"), [("contextual_ncf", []), ("n_tower", []), ("ncf", ["id_dropout=item_id=0.1"])])
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("contextual_ncf", []),
+        pytest.param("n_tower", [], marks=pytest.mark.slow),
+        pytest.param("ncf", ["id_dropout=item_id=0.1"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Path) -> None:
     changed = [part for text in ("data.name=planted", "train.epochs=1", *overrides) for part in ("--set", text)]
     flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), *changed]

@@ -45,6 +45,7 @@ def rows_of(folder: Path) -> list[str]:
     return sorted(map(repr, pq.read_table(folder).to_pylist()))
 
 
+@pytest.mark.slow
 def test_both_engines_agree_on_every_value(session: Any, tmp_path: Path) -> None:
     train, other = (write(random_rows(400, seed=seed), tmp_path / f"{seed}.parquet") for seed in (1, 2))
     fitted = {name: EVERY_STEP.fit(train, engine=engine) for name, engine in (("duckdb", "duckdb"), ("spark", session))}

@@ -96,7 +96,7 @@ def sharded(runtime: Runtime) -> dict[str, Any]:
     return learned
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def learned(request: pytest.FixtureRequest) -> Any:
     return request.param, run_ranks(sharded, request.param)[0]
 

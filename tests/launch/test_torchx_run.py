@@ -142,6 +142,7 @@ def test_a_run_leaves_its_folder(trained: tuple[subprocess.CompletedProcess[str]
     assert any(file.stat().st_size for file in (out / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_a_bare_torchx_run_in_the_clone_trains_on_two_ranks(tmp_path: Path) -> None:
     # In a folder of its own, so that the clone's runs/ stays as it is, and on a set that is trained in seconds.
     shutil.copy(CLONE / ".torchxconfig", tmp_path)
@@ -171,6 +172,7 @@ def test_a_table_that_does_not_fit_is_refused_once_and_in_numbers(folder: Path) 
     assert re.search(r"^what would make it fit: at least 11 ranks of this size", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_truncated_file_is_named_in_the_last_line_once(folder: Path) -> None:
     file = write_ml_100k(folder) / "ml-100k" / "inter.parquet"
     file.write_bytes(file.read_bytes()[:-100])
@@ -187,6 +189,7 @@ def test_a_bug_on_one_rank_ends_with_its_traceback_once(folder: Path) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_a_mistake_on_another_node_is_the_last_line_once(folder: Path) -> None:
     done = torchx_run(folder, "rec.train.hybrid", "-j", "2x1", "--recipe", "my_recipe.py:mistaken")
     assert done.returncode == 1
@@ -194,18 +197,21 @@ def test_a_mistake_on_another_node_is_the_last_line_once(folder: Path) -> None:
     assert done.stderr.count("the user tower has") == 1
 
 
+@pytest.mark.slow
 def test_a_mistake_that_every_rank_makes_is_told_once(folder: Path) -> None:
     flags = ["--set", "loader.batchsize=3", "--set", "data.name=planted"]
     last = failed(folder, *flags, told="there is no key").splitlines()[-1]
     assert "--set loader.batchsize=3: there is no key 'batchsize'; did you mean 'batch_size'?" in last
 
 
+@pytest.mark.slow
 def test_an_unknown_recipe_is_told_with_the_nearest(folder: Path) -> None:
     last = failed(folder, "-j", "1x1", "--recipe", "two_towr", told="there is no such recipe").splitlines()[-1]
     names = "contextual_ncf, n_tower, ncf, retrieval, session, two_tower"
     assert last == f"rank 0: --recipe two_towr: there is no such recipe; did you mean 'two_tower'? Built in: {names}"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again(folder: Path) -> None:
     flags = ["--recipe", "my_recipe.py:killed_once", "--max_retries", "1", "--run_dir", "out"]
     done = torchx_run(folder, "rec.train.hybrid", *flags)
