@@ -27,7 +27,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "data": BASE,
     "modules": BASE,
     "models": BASE | {"modules"},
-    "distributed": {"batch", "timing", "modules.tower"},
+    "distributed": {"batch", "timing", "modules.tower", "modules.towers"},
     "train": {"distributed", "batch", "timing"},
     "retrieval": {"schema", "batch", "modules"},
     "diagnose": {"timing"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torchrec_ext.modules.interaction_choice import Interaction as Interaction
 from torchrec_ext.modules.interaction_choice import interaction_layer
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Activation, Normalization, Tower
+from torchrec_ext.modules.towers import Towers
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
 Loss = Callable[[Tensor, TowerBatch], Tensor]
@@ -44,7 +45,8 @@ class TowerModel(nn.Module):
     """Towers that read one batch, an interaction that turns their outputs into a logit, and the loss.
 
     ``forward`` returns what TorchRec's train pipelines expect: ``(loss, output)``. Every tower takes the batch's whole
-    KeyedJaggedTensor as an attribute of the batch, which is what lets ``TrainPipelineSparseDist`` overlap all their input dists.
+    KeyedJaggedTensor as an attribute of the batch, which is what lets ``TrainPipelineSparseDist`` overlap all their input dists;
+    :class:`Towers` holds and runs them.
 
     Towers that name the same EmbeddingBagConfig, such as the items' for a user's history and for the candidate, share one table
     with one set of weights: see :class:`SharedTables`.
@@ -67,75 +69,50 @@ class TowerModel(nn.Module):
         super().__init__()
         if not towers:
             raise ValueError("a TowerModel needs at least one tower")
-        self.towers = nn.ModuleDict(towers)
+        self.towers = Towers(towers, shared=shared)
         self.interaction = interaction
         self.loss = _LossModule(loss)
-        unknown = sorted(set(shared) - set(towers))
-        if unknown:
-            raise ValueError(f"shared names {unknown}, which are not towers; the towers are {list(towers)}")
-        self._shared = frozenset(shared)
-        columns = {False: self._columns(False), True: self._columns(True)}
-        dense = [name for tower in towers.values() for name in tower.dense]
-        twice = sorted({name for name in dense if dense.count(name) > 1})
-        if twice:
-            raise ValueError(f"dense columns {twice} are read by more than one tower; give each tower a column of its own name")
-        both = sorted(set(columns[False]) & set(columns[True]))
-        if both:
-            raise ValueError(f"features {both} are read by a shared tower and by another; share both towers, or give each its own")
-        self.shared_tables = shared_tables(towers, columns[True], _weights(self.towers))
-        self._dense: dict[str, slice] = {}
-        starts = {False: 0, True: 0}
-        for name, tower in towers.items():
-            start = starts[name in self._shared]
-            starts[name in self._shared] = stop = start + len(tower.dense)
-            self._dense[name] = slice(start, stop)
-
-    def _columns(self, shared: bool) -> list[str]:
-        """The columns that the shared towers read, or the others."""
-        towers: list[Tower] = [tower for name, tower in self.towers.items() if (name in self._shared) == shared]  # type: ignore[misc]
-        return [name for tower in towers for table in tower.tables for name in table.feature_names] + [
-            name for tower in towers for name in tower.dense
-        ]
+        self._names = list(towers)
+        self._shared = [name for name in towers if name in shared]
+        self._weights = _weights(self.towers)
+        # Kept, because a plan may leave this rank without some of the towers.
+        self._tables = [table for tower in towers.values() for table in tower.tables]
+        self._dense = [name for tower in towers.values() for name in tower.dense]
+        self._shared_columns = self.towers.columns(shared=True)
+        self.shared_tables = shared_tables(towers, self._shared_columns, self._weights)
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
         """The columns that a batch for this model needs."""
-        towers: list[Tower] = list(self.towers.values())  # type: ignore[arg-type]
         return BatchSchema.from_tables(
-            [table for tower in towers for table in tower.tables],
-            dense=[name for tower in towers for name in tower.dense],
-            shared=self._columns(True),
+            self._tables,
+            dense=self._dense,
+            shared=self._shared_columns,
             label_range=(0.0, 1.0) if self.loss.function is bce else None,
             out_of_range=out_of_range,
             oov_ids=oov_ids,
-            weights=_weights(self.towers),
+            weights=self._weights,
         )
 
     def embed(self, tower: str, batch: TowerBatch) -> Tensor:
         """(B, D), of a shared tower (Q, D): the output of one tower; the features of the others may be empty bags."""
-        if tower not in self._dense:
-            raise ValueError(f"tower {tower!r} is not one of {list(self._dense)}")
-        return self._output(tower, batch, self._lent(batch, [tower]))
+        if tower not in self._names:
+            raise ValueError(f"tower {tower!r} is not one of {list(self._names)}")
+        return self._run(batch, [tower])[tower]
 
-    def _lent(self, batch: TowerBatch, towers: Iterable[str]) -> dict[str, Tensor]:
-        """What the tables of several towers hold for ``towers``, looked up once."""
-        if self.shared_tables is None or self.shared_tables.readers.isdisjoint(towers):
-            return {}
-        return self.shared_tables(batch)  # type: ignore[no-any-return]
-
-    def _output(self, tower: str, batch: TowerBatch, lent: dict[str, Tensor]) -> Tensor:
-        rows: Any = batch.shared if tower in self._shared else batch
-        columns = rows.sparse, rows.dense[:, self._dense[tower]]
-        if self.shared_tables is not None and tower in self.shared_tables.readers:
-            return self.towers[tower](*columns, lent)  # type: ignore[no-any-return]
-        return self.towers[tower](*columns)  # type: ignore[no-any-return]
+    def _run(self, batch: TowerBatch, names: list[str] | None = None) -> dict[str, Tensor]:
+        """The outputs of all towers, or of those named; what a call does not need is left out, so that a pipeline can follow it."""
+        rows = (batch.sparse, batch.dense)
+        if self._shared and batch.shared is not None:
+            rows += (batch.shared.sparse, batch.shared.dense)  # type: ignore[assignment]
+        options: dict[str, Any] = {} if names is None else {"names": names}
+        if self.shared_tables is not None and not self.shared_tables.readers.isdisjoint(names or self._names):
+            options["lent"] = self.shared_tables(batch)
+        return self.towers(*rows, **options)  # type: ignore[no-any-return]
 
     def outputs(self, batch: TowerBatch) -> list[Tensor]:
         """(B, D) of each tower, in order."""
-        outputs, lent = [], self._lent(batch, self._dense)
-        for name in self._dense:
-            output = self._output(name, batch, lent)
-            outputs.append(output[batch.shared.index] if name in self._shared else output)  # type: ignore[union-attr]
-        return outputs
+        found = self._run(batch)
+        return [found[name][batch.shared.index] if name in self._shared else found[name] for name in self._names]  # type: ignore[union-attr]
 
     def logits(self, batch: TowerBatch) -> Tensor:
         """(B,) logits."""
@@ -148,7 +125,7 @@ class TowerModel(nn.Module):
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
 
 
-def _weights(towers: nn.ModuleDict) -> dict[str, str]:
+def _weights(towers: Towers) -> dict[str, str]:
     """By feature the column of its ids' weights; TorchRec's sharded collections use weights wherever a batch has them."""
     named: dict[str, dict[str | None, str]] = {}
     for name, tower in towers.items():
