@@ -1,0 +1,175 @@
+"""draft_plan(): TorchRec's planner, and what it reckons for its plan, on devices that need not be there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from torchrec_ext.distributed.choices import Choice
+from torchrec_ext.distributed.explain import refusal
+from torchrec_ext.distributed.kernels import possible, refused_because
+from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, shardings
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sharders import sharders
+from torchrec_ext.distributed.tables import collections, table_configs
+
+if TYPE_CHECKING:
+    from torchrec_ext.distributed.planning import PlanConfig
+
+
+class PlanError(ValueError):
+    """No plan fits: the message gives the sizes, the capacity and what would make it fit."""
+
+
+class Draft(NamedTuple):
+    """A plan, and what TorchRec's planner reckons for it: memory and milliseconds of each shard of each table."""
+
+    plan: ShardingPlan
+    options: list[ShardingOption]
+
+
+def draft_plan(
+    model: nn.Module,
+    topology: Topology,
+    config: PlanConfig,
+    *,
+    optimizer: OptimizerConfig,
+    batch_size: int,
+    bag_lengths: Mapping[str, float] | None = None,
+) -> Draft:
+    """TorchRec's plan for devices that need not be there; no other rank takes part.
+
+    Args:
+        model: as for :func:`plan_sharding`.
+        topology: the devices, and the memory of each that tables and their state may take.
+        config: sharding types; its memory is not read.
+        optimizer: of the tables.
+        batch_size: rows per rank and step.
+        bag_lengths: mean number of ids of a feature in a row, by feature; 1 where not given.
+
+    Raises:
+        PlanError: the tables do not fit, or cannot be sharded as asked.
+    """
+    device = torch.device(topology.compute_device)
+    place = Runtime(world_size=topology.world_size, local_world_size=topology.local_world_size, device=device)
+    request = Request.of(model, place, config, optimizer, {})
+    return draft(model, request.with_bags(bag_lengths or {}), topology, batch_size)
+
+
+class Request(NamedTuple):
+    """What the planner is asked for: ``sharding`` by table, ``auto`` included, and what that means to TorchRec."""
+
+    tables: list[BaseEmbeddingConfig]
+    sharding: dict[str, str]
+    choices: dict[str, Choice]
+    constraints: dict[str, ParameterConstraints]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        runtime: Runtime,
+        config: PlanConfig,
+        optimizer: OptimizerConfig,
+        constraints: Mapping[str, ParameterConstraints],
+    ) -> Request:
+        """The request for ``model`` on the ranks that ``runtime`` describes; ``constraints`` by table name win over ``config``.
+
+        Raises:
+            PlanError: a table that cannot be sharded as asked.
+        """
+        tables = [table for _, collection in collections(model) for table in table_configs(collection)]
+        # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
+        choices = declare_table_optimizer(model, optimizer)
+        chosen = shardings(tables, choices, config.by_table([table.name for table in tables]), runtime.device.type)
+        wanted = {table.name: _constraint(table, chosen[table.name], runtime) for table in tables}
+        own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
+        return cls(tables, chosen, choices, {**own, **constraints})
+
+    def with_bags(self, lengths: Mapping[str, float]) -> Request:
+        """With the mean length of each feature's bags."""
+        constraints = dict(self.constraints)
+        for table in self.tables:
+            factors = [lengths.get(feature, 1.0) for feature in table.feature_names]
+            constraints[table.name] = dataclasses.replace(
+                constraints.get(table.name, ParameterConstraints()), pooling_factors=factors
+            )
+        return self._replace(constraints=constraints)
+
+
+class _Kept(NoopEmbeddingStats):
+    """Keeps what TorchRec's planner hands to its statistics."""
+
+    options: list[ShardingOption]
+
+    def log(self, *args: Any, **told: Any) -> None:
+        """Called once, with the best plan."""
+        self.options = told["best_plan"]
+
+
+def draft(model: nn.Module, request: Request, topology: Topology, batch_size: int) -> Draft:
+    """What TorchRec's planner answers to ``request``, on this rank alone.
+
+    Raises:
+        PlanError: the tables do not fit.
+    """
+    kept = _Kept()
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        # Ours is taken off the topology already: TorchRec's reserve leaves the memory of a CPU rank as it is.
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        stats=kept,
+        constraints=request.constraints,
+        debug=False,
+    )
+    try:
+        plan = planner.plan(model, sharders())
+    except PlannerError as error:
+        storage = topology.devices[0].storage
+        state = {table.name: request.choices[table.name].state_bytes(table) for table in request.tables}
+        raise PlanError(
+            refusal(
+                str(error).strip() or type(error).__name__,
+                request.tables,
+                request.sharding,
+                topology.world_size,
+                storage.hbm or storage.ddr,
+                lambda table: state[table.name],
+            )
+        ) from None
+    return Draft(plan, kept.options)
+
+
+def _constraint(table: BaseEmbeddingConfig, sharding: str, runtime: Runtime) -> ParameterConstraints | None:
+    """What a sharding type asks of the planner; for ``auto`` nothing, or what is possible at all.
+
+    Asking for columns means to have them split: TorchRec leaves a table of up to 128 columns whole unless told otherwise.
+    """
+    world_size, device = runtime.world_size, runtime.device.type
+    reason = refused_because(table, sharding, device)
+    if reason:
+        raise PlanError(f"table '{table.name}': {reason}")
+    if sharding == "auto":
+        types = possible(table, device)
+        return None if types is None else ParameterConstraints(sharding_types=types)
+    if "column" not in sharding or world_size == 1:
+        return ParameterConstraints(sharding_types=[sharding])
+    widths = range(4, table.embedding_dim, 4)
+    fitting = [width for width in widths if table.embedding_dim % width == 0 and width * world_size >= table.embedding_dim]
+    if not fitting:
+        raise PlanError(
+            f"table '{table.name}': {table.embedding_dim} columns cannot be split over {world_size} ranks into equal parts of a "
+            f"multiple of 4; choose another sharding type, as in plan.tables={table.name}=row_wise, or another embedding_dim"
+        )
+    return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0])
