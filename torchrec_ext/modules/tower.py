@@ -10,6 +10,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_ext.modules.compression import CompressingLayer, Compression
 from torchrec_ext.modules.layers import Activation as Activation
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
@@ -28,7 +29,7 @@ class Tower(nn.Module):
             are pooled by attention, see :class:`AttentionPooling`. A table of ``data_type`` FP16 or BF16 is stored so and read in
             the type of the dense columns. Towers of one model that give an EmbeddingBagConfig of one name share that table.
         mlp_widths: widths of the MLP; the last is D, the width of the tower's output. Without any, the output is the concatenation:
-            pooled bags, then bags under attention, then dense columns.
+            pooled bags, then bags under attention, then dense columns; with ``compress`` what it makes of these.
         dense: names of the dense columns that the tower reads, Fd of them.
         weights: by feature the column with a weight for each of its ids, such as how long ago each item of a history was: the bag
             is the sum of weight x row. Its tables are EmbeddingBagConfigs pooled by sum, which a TowerModel looks up; their other
@@ -37,11 +38,13 @@ class Tower(nn.Module):
         normalization: before each activation: ``layer``, ``batch`` or ``none``.
         dropout: after each activation.
         residual: add the input of each hidden layer that is as wide as its output.
+        compress: a layer before the MLP that makes the concatenation narrower, for towers whose outputs cross hosts; without an MLP
+            its output is the tower's.
         device: of the tables; ``meta`` declares them without memory, and ``hybrid_parallel`` allocates the shards.
 
     Raises:
         ValueError: a tower without tables, a table with the name of a method of ModuleDict (``items``), tables under attention of
-            unequal width, or a wrong MLP.
+            unequal width, a wrong MLP, or a compression that does not fit the tables.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Tower(nn.Module):
         normalization: Normalization = "none",
         dropout: float = 0.0,
         residual: bool = False,
+        compress: Compression | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -73,7 +77,9 @@ class Tower(nn.Module):
         self.device = device
         listed = [name for names in get_embedding_names_by_table(lists) for name in names]
         self.attention = BagAttention(listed, lists[0].embedding_dim) if lists else None
-        width = sum(table.embedding_dim * table.num_features() for table in tables) + len(self.dense)
+        widths = [table.embedding_dim for table in [*bags, *lists] for _ in table.feature_names]
+        self.compress = None if compress is None else CompressingLayer(widths, len(self.dense), compress)
+        width = sum(widths) + len(self.dense) if self.compress is None else self.compress.out_features
         self.out_features = mlp_widths[-1] if mlp_widths else width
         self.mlp: nn.Module = nn.Identity()
         if mlp_widths:
@@ -102,7 +108,8 @@ class Tower(nn.Module):
         parts = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, lent or {})]
         if self.sequences is not None and self.attention is not None:
             parts.append(self.attention(self.sequences(sparse)))
-        return self.mlp(torch.cat([*parts, dense], dim=1))  # type: ignore[no-any-return]
+        side_by_side = torch.cat([*parts, dense], dim=1)
+        return self.mlp(side_by_side if self.compress is None else self.compress(side_by_side))  # type: ignore[no-any-return]
 
     def _pooled(self, sparse: KeyedJaggedTensor, lent: Mapping[str, Tensor]) -> list[Tensor]:
         """The pooled bags, in the order of the tables and their features."""

@@ -1,0 +1,110 @@
+"""Compression: the layer of a tower that makes its bags narrower before they leave its ranks.
+
+The tower module of Disaggregated Multi-Tower (Luo et al., MLSys 2024): features meet inside their tower, and what crosses hosts is
+D x (c F + p) numbers a row in place of F x N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.crossnet import CrossNet
+
+Kind = Literal["linear", "cross"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """What becomes of a tower's F bags, each N wide, and its Fd dense columns.
+
+    Args:
+        kind: ``linear``, or ``cross``: crossing layers of DCN V2 over all of it first, as DMT does for DCN.
+        dim: D of what comes out.
+        per_feature: c; each bag becomes c vectors of D by one linear layer, the same for all bags.
+        flat: p; all bags and dense columns together become p vectors of D by another one.
+        layers: crossing layers, of the kind ``cross``.
+
+    Raises:
+        ValueError: a number out of its range, or neither vectors per feature nor flat ones.
+    """
+
+    kind: Kind = "linear"
+    dim: int = 16
+    per_feature: int = 0
+    flat: int = 1
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(Kind))}")
+        for name, least in (("dim", 1), ("per_feature", 0), ("flat", 0), ("layers", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be {least} or more")
+        if not self.per_feature + self.flat:
+            raise ValueError("per_feature=0 and flat=0: nothing would leave the tower; give one of them 1 or more")
+
+    def out_features(self, features: int, dense: int) -> int:
+        """D (c F + p) for F bags; dense columns that no flat vector reads are kept beside them.
+
+        Example:
+            >>> Compression(dim=16, per_feature=1, flat=2).out_features(features=13, dense=4)
+            240
+        """
+        return self.dim * (self.per_feature * features + self.flat) + (0 if self.flat else dense)
+
+
+class CompressingLayer(nn.Module):
+    """Bags and dense columns side by side to what leaves the tower, as a :class:`Compression` says.
+
+    A linear layer that keeps the number of columns starts as the identity, others with orthogonal rows, so that products of vectors
+    are kept as far as that many columns can.
+
+    Args:
+        widths: N of each bag, in order; all must be equal where there are vectors per feature.
+        dense: Fd.
+        config: what comes out.
+
+    Raises:
+        ValueError: no bag, or bags of different widths.
+    """
+
+    def __init__(self, widths: Sequence[int], dense: int, config: Compression) -> None:
+        super().__init__()
+        if not widths:
+            raise ValueError("widths=[]: there is nothing to compress without bags")
+        if config.per_feature and len(set(widths)) > 1:
+            raise ValueError(
+                f"compress: per_feature={config.per_feature} with bags {list(widths)} wide: one layer reads every bag, so "
+                "all must be of one width; give the tables one embedding_dim, or take per_feature=0 with flat vectors"
+            )
+        self.config, self.features, self.dense = config, len(widths), dense
+        self.bags = sum(widths)
+        whole = self.bags + dense
+        self.cross = CrossNet(whole, config.layers) if config.kind == "cross" else None
+        self.each = nn.Linear(widths[0], config.per_feature * config.dim, bias=False) if config.per_feature else None
+        self.all = nn.Linear(whole, config.flat * config.dim) if config.flat else None
+        for layer in (self.each, self.all):
+            if layer is not None:
+                _start(layer)
+        self.out_features = config.out_features(self.features, dense)
+
+    def forward(self, side_by_side: Tensor) -> Tensor:
+        """(B, D (c F + p)) from (B, F N + Fd): the vectors of each feature, then the flat ones or the dense columns."""
+        if self.cross is not None:
+            side_by_side = self.cross(side_by_side)
+        bags, dense = torch.split(side_by_side, [self.bags, self.dense], dim=1)
+        parts = [] if self.each is None else [self.each(bags.reshape(len(bags) * self.features, -1)).view(len(bags), -1)]
+        return torch.cat([*parts, dense if self.all is None else self.all(side_by_side)], dim=1)
+
+
+def _start(layer: nn.Linear) -> None:
+    if layer.in_features == layer.out_features:
+        nn.init.eye_(layer.weight)
+    else:
+        nn.init.orthogonal_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
