@@ -30,6 +30,8 @@ class HybridOptimizer(CombinedOptimizer):
         dense: of the dense layers.
         sharded: of the sharded tables that no kernel moves.
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
+        of_tables: what moves each table, by its name, and
+        of_layers: each dense parameter, by its name: for a captured step, which moves them by the same rules.
     """
 
     def __init__(
@@ -40,10 +42,12 @@ class HybridOptimizer(CombinedOptimizer):
         *,
         sharded: Sequence[ShardedAdam] = (),
         clip_norm: float = 0.0,
+        of_tables: Mapping[str, Choice] | None = None,
+        of_layers: Mapping[str, Choice] | None = None,
     ) -> None:
         super().__init__([fused, *tables, *dense, *(("sharded_adam", adam) for adam in sharded)])
         self._sharded = sharded
-        self._clip_norm = clip_norm
+        self.clip_norm, self.of_tables, self.of_layers = clip_norm, of_tables or {}, of_layers or {}
         self._names = {parameter: name for _, keyed in (*tables, *dense) for name, parameter in keyed.params.items()}
         self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
         own = {id(group) for group in self.dense_groups}
@@ -66,8 +70,8 @@ class HybridOptimizer(CombinedOptimizer):
             self.gradient_norm = get_total_norm([parameter.grad for parameter in parameters])
             if self.gradient_norm.device.type == "cpu" and not torch.isfinite(self.gradient_norm):
                 raise GradientNotFiniteError(self.explain_gradient())
-            if self._clip_norm:
-                clip_grads_with_norm_(parameters, self._clip_norm, self.gradient_norm)
+            if self.clip_norm:
+                clip_grads_with_norm_(parameters, self.clip_norm, self.gradient_norm)
         self._decay()
         super().step(closure)
 

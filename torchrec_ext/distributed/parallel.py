@@ -72,10 +72,13 @@ def _optimizer(
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     tables = {name: value for name, value in parameters.items() if name.startswith(paths)}
     dense = {name: value for name, value in parameters.items() if name not in tables}
+    of_layers = optimizer.for_layers(dense)
     return HybridOptimizer(
         model.fused_optimizer,
         keyed_optimizers("replicated_tables", tables, {name: choices[name.split(".")[-2]] for name in tables}),
-        keyed_optimizers("dense", dense, optimizer.for_layers(dense)),
+        keyed_optimizers("dense", dense, of_layers),
         sharded=sharded_adams(model, emulated),
         clip_norm=optimizer.clip_norm,
+        of_tables=choices,
+        of_layers=of_layers,
     )
