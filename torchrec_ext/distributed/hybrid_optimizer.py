@@ -16,13 +16,24 @@ from torchrec_ext.distributed.sharded_adam import ShardedAdam
 
 
 class GradientNotFiniteError(ValueError):
-    """A gradient is NaN or infinite; nothing was written by it. Raised on every rank alike."""
+    """A gradient is NaN or infinite; nothing was written by it. Raised on every rank alike.
+
+    Args:
+        message: which, and where known on which rank.
+        step: at which step, counted from 1; 0 for the one that raises it.
+    """
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class HybridOptimizer(CombinedOptimizer):
     """TorchRec's CombinedOptimizer, whose step first looks at the gradient, limits its norm and decays weights.
 
     All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without another exchange.
+    While ranks are apart (:class:`LocalSGD`) each sees its own gradient: it clips by its own norm, and what it finds is told when
+    the ranks meet again.
 
     Args:
         fused: of the sharded tables, which the backward has moved already; a step hands their learning rates to the kernels.
@@ -53,27 +64,47 @@ class HybridOptimizer(CombinedOptimizer):
         own = {id(group) for group in self.dense_groups}
         self.table_groups: list[dict[str, Any]] = [group for group in self.param_groups if id(group) not in own]
         self._tables = {parameter for _, keyed in tables for parameter in keyed.params.values()}
+        self.replicated_tables: list[nn.Parameter] = [parameter for parameter in self._names if parameter in self._tables]
+        self.dense_parameters: list[nn.Parameter] = [parameter for parameter in self._names if parameter not in self._tables]
         self._own_groups = [group for _, keyed in (*tables, *dense) for group in keyed.param_groups]
         self.gradient_norm: Tensor | None = None
+        self.apart = False
+        self.fault: str | None = None
+        # Not torch's step hooks: with super().step() they would be called twice.
+        self.after_step: list[Callable[[], None]] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Moves replicated tables and dense layers, and hands the kernels the learning rates of the sharded tables.
+
+        While :attr:`apart` a gradient that is not finite is kept as :attr:`fault` and moves nothing: the other ranks do not know of
+        it yet, and would wait for one that left.
 
         Raises:
             GradientNotFiniteError: on the CPU, where looking costs no wait; elsewhere :attr:`gradient_norm` says it.
         """
         for adam in self._sharded:
             adam.take()
+        if self._gradient_is_good():
+            self._decay()
+            super().step(closure)
+        for call in self.after_step:
+            call()
+
+    def _gradient_is_good(self) -> bool:
+        """Looks at the gradient and limits its norm."""
         parameters = [parameter for parameter in self._names if parameter.grad is not None]
-        if parameters:
-            self.gradient_norm = get_total_norm([parameter.grad for parameter in parameters])
-            if self.gradient_norm.device.type == "cpu" and not torch.isfinite(self.gradient_norm):
+        if not parameters:
+            return True
+        self.gradient_norm = get_total_norm([parameter.grad for parameter in parameters])
+        if self.gradient_norm.device.type == "cpu" and not torch.isfinite(self.gradient_norm):
+            if not self.apart:
                 raise GradientNotFiniteError(self.explain_gradient())
-            if self.clip_norm:
-                clip_grads_with_norm_(parameters, self.clip_norm, self.gradient_norm)
-        self._decay()
-        super().step(closure)
+            self.fault = self.fault or self.explain_gradient()
+            return False
+        if self.clip_norm:
+            clip_grads_with_norm_(parameters, self.clip_norm, self.gradient_norm)
+        return True
 
     def _decay(self) -> None:
         for group in self._own_groups:

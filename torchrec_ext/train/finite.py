@@ -14,6 +14,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards
 
 BLOCK_ROWS = 65536
@@ -54,17 +55,25 @@ class FiniteLoss:
     backward: nothing is written by the bad step. On CUDA the answer is read one step late, so that the host never waits for the
     device: by then the step has been written, and the message says so; a gradient that is no number shows as the loss after it.
 
+    Where ranks exchange nothing in a step (:class:`LocalSGD` without sharded tables) they do not for this either: a rank whose loss
+    is no number goes on without writing (the optimizer refuses its gradient) until they meet next, in :meth:`settle`.
+
     Args:
         model: its forward returns (loss, output).
         runtime: this process's place in the job.
         steps_per_epoch: to name the epoch of a step.
         late: read the answer one step late; on CUDA where not given.
+        ranks: how the ranks are kept alike; in every step where not given.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, steps_per_epoch: int, *, late: bool | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, runtime: Runtime, steps_per_epoch: int, *, late: bool | None = None, ranks: EveryStep | None = None
+    ) -> None:
         self._model, self._runtime, self._steps_per_epoch = model, runtime, steps_per_epoch
+        self._ranks = ranks or EveryStep()
         self._late = runtime.device.type == "cuda" if late is None else late
         self._pending: _Seen | None = None
+        self._own: _Seen | None = None  # the first bad step of this rank, that the others do not know of yet
         self.step = 0
 
     def __call__(self, batch: TowerBatch) -> tuple[Tensor, Any]:
@@ -76,19 +85,25 @@ class FiniteLoss:
         loss, output = self._model(batch)
         self.step += 1
         worst = (~torch.isfinite(loss.detach())).any().float()
-        if self._runtime.world_size > 1:
+        if self._ranks.fault:  # of the step before
+            worst.fill_(1.0)
+        if self._runtime.world_size > 1 and not self._ranks.silent:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         before, self._pending = self._pending, self._seen(batch, loss.detach(), worst)
-        if self._late:
-            self._check(before)
-        else:
-            self.settle()
+        if not self._late:
+            before, self._pending = self._pending, None
+        self._check(before)
         return loss, output
 
     def settle(self) -> None:
-        """Looks at what is not read yet; after it every step so far is known to be good."""
+        """Looks at what is not read yet; after it every step so far is known to be good. All ranks call it."""
         self._check(self._pending)
         self._pending = None
+        if self._ranks.silent:
+            worst = torch.tensor(float(self._own is not None or self._ranks.fault), device=self._runtime.device)
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            if worst.item():
+                self._raise(self._own)
 
     def _seen(self, batch: TowerBatch, loss: Tensor, worst: Tensor) -> _Seen:
         arrived = None
@@ -105,13 +120,21 @@ class FiniteLoss:
             seen.arrived.synchronize()
         if seen.worst.item():
             self._pending = None
-            raise TrainingDivergedError(self._explain(seen), seen.step)
+            if not self._ranks.silent:
+                self._raise(seen)
+            self._own = self._own or seen
+
+    def _raise(self, seen: _Seen | None) -> None:
+        """The same error on every rank; all call it, with the step that they look at."""
+        message, step = self._explain(seen)
+        raise TrainingDivergedError(message, step)
 
     def explained(self, error: GradientNotFiniteError | TrainingDivergedError) -> TrainingDivergedError:
         """The error of a step, with the step where it lacks it."""
         if isinstance(error, TrainingDivergedError):
             return error
-        return TrainingDivergedError(f"{error} at {self.where(self.step)}; {_AFTER_GRADIENT}; {_RATES}", self.step)
+        step = error.step or self.step
+        return TrainingDivergedError(f"{error} at {self.where(step)}; {_AFTER_GRADIENT}; {_RATES}", step)
 
     def where(self, step: int) -> str:
         """How a message names a step."""
@@ -121,25 +144,30 @@ class FiniteLoss:
         """The epoch of a step."""
         return (step - 1) // self._steps_per_epoch
 
-    def _explain(self, seen: _Seen) -> str:
-        """The same text on every rank; all call it."""
-        bad = None if torch.isfinite(seen.loss).all() else str(seen.loss.sum().item())
-        columns = list(_bad_columns(seen.batch, self._model)) if bad else []
+    def _explain(self, seen: _Seen | None) -> tuple[str, int]:
+        """The same text and step on every rank; all call it."""
+        bad = None if seen is None or torch.isfinite(seen.loss).all() else str(seen.loss.sum().item())
+        columns = list(_bad_columns(seen.batch, self._model)) if seen and bad else []
         # On a device that is read late, the weights have taken up the bad step and no longer tell its cause.
         weights = [] if self._late else list(_bad_weights(self._model))
-        ranks: list[Any] = [(bad, columns, weights)]
+        own = (bad, columns, weights, seen.step if seen else self.step)
+        ranks: list[Any] = [own]
         if self._runtime.world_size > 1:
             ranks = [None] * self._runtime.world_size
-            dist.all_gather_object(ranks, (bad, columns, weights))
-        lost = [rank for rank, (loss, _, _) in enumerate(ranks) if loss is not None]
-        in_data = [f"{text} on rank {rank}" for rank, (_, texts, _) in enumerate(ranks) for text in texts]
-        causes = in_data or list(dict.fromkeys(text for _, _, texts in ranks for text in texts)) or [_OVERFLOW]
+            dist.all_gather_object(ranks, own)
+        lost = [rank for rank, (loss, *_) in enumerate(ranks) if loss is not None]
+        if not lost:  # it was a gradient
+            self._ranks.meet()
+        in_data = [f"{text} on rank {rank}" for rank, (_, texts, *_) in enumerate(ranks) for text in texts]
+        causes = in_data or list(dict.fromkeys(text for _, _, texts, _ in ranks for text in texts)) or [_OVERFLOW]
         more = f" and {len(causes) - 3} more" if len(causes) > 3 else ""
         written = "the update of this step was written" if self._late else "nothing was written by this step"
-        return (
-            f"the loss is {ranks[lost[0]][0]} on rank(s) {lost} at {self.where(seen.step)}: {'; '.join(causes[:3])}{more}; "
+        step = min(ranks[rank][3] for rank in lost)
+        message = (
+            f"the loss is {ranks[lost[0]][0]} on rank(s) {lost} at {self.where(step)}: {'; '.join(causes[:3])}{more}; "
             f"{written}; {_DATA if in_data else _RATES}"
         )
+        return message, step
 
 
 def _bad_columns(batch: TowerBatch, model: nn.Module) -> Iterator[str]:

@@ -13,7 +13,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
+from torchrec_ext.distributed.sync import synchronised
+from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train.early_stop import EarlyStop, EarlyStopWatch
+from torchrec_ext.train.even_steps import check_even, exactly
 from torchrec_ext.train.finite import FiniteLoss
 from torchrec_ext.train.finite import TrainingDivergedError as TrainingDivergedError
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
@@ -72,6 +76,7 @@ def train(
     *,
     evaluate: Callable[[], Record] | None = None,
     log: Callable[[Record], None] | None = None,
+    sync: SyncConfig | None = None,
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
 
@@ -83,6 +88,8 @@ def train(
         config: the loop.
         evaluate: called on every rank after an epoch; the figures it returns are logged.
         log: called on rank 0 with each record.
+        sync: how often ranks exchange what; the gradients in every step where not given. Evaluations, which stand at the end of an
+            epoch, and the caller find all ranks equal.
 
     Returns:
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch`` and ``step``. ``train``: ``loss``,
@@ -93,14 +100,14 @@ def train(
 
     Raises:
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
+        UnevenStepsError: the ranks' loaders are not of one length, on every rank alike; or one breaks its word.
         ValueError: a warm-up longer than the run, or an early stop by a figure that is not evaluated.
     """
     config = config or TrainConfig()
     if config.early_stop.metric and evaluate is None:
         raise ValueError(f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate")
+    check_even(loader, runtime)
     steps = config.epochs * len(loader)
-    forward = FiniteLoss(model, runtime, len(loader))
-    pipeline = make_pipeline(model, optimizer, runtime.device, forward=forward)
     changing = config.tables_schedule.changes or config.dense_schedule.changes
     schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if changing else None
     watch = EarlyStopWatch(config.early_stop, runtime)
@@ -115,34 +122,40 @@ def train(
                 log(record)
 
     step = 0
-    for epoch in range(config.epochs):
-        loader.set_epoch(epoch)
-        model.train()
-        window = Window(runtime)
-        try:
-            for output in _outputs(pipeline, iter(loader)):
-                step += 1
-                window.add(output.loss, output.weights)
-                progress.advance()
-                if step == 1 and runtime.is_main:
-                    _warn_unpipelined(unpipelined(pipeline, model))
-                if step % config.log_every == 0 or step % len(loader) == 0:
-                    forward.settle()
-                    keep({**window.record(epoch, step), **(rates(optimizer) if schedule else {})})
-                if schedule:
-                    schedule.step()
-        except (GradientNotFiniteError, TrainingDivergedError) as error:
-            told = forward.explained(error)
-            keep({"kind": "error", "epoch": forward.epoch(told.step), "step": told.step, "message": str(told)})
-            raise told from None
-        pipeline.detach()  # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
-        if evaluate is not None and ((epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs):
-            model.eval()
-            record = {"kind": "eval", "epoch": epoch, "step": step, **evaluate()}
-            keep({**record, "best": True} if watch.see(record) else record)
-            if (stop := watch.stops()) and epoch + 1 < config.epochs:
-                keep({"epoch": epoch, "step": step, **stop})
-                break
+    sync = sync or SyncConfig()
+    with synchronised(model, optimizer, sync) as ranks:
+        forward = FiniteLoss(model, runtime, len(loader), ranks=ranks)
+        ranks.checks.append(forward.settle)
+        pipeline = make_pipeline(model, optimizer, runtime.device, forward=forward, sync=sync)
+        for epoch in range(config.epochs):
+            loader.set_epoch(epoch)
+            model.train()
+            window = Window(runtime)
+            try:
+                for output in _outputs(pipeline, exactly(loader)):
+                    step += 1
+                    window.add(output.loss, output.weights)
+                    progress.advance()
+                    if step == 1 and runtime.is_main:
+                        _warn_unpipelined(unpipelined(pipeline, model))
+                    if step % config.log_every == 0 or step % len(loader) == 0:
+                        forward.settle()
+                        keep({**window.record(epoch, step), **(rates(optimizer) if schedule else {})})
+                    if schedule:
+                        schedule.step()
+                ranks.settle()
+            except (GradientNotFiniteError, TrainingDivergedError) as error:
+                told = forward.explained(error)
+                keep({"kind": "error", "epoch": forward.epoch(told.step), "step": told.step, "message": str(told)})
+                raise told from None
+            pipeline.detach()  # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
+            if evaluate is not None and ((epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs):
+                model.eval()
+                record = {"kind": "eval", "epoch": epoch, "step": step, **evaluate()}
+                keep({**record, "best": True} if watch.see(record) else record)
+                if (stop := watch.stops()) and epoch + 1 < config.epochs:
+                    keep({"epoch": epoch, "step": step, **stop})
+                    break
     progress.close()
     return history
 

@@ -12,6 +12,8 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.train.semi_sync import semi_sync_pipeline
 
 
 def make_pipeline(
@@ -20,6 +22,7 @@ def make_pipeline(
     device: torch.device,
     *,
     forward: Callable[[TowerBatch], tuple[Tensor, Any]] | None = None,
+    sync: SyncConfig | None = None,
 ) -> TrainPipelineSparseDist[TowerBatch, Any]:
     """TorchRec's pipeline that overlaps copy, input dist and forward of three successive batches.
 
@@ -28,7 +31,10 @@ def make_pipeline(
         optimizer: likewise.
         device: of the model.
         forward: calls the model in its place, such as :class:`FiniteLoss`.
+        sync: its mode ``semi_sync`` takes TrainPipelineSemiSync; every other one is the same pipeline.
     """
+    if sync is not None and sync.mode == "semi_sync":
+        return semi_sync_pipeline(model, optimizer, device, sync, forward)
     return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True, custom_model_fwd=forward)
 
 

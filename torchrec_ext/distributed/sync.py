@@ -1,0 +1,295 @@
+"""How often ranks make the dense part alike: EveryStep, LocalSGD and DiLoCo as context managers around any loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
+from typing_extensions import Self
+
+from torchrec_ext.distributed.averaging import Averager
+from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError, HybridOptimizer
+from torchrec_ext.distributed.sync_config import LOCAL, OptimizerState, SyncConfig
+from torchrec_ext.distributed.tables import collections
+
+
+class UnevenStepsError(ValueError):
+    """Ranks took unequal numbers of steps. Raised on every rank alike."""
+
+
+class EveryStep:
+    """DDP under TorchRec's DMP: dense gradients, and those of data_parallel tables, are averaged in every backward.
+
+    Also what all modes have in common. Inside the context, between two calls of :meth:`settle`, ranks may differ in what each holds
+    whole; after one, and after the context, they are equal.
+
+    Attributes:
+        checks: called on every rank alike before ranks are made equal; what one raises, it must raise on all.
+    """
+
+    def __init__(self) -> None:
+        self.checks: list[Callable[[], None]] = []
+
+    @property
+    def silent(self) -> bool:
+        """Whether no rank waits for another in the next step."""
+        return False
+
+    @property
+    def fault(self) -> bool:
+        """Whether this rank has met a gradient that is no number and not yet told the others."""
+        return False
+
+    def meet(self) -> None:
+        """Tells a fault of any rank on all; all ranks call it."""
+
+    def settle(self) -> None:
+        """Makes every rank equal now, before an evaluation or a checkpoint; all ranks call it after as many steps."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass
+
+
+class LocalSGD(EveryStep):
+    """Local SGD (Stich 2019): each rank moves on its own gradient, and every k steps weights are averaged.
+
+    With ``warmup`` it is post-local SGD (Lin et al. 2020). What is averaged: dense layers and data_parallel tables. Sharded tables
+    exist once; their gradients are exchanged in every step as ever. Where no table is sharded, ranks exchange nothing at all
+    between two averages (but for layers of the model that do, as batch norm over ranks).
+
+    With SGD without momentum, weight decay and clipping, k = 1 is the same as every step. With any other optimizer it is not: the
+    mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together, because DDP records
+    its graph in it.
+
+    Optimizer state (moments, sums of squares) belongs to a rank's own path. ``keep`` leaves it there, as torch's
+    PostLocalSGDOptimizer and DiLoCo do; ``average`` makes it the mean as well, for as many more bytes as there is state.
+
+    Args:
+        model: from :func:`hybrid_parallel`.
+        optimizer: likewise.
+        every: k, steps between two averages.
+        warmup: steps taken together before the first local one; at least 1.
+        optimizer_state: ``keep`` or ``average``.
+
+    Example: (after ``model, optimizer = hybrid_parallel(...)``)
+        with LocalSGD(model, optimizer, every=32) as ranks:
+            for batch in loader:  # any loop that calls optimizer.step(), a pipeline's too
+                ...
+            ranks.settle()  # equal, for an evaluation
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: HybridOptimizer,
+        *,
+        every: int,
+        warmup: int = 0,
+        optimizer_state: OptimizerState = "keep",
+    ) -> None:
+        super().__init__()
+        self._model, self._optimizer = model, optimizer
+        self._every, self._warmup, self._average_state = every, max(warmup, 1), optimizer_state == "average"
+        self._shards_tables = any(
+            sharding.sharding_type != "data_parallel" for tables in model.plan.plan.values() for sharding in tables.values()
+        )
+        self._averager: Averager | None = None
+        self._steps = self._since = self._fault_step = 0
+        self._leave = ExitStack()
+
+    @property
+    def silent(self) -> bool:
+        """Whether no rank waits for another in the next step."""
+        return self._optimizer.apart and not self._shards_tables
+
+    @property
+    def fault(self) -> bool:
+        """Whether this rank has met a gradient that is no number and not yet told the others."""
+        return self._optimizer.fault is not None
+
+    def __enter__(self) -> Self:
+        self._optimizer.after_step.append(self._after_step)
+        self._leave.callback(self._optimizer.after_step.remove, self._after_step)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._leave:
+            if kind is None:  # else the other ranks may be elsewhere
+                self.settle()
+
+    def settle(self) -> None:
+        """Makes every rank equal now.
+
+        Raises:
+            GradientNotFiniteError: a gradient of some rank was NaN or infinite since the last time; on every rank.
+            UnevenStepsError: ranks have taken unequal numbers of steps; on every rank.
+        """
+        if self._optimizer.apart:
+            self._sync()
+
+    def _after_step(self) -> None:
+        self._steps += 1
+        if not self._optimizer.apart:
+            if self._steps >= self._warmup:
+                self._part()
+            return
+        self._since += 1
+        if self.fault and not self._fault_step:
+            self._fault_step = self._steps
+        if self._since == self._every:
+            self._sync()
+
+    def _part(self) -> None:
+        """From the next step on each rank goes its own way."""
+        for ddp in data_parallel_modules(self._model):
+            self._leave.enter_context(ddp.no_sync())
+        self._optimizer.apart = True
+        self._leave.callback(setattr, self._optimizer, "apart", False)
+        self._leave.callback(setattr, self._optimizer, "fault", None)
+        self._averager = Averager(self._optimizer.replicated_tables, self._optimizer.dense_parameters)
+
+    def _sync(self) -> None:
+        for check in self.checks:
+            check()
+        self.meet()
+        if self._since and self._averager is not None:
+            self._combine(self._averager)
+        self._since = 0
+
+    def _combine(self, averager: Averager) -> None:
+        averager.average(self._state() if self._average_state else ())
+
+    def _state(self) -> list[Tensor]:
+        states = self._optimizer.state
+        own = [state for parameter in _parameters(self._optimizer) for state in states.get(parameter, {}).values()]
+        return [state for state in own if isinstance(state, Tensor) and state.is_floating_point() and state.numel() > 1]
+
+    def meet(self) -> None:
+        """All ranks learn whether one has a fault, or is not where the others are.
+
+        Raises:
+            GradientNotFiniteError: see :meth:`settle`.
+            UnevenStepsError: likewise.
+        """
+        worst = torch.tensor([int(self.fault), self._steps, -self._steps], device=self._model.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        fault, most, least = worst.tolist()
+        if fault or most != -least:
+            reports: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(reports, _Report(self._steps, self._optimizer.fault, self._fault_step))
+            raise _told(reports)
+
+
+class DiLoCo(LocalSGD):
+    """DiLoCo (Douillard et al. 2023): local steps, then an outer SGD with Nesterov momentum moves all ranks by their mean change.
+
+    The outer gradient is the weights before the local steps minus the mean of the ranks' weights after them, of dense layers and
+    data_parallel tables alike. With an outer rate of 1 and no momentum it is :class:`LocalSGD`. Every rank holds two copies more of
+    what it holds whole: the weights of the last time, and the outer momentum.
+
+    Args:
+        model: from :func:`hybrid_parallel`.
+        optimizer: the inner one.
+        every: steps between two outer steps.
+        warmup: steps taken together before the first local one; at least 1.
+        optimizer_state: of the inner optimizer, ``keep`` or ``average``.
+        outer_lr: of the outer SGD.
+        outer_momentum: of the outer SGD; 0 for none.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: HybridOptimizer,
+        *,
+        every: int,
+        warmup: int = 0,
+        optimizer_state: OptimizerState = "keep",
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+    ) -> None:
+        super().__init__(model, optimizer, every=every, warmup=warmup, optimizer_state=optimizer_state)
+        self._rule = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": outer_momentum > 0}
+        self._outer: torch.optim.SGD | None = None
+        self._anchors: list[Tensor] = []
+
+    def _part(self) -> None:
+        super()._part()
+        self._anchors = [parameter.detach().clone() for parameter in _parameters(self._optimizer)]
+        self._outer = torch.optim.SGD(self._anchors, **self._rule) if self._anchors else None  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _combine(self, averager: Averager) -> None:
+        super()._combine(averager)
+        if self._outer is None:
+            return
+        for anchor, parameter in zip(self._anchors, _parameters(self._optimizer), strict=True):
+            anchor.grad = anchor - parameter
+        self._outer.step()
+        for anchor, parameter in zip(self._anchors, _parameters(self._optimizer), strict=True):
+            parameter.copy_(anchor)
+            anchor.grad = None
+        averager.mark()
+
+
+def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> EveryStep:
+    """The context manager of ``config.mode``; that of ``semi_sync`` has nothing to do, since its pipeline has all of it.
+
+    Args:
+        model: from :func:`hybrid_parallel`.
+        optimizer: likewise.
+        config: the mode.
+
+    Raises:
+        ValueError: a model or optimizer of another make, which only ``every_step`` takes.
+    """
+    if config.mode not in LOCAL:
+        return EveryStep()
+    if not (isinstance(model, DistributedModelParallel) and isinstance(optimizer, HybridOptimizer)):
+        made = f"{type(model).__name__} with {type(optimizer).__name__}"
+        raise ValueError(f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {made}")
+    local: dict[str, Any] = {name: getattr(config, name) for name in ("every", "warmup", "optimizer_state")}
+    if config.mode == "local_sgd":
+        return LocalSGD(model, optimizer, **local)
+    return DiLoCo(model, optimizer, outer_lr=config.outer_lr, outer_momentum=config.outer_momentum, **local)
+
+
+def data_parallel_modules(model: DistributedModelParallel) -> Iterator[DistributedDataParallel]:
+    """Every DDP of ``model``: the one around it, and those around the look-ups of data_parallel tables, which modules() hides."""
+    if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
+        yield model._dmp_wrapped_module
+    for _, collection in collections(model):
+        yield from (lookup for lookup in getattr(collection, "_lookups", ()) if isinstance(lookup, DistributedDataParallel))
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others when they meet."""
+
+    steps: int
+    fault: str | None
+    fault_step: int
+
+
+def _told(reports: list[_Report]) -> ValueError:
+    faults = [f"{report.fault} on rank {rank}" for rank, report in enumerate(reports) if report.fault is not None]
+    if faults:
+        more = f" and {len(faults) - 3} more ranks" if len(faults) > 3 else ""
+        first = min(report.fault_step for report in reports if report.fault is not None)
+        return GradientNotFiniteError("; ".join(faults[:3]) + more, first)
+    steps = ", ".join(f"rank {rank}: {report.steps}" for rank, report in enumerate(reports))
+    return UnevenStepsError(f"ranks have taken unequal numbers of steps, {steps}: every rank's loader must give as many batches")
+
+
+def _parameters(optimizer: HybridOptimizer) -> list[nn.Parameter]:
+    return [*optimizer.replicated_tables, *optimizer.dense_parameters]

@@ -1,0 +1,65 @@
+"""SyncConfig: how often ranks exchange what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Mode = Literal["every_step", "local_sgd", "diloco", "semi_sync"]
+OptimizerState = Literal["keep", "average"]
+LOCAL = ("local_sgd", "diloco")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How often ranks exchange what.
+
+    ``every_step``: the gradients of what every rank holds whole (dense layers, data_parallel tables) are averaged in each backward.
+    ``local_sgd``: each rank moves by its own, and weights are averaged every k steps (:class:`LocalSGD`).
+    ``diloco``: likewise, and an outer optimizer takes their mean change as its gradient (:class:`DiLoCo`).
+    ``semi_sync``: TorchRec's TrainPipelineSemiSync: rows of the next batch are looked up before this one's backward has moved them,
+    so that their exchange overlaps with it; a prediction sees tables that are one step old, and never older.
+
+    An evaluation, the end of an epoch and the end of training always find the ranks equal.
+
+    Args:
+        mode: see above.
+        every: of ``local_sgd`` and ``diloco``, k: steps between two averages.
+        warmup: steps as ``every_step`` before the other modes begin; their first step is always taken together.
+        optimizer_state: of ``local_sgd`` and ``diloco``: ``keep`` each rank's moments, or ``average`` them too.
+        outer_lr: of ``diloco``.
+        outer_momentum: of ``diloco``; Nesterov's where it is not 0.
+        stash_gradients: of ``semi_sync``: dense layers are one step old too, each moved by the gradient of the batch before.
+    """
+
+    mode: Mode = "every_step"
+    every: int = 32
+    warmup: int = 0
+    optimizer_state: OptimizerState = "keep"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    stash_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(get_args(Mode))}")
+        if self.optimizer_state not in get_args(OptimizerState):
+            raise ValueError(f"optimizer_state={self.optimizer_state!r}: must be one of {', '.join(get_args(OptimizerState))}")
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: must be 1 step or more")
+        if self.warmup < 0:
+            raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
+        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
+            raise ValueError(f"outer_lr={self.outer_lr}: must be a positive number")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum={self.outer_momentum}: must be at least 0 and below 1")
+        self._refuse_what_would_do_nothing()
+
+    def _refuse_what_would_do_nothing(self) -> None:
+        belongs = {"optimizer_state": LOCAL, "outer_lr": ("diloco",), "outer_momentum": ("diloco",), "every": LOCAL}
+        belongs |= {"stash_gradients": ("semi_sync",), "warmup": (*LOCAL, "semi_sync")}
+        for name, modes in belongs.items():
+            value = getattr(self, name)
+            if self.mode not in modes and value != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"{name}={value!r}: only for mode={' or '.join(modes)}, but mode={self.mode}")

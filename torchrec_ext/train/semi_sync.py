@@ -1,0 +1,100 @@
+"""TorchRec's TrainPipelineSemiSync, also on the CPU, and what it asks of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline.pipeline_context import EmbeddingTrainPipelineContext, TrainPipelineContext
+from torchrec.distributed.train_pipeline.runtime_forwards import EmbeddingPipelinedForward
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+from torchrec.distributed.train_pipeline.utils import _start_embedding_lookup
+from torchrec.distributed.types import LazyNoWait
+from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.sync_config import SyncConfig
+
+
+class ForwardOnCpu(EmbeddingPipelinedForward):
+    """What the pipeline calls in place of a collection, without streams, of which a CPU has none that a tensor is recorded on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The embeddings that were looked up a step ago."""
+        self._context.module_contexts.pop(self._name)
+        embeddings = self._context.embedding_a2a_requests.pop(self._name).wait()
+        if isinstance(embeddings, KeyedTensor):
+            self._detach(embeddings)
+        else:
+            self.detach_embeddings(embeddings, None)
+        return LazyNoWait(embeddings)
+
+    def _detach(self, embeddings: KeyedTensor) -> None:
+        """The loss's backward ends here; the pipeline carries the gradient on to the tables afterwards."""
+        values = embeddings.values()
+        embeddings._values = values.detach().requires_grad_()
+        self._context.embedding_tensors.append([values])
+        self._context.embedding_features.append([list(embeddings.keys())])
+        self._context.detached_embedding_tensors.append([embeddings._values])
+
+
+class SemiSyncOnCpu(TrainPipelineSemiSync[TowerBatch, Any]):
+    """The same without streams and events."""
+
+    _pipelined_forward_type = ForwardOnCpu
+
+    def _mlp_forward(self, batch: TowerBatch, context: TrainPipelineContext) -> tuple[Tensor, Any]:
+        return self._model_fwd(batch)  # type: ignore[no-any-return]
+
+    def start_embedding_lookup(self, batch: TowerBatch | None, context: EmbeddingTrainPipelineContext) -> None:
+        """Looks the rows of ``batch`` up and starts their exchange."""
+        for module in self._pipelined_modules if batch is not None else ():
+            _start_embedding_lookup(module, context, None, None, self._stream_context)
+
+
+def semi_sync_pipeline(
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    device: torch.device,
+    sync: SyncConfig,
+    forward: Callable[[TowerBatch], tuple[Tensor, Any]] | None = None,
+) -> TrainPipelineSemiSync[TowerBatch, Any]:
+    """TorchRec's pipeline that looks up the rows of batch B + 1 before the backward of B has moved them.
+
+    Args:
+        model: from :func:`hybrid_parallel`, with every table sharded.
+        optimizer: likewise.
+        device: of the model.
+        sync: ``warmup``, batches before it begins, and ``stash_gradients``.
+        forward: calls the model in its place.
+
+    Raises:
+        ValueError: a table is data_parallel: its DDP takes one forward before each backward.
+    """
+    replicated = _replicated_tables(model)
+    if replicated:
+        raise ValueError(
+            f"sync.mode=semi_sync: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up the next batch "
+            "before this one's backward; shard them, as with plan.sharding=table_wise, or choose another sync.mode"
+        )
+    make = SemiSyncOnCpu if device.type == "cpu" else TrainPipelineSemiSync
+    return make(
+        model,
+        optimizer,
+        device,
+        execute_all_batches=True,
+        start_batch=sync.warmup,
+        stash_gradients=sync.stash_gradients,
+        custom_model_fwd=forward,
+    )
+
+
+def _replicated_tables(model: nn.Module) -> list[str]:
+    if not isinstance(model, DistributedModelParallel):
+        return []
+    plans = model.plan.plan.values()
+    return [name for tables in plans for name, sharding in tables.items() if sharding.sharding_type == "data_parallel"]
