@@ -13,6 +13,7 @@ from torchrec_ext.data.loader import LoaderConfig
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.planning import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.loop import Loader, Record, TrainConfig
 from torchx_apps.ranking import ranking_task
@@ -95,6 +96,7 @@ class Job:
             id that training never saw is ranked by; see :class:`IdDropout`.
         optimizer: how parameters move.
         plan: how tables are spread over ranks.
+        sync: how often ranks exchange what.
         train: how long, and the seed of everything.
         fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
@@ -110,6 +112,7 @@ class Job:
     id_dropout: tuple[str, ...] = ()
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     fallback: Literal["planted"] | None = None
     device: str | None = None

@@ -58,6 +58,7 @@ def run(job: Job, run_dir: Path | None = None) -> None:
             job.train,
             evaluate=judge.validate if task.validates else None,
             log=folder.log if folder is not None else None,
+            sync=job.sync,
         )
         seconds = time.perf_counter() - start
         figures, example = judge.test(), judge.example()
