@@ -1,0 +1,163 @@
+"""A checkpoint of any plan on any number of ranks loads into any other: bit for bit, optimizer rows included."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.contracts import run_ranks
+from tests.examples import DIM, META, batches, small_model
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.parts import Parts
+from torchrec_ext.train.checkpoint.row_parts import inherited
+from torchrec_ext.train.checkpoint.state import ModelState, model_state
+
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
+OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam", "lazy_adam")
+Case = tuple[str, str]
+
+
+def made(runtime: Runtime, sharding: str, kind: str) -> Any:
+    model = small_model(META)
+    optimizer = OptimizerConfig(tables=kind, tables_lr=0.05)  # type: ignore[arg-type]
+    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizer)  # type: ignore[arg-type]
+    return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=runtime.world_size)
+
+
+def losses(runtime: Runtime, model: Any, optimizer: Any, count: int, seed: int) -> list[float]:
+    """Of ``count`` steps, each the mean over ranks."""
+    found = []
+    for batch in batches(count, rank=runtime.rank, world_size=runtime.world_size, seed=seed):
+        optimizer.zero_grad()
+        loss = model(batch)[0]
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        found.append(float(mean) / runtime.world_size)
+    return found
+
+
+def whole(state: ModelState) -> dict[str, Tensor]:
+    """Every tensor as a whole, on every rank."""
+    mine = {
+        name: (tuple(held.size()), [(part.offsets, part.tensor.clone()) for part in held.parts])
+        if isinstance(held, Parts)
+        else ((), [((), held.clone())])
+        for name, held in state.everything().items()
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    found: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, (size, parts) in rank.items():
+            for offsets, tensor in parts:
+                if not offsets:
+                    found[name] = tensor
+                    continue
+                into = found.setdefault(name, torch.full(size, float("nan")))
+                into[tuple(slice(at, at + length) for at, length in zip(offsets, tensor.shape, strict=True))] = tensor
+    return found
+
+
+def save_all(runtime: Runtime, cases: list[Case], folder: str) -> Any:
+    """Trains, saves and goes on, under each case; what was saved, and the losses after it."""
+    found = {}
+    for sharding, kind in cases:
+        model, optimizer = made(runtime, sharding, kind)
+        losses(runtime, model, optimizer, 5, seed=1)
+        checkpointer = Checkpointer(f"{folder}/{runtime.world_size}-{sharding}-{kind}", runtime)
+        state = model_state(model, optimizer)
+        checkpointer.save(5, state, content={"kind": kind})
+        saved, widths = whole(state), {name: own.widths for name, own in state.row_states.items()}
+        after = losses(runtime, model, optimizer, 10, seed=2)  # while it is being written
+        checkpointer.close()
+        found[sharding, kind] = saved, widths, after
+    return found
+
+
+def load_all(runtime: Runtime, cases: list[Case], sources: list[str], folder: str) -> Any:
+    """Every source of the same optimizer into every case; what was loaded, and the losses after it."""
+    found = {}
+    for sharding, kind in cases:
+        for source in sources:
+            if not source.endswith(f"-{kind}"):
+                continue
+            model, optimizer = made(runtime, sharding, kind)
+            checkpointer = Checkpointer(f"{folder}/{source}", runtime)
+            path = checkpointer.last_good()
+            assert path is not None
+            state = model_state(model, optimizer)
+            assert checkpointer.load(path, state)["content"] == {"kind": kind}
+            loaded, widths = whole(state), {name: own.widths for name, own in state.row_states.items()}
+            found[sharding, kind, source] = loaded, widths, losses(runtime, model, optimizer, 10, seed=2)
+            checkpointer.close()
+    return found
+
+
+def pairs(folder: Path, worlds: tuple[int, ...], shardings: tuple[str, ...], kinds: tuple[str, ...]) -> Iterator[Any]:
+    """(source, target, saved, loaded) of all pairs of ranks and plans."""
+    cases = [(sharding, kind) for kind in kinds for sharding in shardings]
+    saved = {
+        f"{world}-{sharding}-{kind}": outcome
+        for world in worlds
+        for (sharding, kind), outcome in run_ranks(save_all, world, cases, str(folder), timeout_s=600)[0].items()
+    }
+    for world in worlds:
+        loaded = run_ranks(load_all, world, cases, list(saved), str(folder), timeout_s=1800)[0]
+        for (sharding, kind, source), outcome in loaded.items():
+            yield source, f"{world}-{sharding}-{kind}", saved[source], outcome
+
+
+def assert_loaded(source: str, target: str, saved: Any, loaded: Any) -> None:
+    before, widths, next_losses = saved
+    after, other_widths, found_losses = loaded
+    assert after.keys() == before.keys(), (source, target)
+    split = [name for name, own in widths.items() if own != other_widths[name]]
+    for name in before:
+        expected = before[name]
+        if name in split:  # the stated rule: each part of the columns is the mean over what its columns had
+            stops = torch.tensor(other_widths[name]).cumsum(0).tolist()
+            starts = [0, *stops[:-1]]
+            merged = [inherited(expected, widths[name], start, stop) for start, stop in zip(starts, stops, strict=True)]
+            expected = torch.cat(merged, dim=1)
+        assert torch.equal(after[name], expected), (source, target, name)
+    if source == target:
+        assert found_losses == next_losses, (source, target)
+    elif not split:
+        assert found_losses == pytest.approx(next_losses, abs=1e-5), (source, target)
+
+
+def test_any_plan_loads_into_any_other(tmp_path: Path) -> None:
+    count = 0
+    for pair in pairs(tmp_path, (1, 2), ("row_wise", "column_wise", "data_parallel"), ("row_wise_adagrad",)):
+        assert_loaded(*pair)
+        count += 1
+    assert count == 6 * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_all_pairs_of_plans_and_ranks(kind: str, tmp_path: Path) -> None:
+    count = 0
+    for pair in pairs(tmp_path, (1, 2, 4), SHARDINGS, (kind,)):
+        assert_loaded(*pair)
+        count += 1
+    assert count == 15 * 15
+
+
+@pytest.mark.unit
+def test_a_part_of_the_columns_inherits_the_mean_over_its_columns() -> None:
+    saved = torch.tensor([[1.0, 5.0], [2.0, 8.0]])
+    assert inherited(saved, (4, 12), 0, 16).squeeze(1).tolist() == [4.0, 6.5]
+    assert inherited(saved, (4, 12), 0, 8).squeeze(1).tolist() == [3.0, 5.0]
+    assert inherited(saved, (4, 12), 8, 16).squeeze(1).tolist() == [5.0, 8.0]
+    assert inherited(saved[:, :1], (DIM,), 8, 12).squeeze(1).tolist() == [1.0, 2.0]

@@ -1,0 +1,181 @@
+"""What a checkpoint holds of a model and its optimizers, under names that no plan, no number of ranks and no path changes.
+
+``tables.NAME.weight`` (rows, D) and ``tables.NAME.STATE`` are of a table wherever its collection stands; ``dense.PATH`` and
+``dense.PATH@STATE`` of the rest. STATE is torch.optim's name for it: ``sum``, ``exp_avg``, ``exp_avg_sq``, ``step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+
+from torchrec_ext.distributed.row_decay import kernels_of
+from torchrec_ext.distributed.tables import collections, local_shards, table_configs
+from torchrec_ext.train.checkpoint.parts import Part, Parts, State
+
+
+@dataclass
+class RowState:
+    """A number per row that an optimizer keeps for each part into which the columns are split, such as row-wise Adagrad's sum.
+
+    Args:
+        widths: of the parts, in order of their columns.
+        parts: (rows of this rank, 1) by their first row and the number of their part.
+        rows: of the table.
+    """
+
+    widths: tuple[int, ...]
+    rows: int
+    parts: list[Part] = field(default_factory=list)
+
+
+@dataclass
+class ModelState:
+    """The tensors of a model and its optimizers; writing them writes the model.
+
+    Args:
+        tensors: by name; of a table only what this rank holds.
+        row_states: by name, as the tensors.
+        tables: (rows, D) and dtype by table name, on every rank alike.
+        kernels: by name of the steps that it counts, for Adam's bias correction, the kernel that holds the table.
+    """
+
+    tensors: State
+    row_states: dict[str, RowState]
+    tables: dict[str, tuple[int, int, str]]
+    kernels: dict[str, Any]
+
+    def everything(self) -> State:
+        """The tensors with the row states, (rows, parts) each, and copies of what kernels count."""
+        rows = {name: Parts((own.rows, len(own.widths)), own.parts) for name, own in self.row_states.items()}
+        return {**self.tensors, **rows, **self.counted()}
+
+    def counted(self) -> State:
+        """The steps that kernels have counted: () as torch.optim keeps them."""
+        return {name: kernel.iter.float().reshape(()).cpu() for name, kernel in self.kernels.items()}
+
+    def count(self, steps: State) -> None:
+        """Hands kernels their steps back."""
+        for name, kernel in self.kernels.items():
+            kernel.set_optimizer_step(int(steps[name]))  # type: ignore[arg-type]
+
+
+def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> ModelState:
+    """Of a model that is sharded, or plain.
+
+    Args:
+        model: from :func:`hybrid_parallel`, or unsharded.
+        optimizer: likewise; None for the weights alone. Where it has made no step yet, its state is made first.
+    """
+    configs = dict(_configs(model))
+    tables: dict[str, tuple[int, int, str]] = {
+        config.name: (config.num_embeddings, config.embedding_dim, config.data_type.value) for config in configs.values()
+    }
+    tensors: State = {}
+    held: dict[str, list[Part]] = {}
+    for shard in local_shards(model):
+        held.setdefault(shard.config.name, []).append(Part(shard.tensor.detach(), (shard.row, shard.column)))
+    for name, parts in held.items():
+        tensors[f"tables.{name}.weight"] = Parts(tables[name][:2], parts)
+    for key, value in get_unwrapped_module(model).state_dict().items():
+        if key not in configs and isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
+            tensors[f"dense.{key}"] = value.detach()
+    rows: dict[str, RowState] = {}
+    for each in _single(optimizer):
+        _start(each)
+        for key, parameter in each.params.items():
+            for slot, value in _slots(each.state.get(parameter, {}), configs.get(key)).items():
+                if key in configs:
+                    _add_of_table(tensors, rows, configs[key], slot, value, parameter)
+                else:
+                    tensors[f"dense.{key}@{slot}"] = value
+    moved = {name.split(".")[1] for name in tensors if name.endswith(".exp_avg")}
+    kernels = {f"tables.{name}.step": kernel for name, kernel in _kernels(model) if name in moved}
+    return ModelState(tensors, rows, tables, {name: kernel for name, kernel in kernels.items() if name not in tensors})
+
+
+def _configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
+    """(path of its weight, config) of each table, whether this rank holds a part of it or not."""
+    for path, collection in collections(model):
+        configs = {config.name: config for config in table_configs(collection)}
+        for key in collection.state_dict():
+            yield (f"{path}.{key}" if path else key), configs[key.split(".")[1]]
+
+
+def _single(optimizer: KeyedOptimizer | None) -> list[KeyedOptimizer]:
+    """The optimizers that a combined one is made of; that of the kernels is itself combined, by which its keys are whole paths."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return [own for _, own in optimizer._optims]
+    return [] if optimizer is None else [optimizer]
+
+
+def _start(optimizer: KeyedOptimizer) -> None:
+    """Has a torch optimizer make the state that it would make at its first step: by a step at a rate of 0."""
+    inner = getattr(optimizer, "_optimizer", None)
+    if not isinstance(optimizer, KeyedOptimizerWrapper) or inner is None or inner.state:
+        return
+    groups = inner.param_groups
+    kept = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+    rates = [group["lr"] for group in groups]
+    for parameter, _ in kept:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in groups:
+        group["lr"] = 0.0
+    inner.step()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in kept:
+        parameter.grad = gradient
+        if "step" in inner.state[parameter]:
+            inner.state[parameter]["step"].zero_()
+
+
+def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[str, Any]:
+    """An optimizer's state by torch.optim's names; TorchRec's kernels call the first of a table ``TABLE.momentum1``."""
+    slots = {name.removeprefix(f"{table.name}.") if table else name: value for name, value in state.items()}
+    if "momentum1" in slots:
+        slots["exp_avg" if "exp_avg_sq" in slots else "sum"] = slots.pop("momentum1")
+    if table and "sum" in slots:
+        slots.pop("step", None)  # Adagrad's, for a decay of its rate that nobody can ask for; kernels do not count it
+    return slots
+
+
+def _add_of_table(
+    tensors: State, rows: dict[str, RowState], config: BaseEmbeddingConfig, slot: str, value: Any, weight: Any
+) -> None:
+    name, shape = f"tables.{config.name}.{slot}", (config.num_embeddings, config.embedding_dim)
+    if slot == "step":
+        tensors[name] = value
+    elif isinstance(value, ShardedTensor):
+        places = [tuple(shard.metadata.shard_offsets) for shard in weight.local_shards()]
+        own = [shard.tensor for shard in value.local_shards()]
+        if value.metadata().size == weight.metadata().size:
+            tensors[name] = Parts(shape, [Part(tensor, at) for tensor, at in zip(own, places, strict=True)])
+        else:
+            rows[name] = _row_state(config, weight, zip(own, places, strict=True))
+    elif value.shape == shape:
+        tensors[name] = Parts(shape, [Part(value, (0, 0))])
+    else:
+        rows[name] = RowState((config.embedding_dim,), config.num_embeddings, [Part(value.view(-1, 1), (0, 0))])
+
+
+def _row_state(config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[tuple[Tensor, tuple[int, ...]]]) -> RowState:
+    widths = {shard.shard_offsets[1]: shard.shard_sizes[1] for shard in weight.metadata().shards_metadata if shard.shard_sizes[0]}
+    places = sorted(widths)
+    parts = [Part(own.view(-1, 1), (at[0], places.index(at[1]))) for own, at in shards if own.numel()]
+    return RowState(tuple(widths[place] for place in places), config.num_embeddings, parts)
+
+
+def _kernels(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(table, kernel) of the shards of this rank."""
+    for _, collection in collections(model):
+        for module in kernels_of(collection):
+            yield from ((table.name, module.emb_module) for table in module.config.embedding_tables)

@@ -1,0 +1,93 @@
+"""Where the tensors of a checkpoint are: a local folder or a URL of fsspec's, read without running code."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # torch has no public name for them
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+# All that a `.metadata` of tensors names. Anything else in one was put there to be run.
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read, or does not belong here: the message names the file and what to do."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def read_metadata(data: bytes, where: str) -> Metadata:
+    """What ``.metadata`` says, which torch itself would read with an unpickler that runs whatever is in it.
+
+    Args:
+        data: the file's bytes.
+        where: its path, for messages.
+
+    Raises:
+        CheckpointError: it is damaged, or was made to run code.
+    """
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"{where} is not the index of a checkpoint: {error}; do not load it") from None
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"{where} is not the index of a checkpoint: it holds a {type(metadata).__name__}; do not load it")
+    return metadata
+
+
+class _Guarded:
+    """Mixed into torch's readers: their own read_metadata would run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._get_metadata_path(kwargs.get("rank"))  # type: ignore[attr-defined]
+        with self.fs.create_stream(path, "rb") as stream:  # type: ignore[attr-defined]
+            metadata = read_metadata(stream.read(), str(path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[attr-defined]
+        return metadata
+
+
+class _LocalReader(_Guarded, FileSystemReader):
+    pass
+
+
+class _UrlReader(_Guarded, FsspecReader):
+    pass
+
+
+def is_url(folder: str) -> bool:
+    """Whether fsspec has to open it."""
+    return "://" in folder
+
+
+def reader(folder: str) -> StorageReader:
+    """Of the tensors in ``folder``."""
+    return _UrlReader(folder) if is_url(folder) else _LocalReader(folder)
+
+
+def writer(folder: str) -> StorageWriter:
+    """Of tensors into ``folder``, each file synced before it is closed; one file per rank."""
+    return FsspecWriter(folder) if is_url(folder) else FileSystemWriter(folder)
