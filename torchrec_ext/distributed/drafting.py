@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -95,6 +95,18 @@ class Request(NamedTuple):
         wanted = {table.name: _constraint(table, chosen[table.name], runtime) for table in tables}
         own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
         return cls(tables, chosen, choices, {**own, **constraints})
+
+    def on(self, names: Collection[str], runtime: Runtime, constraints: Mapping[str, ParameterConstraints]) -> Request:
+        """For the tables ``names`` alone, on the ranks that ``runtime`` describes; ``constraints`` win again.
+
+        Raises:
+            PlanError: a table that cannot be sharded as asked on these ranks.
+        """
+        tables = [table for table in self.tables if table.name in names]
+        wanted = {table.name: _constraint(table, self.sharding[table.name], runtime) for table in tables}
+        own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
+        given = {name: constraint for name, constraint in constraints.items() if name in wanted}
+        return self._replace(tables=tables, sharding={name: self.sharding[name] for name in wanted}, constraints={**own, **given})
 
     def with_bags(self, lengths: Mapping[str, float]) -> Request:
         """With the mean length of each feature's bags."""

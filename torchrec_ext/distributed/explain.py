@@ -9,6 +9,7 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
+from torchrec_ext.distributed.placement import TowerPlan
 from torchrec_ext.distributed.tables import collections, table_configs
 
 GB = 1024**3
@@ -33,12 +34,13 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
                 f"{table.num_embeddings:,} x {table.embedding_dim}",
                 f"{table_bytes(table) / MB:.2f}",
                 sharding.sharding_type,
-                _where(table, sharding),
+                _where(table, sharding, world_size),
             ]
         )
     totals = ", ".join(f"rank {rank}: {size:.2f} MiB" for rank, size in enumerate(per_rank))
     readable = tabulate(rows, headers=["table", "rows x dim", "MiB", "sharding", "where"], disable_numparse=True)
-    return f"{readable}\nweights on {totals}"
+    towers = [f"\ntowers run on the ranks {own.placement}" for own in plan.plan.values() if isinstance(own, TowerPlan)]
+    return f"{readable}\nweights on {totals}{''.join(towers)}"
 
 
 def refusal(
@@ -113,7 +115,7 @@ def _planned(plan: ShardingPlan, model: nn.Module) -> Iterator[tuple[BaseEmbeddi
 
 
 def _shards(sharding: ParameterSharding) -> list[tuple[int, list[int], list[int]]]:
-    """(rank, offsets, sizes) of each shard; none for a table that every rank holds whole."""
+    """(rank, offsets, sizes) of each shard; none for a table that each of its ranks holds whole."""
     spec = sharding.sharding_spec
     if spec is None:
         return []
@@ -123,17 +125,18 @@ def _shards(sharding: ParameterSharding) -> list[tuple[int, list[int], list[int]
 def _elements_per_rank(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int) -> dict[int, int]:
     shards = _shards(sharding)
     if not shards:
-        return dict.fromkeys(range(world_size), table.num_embeddings * table.embedding_dim)
+        return dict.fromkeys(sharding.ranks or range(world_size), table.num_embeddings * table.embedding_dim)
     sums: dict[int, int] = {}
     for rank, _, (height, width) in shards:
         sums[rank] = sums.get(rank, 0) + height * width
     return sums
 
 
-def _where(table: BaseEmbeddingConfig, sharding: ParameterSharding) -> str:
+def _where(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int) -> str:
     shards = _shards(sharding)
     if not shards:
-        return "every rank"
+        ranks = sharding.ranks or []
+        return f"each of the ranks {', '.join(map(str, ranks))}" if 0 < len(ranks) < world_size else "every rank"
     return "; ".join(f"rank {rank}{_part(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4]) + (
         f"; and {len(shards) - 4} more" if len(shards) > 4 else ""
     )

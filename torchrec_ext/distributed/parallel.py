@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -17,6 +18,7 @@ from torchrec_ext.distributed.row_decay import decay_sharded_rows
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharded_adam import sharded_adams
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
+from torchrec_ext.distributed.tower_sharding import TowerSharder
 
 
 def hybrid_parallel(
@@ -48,10 +50,18 @@ def hybrid_parallel(
     plan = plan or plan_sharding(model, runtime, optimizer=optimizer)
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
-    sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=sharders())
+    layers = optimizer.for_layers(dense_layers(model))  # while all are there: a plan may leave this rank without some towers
+    placing = TowerSharder(timedelta(seconds=runtime.timeout_s))
+    sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=[placing, *sharders()])
     initialise_tables(sharded, seed)
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
-    return sharded, _optimizer(sharded, optimizer, choices, emulated)
+    return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
+
+
+def dense_layers(model: nn.Module) -> list[str]:
+    """The parameters of an unsharded ``model`` that are in no collection."""
+    tables = {f"{path}.{name}".lstrip(".") for path, collection in collections(model) for name, _ in collection.named_parameters()}
+    return [name for name, _ in model.named_parameters() if name not in tables]
 
 
 def _without_kernel(model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str) -> dict[str, Choice]:
@@ -65,20 +75,23 @@ def _without_kernel(model: nn.Module, plan: ShardingPlan, choices: Mapping[str, 
 
 
 def _optimizer(
-    model: DistributedModelParallel, optimizer: OptimizerConfig, choices: Mapping[str, Choice], emulated: Mapping[str, Choice]
+    model: DistributedModelParallel,
+    clip_norm: float,
+    choices: Mapping[str, Choice],
+    layers: Mapping[str, Choice],
+    emulated: Mapping[str, Choice],
 ) -> HybridOptimizer:
     """Also for what no backward updates: replicated tables, by the rule of the sharded ones, and the dense layers."""
     paths = tuple(f"{path}." if path else "" for path, _ in collections(model.module))
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     tables = {name: value for name, value in parameters.items() if name.startswith(paths)}
     dense = {name: value for name, value in parameters.items() if name not in tables}
-    of_layers = optimizer.for_layers(dense)
     return HybridOptimizer(
         model.fused_optimizer,
         keyed_optimizers("replicated_tables", tables, {name: choices[name.split(".")[-2]] for name in tables}),
-        keyed_optimizers("dense", dense, of_layers),
+        keyed_optimizers("dense", dense, layers),
         sharded=sharded_adams(model, emulated),
-        clip_norm=optimizer.clip_norm,
+        clip_norm=clip_norm,
         of_tables=choices,
-        of_layers=of_layers,
+        of_layers=layers,
     )

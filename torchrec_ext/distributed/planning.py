@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from torchrec_ext.distributed.drafting import PlanError as PlanError
 from torchrec_ext.distributed.drafting import Request, draft
 from torchrec_ext.distributed.host_memory import available_memory
 from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.placement import PLACEMENTS, parse_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import sharders as sharders
+from torchrec_ext.distributed.tower_planning import draft_towers, tower_placement
 
 Sharding = Literal["auto", "data_parallel", "table_wise", "row_wise", "column_wise", "table_column_wise"]
 GB = 1024**3
@@ -39,12 +42,16 @@ class PlanConfig:
         tables: exceptions by table, as ``("user_id=row_wise", "genres=data_parallel")``.
         memory_gb: memory per rank that tables may take, GiB; what the device has free, divided by its processes, where 0.
         reserve: share of that memory kept for dense layers, activations and buffers, 0 to 1.
+        towers: where the towers of a model run: ``data_parallel``, on every rank, one after the other; ``tower_parallel``, at the
+            same time, each on ranks of its own; ranks for each, as in ``user:0-1,item:2+3``; or ``auto``: data_parallel, unless
+            measurements say otherwise. The tables of a tower are then spread over its ranks alone.
     """
 
     sharding: Sharding = "auto"
     tables: tuple[str, ...] = ()
     memory_gb: float = 0.0
     reserve: float = 0.15
+    towers: str = "data_parallel"
 
     def __post_init__(self) -> None:
         _check_sharding("sharding", self.sharding)
@@ -54,6 +61,8 @@ class PlanConfig:
             raise ValueError(f"memory_gb={self.memory_gb}: must be positive, or 0 for what the device has free")
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
+        if self.towers not in PLACEMENTS:
+            parse_ranks(self.towers)
 
     def by_table(self, names: list[str]) -> dict[str, str]:
         """The sharding type of each table, ``auto`` included."""
@@ -92,15 +101,23 @@ def plan_sharding(
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked, on every rank alike.
+        PlacementError: ``config.towers`` does not fit the model's towers or the ranks, on every rank alike.
     """
     config, optimizer = config or PlanConfig(), optimizer or OptimizerConfig()
-    request = Request.of(model, runtime, config, optimizer, constraints or {})
+    placement = tower_placement(model, config.towers, runtime.world_size)
+    # What columns may be split over is checked on the ranks of each tower.
+    asked = runtime if placement is None else dataclasses.replace(runtime, world_size=1, local_world_size=1)
+    request = Request.of(model, asked, config, optimizer, constraints or {})
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone, and TorchRec's collective_plan leaves the other ranks waiting when it fails there.
     if runtime.rank == 0:
         try:
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
-            outcome = [draft(model, request, _topology(runtime, usable), batch_size).plan]
+            if placement is None:
+                outcome = [draft(model, request, _topology(runtime, usable), batch_size).plan]
+            else:
+                given = constraints or {}
+                outcome = [draft_towers(model, placement, request, runtime, usable, _topology, batch_size, given)]
         except PlanError as error:
             outcome = [error]
         except Exception as error:

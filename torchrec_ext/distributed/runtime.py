@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ class Runtime:
         backend: ``gloo`` or ``nccl``.
         threads: compute threads of this process.
         cores: processor cores that this host offers to all its processes.
+        timeout_s: seconds after which a collective that another rank does not join fails.
     """
 
     rank: int = 0
@@ -37,6 +39,7 @@ class Runtime:
     backend: str = "gloo"
     threads: int = 1
     cores: int = 1
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     @property
     def is_main(self) -> bool:
@@ -67,7 +70,7 @@ class Runtime:
         Raises:
             ValueError: ``device`` is not there, or ``threads`` is not positive.
         """
-        runtime = _describe(device, threads)
+        runtime = dataclasses.replace(_describe(device, threads), timeout_s=timeout_s)
         torch.set_num_threads(runtime.threads)
         if runtime.device.type == "cuda":
             torch.cuda.set_device(runtime.device)

@@ -96,6 +96,11 @@ class Tower(nn.Module):
         """Gives up the EmbeddingBagConfigs ``names``: :meth:`forward` then takes their pooled bags from who looks them up."""
         self._declare([table for table in self.bags if table.name not in names], self.device)
 
+    @property
+    def lent(self) -> list[str]:
+        """The tables whose bags :meth:`forward` must be given."""
+        return [table.name for table in self.bags if table not in self._own]
+
     def _declare(self, bags: list[EmbeddingBagConfig], device: torch.device) -> None:
         self._own = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
         self.embeddings = EmbeddingBagCollection(tables=self._own, device=device) if self._own else None

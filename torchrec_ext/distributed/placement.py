@@ -1,0 +1,178 @@
+"""TowerPlacement: which ranks run which tower, and whose rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from torchrec.distributed.types import ModuleShardingPlan
+
+PLACEMENTS = ("data_parallel", "tower_parallel", "auto")
+
+
+class PlacementError(ValueError):
+    """A placement that cannot be: the message names the tower, the rank, the rule and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerPlacement:
+    """The ranks of each tower.
+
+    Every rank has rows of its own. A rank that runs a tower keeps its rows for it; those of the other ranks are dealt out evenly to
+    the tower's ranks.
+
+    Args:
+        ranks: by tower, ascending.
+        world_size: R.
+
+    Raises:
+        PlacementError: a tower without a rank, or a rank that is not there or is named twice.
+
+    Example:
+        >>> placement = TowerPlacement.parse("user:0-1,item:2", ["user", "item"], world_size=4)
+        >>> placement.ranks["user"], placement.targets("user", 0), placement.targets("user", 3)
+        ((0, 1), [0], [0, 1])
+        >>> placement.cuts("user", 0, 6), placement.cuts("user", 3, 6)
+        ([(0, 6)], [(0, 0), (0, 6)])
+        >>> str(placement)
+        'user:0-1,item:2'
+    """
+
+    ranks: Mapping[str, tuple[int, ...]]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        for tower, ranks in self.ranks.items():
+            if not ranks:
+                raise PlacementError(f"tower '{tower}' has no rank; give it at least one of 0 to {self.world_size - 1}")
+            strange = [rank for rank in ranks if not 0 <= rank < self.world_size]
+            if strange:
+                raise PlacementError(
+                    f"tower '{tower}' is placed on rank {strange[0]}, but the job has ranks 0 to {self.world_size - 1}; "
+                    "name another rank, or start more of them"
+                )
+            if list(ranks) != sorted(set(ranks)):
+                raise PlacementError(f"tower '{tower}' is placed on {list(ranks)}; name each rank once, in ascending order")
+
+    @classmethod
+    def parse(cls, text: str, towers: Sequence[str], world_size: int) -> TowerPlacement:
+        """From ``user:0-1,item:2+4``: each tower with a rank or a range of ranks, or several joined by ``+``.
+
+        Raises:
+            PlacementError: another form, or a tower that is not there, is placed twice, or not at all.
+        """
+        ranks = parse_ranks(text)
+        unknown = [tower for tower in ranks if tower not in towers]
+        if unknown:
+            raise PlacementError(f"{text!r} names the tower '{unknown[0]}'; the towers are {', '.join(towers)}")
+        missing = [tower for tower in towers if tower not in ranks]
+        if missing:
+            raise PlacementError(f"{text!r} leaves the tower '{missing[0]}' without a rank; place every one of {', '.join(towers)}")
+        return cls(ranks={tower: ranks[tower] for tower in towers}, world_size=world_size)
+
+    @classmethod
+    def apart(cls, loads: Mapping[str, float], world_size: int) -> TowerPlacement:
+        """Each rank runs one tower, and a tower has ranks in proportion to its load; with fewer ranks than towers some run several.
+
+        Args:
+            loads: by tower what a row of it costs, in any unit.
+            world_size: R.
+
+        Example:
+            >>> str(TowerPlacement.apart({"user": 3.0, "item": 1.0}, 4)), str(TowerPlacement.apart({"a": 1, "b": 5, "c": 3}, 2))
+            ('user:0-2,item:3', 'a:1,b:0,c:1')
+        """
+        ranks: dict[str, list[int]] = {tower: [] for tower in loads}
+        if world_size < len(loads):
+            of_rank = [0.0] * world_size
+            for tower in sorted(loads, key=lambda tower: -loads[tower]):
+                rank = of_rank.index(min(of_rank))
+                of_rank[rank] += loads[tower]
+                ranks[tower].append(rank)
+        else:
+            counts = dict.fromkeys(loads, 1)
+            for _ in range(world_size - len(loads)):
+                counts[max(loads, key=lambda tower: loads[tower] / counts[tower])] += 1
+            free = iter(range(world_size))
+            ranks = {tower: [next(free) for _ in range(count)] for tower, count in counts.items()}
+        return cls(ranks={tower: tuple(own) for tower, own in ranks.items()}, world_size=world_size)
+
+    def targets(self, tower: str, rank: int) -> list[int]:
+        """The ranks to which ``rank`` gives rows of its own for ``tower``: itself where it can."""
+        members = self.ranks[tower]
+        return [rank] if rank in members else list(members)
+
+    def cuts(self, tower: str, rank: int, rows: int) -> list[tuple[int, int]]:
+        """Which of its ``rows`` rows ``rank`` gives to each of :meth:`targets`, as (start, stop).
+
+        With as many rows on every rank, the shares of a tower's ranks differ by one row at most.
+        """
+        members = self.ranks[tower]
+        if rank in members:
+            return [(0, rows)]
+        others = [other for other in range(self.world_size) if other not in members]
+        first, given = others.index(rank) * rows, len(others) * rows
+        ends = [min(max(given * place // len(members) - first, 0), rows) for place in range(len(members) + 1)]
+        return list(pairwise(ends))
+
+    def busiest(self, tower: str, rows: Sequence[int]) -> int:
+        """The rows of the rank of ``tower`` that has most of them, where the ranks have ``rows`` of their own."""
+        sums = dict.fromkeys(self.ranks[tower], 0)
+        for rank, own in enumerate(rows):
+            for target, (start, stop) in zip(self.targets(tower, rank), self.cuts(tower, rank, own), strict=True):
+                sums[target] += stop - start
+        return max(sums.values())
+
+    def __str__(self) -> str:
+        return ",".join(f"{tower}:{_text(ranks)}" for tower, ranks in self.ranks.items())
+
+
+@dataclass
+class TowerPlan(ModuleShardingPlan):
+    """The plan of a :class:`Towers`: where each tower runs, and how its tables are spread over its ranks.
+
+    Args:
+        placement: of the towers.
+        tables: by tower and path of a collection within it a plan whose ranks are those of the job.
+    """
+
+    placement: TowerPlacement
+    tables: Mapping[str, Mapping[str, ModuleShardingPlan]]
+
+
+def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
+    """The ranks of each tower that a text names, whatever towers and ranks there are.
+
+    Raises:
+        PlacementError: the text has another form.
+
+    Example:
+        >>> parse_ranks("user:0-1,item:2")
+        {'user': (0, 1), 'item': (2,)}
+    """
+    ranks: dict[str, tuple[int, ...]] = {}
+    for part in text.split(","):
+        tower, colon, places = part.strip().partition(":")
+        if not tower or not colon or not places:
+            given = f"gives the tower '{tower}' no rank" if tower else "names no tower"
+            raise PlacementError(f"{text!r} {given}; write {', '.join(PLACEMENTS)}, or ranks such as user:0-1,item:2+3")
+        if tower in ranks:
+            raise PlacementError(f"{text!r} places the tower '{tower}' twice; join its ranks with '+', as in {tower}:0+2")
+        ranks[tower] = tuple(sorted(_ranks(places, text)))
+    return ranks
+
+
+def _ranks(places: str, text: str) -> list[int]:
+    found: list[int] = []
+    for place in places.split("+"):
+        first, dash, last = place.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+            raise PlacementError(f"{text!r}: {place!r} is neither a rank, such as 0, nor a range of ranks, such as 0-1")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _text(ranks: Sequence[int]) -> str:
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
+    return "+".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
