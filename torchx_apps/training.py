@@ -59,6 +59,7 @@ def run(job: Job, run_dir: Path | None = None) -> None:
             evaluate=judge.validate if task.validates else None,
             log=folder.log if folder is not None else None,
             sync=job.sync,
+            timeline=(lambda found: found.write(folder.path)) if folder is not None else None,
         )
         seconds = time.perf_counter() - start
         figures, example = judge.test(), judge.example()

@@ -23,6 +23,8 @@ from torchrec_ext.train.finite import TrainingDivergedError as TrainingDivergedE
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 from torchrec_ext.train.progress import Progress, Window
 from torchrec_ext.train.schedule import Schedule, rates, scheduler
+from torchrec_ext.train.timeline import Timeline
+from torchrec_ext.train.tracing import StepTrace, check_fits
 
 Record = dict[str, Any]
 
@@ -51,6 +53,7 @@ class TrainConfig:
         tables_schedule: how the tables' learning rates change over the run.
         dense_schedule: how the dense layers' do.
         early_stop: after which evaluations the run ends before its last epoch.
+        trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
     """
 
     epochs: int = 10
@@ -60,11 +63,14 @@ class TrainConfig:
     tables_schedule: Schedule = field(default_factory=Schedule)
     dense_schedule: Schedule = field(default_factory=Schedule)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
+    trace_steps: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "log_every", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        if self.trace_steps < 0:
+            raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")
 
 
 def train(
@@ -77,6 +83,7 @@ def train(
     evaluate: Callable[[], Record] | None = None,
     log: Callable[[Record], None] | None = None,
     sync: SyncConfig | None = None,
+    timeline: Callable[[Timeline], None] | None = None,
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
 
@@ -90,18 +97,19 @@ def train(
         log: called on rank 0 with each record.
         sync: how often ranks exchange what; the gradients in every step where not given. Evaluations, which stand at the end of an
             epoch, and the caller find all ranks equal.
+        timeline: called on rank 0 with that of ``config.trace_steps``.
 
     Returns:
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch`` and ``step``. ``train``: ``loss``,
         ``rows`` and ``rows_per_s`` over all ranks since the record before, and the learning rates where a schedule changes them.
         ``eval``: the figures, and ``best`` where it is the best so far of an early stop's metric. ``stop``, the last one after an
-        early stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. Before a diverged run ends, ``log``
-        gets one of kind ``error`` with its ``message``.
+        early stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. ``timeline``: what ran at the same
+        time, see :func:`overlap`. Before a diverged run ends, ``log`` gets one of kind ``error`` with its ``message``.
 
     Raises:
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
         UnevenStepsError: the ranks' loaders are not of one length, on every rank alike; or one breaks its word.
-        ValueError: a warm-up longer than the run, or an early stop by a figure that is not evaluated.
+        ValueError: a warm-up or a timeline longer than the run, or an early stop by a figure that is not evaluated.
     """
     config = config or TrainConfig()
     if config.early_stop.metric and evaluate is None:
@@ -111,6 +119,8 @@ def train(
     changing = config.tables_schedule.changes or config.dense_schedule.changes
     schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if changing else None
     watch = EarlyStopWatch(config.early_stop, runtime)
+    check_fits(config.trace_steps, steps)
+    trace = StepTrace(model, runtime, config.trace_steps, timeline) if config.trace_steps else None
     history: list[Record] = []
     progress = Progress(total=steps, visible=runtime.is_main)
 
@@ -136,6 +146,8 @@ def train(
                     step += 1
                     window.add(output.loss, output.weights)
                     progress.advance()
+                    if trace is not None and (overlap := trace.step()) is not None:
+                        keep({"kind": "timeline", "epoch": epoch, "step": step, **overlap})
                     if step == 1 and runtime.is_main:
                         _warn_unpipelined(unpipelined(pipeline, model))
                     if step % config.log_every == 0 or step % len(loader) == 0:
