@@ -105,6 +105,7 @@ def _quieten_libraries() -> None:
     """Keeps what torch and torchrec say to their own developers, on every rank, out of a user's log; LOGLEVEL=INFO shows it."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # of torch.profiler's library, which reads it when first used
     logging.getLogger().setLevel(logging.ERROR)
     for library in ("torch", "torchrec", "fbgemm_gpu"):
         logging.getLogger(library).setLevel(logging.ERROR)
