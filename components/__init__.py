@@ -1,1 +1,89 @@
-"""TorchX components: `torchx run rec.train.hybrid`."""
+"""TorchX components: `torchx run rec.train.hybrid`, and `torchx run rec.plan`, which stands here for its short name.
+
+TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
+"""
+
+from typing import Dict, List, Optional
+
+import torchx
+from torchx import specs
+
+
+def plan(
+    *args: str,
+    tables: Optional[str] = None,
+    recipe: Optional[str] = None,
+    set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    world_size: int = 8,
+    local_world_size: Optional[int] = None,
+    device: str = "cuda",
+    hbm: float = 80.0,
+    ddr: float = 1024.0,
+    intra: float = 600.0,
+    inter: float = 12.5,
+    batch_size: Optional[int] = None,
+    sharding: Optional[str] = None,
+    optimizer: Optional[str] = None,
+    out: Optional[str] = None,
+    name: str = "plan",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 1,
+    memMB: int = 2048,  # noqa: N803  (TorchX's own spelling)
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+) -> specs.AppDef:
+    r"""Plans tables for devices one need not have: what each rank would hold and how long its tables would take, or what would fit.
+
+    On this machine, without a GPU::
+
+        torchx run rec.plan --tables ad=300Mx64,item=12Mx64 --world_size 64 --out plan64
+        torchx run rec.plan --recipe two_tower --world_size 2 --device cpu --ddr 8
+
+    Args:
+        args: further flags of torchx_apps.plan, after -- (ex. -- --json --reserve 0.2)
+        tables: NAME=ROWSxDIM or NAME=ROWSxDIMxIDS with the mean ids of a row, by commas (ex. ad=300Mx64,history=12Mx64x20)
+        recipe: in place of tables those of a built-in recipe, my_recipe.py:job or my.module:job
+        set: change one key of the recipe, such as model.embedding_dim=64; give --set as often as you like
+        world_size: devices, a process each
+        local_world_size: devices of a host; 8, or all where there are fewer
+        device: cuda or cpu
+        hbm: GiB of memory of a GPU
+        ddr: GiB of memory of a host; 0 beside GPUs keeps every table on them
+        intra: GiB/s that a device sends to those of its host
+        inter: GiB/s that a device sends to those of other hosts
+        batch_size: rows of a device and step; the recipe's, or 1024
+        sharding: auto, or one sharding type for every table; the recipe's, or auto
+        optimizer: of the tables; the recipe's, or row_wise_adagrad
+        out: folder for plan.txt, plan.json and a picture of memory by rank
+        name: of the job
+        image: container image; local and Slurm schedulers use the current folder and environment instead
+        h: a named resource, in place of cpu and memMB
+        cpu: CPU cores
+        memMB: memory in MiB
+        env: environment
+        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
+    """
+    flags = ["-m", "torchx_apps.plan", f"--world-size={world_size}", f"--device={device}"]
+    flags += [f"--hbm={hbm}", f"--ddr={ddr}", f"--intra={intra}", f"--inter={inter}"]
+    given = {
+        "tables": tables,
+        "recipe": recipe,
+        "set": set,
+        "local-world-size": local_world_size,
+        "batch-size": batch_size,
+        "sharding": sharding,
+        "optimizer": optimizer,
+        "out": out,
+    }
+    flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+    role = specs.Role(
+        name="plan",
+        image=image,
+        entrypoint="python3",
+        args=[*flags, *args],
+        env=dict(env or {}),
+        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
+        mounts=specs.parse_mounts(mounts) if mounts else [],
+    )
+    return specs.AppDef(name=name, roles=[role])

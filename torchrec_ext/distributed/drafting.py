@@ -16,9 +16,9 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_ext.distributed.choices import Choice
-from torchrec_ext.distributed.explain import refusal
 from torchrec_ext.distributed.kernels import possible, refused_because
 from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, shardings
+from torchrec_ext.distributed.refusal import refusal
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import sharders
 from torchrec_ext.distributed.tables import collections, table_configs
@@ -149,17 +149,9 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
         plan = planner.plan(model, sharders())
     except PlannerError as error:
         storage = topology.devices[0].storage
-        state = {table.name: request.choices[table.name].state_bytes(table) for table in request.tables}
-        raise PlanError(
-            refusal(
-                str(error).strip() or type(error).__name__,
-                request.tables,
-                request.sharding,
-                topology.world_size,
-                storage.hbm or storage.ddr,
-                lambda table: state[table.name],
-            )
-        ) from None
+        reason = str(error).strip() or type(error).__name__
+        usable = storage.hbm or storage.ddr
+        raise PlanError(refusal(reason, request.tables, request.sharding, topology.world_size, usable, request.choices)) from None
     return Draft(plan, kept.options)
 
 

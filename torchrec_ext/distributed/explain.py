@@ -1,8 +1,8 @@
-"""explain(): a sharding plan, or the reason why there is none, in tables and numbers one can read."""
+"""explain(): a sharding plan in a table and numbers one can read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 from torch import nn
@@ -37,52 +37,39 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
                 _where(table, sharding, world_size),
             ]
         )
-    totals = ", ".join(f"rank {rank}: {size:.2f} MiB" for rank, size in enumerate(per_rank))
+    totals = ", ".join(_by_rank(per_rank))
     readable = tabulate(rows, headers=["table", "rows x dim", "MiB", "sharding", "where"], disable_numparse=True)
     towers = [f"\ntowers run on the ranks {own.placement}" for own in plan.plan.values() if isinstance(own, TowerPlan)]
     return f"{readable}\nweights on {totals}{''.join(towers)}"
 
 
-def refusal(
-    reason: str,
-    tables: Sequence[BaseEmbeddingConfig],
-    sharding: Mapping[str, str],
-    world_size: int,
-    usable: int,
-    state_bytes: Callable[[BaseEmbeddingConfig], int],
-) -> str:
-    """Why no plan fits and what would make it fit.
+def _by_rank(sizes: Sequence[float]) -> list[str]:
+    """``rank 0: 1.50 MiB`` for each; of many ranks, those of one size that follow one another stand together."""
+    told = [f"{size:.2f} MiB" for size in sizes]
+    if len(told) <= 8:
+        return [f"rank {rank}: {size}" for rank, size in enumerate(told)]
+    groups: dict[str, list[int]] = {}
+    for rank, size in enumerate(told):
+        groups.setdefault(size, []).append(rank)
+    return [f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}: {size}" for size, ranks in groups.items()]
 
-    Args:
-        reason: what the planner said.
-        tables: all tables of the model.
-        sharding: the sharding type asked for, by table.
-        world_size: R.
-        usable: bytes per rank that tables and their state may take.
-        state_bytes: bytes of optimizer state of a table.
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Ascending ranks in a few words.
+
+    Example:
+        >>> ranges([0, 1, 2, 5]), ranges([0, 1, 8, 9, 16, 17, 24, 25, 32, 33, 40, 41])
+        ('0-2, 5', '0-1, 8-9, 16-17, 24-25 and 4 more')
     """
-    sizes = {table.name: table_bytes(table) + state_bytes(table) for table in tables}
-    on_each = sum(size for name, size in sizes.items() if sharding[name] == "data_parallel")
-    spread = sum(sizes.values()) - on_each
-    largest = max(sizes, key=lambda name: sizes[name])
-    rows = [[t.name, f"{t.num_embeddings:,}", t.embedding_dim, sharding[t.name], size_text(sizes[t.name])] for t in tables]
-    return "\n".join(
-        [
-            f"no sharding plan fits: tables with optimizer state need {size_text(spread)} over all ranks and {size_text(on_each)} "
-            f"on each; {world_size} rank(s) have {size_text(usable)} for them each, {size_text(world_size * usable)} together; "
-            f"the largest table, '{largest}', needs {size_text(sizes[largest])}",
-            tabulate(rows, headers=["table", "rows", "dim", "sharding asked for", "with state"], disable_numparse=True),
-            f"what would make it fit: {_remedy(spread, on_each, usable)}",
-            f"TorchRec's planner said: {reason.splitlines()[0]}",
-        ]
-    )
-
-
-def _remedy(spread: int, on_each: int, usable: int) -> str:
-    others = "fp16 tables; row_wise_adagrad or sgd; fewer rows or columns; a larger plan.memory_gb where the device has it"
-    if on_each >= usable:
-        return f"shard the data_parallel tables, which no number of ranks makes smaller; {others}"
-    return f"at least {-(-spread // (usable - on_each))} ranks of this size, with row_wise for a table larger than one; {others}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    rest = sum(map(len, runs[4:]))
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:4])
+    return f"{shown} and {rest} more" if rest else shown
 
 
 def size_text(size: int) -> str:

@@ -1,0 +1,193 @@
+"""run(): a plan for devices that need not be there, in numbers for each rank, or why there is none and what would make one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from torchrec_ext.distributed.alternatives import alternatives_text, compare
+from torchrec_ext.distributed.cluster import Cluster
+from torchrec_ext.distributed.drafting import Draft, draft_plan
+from torchrec_ext.distributed.explain import explain
+from torchrec_ext.distributed.forecast import RankForecast, forecast, forecast_text
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.planning import PlanConfig, PlanError, Sharding
+from torchx_apps import plan_report
+from torchx_apps.job import Job
+from torchx_apps.values import nearest
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmb]?)x(\d+)(?:x(\d+(?:\.\d+)?))?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be planned.
+
+    Args:
+        model: its tables on the meta device.
+        bag_lengths: mean ids of a row by feature, where they are known.
+        batch_size: rows of a rank and step.
+        plan: sharding types.
+        optimizer: of tables and dense layers.
+        cluster: the devices.
+    """
+
+    model: nn.Module
+    bag_lengths: Mapping[str, float]
+    batch_size: int
+    plan: PlanConfig
+    optimizer: OptimizerConfig
+    cluster: Cluster
+
+    def draft(self, plan: PlanConfig) -> tuple[Draft, list[RankForecast]]:
+        """TorchRec's plan, and what it takes of each rank.
+
+        Raises:
+            PlanError: there is none.
+        """
+        made = draft_plan(
+            self.model,
+            self.cluster.topology(),
+            plan,
+            optimizer=self.optimizer,
+            batch_size=self.batch_size,
+            bag_lengths=self.bag_lengths,
+        )
+        return made, forecast(made, self.model, self.cluster, self.optimizer)
+
+
+def run(options: argparse.Namespace, job: Job | None) -> int:
+    """Prints the plan that the flags ask for, and writes it to ``--out``.
+
+    Returns:
+        0.
+
+    Raises:
+        PlanError: there is none; the message says what would make it fit, and which sharding types do.
+    """
+    cluster = _cluster(options)
+    asked = _of_tables(options, cluster) if job is None else _of_recipe(options, job, cluster)
+
+    def foresee(sharding: Sharding) -> list[RankForecast]:
+        return asked.draft(dataclasses.replace(asked.plan, sharding=sharding))[1]
+
+    try:
+        draft, ranks = asked.draft(asked.plan)
+    except PlanError as error:
+        raise PlanError(f"{error}\n\n{alternatives_text(compare(foresee, {}), asked.plan.sharding)}") from None
+    alternatives = compare(foresee, {asked.plan.sharding: ranks})
+    text = "\n\n".join(
+        [
+            explain(draft.plan, asked.model, cluster.world_size),
+            forecast_text(ranks, cluster),
+            alternatives_text(alternatives, asked.plan.sharding),
+        ]
+    )
+    report = plan_report.as_json(asked.batch_size, cluster, draft, ranks, alternatives)
+    print(json.dumps(report) if options.json else text, flush=True)
+    if options.out:
+        plan_report.write(options.out, text, report, ranks, cluster)
+    return 0
+
+
+def parse_tables(text: str) -> list[tuple[EmbeddingBagConfig, float]]:
+    """Tables and the mean ids of a row from ``ad=300Mx64,history=12Mx64x20``.
+
+    Raises:
+        ValueError: a part that is no table, or a name given twice.
+
+    Example:
+        >>> [(table.name, table.num_embeddings, table.embedding_dim, ids) for table, ids in parse_tables("ad=1.5Mx64,h=9Kx8x20")]
+        [('ad', 1500000, 64, 1.0), ('h', 9000, 8, 20.0)]
+        >>> parse_tables("ad=300M*64")
+        Traceback (most recent call last):
+        ...
+        ValueError: --tables: 'ad=300M*64': write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids in a row
+    """
+    found: dict[str, tuple[EmbeddingBagConfig, float]] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, size = part.partition("=")
+        match = _SIZE.fullmatch(size.strip())
+        if not match or not name.strip():
+            raise ValueError(f"--tables: {part!r}: write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids in a row")
+        rows = round(float(match[1]) * _UNITS[match[2].lower()])
+        if rows < 1 or int(match[3]) < 1:
+            raise ValueError(f"--tables: {part!r}: a table has at least one row and one column")
+        if name in found:
+            raise ValueError(f"--tables names '{name}' twice; give each table a name of its own")
+        table = EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=int(match[3]))
+        found[name] = table, float(match[4] or 1)
+    if not found:
+        raise ValueError(f"--tables {text!r} names no table; write NAME=ROWSxDIM, such as ad=300Mx64")
+    return list(found.values())
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    return Cluster(
+        world_size=options.world_size,
+        local_world_size=min(8, options.world_size) if options.local_world_size is None else options.local_world_size,
+        device=options.device,
+        hbm_gb=options.hbm,
+        ddr_gb=options.ddr,
+        intra_gb_s=options.intra,
+        inter_gb_s=options.inter,
+        memory_gb_s=options.memory_rate,
+        reserve=options.reserve,
+    )
+
+
+def _of_tables(options: argparse.Namespace, cluster: Cluster) -> Asked:
+    tables = parse_tables(options.tables)
+    configs = [table for table, _ in tables]
+    return Asked(
+        model=nn.ModuleDict({"tables": EmbeddingBagCollection(tables=configs, device=torch.device("meta"))}),
+        bag_lengths={table.name: ids for table, ids in tables},
+        batch_size=_batch_size(options.batch_size or 1024),
+        plan=PlanConfig(sharding=_sharding(options.sharding or "auto")),
+        optimizer=OptimizerConfig(tables=options.optimizer or "row_wise_adagrad"),
+        cluster=cluster,
+    )
+
+
+def _of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> Asked:
+    """The tables have the sizes of the recipe's data, which must be there."""
+    task = job.task(job.data, progress=True)
+    rows = math.ceil(job.loader.batch_size / cluster.world_size) * (1 + job.loader.negatives)
+    plan, optimizer = job.plan, job.optimizer
+    if options.sharding:
+        plan = dataclasses.replace(plan, sharding=_sharding(options.sharding))
+    if options.optimizer:
+        optimizer = dataclasses.replace(optimizer, tables=options.optimizer)
+    model: Any = job.build(job.model, task.data)
+    return Asked(
+        model=model,
+        bag_lengths={},
+        batch_size=_batch_size(options.batch_size or rows),
+        plan=plan,
+        optimizer=optimizer,
+        cluster=cluster,
+    )
+
+
+def _sharding(name: str) -> Sharding:
+    if name not in get_args(Sharding):
+        raise ValueError(f"--sharding {name}: must be one of {', '.join(get_args(Sharding))}{nearest(name, get_args(Sharding))}")
+    return name  # type: ignore[return-value]
+
+
+def _batch_size(rows: int) -> int:
+    if rows < 1:
+        raise ValueError(f"--batch-size {rows}: a device needs at least one row in a step")
+    return rows

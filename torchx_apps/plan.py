@@ -1,0 +1,83 @@
+"""Plan tables for devices one does not have: `torchx run rec.plan` or `python -m torchx_apps.plan`; no GPU is needed.
+
+This file is the outer shell: command line in, exit code out, one error told once. The work stands in `cluster_plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plans, and turns whatever happens into an exit code.
+
+    Args:
+        argv: the flags; the command line when None.
+
+    Returns:
+        0 when there is a plan, 1 when there is none or a flag is wrong, 130 after Ctrl-C.
+    """
+    try:
+        return _plan(argv)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from torchx_apps import failures
+
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # TorchX reads it, and prints the error itself
+            failures.RankErrorHandler().record_exception(error)
+        else:
+            print(failures.describe(error), file=sys.stderr)
+        return 1
+
+
+def _plan(argv: Sequence[str] | None) -> int:
+    options = _parser().parse_args(argv)
+    if options.list_recipes:
+        print(list_recipes())
+        return 0
+    if options.run_dir:
+        raise ValueError(f"--run-dir {options.run_dir}: plans are written to --out; give that")
+    if bool(options.recipe) == bool(options.tables):
+        raise ValueError("give --tables NAME=ROWSxDIM,..., or --recipe NAME for the tables of a recipe, and not both")
+    if options.set and not options.recipe:
+        raise ValueError(f"--set {options.set[0]}: it changes a recipe; give one with --recipe")
+    job = apply_overrides(load_recipe(options.recipe), options.set) if options.recipe else None
+    if options.dry_run:
+        print(describe(job) if job is not None else options.tables)
+        return 0
+    from torchx_apps.cluster_plan import run
+
+    return run(options, job)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = build_parser("torchx_apps.plan", __doc__)
+    parser.set_defaults(recipe=None)
+    parser.add_argument("--tables", help="NAME=ROWSxDIM, or NAME=ROWSxDIMxIDS with the mean ids of a row; K, M and B; by commas")
+    parser.add_argument("--world-size", type=int, default=8, help="devices, a process each")
+    parser.add_argument("--local-world-size", type=int, help="devices of a host; 8, or all where there are fewer")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--hbm", type=float, default=80.0, help="GiB of memory of a GPU")
+    parser.add_argument("--ddr", type=float, default=1024.0, help="GiB of memory of a host; beside GPUs 0: tables stay on them")
+    parser.add_argument("--intra", type=float, default=600.0, help="GiB/s that a device sends to those of its host")
+    parser.add_argument("--inter", type=float, default=12.5, help="GiB/s that a device sends to those of other hosts")
+    parser.add_argument("--memory-rate", type=float, default=0.0, help="GiB/s of the memory of tables; TorchRec's figure where 0")
+    parser.add_argument("--reserve", type=float, default=0.15, help="share of memory for all but tables")
+    parser.add_argument("--batch-size", type=int, help="rows of a device and step; the recipe's, or 1024")
+    parser.add_argument("--sharding", help="auto, or one sharding type for every table; the recipe's, or auto")
+    parser.add_argument("--optimizer", help="of the tables; the recipe's, or row_wise_adagrad")
+    parser.add_argument("--out", type=Path, help="folder for plan.txt, plan.json and a picture of memory by rank")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
