@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
@@ -31,7 +32,8 @@ class GradientNotFiniteError(ValueError):
 class HybridOptimizer(CombinedOptimizer):
     """TorchRec's CombinedOptimizer, whose step first looks at the gradient, limits its norm and decays weights.
 
-    All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without another exchange.
+    All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without another exchange;
+    where ranks hold different towers, one number more is exchanged in each step.
     While ranks are apart (:class:`LocalSGD`) each sees its own gradient: it clips by its own norm, and what it finds is told when
     the ranks meet again.
 
@@ -43,6 +45,8 @@ class HybridOptimizer(CombinedOptimizer):
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
         of_tables: what moves each table, by its name, and
         of_layers: each dense parameter, by its name: for a captured step, which moves them by the same rules.
+        holders: where ranks hold different towers, by name of a parameter how many ranks hold it; None where all ranks hold all.
+        device: of this rank; the CPU where not given.
     """
 
     def __init__(
@@ -55,9 +59,11 @@ class HybridOptimizer(CombinedOptimizer):
         clip_norm: float = 0.0,
         of_tables: Mapping[str, Choice] | None = None,
         of_layers: Mapping[str, Choice] | None = None,
+        holders: Mapping[str, int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__([fused, *tables, *dense, *(("sharded_adam", adam) for adam in sharded)])
-        self._sharded = sharded
+        self._sharded, self._holders, self._device = sharded, holders, device
         self.clip_norm, self.of_tables, self.of_layers = clip_norm, of_tables or {}, of_layers or {}
         self._names = {parameter: name for _, keyed in (*tables, *dense) for name, parameter in keyed.params.items()}
         self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
@@ -93,10 +99,10 @@ class HybridOptimizer(CombinedOptimizer):
 
     def _gradient_is_good(self) -> bool:
         """Looks at the gradient and limits its norm."""
-        parameters = [parameter for parameter in self._names if parameter.grad is not None]
-        if not parameters:
+        parameters: list[Any] = [parameter for parameter in self._names if parameter.grad is not None]
+        if not parameters and self._holders is None:
             return True
-        self.gradient_norm = get_total_norm([parameter.grad for parameter in parameters])
+        self.gradient_norm = self._norm(parameters)
         if self.gradient_norm.device.type == "cpu" and not torch.isfinite(self.gradient_norm):
             if not self.apart:
                 raise GradientNotFiniteError(self.explain_gradient())
@@ -105,6 +111,19 @@ class HybridOptimizer(CombinedOptimizer):
         if self.clip_norm:
             clip_grads_with_norm_(parameters, self.clip_norm, self.gradient_norm)
         return True
+
+    def _norm(self, parameters: list[Any]) -> Tensor:
+        """Of the gradient of the whole model, the same on every rank."""
+        if self._holders is None:
+            return get_total_norm([parameter.grad for parameter in parameters])
+        square = torch.zeros((), device=self._device)
+        by_count: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            by_count.setdefault(self._holders[self._names[parameter]], []).append(parameter.grad)
+        for count, gradients in by_count.items():
+            square += get_total_norm(gradients).square() / count
+        dist.all_reduce(square)
+        return square.sqrt()
 
     def _decay(self) -> None:
         for group in self._own_groups:
@@ -119,9 +138,14 @@ class HybridOptimizer(CombinedOptimizer):
                     parameter.mul_(left)
 
     def explain_gradient(self) -> str:
-        """Which gradients are not finite."""
+        """Which gradients are not finite; where ranks hold different towers, all ranks call it."""
         grads = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
-        bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()] or list(grads)
+        bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
+        if self._holders is not None:
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, bad)
+            bad = list(dict.fromkeys(name for names in ranks for name in names))
+        bad = bad or list(grads)
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         return f"the gradient of {', '.join(bad[:3])}{more} is not finite"
 

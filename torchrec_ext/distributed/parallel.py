@@ -18,7 +18,7 @@ from torchrec_ext.distributed.row_decay import decay_sharded_rows
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharded_adam import sharded_adams
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
-from torchrec_ext.distributed.tower_sharding import TowerSharder
+from torchrec_ext.distributed.tower_sharding import ShardedTowers, TowerSharder
 
 
 def hybrid_parallel(
@@ -86,6 +86,7 @@ def _optimizer(
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     tables = {name: value for name, value in parameters.items() if name.startswith(paths)}
     dense = {name: value for name, value in parameters.items() if name not in tables}
+    placed = next((module for module in model.module.modules() if isinstance(module, ShardedTowers)), None)
     return HybridOptimizer(
         model.fused_optimizer,
         keyed_optimizers("replicated_tables", tables, {name: choices[name.split(".")[-2]] for name in tables}),
@@ -94,4 +95,6 @@ def _optimizer(
         clip_norm=clip_norm,
         of_tables=choices,
         of_layers=layers,
+        holders=None if placed is None else placed.holders(model.module, parameters),
+        device=model.device,
     )

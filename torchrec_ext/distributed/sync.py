@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from torchrec_ext.distributed.averaging import Averager
 from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError, HybridOptimizer
+from torchrec_ext.distributed.placement import TowerPlan
 from torchrec_ext.distributed.sync_config import LOCAL, OptimizerState, SyncConfig
 from torchrec_ext.distributed.tables import collections
 
@@ -172,8 +173,8 @@ class LocalSGD(EveryStep):
 
     def _state(self) -> list[Tensor]:
         states = self._optimizer.state
-        own = [state for parameter in _parameters(self._optimizer) for state in states.get(parameter, {}).values()]
-        return [state for state in own if isinstance(state, Tensor) and state.is_floating_point() and state.numel() > 1]
+        own = [item for parameter in _parameters(self._optimizer) for item in states.get(parameter, {}).items()]
+        return [state for name, state in own if name != "step" and isinstance(state, Tensor)]
 
     def meet(self) -> None:
         """All ranks learn whether one has a fault, or is not where the others are.
@@ -252,8 +253,15 @@ def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
         config: the mode.
 
     Raises:
-        ValueError: a model or optimizer of another make, which only ``every_step`` takes.
+        ValueError: a model or optimizer of another make, or towers on ranks of their own, which only ``every_step`` takes.
     """
+    plans = model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
+    placed = next((own.placement for own in plans if isinstance(own, TowerPlan)), None)
+    if placed is not None and config.mode != "every_step":
+        raise ValueError(
+            f"sync.mode={config.mode}, but plan.towers={placed} gives ranks different towers, which have no mean to meet at; "
+            "leave sync.mode at every_step, or plan.towers at data_parallel"
+        )
     if config.mode not in LOCAL:
         return EveryStep()
     if not (isinstance(model, DistributedModelParallel) and isinstance(optimizer, HybridOptimizer)):

@@ -8,7 +8,7 @@ model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -272,10 +272,11 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
             ]
         )
 
-    @property
-    def placed(self) -> dict[str, int]:
-        """By tower of this rank, on how many ranks it is."""
-        return {name: len(self._placement.ranks[name]) for name in self._run}
+    def holders(self, model: nn.Module, names: Iterable[str]) -> dict[str, int]:
+        """How many ranks hold each of these parameters of ``model``, by name."""
+        path = next(path for path, module in model.named_modules() if module is self)
+        counts = {f"{path}.{tower}.".lstrip("."): len(self._placement.ranks[tower]) for tower in self._run}
+        return {name: next((n for tower, n in counts.items() if name.startswith(tower)), self._world_size) for name in names}
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:

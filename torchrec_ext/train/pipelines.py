@@ -41,7 +41,10 @@ def make_pipeline(
 def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module) -> list[str]:
     """Paths of sharded modules whose input dist the pipeline does not overlap; known after the first step.
 
-    TorchRec says nothing when it cannot follow a module's input by ``getattr`` from the batch.
+    TorchRec says nothing when it cannot follow a module's input by ``getattr`` from the batch. The tables of towers that have ranks
+    of their own belong to the towers, one module whose input dist is that of all.
     """
     pipelined = {id(module) for module in pipeline._pipelined_modules}
-    return [path for path, module in model.named_modules() if isinstance(module, ShardedModule) and id(module) not in pipelined]
+    sharded = {path: module for path, module in model.named_modules() if isinstance(module, ShardedModule)}
+    outermost = [path for path in sharded if not any(path.startswith(f"{other}.") for other in sharded)]
+    return [path for path in outermost if id(sharded[path]) not in pipelined]
