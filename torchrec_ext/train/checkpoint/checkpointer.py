@@ -150,13 +150,16 @@ class Checkpointer:
                 parts[name] = Parts(
                     (own.rows, len(there)), [Part(like.new_empty(count, len(there)), (row, 0)) for row, count in rows.items()]
                 )
-        dcp.load(
-            {**wanted, **parts},
-            storage_reader=reader(path),
-            planner=LoadPlanner(),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
+        try:
+            dcp.load(
+                {**wanted, **parts},
+                storage_reader=reader(path),
+                planner=LoadPlanner(),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except CheckpointException as error:
+            raise CheckpointError(f"checkpoint '{path}' could not be read: {_cause(error)}") from None
         state.count(counted)
         for name, held in parts.items():
             own, there = state.row_states[name], tuple(saved["row_parts"][name])
@@ -240,11 +243,9 @@ class Checkpointer:
         )
 
     def _why(self, path: str, needed: int, error: BaseException) -> str:
-        causes = list(getattr(error, "failures", {}).values()) or [error]
-        cause = causes[0][0] if isinstance(causes[0], tuple) else causes[0]
         if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed // 10:
             return self._no_space(path, needed, free)
-        return f"checkpoint '{path}' could not be written: {type(cause).__name__}: {cause}; the one before it is as it was"
+        return f"checkpoint '{path}' could not be written: {_cause(error)}; the one before it is as it was"
 
     def _names(self, path: str) -> list[str]:
         """The files of this rank."""
@@ -300,6 +301,13 @@ def _slots(state: ModelState) -> set[str]:
 
 def _without_tensors(state: ModelState) -> dict[str, Any]:
     return {name: RowState(own.widths, own.rows) for name, own in state.row_states.items()}
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong on the first rank on which something did, in one line."""
+    failures = list(getattr(error, "failures", {}).values())
+    cause = failures[0][0] if failures else error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _bytes(state: State) -> int:

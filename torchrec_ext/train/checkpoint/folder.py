@@ -47,7 +47,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Of the whole checkpoints, the newest first."""
-        return sorted((step for step, whole in self._found() if whole), reverse=True)
+        return sorted((step for _, step, whole in self._found() if whole), reverse=True)
 
     def begin(self, step: int) -> None:
         """Makes an empty place to write to.
@@ -80,11 +80,9 @@ class CheckpointFolder:
 
     def clean(self) -> list[str]:
         """Removes what was never finished, and says what."""
-        left = [f"step-{step:010d}" for step, whole in self._found() if not whole]
+        left = [name for name, _, whole in self._found() if not whole]
         for name in left:
-            for path in (f"{self.root}/{name}", f"{self.root}/{name}{_PARTIAL}"):
-                if self.files.exists(path) and not self.files.exists(f"{path}/{manifest.NAME}"):
-                    self.files.rm(path, recursive=True)
+            self.files.rm(f"{self.root}/{name}", recursive=True)
         return left
 
     def prune(self, keep: int, spare: Iterable[int] = ()) -> None:
@@ -138,8 +136,8 @@ class CheckpointFolder:
         held.flush()
         self._lock = held
 
-    def _found(self) -> list[tuple[int, bool]]:
-        """(step, whether it is whole) of everything that was begun here."""
+    def _found(self) -> list[tuple[str, int, bool]]:
+        """(name, step, whether it is whole) of everything that was begun here."""
         if not self.files.exists(self.root):
             return []
         found = []
@@ -148,7 +146,7 @@ class CheckpointFolder:
             match = _NAME.fullmatch(name.removesuffix(_PARTIAL))
             if match:
                 whole = not name.endswith(_PARTIAL) and self.files.exists(f"{path}/{manifest.NAME}")
-                found.append((int(match[1]), whole))
+                found.append((name, int(match[1]), whole))
         return found
 
 

@@ -50,7 +50,7 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
     if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(f"{where} is of format {version}, this version reads up to {FORMAT}: update torchrec-ext")
-    if sha != _of(whole):
+    if sha != _of(whole) or data != sealed(whole):
         raise CheckpointError(f"{where} is damaged: its content does not fit its digest")
     return whole  # type: ignore[no-any-return]
 

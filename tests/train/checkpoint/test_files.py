@@ -1,0 +1,249 @@
+"""What is damaged is found and named, what is half written is none, and nothing in a checkpoint runs."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.examples import small_model
+from torchrec_ext.distributed.explain import size_text
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint import checkpointer as module
+from torchrec_ext.train.checkpoint import manifest
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder
+from torchrec_ext.train.checkpoint.state import model_state
+from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
+
+HERE = Runtime()
+SOME = {"files": {"a": {"bytes": 1, "sha256": "0"}}, "step": 3}
+
+
+def filled(value: float) -> Any:
+    model = small_model(torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def saved(folder: Path, *steps: int, keep: int = 9) -> list[str]:
+    """A checkpoint of each step, every weight of which is the step."""
+    checkpointer = Checkpointer(str(folder), HERE, keep=keep)
+    for step in steps:
+        checkpointer.save(step, model_state(filled(step)), content={"step": step})
+    checkpointer.close()
+    return [checkpointer.folder.path(step) for step in steps]
+
+
+def values(model: Any) -> set[float]:
+    return {float(value) for parameter in model.parameters() for value in parameter.detach().unique()}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of steps 1 and 2; to be copied before it is damaged."""
+    folder = tmp_path_factory.mktemp("two")
+    saved(folder, 1, 2)
+    (folder / "lock").unlink()
+    return folder
+
+
+def test_every_flipped_bit_and_every_cut_is_found_and_the_one_before_used(two: Path, tmp_path: Path) -> None:
+    draw = random.Random(0)
+    lines: list[str] = []
+    for trial in range(100):
+        folder = tmp_path / str(trial)
+        shutil.copytree(two, folder)
+        checkpointer = Checkpointer(str(folder), HERE)
+        victim = draw.choice(sorted(Path(checkpointer.folder.path(2)).iterdir()))
+        data = bytearray(victim.read_bytes())
+        if trial % 4 == 0:
+            victim.write_bytes(data[: draw.randrange(len(data))])
+        elif trial % 25 == 1:
+            victim.unlink()
+        else:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            victim.write_bytes(data)
+        assert checkpointer.last_good(lines.append) == checkpointer.folder.path(1), (trial, victim.name)
+        if victim.name != manifest.NAME or victim.exists():
+            assert victim.name in lines[-1], lines[-1]
+            assert lines[-1].endswith("the one before it is used")
+    assert len(lines) >= 95
+
+
+def test_a_file_of_another_step_is_found(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, tmp_path / "c")
+    checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
+    one, other = (Path(checkpointer.folder.path(step)) for step in (1, 2))
+    shutil.copy(one / "__0_0.distcp", other / "__0_0.distcp")
+    assert "__0_0.distcp is damaged" in str(checkpointer.damage(str(other)))
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("exploded",)
+
+
+def test_a_crafted_index_runs_nothing(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(two, tmp_path / "c")
+    checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
+    path = checkpointer.folder.path(2)
+    Path(path, ".metadata").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CheckpointError, match=r"\.metadata is not the index of a checkpoint: it names posix\.mkdir"):
+        checkpointer.load(path, model_state(filled(0)))
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_crafted_tensor_runs_nothing(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(two, tmp_path / "c")
+    checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
+    path = checkpointer.folder.path(2)
+    index = checkpointer.metadata(path)
+    for name in {stored.relative_path for stored in index.storage_data.values()}:
+        with Path(path, name).open("r+b") as file:
+            for stored in index.storage_data.values():
+                file.seek(stored.offset)
+                file.write(pickle.dumps(Bomb()).ljust(stored.length, b"."))
+    with pytest.raises(CheckpointError, match=r"step-0000000002' could not be read: UnpicklingError: Weights only load failed"):
+        checkpointer.load(path, model_state(filled(0)))
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.unit
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(b"[" * 100_000, 0, 0)
+@given(st.binary(max_size=300), st.integers(0, 10**6), st.integers(0, 255))
+def test_any_bytes_are_refused_in_words(noise: bytes, place: int, byte: int) -> None:
+    whole = bytearray(manifest.sealed(SOME))
+    whole[place % len(whole)] = byte
+    for data in (noise, bytes(whole)):
+        if data != manifest.sealed(SOME):
+            with pytest.raises(CheckpointError, match=r"^m is (damaged|of format)"):
+                manifest.opened(data, "m")
+    with pytest.raises(CheckpointError, match="is not the index of a checkpoint"):
+        read_metadata(noise, "i")
+
+
+@pytest.mark.unit
+def test_a_newer_format_says_so() -> None:
+    newer = json.dumps({"format": 99, "sha256": "0"}).encode()
+    with pytest.raises(CheckpointError, match=r"is of format 99, this version reads up to 1: update torchrec-ext"):
+        manifest.opened(newer, "m")
+
+
+def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(str(tmp_path), HERE, keep=2)
+    for step in (1, 2, 3, 4, 5):
+        checkpointer.save(step, model_state(filled(step)))
+        if step == 2:
+            checkpointer.wait()
+            checkpointer.mark_best(2, {"auc": 0.9})
+    checkpointer.close()
+    assert checkpointer.folder.steps() == [5, 4, 2]
+    assert checkpointer.folder.noted("best.json") == {"step": 2, "auc": 0.9}
+
+
+def test_what_was_never_finished_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
+    (path,) = saved(tmp_path, 1)
+    folder = CheckpointFolder(str(tmp_path))
+    shutil.copytree(path, folder.writing(2))
+    shutil.copytree(path, folder.path(3))
+    Path(folder.path(3), manifest.NAME).unlink()
+    assert folder.steps() == [1]
+    assert sorted(folder.clean()) == ["step-0000000002.partial", "step-0000000003"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["lock", "step-0000000001"]
+
+
+def test_two_jobs_do_not_write_one_folder(tmp_path: Path) -> None:
+    first = Checkpointer(str(tmp_path), HERE)
+    with pytest.raises(CheckpointError, match=rf"is being written by process {os.getpid()} on .*--run-dir"):
+        Checkpointer(str(tmp_path), HERE)
+    first.close()
+
+
+def test_another_model_is_refused_by_every_difference(tmp_path: Path) -> None:
+    (path,) = saved(tmp_path, 1)
+    model = small_model(torch.device("cpu"), interaction="dot")
+    model.towers["user"].mlp[0] = torch.nn.Linear(33, 20)  # type: ignore[index]
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer(str(tmp_path / "other"), HERE).load(path, model_state(model))
+    said = str(caught.value)
+    assert "dense.towers.user.mlp.0.weight is (20, 33) and was saved as (16, 33)" in said
+    assert "dense.interaction.mlp.0.weight is not in this model" in said
+    assert values(model) - {1.0}, "nothing was written"
+
+
+def test_a_full_disk_is_told_in_bytes_and_the_one_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = saved(tmp_path, 1)
+    (tmp_path / "lock").unlink()
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
+    checkpointer = Checkpointer(str(tmp_path), HERE)
+    needed = sum(parameter.numel() * 4 for parameter in filled(0).parameters())
+    checkpointer.save(2, model_state(filled(2)))
+    with pytest.raises(CheckpointError, match=f"no space left for checkpoint .*step-0000000002'.*needs {size_text(needed)}"):
+        checkpointer.wait()
+    assert checkpointer.last_good() == path
+
+
+def test_a_url_works_as_a_path_does() -> None:
+    folder = "memory://checkpoints/a"
+    checkpointer = Checkpointer(folder, HERE, keep=1)
+    for step in (1, 2):
+        checkpointer.save(step, model_state(filled(step)))
+    checkpointer.wait()
+    model = filled(0)
+    assert checkpointer.folder.steps() == [2]
+    path = checkpointer.last_good()
+    assert path == "memory://checkpoints/a/step-0000000002"
+    checkpointer.load(path, model_state(model))
+    assert values(model) == {2.0}
+
+
+def _save_for_ever(folder: str, state: dict[str, Tensor]) -> None:
+    torch.set_num_threads(1)
+    checkpointer = Checkpointer(folder, HERE, keep=2)
+    for step in range(1, 10**6):
+        checkpointer.save(step, model_state(filled(step)))
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_former_or_the_new_one_is_there(tmp_path: Path) -> None:
+    draw, context = random.Random(0), multiprocessing.get_context("spawn")
+    found: set[int] = set()
+    for trial in range(50):
+        folder = tmp_path / str(trial)
+        process = context.Process(target=_save_for_ever, args=(str(folder), {}), daemon=True)
+        process.start()
+        while not list(folder.glob("step-*/manifest.json")):
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.3)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+        checkpointer = Checkpointer(str(folder), HERE)
+        lines: list[str] = []
+        path = checkpointer.last_good(lines.append)
+        assert path is not None
+        assert not lines, "a renamed checkpoint is whole"
+        checkpointer.load(path, model_state(model := filled(0)))
+        step = int(path[-10:])
+        assert values(model) == {float(step)}, "a mixture of two steps"
+        checkpointer.folder.clean()
+        assert not list(folder.glob("*.partial"))
+        found.add(step)
+        checkpointer.close()
+    assert len(found) > 3
