@@ -13,7 +13,7 @@ from torchrec.distributed.train_pipeline.runtime_forwards import EmbeddingPipeli
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.train_pipeline.utils import _start_embedding_lookup
 from torchrec.distributed.types import LazyNoWait
-from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_ext.batch import TowerBatch
@@ -73,13 +73,19 @@ def semi_sync_pipeline(
         forward: calls the model in its place.
 
     Raises:
-        ValueError: a table is data_parallel: its DDP takes one forward before each backward.
+        ValueError: a table is data_parallel: its DDP takes one forward before each backward; or ``stash_gradients`` with tables
+            that :class:`ShardedAdam` moves, since TorchRec then leaves out the optimizer's first step.
     """
     replicated = _replicated_tables(model)
     if replicated:
         raise ValueError(
             f"sync.mode=semi_sync: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up the next batch "
             "before this one's backward; shard them, as with plan.sharding=table_wise, or choose another sync.mode"
+        )
+    if sync.stash_gradients and isinstance(optimizer, CombinedOptimizer) and "sharded_adam" in dict(optimizer.optimizers):
+        raise ValueError(
+            "sync.stash_gradients: no kernel runs this device's adam or lazy_adam, and a table's step cannot be left out, as "
+            "TorchRec leaves out the first; set optimizer.tables to adagrad, row_wise_adagrad or sgd, or sync.stash_gradients=false"
         )
     make = SemiSyncOnCpu if device.type == "cpu" else TrainPipelineSemiSync
     return make(

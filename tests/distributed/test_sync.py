@@ -1,0 +1,245 @@
+"""Every step, local SGD, DiLoCo and semi-sync: what is equal to what, and what ranks exchange, over real gloo processes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import META, batches, small_model
+from torchrec_ext.distributed.averaging import WHOLE_WEIGHTS, Averager
+from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync import synchronised
+from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.train.pipelines import make_pipeline
+
+SGD = OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5)
+ADAM = OptimizerConfig(tables="adam", tables_lr=0.01, dense="adam", dense_lr=0.01)
+STEPS = 12
+SHARDINGS = ("data_parallel", "row_wise")
+
+
+def made(runtime: Runtime, sharding: str, optimizer: OptimizerConfig = SGD) -> Any:
+    model = small_model(META)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizer)  # type: ignore[arg-type]
+    return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=7)
+
+
+def whole(model: nn.Module, optimizer: HybridOptimizer) -> list[Tensor]:
+    """Copies of what this rank holds whole."""
+    return [parameter.detach().clone() for parameter in (*optimizer.replicated_tables, *optimizer.dense_parameters)]
+
+
+def steps(runtime: Runtime, parallel: Any, optimizer: Any, sync: SyncConfig, count: int = STEPS) -> Callable[[], None]:
+    """One step at a call, on TorchRec's pipeline."""
+    pipeline = make_pipeline(parallel, optimizer, runtime.device, sync=sync)
+    own = batches(count, rank=runtime.rank, world_size=runtime.world_size)
+    return lambda: pipeline.progress(own)
+
+
+def ran(runtime: Runtime, sharding: str, sync: SyncConfig, optimizer: OptimizerConfig = SGD) -> dict[str, Tensor] | None:
+    """The weights after 12 steps."""
+    parallel, keyed = made(runtime, sharding, optimizer)
+    with synchronised(parallel, keyed, sync):
+        step = steps(runtime, parallel, keyed, sync)
+        for _ in range(STEPS):
+            step()
+    return gather_state(parallel)
+
+
+ONE = {"every": 1}
+SAME: dict[str, tuple[str, SyncConfig, OptimizerConfig]] = {
+    **{f"every step, {sharding}": (sharding, SyncConfig(), SGD) for sharding in SHARDINGS},
+    **{f"local, k = 1, {sharding}": (sharding, SyncConfig(mode="local_sgd", **ONE), SGD) for sharding in SHARDINGS},
+    "diloco, k = 1": ("data_parallel", SyncConfig(mode="diloco", outer_lr=1.0, outer_momentum=0.0, **ONE), SGD),
+    "semi-sync after a long warm-up": ("row_wise", SyncConfig(mode="semi_sync", warmup=STEPS), SGD),
+    "post-local, not begun": ("data_parallel", SyncConfig(mode="local_sgd", every=4, warmup=STEPS), SGD),
+}
+PAIRS = {
+    "local, k = 4": SyncConfig(mode="local_sgd", every=4),
+    "diloco, k = 4": SyncConfig(mode="diloco", every=4, outer_lr=1.0, outer_momentum=0.0),
+}
+
+
+def weights_by_mode(runtime: Runtime) -> dict[str, Any]:
+    found = {name: ran(runtime, *case) for name, case in SAME.items()}
+    found |= {name: ran(runtime, "data_parallel", sync, ADAM) for name, sync in PAIRS.items()}
+    found["adam, every step"] = ran(runtime, "data_parallel", SyncConfig(), ADAM)
+    return found | {"apart": apart(runtime), "exchanged": exchanged(runtime), "state": states(runtime), "rows": rows_sent(runtime)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(weights_by_mode, 2)
+
+
+@pytest.mark.parametrize("name", list(SAME)[1:])
+def test_with_sgd_k_of_1_is_every_step(two_ranks: list[dict[str, Any]], name: str) -> None:
+    assert_close(two_ranks[0][name], two_ranks[0]["every step, data_parallel"], 1e-6)
+
+
+def test_with_adam_diloco_without_an_outer_optimizer_is_local_sgd_but_not_every_step(two_ranks: list[dict[str, Any]]) -> None:
+    local, diloco = (two_ranks[0][name] for name in PAIRS)
+    assert_close(diloco, local, 1e-6)
+    every = two_ranks[0]["adam, every step"]
+    assert max(float((every[name] - value).abs().max()) for name, value in local.items()) > 1e-3
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def apart(runtime: Runtime) -> dict[str, Any]:
+    """What each rank holds whole after every step, for both local modes, with a phase of 3 after 2 steps together."""
+    found = {}
+    for name, sync in {
+        "local": SyncConfig(mode="local_sgd", every=3, warmup=2),
+        "diloco": SyncConfig(mode="diloco", every=3, warmup=2),
+    }.items():
+        parallel, keyed = made(runtime, "data_parallel", ADAM)
+        after = []
+        with synchronised(parallel, keyed, sync) as ranks:
+            step = steps(runtime, parallel, keyed, sync)
+            for _ in range(9):
+                step()
+                after.append(whole(parallel, keyed))
+            ranks.settle()
+            after.append(whole(parallel, keyed))
+            step()
+        found[name] = [*after, whole(parallel, keyed)]
+    return found
+
+
+@pytest.mark.parametrize("mode", ["local", "diloco"])
+def test_ranks_are_equal_after_every_kth_step_when_settled_and_at_the_end_and_only_then(
+    two_ranks: list[dict[str, Any]], mode: str
+) -> None:
+    first, second = (rank["apart"][mode] for rank in two_ranks)
+    equal = [all(torch.equal(*pair) for pair in zip(*tensors, strict=True)) for tensors in zip(first, second, strict=True)]
+    together, settled, left = [True, True], True, True
+    assert equal == [*together, False, False, True, False, False, True, False, settled, left]
+
+
+def exchanged(runtime: Runtime) -> dict[str, Any]:
+    """Collectives of each of four steps under a mode, the last of which ends with a meeting where there is one."""
+    found = {}
+    for sharding, sync in (
+        ("data_parallel", SyncConfig()),
+        ("data_parallel", SyncConfig(mode="local_sgd", every=4, warmup=3)),
+        ("row_wise", SyncConfig()),
+        ("row_wise", SyncConfig(mode="local_sgd", every=4, warmup=3)),
+    ):
+        parallel, keyed = made(runtime, sharding)
+        with synchronised(parallel, keyed, sync) as ranks:
+            step = steps(runtime, parallel, keyed, sync)
+            for _ in range(3):  # DDP tells all ranks once how it sorts its buckets, in the third
+                step()
+            found[f"{sharding}, {sync.mode}"] = [collectives(step) for _ in range(4)]
+            assert ranks.silent == (sync.mode == "local_sgd" and sharding == "data_parallel")
+    return found
+
+
+def collectives(step: Callable[[], Any]) -> int:
+    """How many the backend has run in a step, DDP's included."""
+    group = dist.group.WORLD
+    before = group._get_sequence_number_for_group()
+    step()
+    return int(group._get_sequence_number_for_group() - before)
+
+
+def test_between_two_averages_nothing_is_exchanged_but_the_rows_of_sharded_tables(two_ranks: list[dict[str, Any]]) -> None:
+    found = two_ranks[0]["exchanged"]
+    assert found["data_parallel, every_step"] == [3] * 4, "the gradients of the dense layers and of two collections"
+    assert found["data_parallel, local_sgd"] == [0, 0, 0, 2], "when they meet: faults and steps in one, and the weights"
+    together, local = found["row_wise, every_step"][0], found["row_wise, local_sgd"]
+    assert local == [together - 1] * 3 + [together + 1], "all but the gradient of the dense layers"
+
+
+def states(runtime: Runtime) -> dict[str, Any]:
+    """Adam's moments on this rank just before and just after ranks meet, by treatment."""
+    found = {}
+    for treatment in ("keep", "average"):
+        parallel, keyed = made(runtime, "data_parallel", ADAM)
+        sync = SyncConfig(mode="local_sgd", every=STEPS, optimizer_state=treatment)  # type: ignore[arg-type]
+        with synchronised(parallel, keyed, sync) as ranks:
+            step = steps(runtime, parallel, keyed, sync)
+            for _ in range(5):
+                step()
+            before = moments(keyed)
+            ranks.settle()
+            found[treatment] = (before, moments(keyed))
+    return found
+
+
+def moments(optimizer: HybridOptimizer) -> list[Tensor]:
+    own = [optimizer.state[p] for p in (*optimizer.replicated_tables, *optimizer.dense_parameters)]
+    return [state[name].clone() for state in own for name in ("exp_avg", "exp_avg_sq")]
+
+
+def test_moments_stay_a_ranks_own_unless_they_are_averaged_too(two_ranks: list[dict[str, Any]]) -> None:
+    (before, after), (other_before, other_after) = (rank["state"]["keep"] for rank in two_ranks)
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(after, other_after, strict=True))
+    (before, after), (other_before, other_after) = (rank["state"]["average"] for rank in two_ranks)
+    for one, other, mean, same in zip(before, other_before, after, other_after, strict=True):
+        torch.testing.assert_close(mean, (one + other) / 2, rtol=0, atol=1e-7)
+        assert torch.equal(mean, same)
+
+
+def rows_sent(runtime: Runtime) -> dict[str, Any]:
+    """A large table of which the ranks move three rows, one of them both."""
+    table, small = torch.zeros(WHOLE_WEIGHTS // 8 + 1, 8), torch.zeros(4, 8)
+    averager = Averager([table, small], [])
+    for row in ([5, 9], [9, 2])[runtime.rank]:
+        table[row] += runtime.rank + 1.0
+    small += runtime.rank
+    averager.average()
+    first = averager.sent
+    averager.average()
+    return {"table": table, "small": small, "sent": (first, averager.sent)}
+
+
+def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        found = rank["rows"]
+        assert found["sent"] == (3 * 8 + 4 * 8, 4 * 8)
+        assert found["table"][[2, 5, 9], 0].tolist() == [1.0, 0.5, 1.5]
+        assert float(found["table"].abs().sum()) == 8 * 3.0
+        assert found["small"].unique().tolist() == [0.5]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"mode": "local"}, "mode='local': must be one of every_step, local_sgd, diloco, semi_sync"),
+        ({"mode": "local_sgd", "every": 0}, "every=0: must be 1 step or more"),
+        ({"mode": "local_sgd", "warmup": -1}, "warmup=-1: must be 0 steps or more"),
+        ({"mode": "local_sgd", "optimizer_state": "reset"}, "optimizer_state='reset': must be one of keep, average"),
+        ({"mode": "diloco", "outer_lr": 0.0}, "outer_lr=0.0: must be a positive number"),
+        ({"mode": "diloco", "outer_momentum": 1.0}, "outer_momentum=1.0: must be at least 0 and below 1"),
+        ({"every": 8}, "every=8: only for mode=local_sgd or diloco, but mode=every_step"),
+        ({"mode": "local_sgd", "outer_lr": 1.0}, "outer_lr=1.0: only for mode=diloco, but mode=local_sgd"),
+        ({"mode": "diloco", "stash_gradients": True}, "stash_gradients=True: only for mode=semi_sync, but mode=diloco"),
+    ],
+)
+def test_settings_that_cannot_be_or_would_do_nothing_are_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SyncConfig(**fields)
+    assert str(error.value) == told
+
+
+@pytest.mark.unit
+def test_a_model_of_another_make_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^sync.mode=local_sgd needs the model and the optimizer that hybrid_par"):
+        synchronised(nn.Linear(1, 1), KeyedOptimizer({}, {}, []), SyncConfig(mode="local_sgd"))

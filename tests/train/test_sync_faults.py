@@ -1,0 +1,167 @@
+"""train() under local SGD: faults of one rank end all with one message, evaluations see equal ranks, unequal loaders are told."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contracts import run_ranks
+from tests.distributed.test_sync import ADAM, made, steps, whole
+from tests.train.test_loop import Batches
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync import LocalSGD, UnevenStepsError
+from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.train.even_steps import exactly
+from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, train
+
+SHARDINGS = ("data_parallel", "row_wise")
+LOCAL = SyncConfig(mode="local_sgd", every=5)
+
+
+def all_laws(runtime: Runtime) -> dict[str, Any]:
+    faults = {
+        f"{fault}, {sharding}": spoiled(runtime, fault, sharding) for fault in ("label", "gradient") for sharding in SHARDINGS
+    }
+    return {**faults, "evaluated": evaluated(runtime), "uneven": uneven(runtime), "own loop": own_loop(runtime)} | clipped(runtime)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(all_laws, 2)
+
+
+def spoiled(runtime: Runtime, fault: str, sharding: str) -> dict[str, Any]:
+    """Rank 1 meets what is no number at step 4, in the midst of steps 2 to 6 that each rank takes alone; an epoch has 8."""
+    parallel, optimizer = made(runtime, sharding, OptimizerConfig())
+    loader = Batches(runtime, 8)
+    if runtime.rank == 1 and fault == "label":
+        list(loader)[3].labels[:2] = float("nan")
+    if runtime.rank == 1 and fault == "gradient":
+        calls: list[int] = []
+
+        def infinite_at_step_4(gradient: Tensor) -> Tensor:
+            calls.append(1)
+            return gradient / 0 if len(calls) == 4 else gradient
+
+        dict(parallel.named_parameters())["towers.user.mlp.0.bias"].register_hook(infinite_at_step_4)
+    with pytest.raises(TrainingDivergedError) as error:
+        train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2), sync=LOCAL)
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in whole(parallel, optimizer))
+    return {"told": str(error.value), "step": error.value.step, "finite": finite}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_label_that_is_no_number_on_one_rank_ends_all_before_it_is_written(two_ranks: list[Any], sharding: str) -> None:
+    first, second = (rank[f"label, {sharding}"] for rank in two_ranks)
+    assert first == second
+    assert (first["step"], first["finite"]) == (4, True)
+    assert first["told"].startswith(
+        "the loss is nan on rank(s) [1] at step 4 of epoch 0: the label is nan in row 0 and 1 more of the batch on rank 1; "
+        "nothing was written by this step; "
+    )
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_gradient_that_is_no_number_on_one_rank_ends_all_and_names_it(two_ranks: list[Any], sharding: str) -> None:
+    first, second = (rank[f"gradient, {sharding}"] for rank in two_ranks)
+    assert first == second
+    assert (first["step"], first["finite"]) == (4, True)
+    assert first["told"].startswith("the gradient of towers.user.mlp.0.bias is not finite on rank 1 at step 4 of epoch 0; no dense")
+
+
+def evaluated(runtime: Runtime) -> list[list[Tensor]]:
+    """What each rank holds whole when it is evaluated, and at the end, under an interval that no epoch's length divides."""
+    parallel, optimizer = made(runtime, "data_parallel", ADAM)
+    seen: list[list[Tensor]] = []
+
+    def look() -> dict[str, Any]:
+        seen.append(whole(parallel, optimizer))
+        return {}
+
+    config = TrainConfig(epochs=3, eval_every=2)
+    train(parallel, optimizer, Batches(runtime, 7), runtime, config, evaluate=look, sync=SyncConfig(mode="diloco", every=4))
+    return [*seen, whole(parallel, optimizer)]
+
+
+def test_evaluations_and_the_caller_find_equal_ranks(two_ranks: list[Any]) -> None:
+    first, second = (rank["evaluated"] for rank in two_ranks)
+    assert len(first) == 3
+    assert all(torch.equal(*pair) for tensors in zip(first, second, strict=True) for pair in zip(*tensors, strict=True))
+
+
+def uneven(runtime: Runtime) -> dict[str, str]:
+    """Rank 1's loader has one batch more."""
+    told = {}
+    for mode in ("every_step", "local_sgd"):
+        parallel, optimizer = made(runtime, "row_wise")
+        with pytest.raises(UnevenStepsError) as error:
+            train(parallel, optimizer, Batches(runtime, 3 + runtime.rank), runtime, sync=SyncConfig(mode=mode))  # type: ignore[arg-type]
+        told[mode] = str(error.value)
+    return told
+
+
+def test_loaders_of_unequal_length_are_told_on_every_rank_before_the_first_step(two_ranks: list[Any]) -> None:
+    first, second = (rank["uneven"] for rank in two_ranks)
+    assert first == second
+    for told in first.values():
+        assert told.startswith("loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4: every rank must")
+
+
+def own_loop(runtime: Runtime) -> str:
+    """A loop of one's own, in which rank 1 takes two steps more than rank 0."""
+    parallel, optimizer = made(runtime, "data_parallel")
+    try:
+        with LocalSGD(parallel, optimizer, every=3):
+            step = steps(runtime, parallel, optimizer, SyncConfig())
+            for _ in range(5 + 2 * runtime.rank):
+                step()
+    except UnevenStepsError as error:
+        return str(error)
+    return "no error"
+
+
+def test_unequal_steps_of_a_loop_of_ones_own_are_told_where_ranks_meet(two_ranks: list[Any]) -> None:
+    for rank in two_ranks:
+        assert rank["own loop"].startswith("ranks have taken unequal numbers of steps, rank 0: 5, rank 1: 7: every rank's loader")
+
+
+def clipped(runtime: Runtime) -> dict[str, Any]:
+    """By how much a step of a rank of its own moves what it holds whole, at a rate of 1."""
+    config = OptimizerConfig(tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=1.0, clip_norm=0.01)
+    parallel, optimizer = made(runtime, "data_parallel", config)
+    with LocalSGD(parallel, optimizer, every=9):
+        step = steps(runtime, parallel, optimizer, SyncConfig())
+        step()
+        before = whole(parallel, optimizer)
+        step()
+        moved = [after - tensor for after, tensor in zip(whole(parallel, optimizer), before, strict=True)]
+    return {"norm": float(torch.cat([tensor.reshape(-1) for tensor in moved]).norm())}
+
+
+def test_clip_norm_limits_each_ranks_own_step(two_ranks: list[Any]) -> None:
+    assert [rank["norm"] for rank in two_ranks] == pytest.approx([0.01, 0.01], rel=1e-3)
+
+
+class Promised:
+    """A loader of ``given`` batches whose length says ``promised``."""
+
+    def __init__(self, promised: int, given: int) -> None:
+        self._promised, self._given = promised, given
+
+    def __len__(self) -> int:
+        return self._promised
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        return iter([None] * self._given)  # type: ignore[list-item]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("given", "told"), [(2, "only 2 batches"), (4, "more batches")])
+def test_a_loader_that_breaks_its_word_ends_its_rank(given: int, told: str) -> None:
+    assert len(list(exactly(Promised(3, 3)))) == 3
+    with pytest.raises(UnevenStepsError, match=rf"^loader: len\(loader\) is 3, but it gave {told}: other ranks count"):
+        list(exactly(Promised(3, given)))
