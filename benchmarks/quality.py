@@ -4,9 +4,10 @@
 
 Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --set ...`, or `torchx run` for more than
 one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept in the results file with
-its seed, figures and seconds, and is not trained again while its command and the recipe's settings are the same; so a killed
-benchmark continues. Figures are those after the last epoch, the mean over the seeds. Needs TORCHREC_EXT_DATA. Last lines: one JSON
-object for each id, `ratio` being the lowest of reached / required over its figures (of required / reached where less is better).
+its seed, settings, figures and seconds, so that a killed benchmark continues; it is not trained again while its command and its
+settings are the same (one that came into the package after it is taken to change nothing where it is not set). Figures are those
+after the last epoch, the mean over the seeds. Needs TORCHREC_EXT_DATA. Last lines: one JSON object for each id, `ratio` being the
+lowest of reached / required over its figures (of required / reached where less is better).
 
 --quick trains on generated data for about a minute, against figures known there.
 """
@@ -14,7 +15,7 @@ object for each id, `ratio` being the lowest of reached / required over its figu
 from __future__ import annotations
 
 import argparse
-import hashlib
+import dataclasses
 import json
 import os
 import shutil
@@ -68,8 +69,8 @@ class Results:
         self._runs: list[Row] = json.loads(path.read_text()) if path.exists() else []
 
     def find(self, key: Row) -> Row | None:
-        """The run of that command, if it is done."""
-        return next((run for run in self._runs if all(run.get(name) == value for name, value in key.items())), None)
+        """The run of that command with those settings, if it is done."""
+        return next((run for run in self._runs if all(_same(run.get(name), value) for name, value in key.items())), None)
 
     def add(self, run: Row) -> None:
         """Keeps a run."""
@@ -78,6 +79,12 @@ class Results:
         part = self._path.with_suffix(".part")
         part.write_text("[\n" + ",\n".join(json.dumps(run) for run in self._runs) + "\n]\n")
         part.replace(self._path)
+
+
+def _same(kept: Any, now: Any) -> bool:
+    if not isinstance(now, dict):
+        return bool(kept == now)
+    return isinstance(kept, dict) and all(name in now and now[name] == value for name, value in kept.items())
 
 
 def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
@@ -145,11 +152,20 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
     return done
 
 
-def settings(recipe: str, overrides: Sequence[str]) -> str:
-    """A digest of all that the recipe sets, defaults included: with other defaults it is another run."""
-    from torchx_apps.cli import apply_overrides, describe, load_recipe
+def settings(recipe: str, overrides: Sequence[str]) -> Row:
+    """All that the recipe sets, by dotted key, defaults included: with other defaults it is another run."""
+    from torchx_apps.cli import apply_overrides, load_recipe
 
-    return hashlib.sha256(describe(apply_overrides(load_recipe(recipe), overrides)).encode()).hexdigest()[:16]
+    job = apply_overrides(load_recipe(recipe), overrides)
+    return dict(_flat(dataclasses.asdict(dataclasses.replace(job, build=None, task=None))))
+
+
+def _flat(group: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in group.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
 
 
 def command(key: Row, folder: Path) -> list[str]:

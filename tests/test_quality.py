@@ -93,3 +93,12 @@ def test_a_finished_run_is_not_trained_again_and_a_killed_one_is(
     changed = {**row, "runs": {"model": {"recipe": "ncf", "set": ["train.epochs=2"]}}}
     quality.measure("Q", changed, 1, quality.Results(tmp_path / "results.json"))
     assert len(trained) == 4, "another command is another run"
+
+
+def test_other_defaults_make_another_run_and_a_setting_of_a_later_version_does_not(quality: ModuleType, tmp_path: Path) -> None:
+    kept = quality.Results(tmp_path / "results.json")
+    kept.add({"id": "Q", "settings": {"train.epochs": 2}})
+    assert kept.find({"id": "Q", "settings": {"train.epochs": 2, "train.new": 0}})
+    assert not kept.find({"id": "Q", "settings": {"train.epochs": 3}})
+    assert not kept.find({"id": "Q", "settings": {"train.passes": 2}}), "a setting that is gone"
+    assert quality.settings("ncf", ["train.epochs=2"])["train.epochs"] == 2
