@@ -29,9 +29,10 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "models": BASE | {"modules"},
     "distributed": {"batch", "timing", "modules.tower", "modules.towers"},
     "train": {"distributed", "batch", "timing"},
+    "networks": {"train", "distributed", "modules", "batch", "timing"},
     "retrieval": {"schema", "batch", "modules"},
     "diagnose": {"timing"},
-    "torchx_apps": BASE | {"data", "modules", "models", "distributed", "train", "retrieval", "diagnose", "stack"},
+    "torchx_apps": BASE | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "diagnose", "stack"},
     "components": set(),
 }
 

@@ -1,0 +1,3 @@
+"""Several networks in one job: K of one shape stacked into one, others beside each other on rank groups."""
+
+import torchrec_ext.needs_torch  # noqa: F401

@@ -1,0 +1,225 @@
+"""StackedOptimizer: each member of a stack moved by its own optimizer settings, members that agree in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_ext.distributed.choices import Choice
+from torchrec_ext.distributed.optimizers import OptimizerConfig, has_kernel
+from torchrec_ext.distributed.row_adam import touched
+from torchrec_ext.networks.skeleton import StackError
+from torchrec_ext.networks.stack import Stack
+from torchrec_ext.train.schedule import Schedule
+
+Schedules = tuple[Schedule, Schedule]  # of the tables and of the dense layers, as in a TrainConfig
+
+
+class _Weights(NamedTuple):
+    """Weights of all members, and their gradient: member k's are the k-th of K parts of the first axis."""
+
+    name: str
+    value: Tensor
+    grad: Tensor
+    is_table: bool
+
+
+class _Moved(NamedTuple):
+    """What one entry of an optimizer moves: the weights ``name`` of the members in ``members``."""
+
+    name: str
+    members: tuple[str, ...]
+    parameter: nn.Parameter
+    is_table: bool
+
+
+class StackedOptimizer:
+    """The optimizers of a stack's members, each with its own learning rates, decays and limit of the gradient's norm.
+
+    What each learns is what :func:`hybrid_parallel` would have it learn alone on one rank. All weights of members with one setting
+    move in one fused call; K settings are K calls.
+
+    Args:
+        stack: whose weights move.
+        configs: by member.
+        schedules: by member, how the rates of its tables and dense layers change; constant where not given.
+        steps: of the whole run, for the schedules.
+
+    Raises:
+        StackError: members with another kind of optimizer for the same weights, which one stack cannot hold; or a member without a
+            config.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        configs: Mapping[str, OptimizerConfig],
+        *,
+        schedules: Mapping[str, Schedules] | None = None,
+        steps: int = 0,
+    ) -> None:
+        if missing := [name for name in stack.members if name not in configs]:
+            raise StackError(f"no OptimizerConfig for {missing}: give one for each of {stack.members}")
+        self._stack, self._configs, self._schedules, self._steps = stack, dict(configs), dict(schedules or {}), steps
+        self._step = 0
+        choices = {name: _choices(stack, name, configs[name]) for name in stack.members}
+        self._inside = self._in_the_norm(choices)
+        self._moved: list[tuple[dict[str, Any], _Moved]] = []
+        kinds = dict.fromkeys(choice.kind for choice in choices[stack.members[0]].values())
+        self._optimizers = [self._optimizer(kind, choices) for kind in kinds]
+
+    def _optimizer(self, kind: str, choices: Mapping[str, Mapping[str, Choice]]) -> torch.optim.Optimizer:
+        groups: dict[Any, dict[str, Any]] = {}
+        first = choices[self._stack.members[0]]
+        for weights in _weights(self._stack, choices):
+            if first[weights.name].kind != kind:
+                continue
+            own = {member: (chosen[weights.name], self._schedule(member, weights.is_table)) for member, chosen in choices.items()}
+            _check_kinds(weights.name, {member: choice.kind for member, (choice, _) in own.items()})
+            for moved, (choice, schedule) in _runs(weights, own):
+                group = groups.setdefault((choice, schedule, moved.is_table), _group(choice, schedule))
+                group["params"].append(moved.parameter)
+                self._moved.append((group, moved))
+        made = next(choice for choice in first.values() if choice.kind == kind).unfused()[0]
+        options = {"fused": True} if made in (torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD) else {}
+        return made(list(groups.values()), **options)  # type: ignore[arg-type]
+
+    def _schedule(self, member: str, is_table: bool) -> Schedule:
+        return self._schedules.get(member, (Schedule(), Schedule()))[0 if is_table else 1]
+
+    def _in_the_norm(self, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
+        """As alone: what a kernel moves in its backward is outside of the limited norm."""
+        kinds = {name: choice.kind for name, choice in choices[self._stack.members[0]].items()}
+        found = _whole(self._stack)
+        device = self._stack.flat.device.type
+        return [weights for weights in found if not (weights.is_table and has_kernel(kinds[weights.name], device))]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Moves every member by the gradients of :meth:`Stack.backward`."""
+        limits = [self._configs[member].clip_norm for member in self._stack.members]
+        if any(limits):
+            self._clip(limits)
+        for group, moved in self._moved:
+            if group["schedule"].changes:
+                group["lr"] = group["choice"].lr * group["schedule"].factor(self._step, self._steps)
+            if group["choice"].weight_decay:
+                _decay(moved, 1 - group["lr"] * group["choice"].weight_decay)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self._step += 1
+
+    def _clip(self, limits: Sequence[float]) -> None:
+        grads = [weights.grad.view(len(limits), -1) for weights in self._inside]
+        norms = torch.stack([grad.square().sum(dim=1) for grad in grads]).sum(dim=0).sqrt()
+        most = norms.new_tensor([limit or float("inf") for limit in limits])
+        factors = (most / (norms + 1e-6)).clamp(max=1)[:, None]
+        for grad in grads:
+            grad.mul_(factors)
+
+    def rates(self, member: str) -> dict[str, float]:
+        """The learning rates of one member now, as a record shows them."""
+        own = [(moved.is_table, group["lr"]) for group, moved in self._moved if member in moved.members]
+        found = {"tables_lr": [lr for table, lr in own if table], "dense_lr": [lr for table, lr in own if not table]}
+        return {name: rates[0] for name, rates in found.items() if rates}
+
+    def kept(self, stack: Stack) -> StackedOptimizer:
+        """The same for a stack of some of the members, which go on where they are."""
+        own = {member: self._configs[member] for member in stack.members}
+        made = StackedOptimizer(stack, own, schedules=self._schedules, steps=self._steps)
+        made._step = self._step
+        states: dict[tuple[str, str], dict[str, Tensor]] = {}
+        for _, moved in self._moved:
+            states |= {(moved.name, member): part for member, part in zip(moved.members, self._state(moved), strict=True)}
+        for _, moved in made._moved:
+            parts = [states[moved.name, member] for member in moved.members]
+            state = {name: _together([part[name] for part in parts]) for name in parts[0]}
+            if state:
+                made._owner(moved.parameter).state[moved.parameter] = state
+        return made
+
+    def _owner(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        owners = (o for o in self._optimizers if any(p is parameter for group in o.param_groups for p in group["params"]))
+        return next(owners)
+
+    def _state(self, moved: _Moved) -> list[dict[str, Tensor]]:
+        state = self._owner(moved.parameter).state[moved.parameter]
+        count = len(moved.members)
+        parts: list[dict[str, Tensor]] = [{} for _ in moved.members]
+        for name, value in state.items():
+            chunks = value.chunk(count) if value.dim() else [value] * count
+            for part, chunk in zip(parts, chunks, strict=True):
+                part[name] = chunk
+        return parts
+
+
+def _choices(stack: Stack, member: str, config: OptimizerConfig) -> dict[str, Choice]:
+    """The optimizer of each table and dense parameter, by the names that the stack has for them."""
+    network = stack.networks[member]
+    tables = {f"{path}.{table.name}": table.name for path, own in stack.tables.items() for table in own.tables}
+    by_table = config.for_tables(network)
+    by_layer = config.for_layers(stack.own_names(member))
+    dense = dict(zip(stack.dense, by_layer.values(), strict=True))
+    return {name: by_table[table] for name, table in tables.items()} | dense
+
+
+def _whole(stack: Stack) -> list[_Weights]:
+    tables = [
+        _Weights(f"{path}.{table.name}", own.weight(table).detach(), own.weight(table).grad, True)  # type: ignore[arg-type]
+        for path, own in stack.tables.items()
+        for table in own.tables
+    ]
+    return [*tables, _Weights("", stack.flat, stack.flat_grad, False)]
+
+
+def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
+    """All dense weights as one where every member moves all of its own alike; else one by one."""
+    *tables, dense = _whole(stack)
+    if all(len({choices[member][name] for name in stack.dense}) <= 1 for member in stack.members):
+        return [*tables, *([dense._replace(name=next(iter(stack.dense)))] if stack.dense else [])]
+    grads = stack.dense_grads()
+    return [*tables, *(_Weights(name, value.detach(), grads[name], False) for name, value in stack.dense.items())]
+
+
+def _runs(weights: _Weights, own: Mapping[str, tuple[Choice, Schedule]]) -> list[tuple[_Moved, tuple[Choice, Schedule]]]:
+    """The weights of all members at once where they agree and lie together, else member by member."""
+    members = tuple(own)
+    if len(set(own.values())) == 1 and weights.value.is_contiguous():
+        return [(_moved(weights.name, members, weights.value, weights.grad, weights.is_table), own[members[0]])]
+    parts = zip(members, weights.value.chunk(len(members)), weights.grad.chunk(len(members)), strict=True)
+    return [(_moved(weights.name, (member,), value, grad, weights.is_table), own[member]) for member, value, grad in parts]
+
+
+def _moved(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_table: bool) -> _Moved:
+    parameter = nn.Parameter(value)
+    parameter.grad = grad
+    return _Moved(name, members, parameter, is_table)
+
+
+def _group(choice: Choice, schedule: Schedule) -> dict[str, Any]:
+    return {"params": [], **choice.unfused()[1], "choice": choice, "schedule": schedule}
+
+
+def _decay(moved: _Moved, left: float) -> None:
+    if not moved.is_table:
+        moved.parameter.mul_(left)
+        return
+    rows = touched(moved.parameter.grad)  # type: ignore[arg-type]
+    moved.parameter.index_copy_(0, rows, moved.parameter[rows] * left)
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if parts[0].dim() else parts[0]
+
+
+def _check_kinds(name: str, kinds: Mapping[str, str]) -> None:
+    first = next(iter(kinds))
+    other = next((member for member, kind in kinds.items() if kind != kinds[first]), None)
+    if other is not None:
+        raise StackError(
+            f"'{name}' is moved by {kinds[first]} in '{first}' and by {kinds[other]} in '{other}': one stack has one kind of "
+            "optimizer for each weight; give both the same optimizer.tables and optimizer.dense, or train them beside each other"
+        )

@@ -1,0 +1,181 @@
+"""Rewrites of a traced step: what vmap and autograd spell out in many kernels over whole matrices, said in few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+_aten = torch.ops.aten
+
+
+def rewrite(graph: GraphModule) -> GraphModule:
+    """``graph`` with the same results from fewer kernels; changed in place.
+
+    Columns that are laid side by side and cut apart again are left where they are; the gradient of a cut is no longer a matrix of
+    zeros for each piece and their sum; rows are picked and their gradients added row by row, not number by number; a bias is added
+    inside the product. Every node keeps the ``val`` of its meta, which tells its shape.
+    """
+    for change in (_same, _joined_gradients, _cut_of_joined, _same, _rows_picked, _rows_added, _bias_inside):
+        for node in list(graph.graph.nodes):
+            if node.op == "call_function":
+                change(node)
+        graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _shape(node: Any) -> list[int]:
+    return list(node.meta["val"].shape)
+
+
+def _replace(node: Any, target: Any, *args: Any) -> None:
+    """Puts ``target(*args)`` in the place of ``node``."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args)
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+
+
+def _insert(before: Node, target: Any, *args: Any) -> Node:
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, args)
+    made.meta["val"] = target(*[arg.meta["val"] if isinstance(arg, Node) else arg for arg in args])
+    return made
+
+
+def _same(node: Any) -> None:
+    """Views of the same shape, aliases, and factors of 1."""
+    views = (_aten.view.default, _aten.expand.default, _aten._unsafe_view.default)
+    if (
+        node.target in (_aten.alias.default, _aten.detach.default)
+        or (node.target in views and _shape(node) == _shape(node.args[0]))
+        or (node.target is _aten.slice.Tensor and _shape(node) == _shape(node.args[0]))
+        or (node.target is _aten.mul.Scalar and node.args[1] == 1)
+    ):
+        node.replace_all_uses_with(node.args[0])
+    elif node.target is _aten.transpose.int:
+        inner: Any = node.args[0]
+        if inner.op == "call_function" and inner.target is _aten.transpose.int and inner.args[1:] == node.args[1:]:
+            node.replace_all_uses_with(inner.args[0])
+
+
+def _joined_gradients(node: Any) -> None:
+    """A sum of the gradients of all pieces of a matrix is these side by side."""
+    if node.target is not _aten.add.Tensor:
+        return
+    leaves: list[Any] = list(_leaves(node))
+    if len(leaves) < 2 or any(leaf.target is not _aten.slice_backward.default for leaf in leaves):
+        return
+    sizes, dim = leaves[0].args[1:3]
+    if any(leaf.args[1:3] != (sizes, dim) or leaf.args[5] != 1 for leaf in leaves):
+        return
+    leaves.sort(key=lambda leaf: leaf.args[3])
+    ends = [min(leaf.args[4], sizes[dim]) for leaf in leaves]
+    if [leaf.args[3] for leaf in leaves] == [0, *ends[:-1]] and ends[-1] == sizes[dim]:
+        _replace(node, _aten.cat.default, [leaf.args[0] for leaf in leaves], dim)
+
+
+def _leaves(node: Any) -> Iterable[Node]:
+    if node.op == "call_function" and node.target is _aten.add.Tensor and not node.kwargs:
+        for part in node.args[:2]:
+            if isinstance(part, Node):
+                yield from _leaves(part)
+    else:
+        yield node
+
+
+def _cut_of_joined(node: Any) -> None:
+    """Columns cut from columns side by side are these; none of width 0 are joined."""
+    if node.target is _aten.cat.default:
+        dim = node.args[1] if len(node.args) > 1 else 0
+        parts = [part for part in node.args[0] if _shape(part)[dim]]
+        if len(parts) == 1:
+            node.replace_all_uses_with(parts[0])
+        elif len(parts) < len(node.args[0]):
+            node.args = (parts, dim)
+        return
+    source: Any = node.args[0] if node.args else None
+    if node.target is not _aten.slice.Tensor or source.op != "call_function" or source.target is not _aten.cat.default:
+        return
+    dim, start, stop = node.args[1:4]
+    if len(node.args) > 4 or (source.args[1] if len(source.args) > 1 else 0) != dim:
+        return
+    stop = min(stop, _shape(source)[dim])
+    place, taken = 0, []
+    for part in source.args[0]:
+        width = _shape(part)[dim]
+        if width and start >= place and stop <= place + width:
+            _replace(node, _aten.slice.Tensor, part, dim, start - place, stop - place)
+            return
+        if width and start <= place and place + width <= stop:
+            taken.append(part)
+        place += width
+    if taken and sum(_shape(part)[dim] for part in taken) == stop - start:
+        _replace(node, _aten.cat.default, taken, dim)
+
+
+def _picked_by(indices: Any) -> Any:
+    """The index of ``[arange over members, index]`` or ``[None, index]``, else None."""
+    if len(indices) != 2 or not isinstance(indices[1], Node):
+        return None
+    first = indices[0]
+    if first is None:
+        return indices[1] if len(_shape(indices[1])) == 1 else None
+    counted = (
+        first.op == "call_function" and first.target is _aten.unsqueeze.default and first.args[0].target is _aten.arange.default
+    )
+    return indices[1] if counted and len(_shape(indices[1])) == 2 else None
+
+
+def _moved(before: Node, indices: Any, rows: int) -> Node:
+    """(K x B,) the index of each member moved to its own ``rows``; made once for all who need it."""
+    members, index = indices
+    made: dict[int, Node] = index.meta.setdefault("moved", {})
+    if rows not in made:
+        sums = _insert(before, _aten.add.Tensor, _insert(before, _aten.mul.Tensor, members, rows), index)
+        made[rows] = _insert(before, _aten.view.default, sums, [-1])
+    return made[rows]
+
+
+def _rows_picked(node: Any) -> None:
+    if node.target is not _aten.index.Tensor or (index := _picked_by(node.args[1])) is None:
+        return
+    source: Any = node.args[0]
+    if len(_shape(index)) == 1:
+        _replace(node, _aten.index_select.default, source, 1, index)
+        return
+    members, rows, *rest = _shape(source)
+    flat = _insert(node, _aten.reshape.default, source, [members * rows, *rest])
+    picked = _insert(node, _aten.index_select.default, flat, 0, _moved(node, node.args[1], rows))
+    _replace(node, _aten.view.default, picked, _shape(node))
+
+
+def _rows_added(node: Any) -> None:
+    if node.target is not _aten.index_put.default or len(node.args) < 4 or (index := _picked_by(node.args[1])) is None:
+        return
+    zeros: Any = node.args[0]
+    values: Any = node.args[2]
+    if zeros.target not in (_aten.new_zeros.default, _aten.zeros.default):
+        return
+    if len(_shape(index)) == 1:
+        _replace(node, _aten.index_add.default, zeros, 1, index, values)
+        return
+    members, rows, *rest = _shape(node)
+    flat = _insert(node, _aten.view.default, zeros, [members * rows, *rest])
+    gradients = _insert(node, _aten.reshape.default, values, [-1, *rest])
+    added = _insert(node, _aten.index_add_.default, flat, 0, _moved(node, node.args[1], rows), gradients)
+    _replace(node, _aten.view.default, added, _shape(node))
+
+
+def _bias_inside(node: Any) -> None:
+    if node.target is not _aten.add.Tensor or node.kwargs:
+        return
+    bias, product = node.args[:2]
+    if not isinstance(bias, Node) or not isinstance(product, Node):
+        return
+    alone = product.target is _aten.bmm.default and len(product.users) == 1
+    if alone and bias.target is _aten.view.default and len(_shape(bias)) == 3 and _shape(bias)[1] == 1:
+        _replace(node, _aten.baddbmm.default, bias, *product.args)

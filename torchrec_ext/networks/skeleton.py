@@ -1,0 +1,195 @@
+"""Skeleton: a network without its weights, whose tables and dropout are told what they hold, so that K can run as one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.modules.codistillation import codistillation
+
+_FIELDS = ("dense", "labels", "weights", "total_weight", "log_q", "targets")
+_SHARED = ("dense", "index")
+
+
+class StackError(ValueError):
+    """These networks cannot be one stack; the message says why and what to do."""
+
+
+class Part:
+    """Stands for one KeyedJaggedTensor of a batch: a network may hand it to a collection, and read nothing of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise StackError(
+            f"the network reads batch.{self.name}.{attribute}, ids outside of an EmbeddingBagCollection, which differ from member "
+            "to member: it cannot be stacked; train it alone"
+        )
+
+
+def part_of(batch: TowerBatch, name: str) -> KeyedJaggedTensor:
+    """The KeyedJaggedTensor that a :class:`Part` of that name stands for."""
+    return batch.shared.sparse if name == "shared.sparse" else getattr(batch, name)  # type: ignore[union-attr]
+
+
+def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
+    """The tensors of a batch that are no ids, by name; those that it lacks are left out."""
+    found = {name: getattr(batch, name) for name in _FIELDS}
+    if batch.shared is not None:
+        found |= {f"shared.{name}": getattr(batch.shared, name) for name in _SHARED}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def batch_of(tensors: Mapping[str, Tensor]) -> TowerBatch:
+    """A batch of ``tensors``, its ids :class:`Part`s."""
+    shared: Any = None
+    if "shared.index" in tensors:
+        shared = SharedRows(Part("shared.sparse"), *(tensors[f"shared.{name}"] for name in _SHARED))
+    own: dict[str, Any] = {name: tensors.get(name) for name in _FIELDS}
+    return TowerBatch(sparse=Part("sparse"), shared=shared, joint=Part("joint"), weighted=Part("weighted"), **own)
+
+
+class _Pooled(KeyedTensor):
+    """TorchRec's KeyedTensor over tensors that lie apart: side by side only for who asks for that."""
+
+    def __init__(self, names: list[str], tensors: Sequence[Tensor]) -> None:
+        self._by_name = dict(zip(names, tensors, strict=True))
+
+    def keys(self) -> list[str]:
+        return list(self._by_name)
+
+    def values(self) -> Tensor:
+        return torch.cat(list(self._by_name.values()), dim=1)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return dict(self._by_name)
+
+    def length_per_key(self) -> list[int]:
+        return [tensor.shape[1] for tensor in self._by_name.values()]
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._by_name[key]
+
+
+class _Tables(nn.Module):
+    """In the place of a collection: returns what it is told that the look-up gave."""
+
+    def __init__(self, path: str, collection: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.path, self.reads = path, ""
+        configs = list(collection.embedding_bag_configs())
+        self.names = [name for names in get_embedding_names_by_table(configs) for name in names]
+        self.widths = [table.embedding_dim for table in configs for _ in table.feature_names]
+        self.pooled: Sequence[Tensor] | None = None
+        self.strides: Mapping[str, int] = {}
+
+    def forward(self, features: Part) -> KeyedTensor:
+        if self.pooled is not None:
+            return _Pooled(self.names, self.pooled)
+        if self.reads:
+            raise StackError(f"the network looks up '{self.path}' more than once a step: it cannot be stacked; train it alone")
+        self.reads = features.name
+        return _Pooled(self.names, [torch.zeros(self.strides[features.name], width) for width in self.widths])
+
+
+class _Dropout(nn.Module):
+    """In the place of a dropout layer: multiplies by the noise that the member's own generator drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape: torch.Size | None = None
+        self.noise: Tensor | None = None
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.shape = values.shape
+        return values if self.noise is None else values * self.noise
+
+
+class Learner(nn.Module):
+    """A network, and the loss that it learns by: its own, or with codistillation."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, batch: TowerBatch, peers: Tensor | None = None, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The loss, (), and the logits, (B,), detached; with ``weight`` times the codistillation of ``peers`` (P, B)."""
+        if peers is None or weight is None:
+            loss, output = self.network(batch)
+            return loss, output.logits.detach()
+        logits = self.network.logits(batch)  # type: ignore[operator]
+        loss = self.network.loss(logits, batch) + weight * codistillation(logits, batch, peers)  # type: ignore[operator]
+        return loss, logits.detach()
+
+
+class Skeleton:
+    """A network of which the weights, the look-ups and the noise of dropout come from outside.
+
+    Args:
+        network: one of a stack; its weights are not kept.
+        batch: one of its batches, from which it is seen what each collection reads and how wide each dropout layer is.
+
+    Raises:
+        StackError: it has parts that cannot be stacked.
+    """
+
+    def __init__(self, network: nn.Module, batch: TowerBatch) -> None:
+        self.tables: dict[str, _Tables] = {}
+        self.dropouts: list[_Dropout] = []
+        replaced: dict[int, Any] = {}
+        for path, module in network.named_modules():
+            if isinstance(module, EmbeddingCollection | nn.modules.batchnorm._BatchNorm):
+                raise StackError(
+                    f"layer '{path}' is a {type(module).__name__}: only EmbeddingBagCollections and layers that keep no statistics "
+                    "are stacked; train the network alone"
+                )
+            if isinstance(module, EmbeddingBagCollection):
+                self.tables[path] = replaced[id(module)] = _Tables(path, module)
+        replaced |= {id(module): _Dropout() for module in network.modules() if isinstance(module, nn.Dropout)}
+        for module in network.modules():
+            if isinstance(module, nn.Dropout):
+                self.dropouts.append(replaced[id(module)])
+        # The copy holds the weights of dense layers until it is called with others; tables are not copied.
+        self.learner = Learner(copy.deepcopy(network, replaced)).train()
+        self.parameters = [name for name, _ in self.learner.named_parameters()]
+        self._probe(batch)
+
+    def _probe(self, batch: TowerBatch) -> None:
+        tensors = tensors_of(batch)
+        names = ["sparse", *(["shared.sparse"] if batch.shared is not None else []), "joint", "weighted"]
+        strides = {name: part.stride() for name in names if (part := part_of(batch, name)) is not None}
+        for table in self.tables.values():
+            table.strides = strides
+        order: list[_Dropout] = []
+        hooks = [layer.register_forward_hook(lambda layer, *_: order.append(layer)) for layer in self.dropouts]
+        with torch.no_grad():
+            self.learner(batch_of({name: value.cpu() for name, value in tensors.items()}))
+        for hook in hooks:
+            hook.remove()
+        if len(set(order)) < len(order):
+            raise StackError("a dropout layer runs more than once a step: the network cannot be stacked; train it alone")
+        self.dropouts = order
+
+    @contextmanager
+    def holding(self, pooled: Mapping[str, Sequence[Tensor]], noise: Sequence[Tensor]) -> Iterator[Learner]:
+        """The learner, whose look-ups give ``pooled`` by path, and whose dropout layers multiply by ``noise`` in their order."""
+        for path, table in self.tables.items():
+            table.pooled = pooled[path]
+        for layer, drawn in zip(self.dropouts, noise, strict=False):
+            layer.noise = drawn
+        try:
+            yield self.learner
+        finally:
+            for table in self.tables.values():
+                table.pooled = None
+            for layer in self.dropouts:
+                layer.noise = None
