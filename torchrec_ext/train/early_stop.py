@@ -74,6 +74,14 @@ class EarlyStopWatch:
             self.best = {"best": value, "best_epoch": record["epoch"], "best_step": record["step"]}
         return better
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it has seen, as JSON holds it."""
+        return {"since": self._since, "best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As if it had seen what another one has."""
+        self._since, self.best = int(state["since"]), state["best"]
+
     def stops(self) -> dict[str, Any] | None:
         """What a record says of the end, where the run should end now."""
         if self.best is None or self._since < self._config.patience:

@@ -34,15 +34,15 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
         )
 
 
-def exactly(loader: SizedBatches) -> Iterator[TowerBatch]:
-    """The batches of an epoch.
+def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
+    """The batches of an epoch that remain ``after`` so many of them.
 
     Raises:
         UnevenStepsError: they are not ``len(loader)``, as was promised to the other ranks. It ends this rank at once, and thereby
             the others, which would wait for it.
     """
-    number = 0
-    for number, batch in enumerate(loader, 1):
+    number = after
+    for number, batch in enumerate(loader, after + 1):
         if number > len(loader):
             break
         yield batch

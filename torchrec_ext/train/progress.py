@@ -21,6 +21,15 @@ class Window:
         self._runtime = runtime
         self._reset()
 
+    def restart(self) -> None:
+        """Forgets what was added since the last record."""
+        self._reset()
+
+    @property
+    def sums(self) -> Tensor:
+        """(3,) float64 of this rank since the last record, for a checkpoint to keep; writing it goes on from there."""
+        return self._sums
+
     def _reset(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
         self._start = time.perf_counter()
@@ -50,14 +59,21 @@ class Window:
 class Progress:
     """A bar on a terminal; elsewhere a line per record, since a log file keeps every redraw of a bar."""
 
-    def __init__(self, total: int, visible: bool) -> None:
+    def __init__(self, total: int, visible: bool, done: int = 0) -> None:
         self._terminal = sys.stderr.isatty()
         self._visible = visible
         self._total = total
-        self._bar = tqdm(total=total, unit="step", disable=not (visible and self._terminal))
+        self._bar = tqdm(total=total, initial=done, unit="step", disable=not (visible and self._terminal))
+        self._steps = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process has made one step."""
+        return self._steps == 1
 
     def advance(self) -> None:
         """One step further."""
+        self._steps += 1
         self._bar.update()
 
     def show(self, record: dict[str, Any]) -> None:

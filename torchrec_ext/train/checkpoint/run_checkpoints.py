@@ -1,0 +1,241 @@
+"""RunCheckpoints: everything that a run needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.config import CheckpointConfig
+from torchrec_ext.train.checkpoint.parts import State
+from torchrec_ext.train.checkpoint.state import model_state
+
+_TENSOR = "a tensor of the checkpoint"
+
+
+@runtime_checkable
+class ResumableLoader(Protocol):
+    """A loader that knows where it stands; those of ``torchrec_ext.data`` do."""
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Starts an epoch at its first step."""
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """Where the stream stands after ``step`` steps of this epoch."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state`` was taken.
+
+        Raises:
+            ValueError: it is of another stream.
+        """
+
+
+@dataclass
+class Position:
+    """Where a run stands: ``done`` steps of ``epoch``, ``step`` steps in all.
+
+    Args:
+        epoch: counted from 0.
+        done: steps of this epoch.
+        step: steps of the run.
+        ended: whether the epoch has been evaluated, so that the next one begins.
+        history: the records so far.
+    """
+
+    epoch: int = 0
+    done: int = 0
+    step: int = 0
+    ended: bool = False
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def begin(self, epoch: int) -> None:
+        """Stands before the first step of ``epoch``."""
+        self.epoch, self.done, self.ended = epoch, 0, False
+
+
+class Resumable(Protocol):
+    """What has a state that JSON can hold, such as an EarlyStopWatch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As it was."""
+
+
+class Sums(Protocol):
+    """What has been added up since the last record."""
+
+    @property
+    def sums(self) -> Tensor:
+        """Of this rank."""
+
+
+class Run(Protocol):
+    """What is saved of a run: the attributes of the loop's."""
+
+    model: nn.Module
+    optimizer: KeyedOptimizer
+    runtime: Runtime
+    at: Position
+
+    @property
+    def loader(self) -> Any:
+        """Of the training batches."""
+
+    @property
+    def watch(self) -> Resumable:
+        """Of early stopping."""
+
+    @property
+    def window(self) -> Sums:
+        """Of the next record."""
+
+
+class RunCheckpoints:
+    """Saves a run as ``config`` says, and puts it back where it was.
+
+    A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. Kept are weights,
+    optimizer rows and counts, the loader's place, the random states of each rank (dropout), records and early stopping; schedules
+    follow from the step. On another number of ranks each rank draws its dropout anew.
+
+    Args:
+        checkpointer: where they are.
+        config: when.
+        resume: path of the checkpoint to begin from; None begins anew.
+        about: more for the manifest, such as the job's settings; JSON can hold it.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        config: CheckpointConfig,
+        *,
+        resume: str | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._checkpointer, self._config, self._resume, self._about = checkpointer, config, resume, about or {}
+
+    def restore(self, run: Run) -> Position:
+        """Loads the checkpoint to begin from, if there is one, and says where the run stands.
+
+        Raises:
+            CheckpointError: it is of another model.
+            ValueError: the loader does not resume, or data or batch size are not what they were.
+        """
+        if not isinstance(run.loader, ResumableLoader):
+            raise ValueError(
+                f"checkpoints need a loader with state_dict(step=) and load_state_dict(), and {_kind(run.loader)} lacks them"
+            )
+        if self._resume is None:
+            return Position()
+        metadata = self._checkpointer.metadata(self._resume)
+        extra: State = {
+            name: torch.empty(held.size, dtype=held.properties.dtype)
+            for name, held in metadata.state_dict_metadata.items()
+            if name.startswith(("loader.", f"rank.{run.runtime.rank}."))
+        }
+        saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
+        content = saved["content"]
+        position = Position(**content["position"])
+        run.watch.load_state_dict(content["watch"])
+        if saved["world_size"] == run.runtime.world_size:
+            _restore_rank(extra, run)
+        try:
+            run.loader.load_state_dict(_with_tensors(content["loader"], extra))
+        except ValueError as error:
+            if self._config.changed == "refuse":
+                raise ValueError(
+                    f"checkpoint '{self._resume}': {error}; or leave out the rest of that epoch with checkpoint.changed=next_epoch"
+                ) from None
+            position.ended = True
+        return position
+
+    def after_step(self, run: Run) -> None:
+        """Saves, where the config says so."""
+        if self._config.steps and run.at.step % self._config.steps == 0:
+            self.save(run)
+
+    def after_epoch(self, run: Run, *, last: bool, best: bool) -> None:
+        """Saves, where the config says so or this was the ``last`` epoch; keeps it where it is the ``best`` so far."""
+        config = self._config
+        due = (config.epochs and (run.at.epoch + 1) % config.epochs == 0) or (config.steps and run.at.step % config.steps == 0)
+        if due or (config.saves and (last or best)):
+            self.save(run)
+            if best:
+                self._checkpointer.mark_best(run.at.step, run.watch.state_dict()["best"] or {})
+
+    def save(self, run: Run) -> None:
+        """Begins to save."""
+        extra: State = dict(_of_rank(run))
+        content = {
+            **self._about,
+            "versions": _versions(),
+            "position": vars(run.at),
+            "watch": run.watch.state_dict(),
+            "loader": _without_tensors(run.loader.state_dict(step=run.at.done), "loader", extra),
+        }
+        self._checkpointer.save(run.at.step, model_state(run.model, run.optimizer), extra, content)
+
+    def close(self) -> None:
+        """Waits for the last one to be written."""
+        self._checkpointer.close()
+
+
+def _kind(thing: Any) -> str:
+    return f"a {type(thing).__name__}"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("torchrec-ext", "torch", "torchrec"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _of_rank(run: Run) -> State:
+    """What each rank has of its own: the random states that dropout draws from, and sums for the next record."""
+    own = {"cpu": torch.get_rng_state(), "sums": run.window.sums}
+    if run.runtime.device.type == "cuda":
+        own["cuda"] = torch.cuda.get_rng_state(run.runtime.device)
+    return {f"rank.{run.runtime.rank}.{name}": state for name, state in own.items()}
+
+
+def _restore_rank(states: State, run: Run) -> None:
+    own = {name.rpartition(".")[2]: state for name, state in states.items() if name.startswith("rank.")}
+    torch.set_rng_state(own["cpu"])  # type: ignore[arg-type]
+    run.window.sums.copy_(own["sums"])  # type: ignore[arg-type]
+    if "cuda" in own and run.runtime.device.type == "cuda":
+        torch.cuda.set_rng_state(own["cuda"], run.runtime.device)  # type: ignore[arg-type]
+
+
+def _without_tensors(tree: Any, path: str, tensors: State) -> Any:
+    """What JSON can hold of a state; its tensors go to ``tensors`` by their path."""
+    if isinstance(tree, Mapping):
+        return {key: _without_tensors(value, f"{path}.{key}", tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_without_tensors(value, f"{path}.{number}", tensors) for number, value in enumerate(tree)]
+    if isinstance(tree, Tensor):
+        tensors[path] = tree
+        return {_TENSOR: path}
+    return tree
+
+
+def _with_tensors(tree: Any, tensors: State) -> Any:
+    if isinstance(tree, Mapping):
+        return tensors[tree[_TENSOR]] if _TENSOR in tree else {key: _with_tensors(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_with_tensors(value, tensors) for value in tree]
+    return tree
