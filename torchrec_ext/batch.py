@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torchrec_ext.needs_torch  # noqa: F401
 
@@ -108,3 +108,36 @@ class TowerBatch(_Fields):
         rows, ids = (slice(queries), slice(place)) if first else (slice(queries, None), slice(place, None))
         weights = bags.weights_or_none()
         return JaggedTensor(bags.values()[ids], lengths=lengths[rows], weights=None if weights is None else weights[ids])
+
+
+class Resident(Protocol):
+    """Rows in memory or on a device, of which a batch is made by torch ops alone."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The rows."""
+
+    def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
+        """The batch of a step; all shapes follow from those of the arguments.
+
+        Args:
+            tensors: the rows, or what stands for them while a step is captured.
+            drawn: see :class:`DrawnStep`.
+        """
+
+
+@dataclass
+class DrawnStep:
+    """One step before its batch is made: a captured step makes it inside, where nothing is copied twice.
+
+    Args:
+        tensors: the numbers of its rows and what was drawn for them, of the same shapes in all steps.
+        source: makes the batch.
+    """
+
+    tensors: tuple[Tensor, ...]
+    source: Resident
+
+    def batch(self) -> TowerBatch:
+        """The batch."""
+        return self.source.assemble(self.source.tensors, self.tensors)

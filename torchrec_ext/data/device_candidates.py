@@ -65,6 +65,8 @@ class DeviceCandidates:
         self._positives = torch.from_numpy(positives.astype(np.int64)).to(device)
         self._count = negatives
         self._sampler = None
+        # On the CPU the same draws in numpy are several times cheaper.
+        self._host = sampler if device.type == "cpu" else None
         if sampler is not None and negatives:
             users = rows["user_id"].values.astype(np.int64)
             self._users = torch.from_numpy(users).to(device)
@@ -76,8 +78,13 @@ class DeviceCandidates:
         if self._sampler is None:
             return Drawn(positives[:, None], None)
         users = self._users.index_select(0, rows)
-        ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
-        own = self._sampler.log_q(users, positives.clamp(min=1))
+        if self._host is not None:
+            drawn = self._host.draw(users.numpy(), rows.numpy(), epoch, self._count)
+            ids, log_q = torch.from_numpy(drawn.ids), torch.from_numpy(drawn.log_q)
+            own = torch.from_numpy(self._host.log_q(users.numpy(), positives.clamp(min=1).numpy()))
+        else:
+            ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
+            own = self._sampler.log_q(users, positives.clamp(min=1))
         return Drawn(torch.cat([positives[:, None], ids], dim=1), torch.cat([own[:, None], log_q], dim=1))
 
     def lengths(self, rows: Tensor, epoch: int) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -45,6 +46,17 @@ class DeviceTable:
         self._numbers = self._matrix(list(floats.values()), torch.float32)
         self._ragged = {name: self._bag(column) for name, column in ids.items() if column.ragged}
         self.ragged = tuple(self._ragged)
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """(N, F1) int64 ids and (N, Ff) float32 numbers."""
+        return self._ids, self._numbers
+
+    def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
+        """This table with other :attr:`matrices`, such as those that stand for them while a step is captured."""
+        made = copy.copy(self)
+        made._ids, made._numbers = ids, numbers
+        return made
 
     def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, Bags]:
         """Of the columns ``names`` that this table has; ``totals`` says how many ids those of a ragged column hold together.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.batch_streams import on_device, on_host
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.epochs import Epochs
@@ -18,6 +18,7 @@ from torchrec_ext.data.labelled_rows import labelled_rows as labelled_rows
 from torchrec_ext.data.loader_config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader_config import Sampling as Sampling
 from torchrec_ext.data.mixed_candidates import MixedCandidates
+from torchrec_ext.data.resident import ResidentRows
 from torchrec_ext.data.samplers import Sampler, Stateful, check_sampler
 from torchrec_ext.data.samplers import training_negatives as training_negatives
 from torchrec_ext.data.share import Share
@@ -112,6 +113,16 @@ class ChunkLoader(Epochs):
 
     def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         return self._rows.batches(epoch, start)
+
+    def steps(self) -> Iterator[DrawnStep | TowerBatch]:
+        """As :meth:`__iter__`, but a step of rows on a device whose bags hold one id each is a :class:`DrawnStep`."""
+        if not (isinstance(self._rows, ResidentRows) and self._rows.fixed):
+            yield from self
+            return
+        start, self._start = self._start, 0
+        for step, item in enumerate(self._rows.drawn(self._epoch, start), start=start + 1):
+            self._step = step
+            yield item
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """See :meth:`Epochs.state_dict`; with the sampler's state, where it has one."""

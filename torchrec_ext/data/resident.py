@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.batch import DrawnStep, SharedRows, TowerBatch
 from torchrec_ext.data.blocks import Layout
 from torchrec_ext.data.columns import Chunk, Column, concatenate
-from torchrec_ext.data.device_candidates import DeviceCandidates
+from torchrec_ext.data.device_candidates import DeviceCandidates, Drawn
 from torchrec_ext.data.device_table import Bags, DeviceTable
 from torchrec_ext.data.loader_config import LoaderConfig
 from torchrec_ext.data.memory import order_of
@@ -21,6 +21,15 @@ from torchrec_ext.data.row_groups import RowGroup, Source
 from torchrec_ext.data.share import Share
 from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.schema.features import Keys
+
+_STEPS_AHEAD = 64  # drawn at a time
+
+
+class _Place(NamedTuple):
+    """Where a batch's rows and its candidates' features are."""
+
+    rows: DeviceTable
+    items: DeviceTable | None
 
 
 class ResidentRows:
@@ -60,6 +69,7 @@ class ResidentRows:
         where = RowGroup(name="the rows in memory", file=0, number=0, rows=rows.num_rows)
         self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
         self._width = 1 + config.negatives
+        self._place = _Place(self._table, candidates.table if candidates else None)
 
     def fingerprint(self) -> dict[str, Any]:
         """See :meth:`Batches.fingerprint`."""
@@ -73,7 +83,44 @@ class ResidentRows:
         everyone = [numbers[step * size : (step + 1) * size] for step in range(start, count)]
         mine = [rows[self._share.part(len(rows))] for rows in everyone]
         for rows, own, totals in zip(everyone, mine, self._totals(mine, epoch), strict=True):
-            yield self._batch(own, totals, self._total_weight(rows), epoch)
+            drawn = self._candidates.draw(own, epoch) if self._candidates else None
+            yield self._batch(self._place, own, drawn, totals, self._total_weight(rows))
+
+    @property
+    def fixed(self) -> bool:
+        """Whether each bag of every column holds one id, so that :meth:`drawn` has steps."""
+        return not self._table.ragged and not (self._candidates and self._candidates.table.ragged)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See :class:`Resident`."""
+        return (*self._table.matrices, *(self._candidates.table.matrices if self._candidates else ()))
+
+    def drawn(self, epoch: int, start: int) -> Iterator[DrawnStep | TowerBatch]:
+        """The steps of :meth:`batches` before their batches are made, drawn many at a time; a last one that is not full is a batch.
+
+        Only where :attr:`fixed`.
+        """
+        order, size = order_of(self._config, self.num_rows, epoch), self._config.batch_size
+        numbers, full = torch.from_numpy(order).to(self._device), self.num_rows // size
+        part = self._share.part(size)
+        for first in range(start, full, _STEPS_AHEAD):
+            everyone = numbers[first * size : min(first + _STEPS_AHEAD, full) * size].view(-1, size)
+            mine = everyone[:, part].contiguous()
+            parts = [mine, torch.stack([self._total_weight(rows) for rows in everyone])]
+            if self._candidates is not None:
+                found = self._candidates.draw(mine.view(-1), epoch)
+                parts += [drawn.view(*mine.shape, -1) for drawn in found if drawn is not None]
+            for step in zip(*(stacked.unbind() for stacked in parts), strict=True):
+                yield DrawnStep(step, self)
+        yield from self.batches(epoch, max(start, full))
+
+    def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
+        """See :class:`Resident`; ``drawn`` are the numbers of the rows, the weight of the global batch, and the candidates."""
+        rows, total_weight, *found = drawn
+        items = self._candidates.table.over(*tensors[2:]) if self._candidates else None
+        candidates = Drawn(found[0], found[1] if len(found) > 1 else None) if found else None
+        return self._batch(_Place(self._table.over(*tensors[:2]), items), rows, candidates, {}, total_weight)
 
     def _totals(self, mine: list[Tensor], epoch: int) -> list[dict[str, int]]:
         """By step, how many ids the bags of each ragged column of its batch hold."""
@@ -96,19 +143,21 @@ class ResidentRows:
             return torch.full((), len(everyone) * self._width / ranks, device=self._device)
         return self._table.numbers(everyone)[self._config.weight].double().sum().float() * self._width / ranks
 
-    def _batch(self, rows: Tensor, totals: Mapping[str, int], total_weight: Tensor, epoch: int) -> TowerBatch:
+    def _batch(
+        self, place: _Place, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int], total_weight: Tensor
+    ) -> TowerBatch:
         users, width = self._share.rows(self._config.batch_size), self._width
-        bags, numbers, log_q = self._columns(rows, totals, epoch)
+        bags, numbers, log_q = self._columns(place, rows, drawn, totals)
         shared = None
         if self._schema.shared:
             shared = SharedRows(
                 sparse=self._keyed(bags, self._schema.shared_keys, users),
                 dense=self._dense(numbers, users, shared=True),
-                index=torch.arange(users, device=self._device).repeat_interleave(width),
+                index=torch.arange(users, device=self._device).repeat_interleave(width, output_size=users * width),
             )
         labels, weights = (torch.zeros(users, width, device=self._device) for _ in range(2))
         halves = (users, users * width) if shared else (users * width,)
-        own = self._table.numbers(rows)
+        own = place.rows.numbers(rows)
         labels[: len(rows), 0] = own[self._config.label] if self._config.label else 1.0
         weights[: len(rows)] = own[self._config.weight][:, None] if self._config.weight else 1.0
         return TowerBatch(
@@ -132,19 +181,18 @@ class ResidentRows:
         return targets.flatten(0, 1)
 
     def _columns(
-        self, rows: Tensor, totals: Mapping[str, int], epoch: int
+        self, place: _Place, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int]
     ) -> tuple[dict[str, Bags], dict[str, Tensor], Tensor | None]:
         """(bags, numbers, log_q) of a batch before its padding: those of the rows, and of their candidates."""
         names, shared = [*self._schema.keys, *self._schema.weight_columns], self._schema.shared
-        repeated = rows if self._width == 1 else rows.repeat_interleave(self._width)
-        bags = self._table.bags(repeated, [name for name in names if name not in shared], totals)
-        bags |= self._table.bags(rows, [name for name in names if name in shared], totals) if shared else {}
-        numbers = self._table.numbers(repeated) | {name: v for name, v in self._table.numbers(rows).items() if name in shared}
-        if self._candidates is None:
+        repeated = rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
+        bags = place.rows.bags(repeated, [name for name in names if name not in shared], totals)
+        bags |= place.rows.bags(rows, [name for name in names if name in shared], totals) if shared else {}
+        numbers = place.rows.numbers(repeated) | {name: v for name, v in place.rows.numbers(rows).items() if name in shared}
+        if drawn is None or place.items is None:
             return bags, numbers, None
-        drawn = self._candidates.draw(rows, epoch)
-        ids, items = drawn.ids.reshape(-1), self._candidates.table
-        bags, numbers = bags | items.bags(ids, names, totals), numbers | items.numbers(ids)
+        ids = drawn.ids.reshape(-1)
+        bags, numbers = bags | place.items.bags(ids, names, totals), numbers | place.items.numbers(ids)
         size = self._share.rows(self._config.batch_size) * self._width
         return bags, numbers, None if drawn.log_q is None else _padded(drawn.log_q.reshape(-1), size)
 
@@ -153,11 +201,12 @@ class ResidentRows:
         sizes = [rows[at % len(rows)] for at in range(len(keys.features))]
         lengths = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
         values, start = [torch.empty(0, dtype=torch.int64, device=self._device)], 0
-        weights = [torch.empty(0, device=self._device)]
-        for feature, size in zip(keys.features, sizes, strict=True):
+        weights, counts = [torch.empty(0, device=self._device)], [0] * len(keys.keys)
+        for at, (feature, size) in enumerate(zip(keys.features, sizes, strict=True)):
             if feature:
                 found, own = bags[feature.name]
                 values.append(found)
+                counts[at // len(rows)] += len(found)
                 weights.append(bags[feature.weights].values if feature.weights else torch.ones_like(found, dtype=torch.float32))
                 lengths[start : start + len(found if own is None else own)] = 1 if own is None else own
             start += size
@@ -167,6 +216,7 @@ class ResidentRows:
             weights=torch.cat(weights) if weighted else None,
             lengths=lengths,
             stride=sum(rows),
+            length_per_key=counts,  # or it would be counted on the device, and waited for
         )
 
     def _dense(self, numbers: Mapping[str, Tensor], size: int, *, shared: bool) -> Tensor:

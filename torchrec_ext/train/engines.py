@@ -1,0 +1,151 @@
+"""Engines: what runs a captured step: torch's inductor on a CPU, a CUDA graph on a GPU, or nothing but torch itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchrec_ext.train.lowering import CannotCaptureError
+
+Step = Callable[..., list[Tensor]]
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class Engine(Protocol):
+    """Takes the step and the tensors it was made for."""
+
+    def __call__(self, step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+        """What runs the step on other inputs of the same shapes.
+
+        Args:
+            step: a function of all tensors, which writes into those of ``memory``.
+            memory: stays where it is.
+            inputs: an example of what changes from call to call.
+
+        Raises:
+            CannotCaptureError: the step does something that depends on values.
+        """
+
+
+def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    """Runs the step op by op: an :class:`Engine` for tests, and for finding out what another one gains."""
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return step(*memory, *inputs)
+
+    return run
+
+
+def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    """Compiles the step for the CPU; inductor keeps what it compiled, see :func:`compile_cache`."""
+    # Tables lie side by side in one storage. Inductor would take a write to one for a write to all, and copy them in every step.
+    apart: list[Any] = [torch.empty_strided(part.shape, part.stride(), dtype=part.dtype) for part in (*memory, *inputs)]
+    graph = traced(step, apart)
+    with torch.no_grad():
+        compiled = torch._inductor.standalone_compile(graph, apart, dynamic_shapes="from_example_inputs")
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return compiled(*memory, *inputs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
+    """The ops of the step, run once on tensors without values.
+
+    Raises:
+        CannotCaptureError: an op needs values; the message names it and the line.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        return make_fx(step, tracing_mode="fake")(*tensors)
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        raise CannotCaptureError(
+            f"{getattr(error, 'func', 'an op')} at {_line(error)} depends on values that a step computes"
+        ) from None
+
+
+def _line(error: BaseException) -> str:
+    """The last line outside of torch that led to an error, as FILE:LINE and its code."""
+    torch_folder = os.path.dirname(torch.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((torch_folder, "<"))]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "an unknown place"
+
+
+def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    """Captures the step as one CUDA graph, which is launched as a whole; inputs are copied into buffers of its own."""
+    static, before = [part.clone() for part in inputs], [part.clone() for part in memory]
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.no_grad():
+            with torch.cuda.stream(side):  # torch asks for a few runs before a capture, on a stream that is not the default one
+                for _ in range(3):
+                    step(*memory, *static)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                outputs = step(*memory, *static)
+    except RuntimeError as error:
+        raise CannotCaptureError(f"{_line(error)} waits for the device: {str(error).splitlines()[0]}") from None
+    finally:
+        for part, value in zip(memory, before, strict=True):
+            part.copy_(value)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        for part, value in zip(static, inputs, strict=True):
+            part.copy_(value, non_blocking=True)
+        graph.replay()
+        return [part.clone() for part in outputs]  # the next step writes over them
+
+    return run
+
+
+def engine_for(device: torch.device) -> tuple[Engine, str]:
+    """The engine of a device, and what a user should know while it works.
+
+    Raises:
+        CannotCaptureError: no C++ compiler, or nowhere to keep what it compiles.
+    """
+    if device.type == "cuda":
+        return cuda_graph, "capturing the training step as a CUDA graph"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        compiler = get_cpp_compiler()
+    except Exception:  # inductor has an error of its own for it, and a missing program others
+        compiler = ""
+    if not shutil.which(compiler):
+        raise CannotCaptureError("there is no C++ compiler; install g++ or clang, or name one in CXX")
+    return inductor, f"compiling the training step (kept in {compile_cache()} for later runs)"
+
+
+def compile_cache() -> str:
+    """The folder where inductor keeps what it compiled.
+
+    Raises:
+        CannotCaptureError: it cannot be written.
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        folder = cache_dir()
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise CannotCaptureError(
+            f"the compile cache '{folder or tempfile.gettempdir()}' cannot be written ({error.strerror or error}); name another "
+            "folder in TORCHINDUCTOR_CACHE_DIR"
+        ) from None

@@ -1,0 +1,202 @@
+"""Steps: which way each step of a run goes: TorchRec's pipeline, or a captured step where that is possible and pays off."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync import EveryStep
+from torchrec_ext.train.amp import Context
+from torchrec_ext.train.captured import CapturedStep
+from torchrec_ext.train.engines import Engine, engine_for
+from torchrec_ext.train.finite import FiniteLoss
+from torchrec_ext.train.lowering import CannotCaptureError
+
+Compile = Literal["auto", "off", "require"]
+WATCHED = 12  # steps of the pipeline that are timed before "auto" decides
+PAYS_S = {"cpu": 60.0, "cuda": 10.0}  # seconds that the rest of a run must take for a capture to pay off
+Step = DrawnStep | TowerBatch
+Made = TypeVar("Made")
+
+
+class Steps:
+    """Trains on one batch after the other.
+
+    ``compile="auto"``: the first steps go through the pipeline; where the rest of the run would take longer than :data:`PAYS_S` and
+    the step can be captured, the rest is captured. A rank trains captured steps where no other waits for it: on one rank, or while
+    ranks are apart under local SGD.
+
+    Args:
+        model: from :func:`hybrid_parallel`.
+        optimizer: likewise.
+        runtime: this process's place in the job.
+        pipeline: runs what is not captured.
+        forward: looks at each loss; the pipeline's forward.
+        ranks: how ranks are kept alike.
+        compile: ``auto``, ``off`` or ``require``.
+        total: steps of the run.
+        context: of a captured step's forward, as the pipeline's has it.
+
+    Raises:
+        CannotCaptureError: ``require``, and it is known beforehand that no step can be captured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: KeyedOptimizer,
+        runtime: Runtime,
+        pipeline: TrainPipelineSparseDist[TowerBatch, Any],
+        forward: FiniteLoss,
+        ranks: EveryStep,
+        *,
+        compile: Compile,  # noqa: A002 -- the setting's name
+        total: int,
+        context: Context = nullcontext,
+    ) -> None:
+        self._model, self._optimizer, self._runtime, self._context = model, optimizer, runtime, context
+        self._pipeline, self._forward, self._ranks, self._compile, self._left = pipeline, forward, ranks, compile, total
+        self._step: CapturedStep | None = None
+        self._undecided = compile != "off"
+        self._seconds: list[float] = []
+        self._told: set[str] = set()
+        ranks.checks.append(self.settle)
+        if compile == "require":
+            self._attempt(self._engine)
+
+    def outputs(self, loader: Iterable[Step], watch: Callable[[Iterable[Step]], Iterator[Step]]) -> Iterator[Any]:
+        """What the model returns for each batch of an epoch; at its end the model is as its own steps would have left it.
+
+        Args:
+            loader: batches; of one with a method ``steps``, these.
+            watch: looks over their number.
+        """
+        items = watch(_Drawn(loader) if self._compile != "off" and hasattr(loader, "steps") else loader)
+        while self._undecided:
+            before = len(self._seconds)
+            yield from self._timed(self._eager(islice(items, self._watched() - before)))
+            if len(self._seconds) < self._watched():
+                return  # the epoch is over
+            self._decide()
+        yield from self._eager(items) if self._step is None else self._run(self._step, items)
+        self.settle()
+
+    def settle(self) -> None:
+        """Brings model and optimizer to where steps of their own would have brought them, for everybody else to read."""
+        if self._step is not None:
+            self._step.settle()
+
+    def _watched(self) -> int:
+        return WATCHED if self._compile == "auto" else 2
+
+    def _eager(self, items: Iterable[Step]) -> Iterator[Any]:
+        batches = (item.batch() if isinstance(item, DrawnStep) else item for item in items)
+        while True:
+            try:
+                yield self._pipeline.progress(batches)
+            except StopIteration:
+                return
+
+    def _timed(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            start = time.perf_counter()
+            try:
+                output = next(outputs)
+            except StopIteration:
+                return
+            self._seconds.append(time.perf_counter() - start)
+            yield output
+
+    def _decide(self) -> None:
+        self._undecided = False
+        seconds = statistics.median(self._seconds[len(self._seconds) // 2 :])
+        self._left -= len(self._seconds)
+        if self._compile == "auto" and self._left * seconds < PAYS_S[self._runtime.device.type]:
+            return
+        if self._runtime.world_size > 1 and not self._ranks.silent:
+            if self._compile == "require":
+                self._refuse(
+                    CannotCaptureError(
+                        f"{self._runtime.world_size} ranks wait for each other in every step; launch one rank (-j 1x1), or set "
+                        "sync.mode=local_sgd and plan.sharding=data_parallel"
+                    )
+                )
+            return
+        self._step = self._attempt(self._capture)
+
+    def _capture(self) -> CapturedStep:
+        engine, doing = self._engine()
+        step = CapturedStep(self._model, self._optimizer, engine, autocast=self._context)
+        self._say(f"{doing} ...")
+        return step
+
+    def _engine(self) -> tuple[Engine, str]:
+        if not isinstance(self._optimizer, HybridOptimizer):
+            raise CannotCaptureError(f"the optimizer is a {type(self._optimizer).__name__}, not that of hybrid_parallel()")
+        return engine_for(self._runtime.device)
+
+    def _attempt(self, make: Callable[[], Made]) -> Made | None:
+        try:
+            return make()
+        except CannotCaptureError as error:
+            self._refuse(error)
+            return None
+
+    def _run(self, step: CapturedStep, items: Iterator[Step]) -> Iterator[Any]:
+        for item in items:
+            start, known = time.perf_counter(), step.shapes
+            try:
+                loss, output = step(item)
+            except CannotCaptureError as error:
+                self._refuse(error)
+                step.settle()
+                yield from self._eager([item])
+                step.reload()
+                if not step.shapes:
+                    self._step = None
+                    yield from self._eager(items)
+                    return
+                continue
+            if step.shapes > known:
+                self._say(f"... {time.perf_counter() - start:.1f} s; {step.describe()}")
+            self._forward.look(loss, item, written=True)
+            for call in self._optimizer.after_step if isinstance(self._optimizer, HybridOptimizer) else ():
+                call()
+            yield output
+
+    def _refuse(self, error: CannotCaptureError) -> None:
+        """Says once why steps are not captured, or ends the run where they must be."""
+        if self._compile == "require":
+            raise CannotCaptureError(f"train.compile=require: the training step cannot be captured: {error}") from None
+        text = f"note: the training step is not captured: {error}; training goes on without"
+        if text not in self._told:
+            self._say(text)
+        self._told.add(text)
+
+    def _say(self, text: str) -> None:
+        if self._runtime.is_main:
+            print(text, flush=True)
+
+
+class _Drawn:
+    """The steps of a loader that can hand them out before their batches are made."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._loader.steps()  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return len(self._loader)

@@ -1,0 +1,90 @@
+"""One optimizer step as a pure function of values, gradient and state: for whole parameters, and for some rows of a table alike.
+
+The rules are those of torch.optim, of FBGEMM's kernels and of :class:`RowAdam`; see :class:`OptimizerConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch import where as torch_where
+
+from torchrec_ext.distributed.choices import Choice
+
+# (values, gradient, state, steps made with this one, learning rate, choice) -> (values, state), all (n, ...) of the same rows.
+Update = Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor, Choice], tuple[Tensor, list[Tensor]]]
+
+
+def _adam(
+    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+) -> tuple[Tensor, list[Tensor]]:
+    (beta1, beta2), (first, second) = choice.betas, state
+    first = first + (grad - first) * (1 - beta1)
+    second = second * beta2 + grad * grad * (1 - beta2)
+    root = (second / (1 - beta2**step)).sqrt() + choice.eps
+    return values - lr / (1 - beta1**step) * first / root, [first, second]
+
+
+def _lazy_adam(
+    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+) -> tuple[Tensor, list[Tensor]]:
+    moved, moments = _adam(values, grad, state, step, lr, choice)
+    live = touched(grad)
+    return torch_where(live, moved, values), [torch_where(live, new, old) for new, old in zip(moments, state, strict=True)]
+
+
+def _adagrad(
+    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+) -> tuple[Tensor, list[Tensor]]:
+    (total,) = state
+    total = total + grad * grad
+    return values - lr * grad / (total.sqrt() + choice.eps), [total]
+
+
+def _row_wise_adagrad(
+    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+) -> tuple[Tensor, list[Tensor]]:
+    (total,) = state
+    total = total + (grad * grad).mean(dim=1).view(total.shape)
+    return values - lr * grad / (total.sqrt().view(-1, 1) + choice.eps), [total]
+
+
+def _sgd(
+    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+) -> tuple[Tensor, list[Tensor]]:
+    return values - lr * grad, []
+
+
+UPDATES: dict[str, Update] = {
+    "adam": _adam,
+    "lazy_adam": _lazy_adam,
+    "adagrad": _adagrad,
+    "row_wise_adagrad": _row_wise_adagrad,
+    "sgd": _sgd,
+}
+
+
+def touched(grad: Tensor) -> Tensor:
+    """(n, 1) whether a row of a table has a gradient."""
+    return grad.ne(0).any(dim=1, keepdim=True)
+
+
+def stepped(
+    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice, *, table: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Weight decay, then the rule. Of a table only rows that have a gradient decay.
+
+    Args:
+        values: (n, ...) of a parameter or of rows of a table.
+        grad: its gradient.
+        state: of the same rows, in the order of :data:`UPDATES`' rules.
+        step: () float32, steps made with this one.
+        lr: () learning rate.
+        choice: the rule and its numbers.
+        table: whether these are rows of a table.
+    """
+    if choice.weight_decay:
+        decayed = values * (1 - lr * choice.weight_decay)
+        values = torch_where(touched(grad), decayed, values) if table else decayed
+    return UPDATES[choice.kind](values, grad, state, step, lr, choice)
