@@ -1,0 +1,51 @@
+"""Recipes in which rank 1 ends in the midst of training; test_dead_rank.py copies this file into a folder that is not the clone."""
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchrec_ext.data.datasets import DataConfig
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.train.loop import TrainConfig
+from torchx_apps.recipes import Job, TwoTowerConfig, build_two_tower, two_tower
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mistaken() -> None:
+    raise ValueError("price: 7 rows have no currency; fill it in preprocessing")
+
+
+def dying(end: Callable[[], None]) -> Job:
+    """Far longer than the test waits; rank 1 ends in its 20th step, and writes down when."""
+
+    def build(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
+        model = build_two_tower(config, data)
+        calls: list[int] = []
+
+        def count(*_: Any) -> None:
+            calls.append(1)
+            if os.environ["RANK"] == "1" and len(calls) == 20:
+                Path("died").write_text(str(time.time()))
+                end()
+
+        model.interaction.register_forward_pre_hook(count)
+        return model
+
+    data = DataConfig(name="planted", users=60, items=50, history_length=5)
+    return dataclasses.replace(two_tower(), build=build, data=data, train=TrainConfig(epochs=100_000))
+
+
+def killed_in_training() -> Job:
+    return dying(killed)
+
+
+def mistaken_in_training() -> Job:
+    return dying(mistaken)

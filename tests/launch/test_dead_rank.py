@@ -1,0 +1,37 @@
+"""A rank that ends in the midst of training: the others stop within 30 seconds, its own error is what is told, in every mode."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
+
+ENDS = {
+    "killed_in_training": "rank 1: killed by SIGKILL without an error of its own",
+    "mistaken_in_training": "rank 1: price: 7 rows have no currency; fill it in preprocessing",
+}
+# Ranks that talk in every step notice a dead one there; those of local SGD are far from their next meeting.
+MODES = {
+    "every step": ["sync.mode=every_step"],
+    "local SGD": ["sync.mode=local_sgd", "sync.every=1000000", "train.log_every=1000000", "plan.sharding=data_parallel"],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", ENDS)
+def test_the_others_stop_within_30_seconds_with_its_error(tmp_path: Path, recipe: str, mode: str) -> None:
+    shutil.copy(Path(__file__).with_name("dying_recipe.py"), tmp_path)
+    overrides = [flag for item in MODES[mode] for flag in ("--set", item)]
+    agent = [sys.executable, "-m", "torchx_apps.agent", "--standalone", "--nproc-per-node", "2"]
+    app = ["-m", "torchx_apps.train", "--recipe", f"dying_recipe.py:{recipe}", "--run-dir", "out", *overrides]
+    done = subprocess.run([*agent, *app], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    ended = time.time()
+    assert done.returncode == 1
+    assert (tmp_path / "died").exists(), done.stderr
+    took = ended - float((tmp_path / "died").read_text())
+    assert took < 30
+    assert done.stderr.splitlines()[-1].startswith(ENDS[recipe])
