@@ -13,10 +13,13 @@ import json
 import os
 from collections.abc import Callable, Iterator
 
+import hybrid_towers
 from hybrid_ranks import Options, Row
 
 # By the name that --only takes; a function yields one row or more.
-ROWS: dict[str, Callable[[Options], Iterator[Row]]] = {}
+ROWS: dict[str, Callable[[Options], Iterator[Row]]] = {
+    "tower-parallel": hybrid_towers.rows,
+}
 
 
 def main() -> None:
