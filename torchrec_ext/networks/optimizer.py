@@ -36,6 +36,14 @@ class _Moved(NamedTuple):
     is_table: bool
 
 
+class _Rule(NamedTuple):
+    """How weights move: by which optimizer, and how its rate changes over so many steps."""
+
+    choice: Choice
+    schedule: Schedule
+    steps: int
+
+
 class StackedOptimizer:
     """The optimizers of a stack's members, each with its own learning rates, decays and limit of the gradient's norm.
 
@@ -46,7 +54,7 @@ class StackedOptimizer:
         stack: whose weights move.
         configs: by member.
         schedules: by member, how the rates of its tables and dense layers change; constant where not given.
-        steps: of the whole run, for the schedules.
+        steps: by member, of its whole run, for the schedules.
 
     Raises:
         StackError: members with another kind of optimizer for the same weights, which one stack cannot hold; or a member without a
@@ -59,11 +67,11 @@ class StackedOptimizer:
         configs: Mapping[str, OptimizerConfig],
         *,
         schedules: Mapping[str, Schedules] | None = None,
-        steps: int = 0,
+        steps: Mapping[str, int] | None = None,
     ) -> None:
         if missing := [name for name in stack.members if name not in configs]:
             raise StackError(f"no OptimizerConfig for {missing}: give one for each of {stack.members}")
-        self._stack, self._configs, self._schedules, self._steps = stack, dict(configs), dict(schedules or {}), steps
+        self._stack, self._configs, self._schedules, self._steps = stack, dict(configs), dict(schedules or {}), dict(steps or {})
         self._step = 0
         choices = {name: _choices(stack, name, configs[name]) for name in stack.members}
         self._inside = self._in_the_norm(choices)
@@ -77,18 +85,19 @@ class StackedOptimizer:
         for weights in _weights(self._stack, choices):
             if first[weights.name].kind != kind:
                 continue
-            own = {member: (chosen[weights.name], self._schedule(member, weights.is_table)) for member, chosen in choices.items()}
-            _check_kinds(weights.name, {member: choice.kind for member, (choice, _) in own.items()})
-            for moved, (choice, schedule) in _runs(weights, own):
-                group = groups.setdefault((choice, schedule, moved.is_table), _group(choice, schedule))
+            own = {member: self._rule(member, chosen[weights.name], weights.is_table) for member, chosen in choices.items()}
+            _check_kinds(weights.name, {member: rule.choice.kind for member, rule in own.items()})
+            for moved, rule in _runs(weights, own):
+                group = groups.setdefault((rule, moved.is_table), {"params": [], **rule.choice.unfused()[1], **rule._asdict()})
                 group["params"].append(moved.parameter)
                 self._moved.append((group, moved))
         made = next(choice for choice in first.values() if choice.kind == kind).unfused()[0]
         options = {"fused": True} if made in (torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD) else {}
         return made(list(groups.values()), **options)  # type: ignore[arg-type]
 
-    def _schedule(self, member: str, is_table: bool) -> Schedule:
-        return self._schedules.get(member, (Schedule(), Schedule()))[0 if is_table else 1]
+    def _rule(self, member: str, choice: Choice, is_table: bool) -> _Rule:
+        schedule = self._schedules.get(member, (Schedule(), Schedule()))[0 if is_table else 1]
+        return _Rule(choice, schedule, self._steps.get(member, 0) if schedule.changes else 0)
 
     def _in_the_norm(self, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
         """As alone: what a kernel moves in its backward is outside of the limited norm."""
@@ -105,7 +114,7 @@ class StackedOptimizer:
             self._clip(limits)
         for group, moved in self._moved:
             if group["schedule"].changes:
-                group["lr"] = group["choice"].lr * group["schedule"].factor(self._step, self._steps)
+                group["lr"] = group["choice"].lr * group["schedule"].factor(self._step, group["steps"])
             if group["choice"].weight_decay:
                 _decay(moved, 1 - group["lr"] * group["choice"].weight_decay)
         for optimizer in self._optimizers:
@@ -184,7 +193,7 @@ def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[
     return [*tables, *(_Weights(name, value.detach(), grads[name], False) for name, value in stack.dense.items())]
 
 
-def _runs(weights: _Weights, own: Mapping[str, tuple[Choice, Schedule]]) -> list[tuple[_Moved, tuple[Choice, Schedule]]]:
+def _runs(weights: _Weights, own: Mapping[str, _Rule]) -> list[tuple[_Moved, _Rule]]:
     """The weights of all members at once where they agree and lie together, else member by member."""
     members = tuple(own)
     if len(set(own.values())) == 1 and weights.value.is_contiguous():
@@ -197,10 +206,6 @@ def _moved(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_
     parameter = nn.Parameter(value)
     parameter.grad = grad
     return _Moved(name, members, parameter, is_table)
-
-
-def _group(choice: Choice, schedule: Schedule) -> dict[str, Any]:
-    return {"params": [], **choice.unfused()[1], "choice": choice, "schedule": schedule}
 
 
 def _decay(moved: _Moved, left: float) -> None:
