@@ -1,13 +1,12 @@
 """A table that two towers name is one table: one set of weights, looked up once, whatever the towers' numbers of rows."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec import EmbeddingBagConfig, PoolingType
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, gradients, redrawn, table
@@ -18,7 +17,6 @@ from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
-from torchrec_ext.modules.session_tower import SessionTower
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
@@ -231,15 +229,3 @@ def test_tables_of_one_name_that_differ_are_refused_with_both_shown(other: dict[
     with pytest.raises(ValueError, match="two tables are called 'item'") as error:
         TowerModel(towers, TopMLP([8, 8]))
     assert text in str(error.value)
-
-
-@pytest.mark.unit
-def test_only_bags_of_towers_are_shared() -> None:
-    listed = EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=8, feature_names=["item_id"])
-    other = dataclasses.replace(listed, feature_names=["last"])
-    towers = {"user": Tower([listed], [8]), "item": Tower([other], [8])}
-    with pytest.raises(ValueError, match=r"named by the towers \['user', 'item'\], and they pool it by attention; only an"):
-        TowerModel(towers, TopMLP([8, 8]))
-    session = SessionTower([dataclasses.replace(listed, feature_names=["steps"])], session=["steps"], mlp_widths=[8])
-    with pytest.raises(ValueError, match=r"table 'item' is named by the towers .*'session' is a SessionTower"):
-        TowerModel({"session": session, "item": Tower([other], [8])}, TopMLP([8, 8]))  # type: ignore[dict-item]

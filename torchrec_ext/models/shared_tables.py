@@ -1,34 +1,37 @@
-"""SharedTables: the tables that several towers of a model read, each one table with one set of weights, and weighted ones."""
+"""SharedTables: tables that are looked up for several towers at once, each one table with one set of weights, and weighted ones."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.tower import Tower, by_table
+from torchrec_ext.modules.tower import Lent, by_table
 from torchrec_ext.schema.features import joints, merged
 
 
 class SharedTables(nn.Module):
-    """Looks up the tables that several towers read, each once a step, so that a row gets one gradient and one update.
+    """Looks up tables outside the towers that read them, each once a step, so that a row gets one gradient and one update.
 
-    Towers with the same rows simply have their features in one table. A shared tower has Q rows where another has B: such a table
-    reads ``batch.joint``, whose keys hold the Q bags of the one and the B bags of the other, and its output is split at Q.
-    TorchRec's own way, a KeyedJaggedTensor with a stride for each key, pads to the largest and crashes for data_parallel (torchrec
-    #1916, #2268); looking up one sharded collection twice would update its rows twice.
+    Tables whose bags stand in the same rows are one collection, with one input dist and one output dist, whichever towers read
+    them. Towers with the same rows simply have their features in one table. A shared tower has Q rows where another has B: a table
+    of both reads ``batch.joint``, whose keys hold the Q bags of the one and the B bags of the other, and its output is split at Q,
+    so that nothing is padded. TorchRec's own way, a KeyedJaggedTensor with a stride for each key, pads to the largest, crashes for
+    data_parallel (torchrec #1916, #2268), and on the CPU where a collection pools by sum and by mean; looking up one sharded
+    collection twice would update its rows twice.
 
-    A table that pools by weights is looked up here too, from ``batch.weighted``, whether one tower reads it or several.
+    A table that one tower reads as a sequence and another pools is looked up id by id, and pooled by the tower that asks for it.
+    A table that pools by weights is looked up from ``batch.weighted``, whether one tower reads it or several.
 
     Args:
-        tables: EmbeddingBagConfigs, each once with the features of all towers.
+        tables: each once with the features of all towers.
         shared: the features of shared towers.
         readers: names of the towers that read them.
         weights: the features whose ids have weights.
@@ -37,7 +40,7 @@ class SharedTables(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[EmbeddingBagConfig],
+        tables: Sequence[BaseEmbeddingConfig],
         shared: Collection[str],
         readers: Collection[str],
         weights: Collection[str],
@@ -48,69 +51,99 @@ class SharedTables(nn.Module):
         self._shared = frozenset(shared)
         found = joints(tables, shared, weights)
         self._pairs = {**found.plain, **found.weighted}
-        self._tables: dict[str, list[EmbeddingBagConfig]] = {}
+        self._tables: dict[str, list[BaseEmbeddingConfig]] = {}
+        self._rows: dict[str, str] = {}
         for table in tables:
+            rows = self._rows_of(table, found.weighted)
             if table.name in self._pairs:
-                part = "weighted" if table.name in found.weighted else "joint"
                 table = dataclasses.replace(table, feature_names=[pair.key for pair in self._pairs[table.name]])
-            else:
-                part = "shared" if table.feature_names[0] in shared else "rows"
+            # A collection of sequences has one width.
+            part = f"{rows}_sequences_{table.embedding_dim}" if isinstance(table, EmbeddingConfig) else rows
+            self._rows[part] = rows
             self._tables.setdefault(part, []).append(table)
-        self.collections = nn.ModuleDict(
-            {
-                part: EmbeddingBagCollection(tables=own, is_weighted=part == "weighted", device=device)
-                for part, own in self._tables.items()
-            }
-        )
+        self.collections = nn.ModuleDict({part: _collection(own, part, device) for part, own in self._tables.items()})
+        self.halves = _Halves()
 
-    def forward(self, batch: TowerBatch) -> dict[str, Tensor]:
-        """By ``feature@table`` the pooled bags, (Q, width) of a shared tower's features and (B, width) of the others'."""
-        pooled: dict[str, Tensor] = {}
+    def _rows_of(self, table: BaseEmbeddingConfig, weighted: Collection[str]) -> str:
+        """Which rows of a batch its bags stand in."""
+        if table.name in self._pairs:
+            return "weighted" if table.name in weighted else "joint"
+        return "shared" if table.feature_names[0] in self._shared else "rows"
+
+    def forward(self, batch: TowerBatch) -> dict[str, Tensor | JaggedTensor]:
+        """By ``feature@table`` what each feature found, in Q bags of a shared tower's features and B bags of the others'."""
+        # All are under way before the first is waited for.
+        embedded = {part: self.collections[part](_bags_of(batch, rows)) for part, rows in self._rows.items()}
+        lent: dict[str, Tensor | JaggedTensor] = {}
         for part, tables in self._tables.items():
-            found = by_table(tables, self.collections[part](_bags_of(batch, part)).to_dict())
-            pooled |= self._split(batch, tables, found) if part in ("joint", "weighted") else found
-        return pooled
+            pools = isinstance(tables[0], EmbeddingConfig)
+            found: Lent = by_table(tables, embedded[part] if pools else embedded[part].to_dict())
+            lent |= self._split(batch, tables, found) if self._rows[part] in ("joint", "weighted") else found
+        return lent
 
-    def _split(self, batch: TowerBatch, tables: Sequence[EmbeddingBagConfig], embedded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _split(self, batch: TowerBatch, tables: Sequence[BaseEmbeddingConfig], found: Lent) -> Lent:
         queries = batch.shared.dense.shape[0] if self._shared else 0  # type: ignore[union-attr]
-        pooled: dict[str, Tensor] = {}
+        lent: dict[str, Tensor | JaggedTensor] = {}
         for table in tables:
             for pair in self._pairs[table.name]:
-                both = embedded[f"{pair.key}@{table.name}"]
-                halves = {pair.shared: both[:queries], pair.row: both[queries:]}
-                pooled |= {f"{feature}@{table.name}": half for feature, half in halves.items() if feature}
-        return pooled
+                both = self.halves(found[f"{pair.key}@{table.name}"], queries)
+                lent |= {f"{feature}@{table.name}": both[at] for at, feature in enumerate(pair) if feature}
+        return lent
 
 
-def _bags_of(batch: TowerBatch, part: str) -> KeyedJaggedTensor:
+class _Halves(nn.Module):
+    """Splits Q + B bags at Q; without tables, so that TorchRec's pipelines do not trace into it and it may read lengths."""
+
+    def forward(self, both: Tensor | JaggedTensor, queries: int) -> tuple[Tensor | JaggedTensor, Tensor | JaggedTensor]:
+        if isinstance(both, Tensor):
+            return both[:queries], both[queries:]
+        lengths = both.lengths()
+        place = int(lengths[:queries].sum())
+        return (
+            JaggedTensor(both.values()[:place], lengths=lengths[:queries]),
+            JaggedTensor(both.values()[place:], lengths=lengths[queries:]),
+        )
+
+
+def _collection(tables: list[Any], part: str, device: torch.device) -> EmbeddingBagCollection | EmbeddingCollection:
+    if isinstance(tables[0], EmbeddingConfig):
+        return EmbeddingCollection(tables=tables, device=device)
+    return EmbeddingBagCollection(tables=tables, is_weighted=part == "weighted", device=device)
+
+
+def _bags_of(batch: TowerBatch, rows: str) -> KeyedJaggedTensor:
     """An attribute of the batch, so that TorchRec's pipeline can follow it."""
-    if part == "shared":
+    if rows == "shared":
         return batch.shared.sparse  # type: ignore[union-attr]
-    return batch.sparse if part == "rows" else batch.joint if part == "joint" else batch.weighted
+    return batch.sparse if rows == "rows" else batch.joint if rows == "joint" else batch.weighted
 
 
-def shared_tables(towers: Mapping[str, Any], shared: Collection[str], weights: Collection[str] = ()) -> SharedTables | None:
+def shared_tables(
+    towers: Mapping[str, Any], shared: Collection[str], weights: Collection[str] = (), *, every: bool = False
+) -> SharedTables | None:
     """Takes the tables that several towers name, or that pool by weights, out of the towers; None where there is none.
 
     Args:
         towers: by name.
         shared: the features of shared towers.
         weights: the features whose ids have weights.
+        every: also the tables of one tower.
 
     Raises:
-        ValueError: tables of one name that differ, or that are not EmbeddingBagConfigs of a :class:`Tower`.
+        ValueError: tables of one name that differ, of a tower that lends none, or read id by id and pooled by weights.
     """
     readers: dict[str, list[str]] = {}
     for name, tower in towers.items():
         for table in tower.tables:
             readers.setdefault(table.name, []).append(name)
     tables = merged(table for tower in towers.values() for table in tower.tables)
-    tables = [table for table in tables if len(readers[table.name]) > 1 or not set(weights).isdisjoint(table.feature_names)]
+    alone = [table for table in tables if len(readers[table.name]) == 1 and set(weights).isdisjoint(table.feature_names)]
+    tables = [table for table in tables if every or table not in alone]
     if not tables:
         return None
-    readers = {table.name: readers[table.name] for table in tables}
+    readers = {table.name: list(dict.fromkeys(readers[table.name])) for table in tables}
     for table in tables:
-        _check_lendable(table, {name: towers[name] for name in readers[table.name]})
+        _check_lendable(table, {name: towers[name] for name in readers[table.name]}, weights)
     lenders = list(dict.fromkeys(name for names in readers.values() for name in names))
     device = towers[lenders[0]].device
     for name in lenders:
@@ -118,11 +151,25 @@ def shared_tables(towers: Mapping[str, Any], shared: Collection[str], weights: C
     return SharedTables(tables, shared, lenders, weights, device)
 
 
-def _check_lendable(table: EmbeddingBagConfig, readers: Mapping[str, Any]) -> None:
-    what = [f"'{name}' is a {type(tower).__name__}" for name, tower in readers.items() if not isinstance(tower, Tower)]
-    what += [] if isinstance(table, EmbeddingBagConfig) else ["they pool it by attention"]
-    if what:
+def _check_lendable(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weights: Collection[str]) -> None:
+    other = next((name for name, tower in readers.items() if not hasattr(tower, "lend")), None)
+    if other is not None:
         raise ValueError(
-            f"table '{table.name}' is named by the towers {list(readers)}, and {what[0]}; only an EmbeddingBagConfig of several "
-            "Towers is shared: give each of these towers a table of its own name"
+            f"table '{table.name}' is named by the towers {list(readers)}, and '{other}' is a {type(readers[other]).__name__}, "
+            "which cannot do without tables of its own: give each of these towers a table of its own name"
         )
+    weighted = [name for name in table.feature_names if name in weights]
+    if weighted and isinstance(table, EmbeddingConfig):
+        raise ValueError(
+            f"table '{table.name}' pools '{weighted[0]}' by weights, and another of the towers {list(readers)} reads it id by id; "
+            "give the weighted feature a table of its own name"
+        )
+
+
+def values_by_table(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """(table, what holds it, its weights) of the unsharded collections of ``module``."""
+    for collection in module.modules():
+        if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
+            held = collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
+            for name, holder in held.items():
+                yield name, holder, holder.weight

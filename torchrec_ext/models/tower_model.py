@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from typing_extensions import Self
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.models.shared_tables import shared_tables
+from torchrec_ext.models.shared_tables import shared_tables, values_by_table
 from torchrec_ext.modules.interaction_choice import Interaction as Interaction
 from torchrec_ext.modules.interaction_choice import interaction_layer
 from torchrec_ext.modules.losses import bce
@@ -48,8 +49,8 @@ class TowerModel(nn.Module):
     KeyedJaggedTensor as an attribute of the batch, which is what lets ``TrainPipelineSparseDist`` overlap all their input dists;
     :class:`Towers` holds and runs them.
 
-    Towers that name the same EmbeddingBagConfig, such as the items' for a user's history and for the candidate, share one table
-    with one set of weights: see :class:`SharedTables`.
+    Towers that name the same table, such as the items' for a user's history and for the candidate, share it with one set of
+    weights; see :class:`SharedTables`, and :meth:`merge_lookups` for all the other tables.
 
     Args:
         towers: by name; the order is that of the interaction's inputs.
@@ -80,6 +81,27 @@ class TowerModel(nn.Module):
         self._dense = [name for tower in towers.values() for name in tower.dense]
         self._shared_columns = self.towers.columns(shared=True)
         self.shared_tables = shared_tables(towers, self._shared_columns, self._weights)
+
+    def merge_lookups(self) -> Self:
+        """From now on looks up the tables of all towers together, as :class:`SharedTables` says, instead of tower by tower.
+
+        Batches, outputs, gradients and the names of tables stay as they are; the paths of their parameters change, so do it before
+        anything keeps these: a plan, an optimizer. Under a plan with towers on ranks of their own each keeps its tables.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: a tower that cannot do without tables of its own, or tables that are sharded already.
+        """
+        values = {name: weight for name, _, weight in values_by_table(self)}
+        sharded = [table.name for table in self._tables if table.name not in values]
+        if sharded:
+            raise ValueError(f"table '{sharded[0]}' is sharded already; merge the look-ups before it is planned")
+        self.shared_tables = shared_tables(dict(self.towers.items()), self._shared_columns, self._weights, every=True)
+        for name, holder, _ in values_by_table(self):
+            holder.weight = values[name]
+        return self
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
         """The columns that a batch for this model needs."""

@@ -1,4 +1,4 @@
-"""Pooling of list features by what is in them."""
+"""Pooling of list features by what is in them, and of rows that were looked up one by one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 
@@ -54,3 +55,19 @@ class BagAttention(nn.Module):
     def forward(self, sequences: Mapping[str, JaggedTensor]) -> Tensor:
         """(B, features x D)."""
         return torch.cat([pool(sequences[name]) for name, pool in zip(self._names, self.pools, strict=True)], dim=1)
+
+
+class RowPooling(nn.Module):
+    """Pools bags whose rows were looked up one by one, because another tower reads their table so.
+
+    Without tables, for the same reason as :class:`BagAttention`.
+    """
+
+    def forward(self, found: Tensor | JaggedTensor, pooling: PoolingType) -> Tensor:
+        """(B, D) from (sum of lengths, D), zeros for an empty bag; what is a Tensor is pooled already."""
+        if isinstance(found, Tensor):
+            return found
+        values, lengths = found.values(), found.lengths().long()
+        rows = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths, output_size=len(values))
+        summed = values.new_zeros(len(lengths), values.shape[1]).index_add(0, rows, values)
+        return summed / lengths.clamp(min=1)[:, None] if pooling == PoolingType.MEAN else summed  # type: ignore[no-any-return]

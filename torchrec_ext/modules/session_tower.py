@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.modules.jagged_attention import Attention, Packing
 from torchrec_ext.modules.session_encoder import Position, SessionEncoder
-from torchrec_ext.modules.tower import Activation, mlp
+from torchrec_ext.modules.tower import Activation, Lent, by_table, mlp
 
 Pooling = Literal["flatten", "last", "mean"]
 BST_WIDTHS = (1024, 512, 256)
@@ -88,7 +88,9 @@ class SessionTower(nn.Module):
             raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(get_args(Pooling))}")
         self.tables, self.dense = list(tables), tuple(dense)
         self.out_features = mlp_widths[-1] if mlp_widths else 0
-        self.embeddings = EmbeddingCollection(tables=self.tables, device=device or torch.device("cpu"))
+        self.device = device or torch.device("cpu")
+        self._names = _feature_keys(self.tables)
+        self.lend(())
         width, places = self.tables[0].embedding_dim, max_length + bool(target)
         encoder = SessionEncoder(
             width,
@@ -106,9 +108,22 @@ class SessionTower(nn.Module):
         inputs = width * (places if pooling == "flatten" else 1) + len(self.dense)
         self.mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout)
 
-    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
-        """(B, D') from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd)."""
-        pooled = self.network(self.embeddings(sparse))
+    def lend(self, names: Collection[str]) -> None:
+        """See :meth:`Tower.lend`."""
+        self._own = [table for table in self.tables if table.name not in names]
+        self.embeddings = EmbeddingCollection(tables=self._own, device=self.device) if self._own else None
+
+    @property
+    def lent(self) -> list[str]:
+        """See :attr:`Tower.lent`."""
+        return [table.name for table in self.tables if table not in self._own]
+
+    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Lent | None = None) -> Tensor:
+        """(B, D') from the batch's whole KeyedJaggedTensor, this tower's dense columns (B, Fd) and what lent tables hold."""
+        found = dict(lent or {})
+        if self.embeddings is not None:
+            found |= by_table(self._own, self.embeddings(sparse))
+        pooled = self.network({feature: found[key] for feature, key in self._names.items()})
         return self.mlp(torch.cat([pooled, dense], dim=1))  # type: ignore[no-any-return]
 
 
@@ -170,6 +185,10 @@ def _check_targets(lengths: Tensor, target: Sequence[str]) -> None:
             f"target feature '{target[0]}' has {int(lengths[row])} values in row {row} of the batch: must be one item, or none in "
             "a padding row; give each candidate a row of its own"
         )
+
+
+def _feature_keys(tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
+    return {feature: f"{feature}@{table.name}" for table in tables for feature in table.feature_names}
 
 
 def _check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str]) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.modules.compression import CompressingLayer, Compression
 from torchrec_ext.modules.layers import Activation as Activation
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
-from torchrec_ext.modules.pooling import BagAttention
+from torchrec_ext.modules.pooling import BagAttention, RowPooling
+
+Found = TypeVar("Found")
+# By ``feature@table`` what tables outside a tower hold for it: pooled bags (B, width), or rows (sum of lengths, width) in bags.
+Lent = Mapping[str, Tensor | JaggedTensor]
 
 
 class Tower(nn.Module):
@@ -27,7 +32,7 @@ class Tower(nn.Module):
     Args:
         tables: TorchRec configs. An EmbeddingBagConfig pools its bags by sum or mean, as it says; the bags of an EmbeddingConfig
             are pooled by attention, see :class:`AttentionPooling`. A table of ``data_type`` FP16 or BF16 is stored so and read in
-            the type of the dense columns. Towers of one model that give an EmbeddingBagConfig of one name share that table.
+            the type of the dense columns. Towers of one model that give configs of one name share that table.
         mlp_widths: widths of the MLP; the last is D, the width of the tower's output. Without any, the output is the concatenation:
             pooled bags, then bags under attention, then dense columns; with ``compress`` what it makes of these.
         dense: names of the dense columns that the tower reads, Fd of them.
@@ -68,15 +73,14 @@ class Tower(nn.Module):
         self.dense = tuple(dense)
         self.tables = list(tables)
         self.bags = bags = [table for table in tables if isinstance(table, EmbeddingBagConfig)]
-        lists = [table for table in tables if isinstance(table, EmbeddingConfig)]
+        self.lists = lists = [table for table in tables if isinstance(table, EmbeddingConfig)]
         device = device or torch.device("cpu")
         self.weights = dict(weights or {})
         _check_weighted(tables, self.weights)
-        self._declare(bags, device)
-        self.sequences = EmbeddingCollection(tables=_of_one_width(lists), device=device) if lists else None
         self.device = device
-        listed = [name for names in get_embedding_names_by_table(lists) for name in names]
-        self.attention = BagAttention(listed, lists[0].embedding_dim) if lists else None
+        self._declare(bags, _of_one_width(lists))
+        self.attention = BagAttention(_keys(lists), lists[0].embedding_dim) if lists else None
+        self.pooling = RowPooling()
         widths = [table.embedding_dim for table in [*bags, *lists] for _ in table.feature_names]
         self.compress = None if compress is None else CompressingLayer(widths, len(self.dense), compress)
         width = sum(widths) + len(self.dense) if self.compress is None else self.compress.out_features
@@ -93,46 +97,55 @@ class Tower(nn.Module):
             )
 
     def lend(self, names: Collection[str]) -> None:
-        """Gives up the EmbeddingBagConfigs ``names``: :meth:`forward` then takes their pooled bags from who looks them up."""
-        self._declare([table for table in self.bags if table.name not in names], self.device)
+        """Gives up the tables ``names``: :meth:`forward` then takes what they hold from who looks them up."""
+        self._declare(*([table for table in own if table.name not in names] for own in (self.bags, self.lists)))
 
     @property
     def lent(self) -> list[str]:
-        """The tables whose bags :meth:`forward` must be given."""
-        return [table.name for table in self.bags if table not in self._own]
+        """The tables of which :meth:`forward` must be given what they hold."""
+        return [table.name for table in self.tables if table not in [*self._own, *self._own_lists]]
 
-    def _declare(self, bags: list[EmbeddingBagConfig], device: torch.device) -> None:
+    def _declare(self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]) -> None:
         self._own = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
-        self.embeddings = EmbeddingBagCollection(tables=self._own, device=device) if self._own else None
+        self._own_lists = lists
+        self.embeddings = EmbeddingBagCollection(tables=self._own, device=self.device) if self._own else None
+        self.sequences = EmbeddingCollection(tables=lists, device=self.device) if lists else None
 
-    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Lent | None = None) -> Tensor:
         """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd).
 
-        ``lent``: by ``feature@table`` the pooled bags (B, width) of tables that were lent.
+        ``lent``: what lent tables hold.
         """
         parts = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, lent or {})]
-        if self.sequences is not None and self.attention is not None:
-            parts.append(self.attention(self.sequences(sparse)))
+        if self.attention is not None:
+            listed = dict(lent or {})
+            if self.sequences is not None:
+                listed |= by_table(self._own_lists, self.sequences(sparse))
+            parts.append(self.attention(listed))
         side_by_side = torch.cat([*parts, dense], dim=1)
         return self.mlp(side_by_side if self.compress is None else self.compress(side_by_side))  # type: ignore[no-any-return]
 
-    def _pooled(self, sparse: KeyedJaggedTensor, lent: Mapping[str, Tensor]) -> list[Tensor]:
+    def _pooled(self, sparse: KeyedJaggedTensor, lent: Lent) -> list[Tensor]:
         """The pooled bags, in the order of the tables and their features."""
-        pooled = dict(lent)
+        found = dict(lent)
         if self.embeddings is not None:
-            pooled |= by_table(self._own, self.embeddings(sparse).to_dict())
-        return [pooled[f"{feature}@{table.name}"] for table in self.bags for feature in table.feature_names]
+            found |= by_table(self._own, self.embeddings(sparse).to_dict())
+        return [self.pooling(found[key], table.pooling) for table in self.bags for key in _keys([table])]
 
 
-def by_table(tables: Sequence[EmbeddingBagConfig], embedded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _keys(tables: Sequence[BaseEmbeddingConfig]) -> list[str]:
+    return [f"{feature}@{table.name}" for table in tables for feature in table.feature_names]
+
+
+def by_table(tables: Sequence[BaseEmbeddingConfig], embedded: Mapping[str, Found]) -> dict[str, Found]:
     """What a collection of ``tables`` returns, by ``feature@table``; TorchRec says so only for features of several tables.
 
     A sharded collection returns its columns grouped by sharding type, so they are picked by name.
     """
     return {
-        f"{feature}@{table.name}": embedded[name]
+        key: embedded[name]
         for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True)
-        for feature, name in zip(table.feature_names, names, strict=True)
+        for key, name in zip(_keys([table]), names, strict=True)
     }
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.modules.tower import Tower
+from torchrec_ext.modules.tower import Lent, Tower
 
 
 class Reads(NamedTuple):
@@ -56,7 +56,7 @@ class Towers(nn.ModuleDict):
         shared_sparse: KeyedJaggedTensor | None = None,
         shared_dense: Tensor | None = None,
         *,
-        lent: Mapping[str, Tensor] | None = None,
+        lent: Lent | None = None,
         names: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
         """(B, D) of each tower by name, (Q, D) of shared ones.
@@ -73,7 +73,7 @@ class Towers(nn.ModuleDict):
         for name in self.reads if names is None else names:
             shared, own = self.reads[name]
             rows, columns = (shared_sparse, shared_dense) if shared else (sparse, dense)
-            taken = (lent,) if lent and isinstance(self[name], Tower) else ()
+            taken = (lent,) if lent and hasattr(self[name], "lend") else ()
             outputs[name] = self[name](rows, columns[:, own], *taken)  # type: ignore[index]
         return outputs
 

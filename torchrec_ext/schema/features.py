@@ -9,7 +9,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,8 @@ class Keys(NamedTuple):
 def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
     """Each table once: configs of one name are one table, which reads the features of all of them.
 
+    One that is read both pooled and id by id is an EmbeddingConfig.
+
     Raises:
         ValueError: two of one name differ in more than their features.
     """
@@ -84,12 +86,15 @@ def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
         if first is not table:
             _check_same(first, table)
             names = list(dict.fromkeys([*first.feature_names, *table.feature_names]))
-            found[table.name] = dataclasses.replace(first, feature_names=names)
+            kept = first if isinstance(first, EmbeddingConfig) else table
+            found[table.name] = dataclasses.replace(kept, feature_names=names)
     return list(found.values())
 
 
 def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None:
     one, two = _facts(first), _facts(second)
+    if type(first) is not type(second):  # one of them pools
+        one, two = ({name: fact for name, fact in facts.items() if name != "pooling"} for facts in (one, two))
     different = [name for name in one if one[name] != two.get(name)]
     if different:
         shown = " and ".join(", ".join(f"{name}={facts.get(name)}" for name in different) for facts in (one, two))
@@ -106,7 +111,7 @@ def _facts(table: BaseEmbeddingConfig) -> dict[str, Any]:
     del facts["feature_names"]
     # TorchRec fills in a partial of its own for each config.
     first_values = (init.func, init.args, tuple(init.keywords.items())) if isinstance(init, partial) else init
-    return {"kind": type(table).__name__, **facts, "init_fn": first_values}
+    return {**facts, "init_fn": first_values}
 
 
 class Joints(NamedTuple):
