@@ -115,6 +115,12 @@ def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe; repeat at will"
     )
     parser.add_argument("--run-dir", type=Path, help="folder for checkpoints, metrics and plan")
+    parser.add_argument(
+        "--resume",
+        default="never",
+        metavar="auto|PATH",
+        help="go on from the last good checkpoint of --run-dir (or of the recipe's newest run), or from that of another run",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the recipe as changed by --set, and exit")
     parser.add_argument("--list-recipes", action="store_true", help="print the built-in recipes, and exit")
     return parser

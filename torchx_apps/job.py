@@ -15,6 +15,7 @@ from torchrec_ext.distributed.planning import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train.checkpoint.config import CheckpointConfig
 from torchrec_ext.train.loop import Loader, Record, TrainConfig
 from torchx_apps.ranking import ranking_task
 
@@ -98,6 +99,7 @@ class Job:
         plan: how tables are spread over ranks.
         sync: how often ranks exchange what.
         train: how long, and the seed of everything.
+        checkpoint: when the run is saved, and where.
         fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
         threads: compute threads per rank; OMP_NUM_THREADS, which the component's --threads sets, where not given.
@@ -114,6 +116,7 @@ class Job:
     plan: PlanConfig = field(default_factory=PlanConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     fallback: Literal["planted"] | None = None
     device: str | None = None
     threads: int | None = None

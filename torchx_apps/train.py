@@ -6,6 +6,7 @@ This file is the outer shell: command line in, exit code out, one error told onc
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the flags; the command line when None.
 
     Returns:
-        0 when trained, 1 when not, 130 after Ctrl-C.
+        0 when trained, 1 when not, 130 after Ctrl-C, 143 after SIGTERM, by when the run has been saved.
     """
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -55,9 +56,14 @@ def _train(argv: Sequence[str] | None) -> int:
     job = apply_overrides(load_recipe(options.recipe), options.set)
     if options.dry_run:
         return _say(describe(job))
+    from torchrec_ext.train.finite import RunStoppedError
     from torchx_apps.training import run
 
-    run(job, options.run_dir)
+    try:
+        run(job, options.run_dir, resume=options.resume)
+    except RunStoppedError as stopped:
+        _say(str(stopped))
+        return 128 + signal.SIGTERM
     return 0
 
 

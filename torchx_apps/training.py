@@ -9,6 +9,7 @@ import resource
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,27 @@ from torchrec_ext.distributed.explain import explain
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.run_folder import RunFolder
 from torchx_apps import report
 from torchx_apps.job import Job, Task
+from torchx_apps.resuming import CHECKPOINTS, LAUNCH, asked_to_stop, launch_id, newest_run, restarted, resume_from
 
 
-def run(job: Job, run_dir: Path | None = None) -> None:
-    """Trains ``job`` on this process's share of the ranks; rank 0 prints and writes the run folder."""
+def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None:
+    """Trains ``job`` on this process's share of the ranks; rank 0 prints and writes the run folder.
+
+    Args:
+        job: what to train.
+        run_dir: the run folder; ``runs/RECIPE-DATE`` where not given, or the recipe's newest to resume ``auto``.
+        resume: ``never``, ``auto`` or a path, see :func:`resume_from`; a rank that torchrun has started again resumes by itself.
+
+    Raises:
+        RunStoppedError: SIGTERM; the run has been saved.
+    """
+    resume = "auto" if resume == "never" and restarted() else resume
     _quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
         task = load_task(job, runtime)
@@ -39,7 +53,10 @@ def run(job: Job, run_dir: Path | None = None) -> None:
         loader = task.loader(schema, loader_config, rank=runtime.rank, world_size=runtime.world_size)
         if job.id_dropout:
             loader = IdDropout(loader, schema, job.id_dropout_rates(), seed=loader_config.seed)
-        folder = _open_folder(job, run_dir) if runtime.is_main else None
+        path = _run_folder(job, run_dir, resume, runtime)
+        checkpointer = _checkpointer(job, path, runtime) if job.checkpoint.saves or resume != "never" else None
+        begin = resume_from(resume, checkpointer, runtime) if checkpointer else None
+        folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
         rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
         plan = plan_sharding(model, runtime, job.plan, optimizer=job.optimizer, batch_size=rows)
         plan_text = explain(plan, model, runtime.world_size)
@@ -50,17 +67,20 @@ def run(job: Job, run_dir: Path | None = None) -> None:
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         judge = task.judge(schema, parallel, runtime)
         start = time.perf_counter()
-        history = train(
-            parallel,
-            optimizer,
-            loader,
-            runtime,
-            job.train,
-            evaluate=judge.validate if task.validates else None,
-            log=folder.log if folder is not None else None,
-            sync=job.sync,
-            timeline=(lambda found: found.write(folder.path)) if folder is not None else None,
-        )
+        with asked_to_stop() as stop:
+            history = train(
+                parallel,
+                optimizer,
+                loader,
+                runtime,
+                job.train,
+                evaluate=judge.validate if task.validates else None,
+                log=folder.log if folder is not None else None,
+                sync=job.sync,
+                timeline=(lambda found: found.write(folder.path)) if folder is not None else None,
+                checkpoints=RunCheckpoints(checkpointer, job.checkpoint, resume=begin) if checkpointer else None,
+                stop=stop,
+            )
         seconds = time.perf_counter() - start
         figures, example = judge.test(), judge.example()
         memory = peak_memory(runtime)
@@ -113,8 +133,25 @@ def _quieten_libraries() -> None:
             warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
 
 
-def _open_folder(job: Job, run_dir: Path | None) -> RunFolder:
+def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> Path:
+    """The run folder, as rank 0 names it."""
+    newest = newest_run(job.name, launch=launch_id() if restarted() else None) if resume == "auto" else None
+    named: list[Any] = [run_dir or newest or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"]
+    dist.broadcast_object_list(named, src=0)
+    return Path(named[0])
+
+
+def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:
+    """Of the run in ``path``; what an earlier job of it left half written is removed."""
+    checkpointer = Checkpointer(job.checkpoint.folder or str(path / CHECKPOINTS), runtime, keep=job.checkpoint.keep)
+    if runtime.is_main:
+        checkpointer.folder.clean()
+    return checkpointer
+
+
+def _open_folder(job: Job, path: Path, *, replace: bool) -> RunFolder:
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
     config |= {name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))}
-    path = run_dir or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunFolder(path, config, replace=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
+    folder = RunFolder(path, config, replace=replace)
+    folder.write(LAUNCH, launch_id())
+    return folder

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards
+from torchrec_ext.train.amp import Context
 
 BLOCK_ROWS = 65536
 _DATA = "mend the column, or fill its missing values in preprocessing"
@@ -37,12 +39,16 @@ class TrainingDivergedError(ValueError):
         self.step = step
 
 
+class RunStoppedError(ValueError):
+    """A signal has ended the run; the message says what is saved. Raised on every rank after the same step."""
+
+
 @dataclass
 class _Seen:
     """A step whose loss was looked at: ``worst`` over ranks on its way to the host."""
 
     step: int
-    batch: TowerBatch
+    batch: TowerBatch | DrawnStep
     loss: Tensor
     worst: Tensor
     arrived: torch.cuda.Event | None
@@ -64,12 +70,26 @@ class FiniteLoss:
         steps_per_epoch: to name the epoch of a step.
         late: read the answer one step late; on CUDA where not given.
         ranks: how the ranks are kept alike; in every step where not given.
+        stop: whether this rank was asked to stop; the answers travel with the losses, for :attr:`stop_asked`.
+        context: of the forward, see :func:`forward_context`.
+
+    Attributes:
+        stop_asked: whether some rank was, known on all ranks after the same step.
     """
 
     def __init__(
-        self, model: nn.Module, runtime: Runtime, steps_per_epoch: int, *, late: bool | None = None, ranks: EveryStep | None = None
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        steps_per_epoch: int,
+        *,
+        late: bool | None = None,
+        ranks: EveryStep | None = None,
+        stop: Callable[[], bool] | None = None,
+        context: Context = nullcontext,
     ) -> None:
         self._model, self._runtime, self._steps_per_epoch = model, runtime, steps_per_epoch
+        self._stop, self.stop_asked, self._context = stop, False, context
         self._ranks = ranks or EveryStep()
         self._late = runtime.device.type == "cuda" if late is None else late
         self._pending: _Seen | None = None
@@ -82,30 +102,45 @@ class FiniteLoss:
         Raises:
             TrainingDivergedError: the loss of this step or, where read late, of the step before is not finite on some rank.
         """
-        loss, output = self._model(batch)
+        with self._context():
+            loss, output = self._model(batch)
+        self.look(loss, batch)
+        return loss, output
+
+    def look(self, loss: Tensor, batch: TowerBatch | DrawnStep, *, written: bool = False) -> None:
+        """Looks at the loss of a step; one that is ``written`` already is read a step late everywhere.
+
+        Raises:
+            TrainingDivergedError: see :meth:`__call__`.
+        """
+        self._late = self._late or written
         self.step += 1
-        worst = (~torch.isfinite(loss.detach())).any().float()
-        if self._ranks.fault:  # of the step before
-            worst.fill_(1.0)
+        worst = self._answers((~torch.isfinite(loss.detach())).any().float())
         if self._runtime.world_size > 1 and not self._ranks.silent:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         before, self._pending = self._pending, self._seen(batch, loss.detach(), worst)
         if not self._late:
             before, self._pending = self._pending, None
         self._check(before)
-        return loss, output
 
     def settle(self) -> None:
         """Looks at what is not read yet; after it every step so far is known to be good. All ranks call it."""
         self._check(self._pending)
         self._pending = None
         if self._ranks.silent:
-            worst = torch.tensor(float(self._own is not None or self._ranks.fault), device=self._runtime.device)
+            worst = self._answers(torch.tensor(float(self._own is not None), device=self._runtime.device))
             dist.all_reduce(worst, dist.ReduceOp.MAX)
-            if worst.item():
+            bad, asked = worst.tolist()
+            self.stop_asked = self.stop_asked or bool(asked)
+            if bad:
                 self._raise(self._own)
 
-    def _seen(self, batch: TowerBatch, loss: Tensor, worst: Tensor) -> _Seen:
+    def _answers(self, bad: Tensor) -> Tensor:
+        """(2,): whether this rank's loss is no number, or a gradient of the step before was none; whether it was asked to stop."""
+        asked = self._stop is not None and self._stop()
+        return torch.stack([torch.ones_like(bad) if self._ranks.fault else bad, torch.full_like(bad, float(asked))])
+
+    def _seen(self, batch: TowerBatch | DrawnStep, loss: Tensor, worst: Tensor) -> _Seen:
         arrived = None
         if worst.device.type == "cuda":
             worst = worst.to("cpu", non_blocking=True)  # into page-locked memory
@@ -118,7 +153,10 @@ class FiniteLoss:
             return
         if seen.arrived is not None:
             seen.arrived.synchronize()
-        if seen.worst.item():
+        bad, asked = seen.worst.tolist()
+        # Where ranks go their own ways, this is the answer of one: the others hear it in settle().
+        self.stop_asked = self.stop_asked or (bool(asked) and not self._ranks.silent)
+        if bad:
             self._pending = None
             if not self._ranks.silent:
                 self._raise(seen)
@@ -170,8 +208,9 @@ class FiniteLoss:
         return message, step
 
 
-def _bad_columns(batch: TowerBatch, model: nn.Module) -> Iterator[str]:
+def _bad_columns(batch: TowerBatch | DrawnStep, model: nn.Module) -> Iterator[str]:
     """Labels, weights and dense columns of a batch that are not finite."""
+    batch = batch.batch() if isinstance(batch, DrawnStep) else batch
     for name, values in (("label", batch.labels), ("weight", batch.weights), ("log_q", batch.log_q)):
         if values is not None:
             yield from _bad(f"the {name}", values)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, get_args
 
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
@@ -13,16 +14,19 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync import EveryStep, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
-from torchrec_ext.distributed.sync import synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.train.amp import Amp, forward_context
+from torchrec_ext.train.checkpoint.run_checkpoints import Position, RunCheckpoints
 from torchrec_ext.train.early_stop import EarlyStop, EarlyStopWatch
 from torchrec_ext.train.even_steps import check_even, exactly
-from torchrec_ext.train.finite import FiniteLoss
+from torchrec_ext.train.finite import FiniteLoss, RunStoppedError
 from torchrec_ext.train.finite import TrainingDivergedError as TrainingDivergedError
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 from torchrec_ext.train.progress import Progress, Window
 from torchrec_ext.train.schedule import Schedule, rates, scheduler
+from torchrec_ext.train.steps import Compile, Steps
 from torchrec_ext.train.timeline import Timeline
 from torchrec_ext.train.tracing import StepTrace, check_fits
 
@@ -54,6 +58,10 @@ class TrainConfig:
         dense_schedule: how the dense layers' do.
         early_stop: after which evaluations the run ends before its last epoch.
         trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
+        compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank that no other
+            waits for: ``auto`` where the rest of the run is long enough to pay for it and the model allows it, ``off``, or
+            ``require``: an error where it is not possible. The result is the same to rounding; see :class:`Steps`.
+        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay what they are.
     """
 
     epochs: int = 10
@@ -64,6 +72,8 @@ class TrainConfig:
     dense_schedule: Schedule = field(default_factory=Schedule)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     trace_steps: int = 0
+    compile: Compile = "auto"
+    amp: Amp = "off"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "log_every", "eval_every"):
@@ -71,6 +81,9 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.trace_steps < 0:
             raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")
+        for name, choices in (("compile", get_args(Compile)), ("amp", get_args(Amp))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
 
 
 def train(
@@ -84,6 +97,8 @@ def train(
     log: Callable[[Record], None] | None = None,
     sync: SyncConfig | None = None,
     timeline: Callable[[Timeline], None] | None = None,
+    checkpoints: RunCheckpoints | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
 
@@ -98,6 +113,8 @@ def train(
         sync: how often ranks exchange what; the gradients in every step where not given. Evaluations, which stand at the end of an
             epoch, and the caller find all ranks equal.
         timeline: called on rank 0 with that of ``config.trace_steps``.
+        checkpoints: saves the run, and says where it begins; the loader must then be one that resumes.
+        stop: asked on every rank after each step; where it says yes on one, the run is saved and ends on all.
 
     Returns:
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch`` and ``step``. ``train``: ``loss``,
@@ -108,76 +125,153 @@ def train(
 
     Raises:
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
+        RunStoppedError: ``stop`` said so.
         UnevenStepsError: the ranks' loaders are not of one length, on every rank alike; or one breaks its word.
         ValueError: a warm-up or a timeline longer than the run, or an early stop by a figure that is not evaluated.
     """
-    config = config or TrainConfig()
+    config, sync = config or TrainConfig(), sync or SyncConfig()
     if config.early_stop.metric and evaluate is None:
         raise ValueError(f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate")
     check_even(loader, runtime)
-    steps = config.epochs * len(loader)
-    changing = config.tables_schedule.changes or config.dense_schedule.changes
-    schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if changing else None
-    watch = EarlyStopWatch(config.early_stop, runtime)
-    check_fits(config.trace_steps, steps)
+    check_fits(config.trace_steps, config.epochs * len(loader))
     trace = StepTrace(model, runtime, config.trace_steps, timeline) if config.trace_steps else None
-    history: list[Record] = []
-    progress = Progress(total=steps, visible=runtime.is_main)
-
-    def keep(record: Record) -> None:
-        history.append(record)
-        if runtime.is_main:
-            progress.show(record)
-            if log is not None:
-                log(record)
-
-    step = 0
-    sync = sync or SyncConfig()
     with synchronised(model, optimizer, sync) as ranks:
-        forward = FiniteLoss(model, runtime, len(loader), ranks=ranks)
-        ranks.checks.append(forward.settle)
-        pipeline = make_pipeline(model, optimizer, runtime.device, forward=forward, sync=sync)
-        for epoch in range(config.epochs):
-            loader.set_epoch(epoch)
-            model.train()
-            window = Window(runtime)
-            try:
-                for output in _outputs(pipeline, exactly(loader)):
-                    step += 1
-                    window.add(output.loss, output.weights)
-                    progress.advance()
-                    if trace is not None and (overlap := trace.step()) is not None:
-                        keep({"kind": "timeline", "epoch": epoch, "step": step, **overlap})
-                    if step == 1 and runtime.is_main:
-                        _warn_unpipelined(unpipelined(pipeline, model))
-                    if step % config.log_every == 0 or step % len(loader) == 0:
-                        forward.settle()
-                        keep({**window.record(epoch, step), **(rates(optimizer) if schedule else {})})
-                    if schedule:
-                        schedule.step()
-                ranks.settle()
-            except (GradientNotFiniteError, TrainingDivergedError) as error:
-                told = forward.explained(error)
-                keep({"kind": "error", "epoch": forward.epoch(told.step), "step": told.step, "message": str(told)})
-                raise told from None
-            pipeline.detach()  # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
-            if evaluate is not None and ((epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs):
-                model.eval()
-                record = {"kind": "eval", "epoch": epoch, "step": step, **evaluate()}
-                keep({**record, "best": True} if watch.see(record) else record)
-                if (stop := watch.stops()) and epoch + 1 < config.epochs:
-                    keep({"epoch": epoch, "step": step, **stop})
-                    break
-    progress.close()
-    return history
+        run = _Run(model, optimizer, loader, runtime, config, ranks, sync, trace, checkpoints, log, stop)
+        while run.at.epoch < config.epochs:
+            run.train_epoch()
+            if run.ends_after(evaluate):
+                break
+        run.close()
+    return run.at.history
 
 
-def _outputs(pipeline: Any, batches: Iterator[TowerBatch]) -> Iterator[Any]:
-    while True:
+class _Run:
+    """One call of :func:`train`: its parts, and where it stands."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: KeyedOptimizer,
+        loader: Loader,
+        runtime: Runtime,
+        config: TrainConfig,
+        ranks: EveryStep,
+        sync: SyncConfig,
+        trace: StepTrace | None,
+        checkpoints: RunCheckpoints | None,
+        log: Callable[[Record], None] | None,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        self.model, self.optimizer, self.loader, self.runtime = model, optimizer, loader, runtime
+        self.config, self.ranks, self.trace, self.checkpoints, self.log = config, ranks, trace, checkpoints, log
+        steps = config.epochs * len(loader)
+        changing = config.tables_schedule.changes or config.dense_schedule.changes
+        self.schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if changing else None
+        self.watch = EarlyStopWatch(config.early_stop, runtime)
+        self.window = Window(runtime)
+        self.at = checkpoints.restore(self) if checkpoints is not None else Position()
+        self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
+        context = forward_context(config.amp, runtime.device)
+        self.forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, stop=stop, context=context)
+        ranks.checks.append(self.forward.settle)
+        self.pipeline = make_pipeline(model, optimizer, runtime.device, forward=self.forward, sync=sync)
+        way, left = _compile(config, sync), steps - self.at.step
+        self.ways = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, compile=way, total=left, context=context)
+        self._resume()
+
+    def _resume(self) -> None:
+        self.forward.step = self.at.step
+        if self.schedule is not None and self.at.step:
+            self.schedule.last_epoch = self.at.step - 1  # of its steps; the rate is a function of their number alone
+            self.schedule.step()
+        if self.runtime.is_main and self.log is not None:
+            for record in self.at.history:
+                self.log(record)
+        if self.at.ended:
+            self.at.begin(self.at.epoch + 1)
+
+    def train_epoch(self) -> None:
+        """What is left of the epoch."""
+        if not self.at.done:
+            self.loader.set_epoch(self.at.epoch)
+            self.window.restart()
+        self.model.train()
         try:
-            yield pipeline.progress(batches)
-        except StopIteration:
-            return
+            for output in self.ways.outputs(self.loader, partial(exactly, after=self.at.done)):
+                self._after_step(output)
+            self.ranks.settle()
+        except (GradientNotFiniteError, TrainingDivergedError) as error:
+            told = self.forward.explained(error)
+            self._keep({"kind": "error", "epoch": self.forward.epoch(told.step), "step": told.step, "message": str(told)})
+            raise told from None
+        self.pipeline.detach()  # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
+
+    def _after_step(self, output: Any) -> None:
+        self.at.step, self.at.done = self.at.step + 1, self.at.done + 1
+        step = self.at.step
+        self.window.add(output.loss, output.weights)
+        self.progress.advance()
+        if self.trace is not None and (overlap := self.trace.step()) is not None:
+            self._keep({"kind": "timeline", "epoch": self.at.epoch, "step": step, **overlap})
+        if self.progress.first and self.runtime.is_main:
+            _warn_unpipelined(unpipelined(self.pipeline, self.model))
+        if step % self.config.log_every == 0 or self.at.done == len(self.loader):
+            self.forward.settle()
+            self._keep({**self.window.record(self.at.epoch, step), **(rates(self.optimizer) if self.schedule else {})})
+        if self.schedule:
+            self.schedule.step()
+        if self.checkpoints is not None and self.at.done < len(self.loader):
+            self.checkpoints.after_step(self)
+        if self.forward.stop_asked:
+            self._stop()
+
+    def ends_after(self, evaluate: Callable[[], Record] | None) -> bool:
+        """Evaluates where it is time to, saves, and says whether the run is over."""
+        epoch, best, stop = self.at.epoch, False, None
+        last = epoch + 1 == self.config.epochs
+        if evaluate is not None and ((epoch + 1) % self.config.eval_every == 0 or last):
+            self.model.eval()
+            record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **evaluate()}
+            best = self.watch.see(record)
+            self._keep({**record, "best": True} if best else record)
+            stop = None if last else self.watch.stops()
+            if stop:
+                self._keep({"epoch": epoch, "step": self.at.step, **stop})
+        self.at.ended = True
+        if self.checkpoints is not None:
+            self.checkpoints.after_epoch(self, last=last or stop is not None, best=best)
+        self.at.begin(epoch + 1)
+        return stop is not None
+
+    def _stop(self) -> None:
+        """Saves and ends the run, on all ranks after the same step."""
+        where = self.forward.where(self.at.step)
+        if self.checkpoints is None:
+            raise RunStoppedError(f"stopped by a signal after {where}; nothing was saved, since the run has no checkpoints")
+        self.ranks.settle()
+        self.checkpoints.save(self)
+        self.close()
+        raise RunStoppedError(f"stopped by a signal after {where}, which is saved; go on with --resume auto")
+
+    def close(self) -> None:
+        """Waits for what is still being written."""
+        self.progress.close()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+
+    def _keep(self, record: Record) -> None:
+        self.at.history.append(record)
+        if self.runtime.is_main:
+            self.progress.show(record)
+            if self.log is not None:
+                self.log(record)
+
+
+def _compile(config: TrainConfig, sync: SyncConfig) -> Compile:
+    """A timeline shows the pipeline's steps, and semi-sync is a pipeline of its own: "auto" leaves both alone."""
+    if config.compile == "require" and sync.mode == "semi_sync":
+        raise ValueError("train.compile=require with sync.mode=semi_sync: look-ups a step ahead are the pipeline's; choose one")
+    return "off" if config.compile == "auto" and (config.trace_steps or sync.mode == "semi_sync") else config.compile
 
 
 def _warn_unpipelined(paths: list[str]) -> None:

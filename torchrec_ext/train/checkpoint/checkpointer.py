@@ -8,9 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -114,7 +116,7 @@ class Checkpointer:
         rank, ranks = self._runtime.rank, self._runtime.world_size
         try:
             listed = self._manifest(path)["files"]
-            found = manifest.damage(self.folder.files, path, listed, sorted(listed)[rank::ranks])
+            found = manifest.damage(url_to_fs(path)[0], path, listed, sorted(listed)[rank::ranks])
         except (CheckpointError, KeyError, TypeError, AttributeError) as error:
             found = str(error)
         return next((each for each in self._gathered(found) if each), None)
@@ -173,7 +175,7 @@ class Checkpointer:
         """What a checkpoint's index says of its tensors."""
         where = f"{path}/.metadata"
         try:
-            with self.folder.files.open(where, "rb") as stream:
+            with fsspec.open(where, "rb") as stream:
                 return read_metadata(stream.read(), where)
         except OSError as error:
             raise CheckpointError(f"{where} cannot be read: {error.strerror or error}") from None
@@ -181,7 +183,7 @@ class Checkpointer:
     def _manifest(self, path: str) -> dict[str, Any]:
         where = f"{path}/{manifest.NAME}"
         try:
-            with self.folder.files.open(where, "rb") as stream:
+            with fsspec.open(where, "rb") as stream:
                 return manifest.opened(stream.read(), where)
         except OSError as error:
             raise CheckpointError(f"{where} cannot be read: {error.strerror or error}; is '{path}' a checkpoint?") from None
