@@ -46,7 +46,7 @@ def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
         yield f"decay, {sharding}", plan, OptimizerConfig(tables_lr=0.1, tables_weight_decay=0.5, dense_weight_decay=1.0)
     for sharding in shardings:
         plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-        yield f"adam, {sharding}", plan, OptimizerConfig(tables="adam", tables_lr=0.02, tables_weight_decay=0.5)
+        yield f"adam, {sharding}", plan, OptimizerConfig(tables="adam", tables_lr=0.02, tables_weight_decay=0.5, tables_l2=0.1)
         yield f"mixed, {sharding}", plan, MIXED
     plan = PlanConfig(sharding="row_wise", tables=("user_id=data_parallel", "item_id=table_wise"))
     yield "exceptions", plan, EXCEPTIONS
@@ -159,7 +159,7 @@ class Sequences(nn.Module):
 
 READ_ONE_BY_ONE = [
     OptimizerConfig(tables="adagrad", tables_lr=0.1, tables_weight_decay=0.5),
-    OptimizerConfig(tables="adam", tables_lr=0.02),
+    OptimizerConfig(tables="adam", tables_lr=0.02, tables_l2=0.1),
     OptimizerConfig(tables="lazy_adam", tables_lr=0.02, tables_weight_decay=0.5),
 ]
 

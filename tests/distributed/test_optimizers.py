@@ -44,6 +44,14 @@ def test_an_exception_that_fits_nothing_is_told_with_what_there_is() -> None:
         OptimizerConfig(per_layer=("top=sgd",)).for_layers(["a.weight", "a.bias"])
 
 
+def test_l2_of_an_optimizer_that_does_not_move_every_row_is_refused_and_can_be_taken_back() -> None:
+    config = OptimizerConfig(tables="adam", tables_l2=0.05, per_table=("history=adagrad", "item_id=l2=0"))
+    with pytest.raises(ValueError, match=r"^table 'history': l2=0.05 with the optimizer adagrad: .* choose adam, or weight_decay"):
+        config.for_tables(small_model(META))
+    chosen = OptimizerConfig(tables="adam", tables_l2=0.05, per_table=("history=adagrad l2=0", "item_id=l2=0.5"))
+    assert [c.l2 for c in chosen.for_tables(small_model(META)).values()] == [0.05, 0.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("field", "item", "why"),
     [
@@ -53,7 +61,7 @@ def test_an_exception_that_fits_nothing_is_told_with_what_there_is() -> None:
         ("per_table", "user_id=sgd lr=fast", "lr=fast: must be a number of 0 or more"),
         ("per_table", "user_id=sgd lr=-1", "lr=-1: must be a number of 0 or more"),
         ("per_table", "user_id=sgd lr=nan", "lr=nan: must be"),
-        ("per_table", "user_id=sgd momentum=1", "there is no setting 'momentum'; settings are lr, weight_decay, eps"),
+        ("per_table", "user_id=sgd momentum=1", "there is no setting 'momentum'; settings are lr, weight_decay, l2, eps"),
         ("per_layer", "towers=lamb", "the optimizer 'lamb' must be one of adam, adagrad, sgd"),
     ],
 )
@@ -69,6 +77,7 @@ def test_an_exception_that_cannot_be_read_is_told(field: str, item: str, why: st
     [
         ("tables_weight_decay", -0.1),
         ("dense_weight_decay", math.inf),
+        ("tables_l2", math.nan),
         ("clip_norm", -1.0),
         ("betas", (0.9, 1.0)),
         ("betas", (0.9,)),

@@ -39,7 +39,7 @@ _UNFUSED: dict[str, type[torch.optim.Optimizer]] = {
     "lamb": RowAdam,
 }
 _ADAM = ("adam", "lazy_adam", "partial_row_wise_adam", "lamb")
-_NUMBERS = ("lr", "weight_decay", "eps")
+_NUMBERS = ("lr", "weight_decay", "l2", "eps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,7 @@ class Choice:
     eps: float
     betas: tuple[float, float]
     weight_decay: float
+    l2: float = 0.0
 
     def changed(self, overrides: Iterable[Override]) -> Choice:
         """With the changes of all ``overrides``, the later winning."""
@@ -136,6 +137,8 @@ class Choice:
         arguments: dict[str, Any] = {"lr": self.lr} if self.kind == "sgd" else {"lr": self.lr, "eps": self.eps}
         if self.kind in _ADAM:
             arguments["betas"] = self.betas
+        if self.l2:
+            arguments["weight_decay"] = self.l2  # torch's name for it in Adam, the only kind that has it
         if _UNFUSED[self.kind] is RowAdam:
             arguments |= {"row_wise": self.kind == "partial_row_wise_adam", "trust_ratio": self.kind == "lamb"}
         return _UNFUSED[self.kind], arguments

@@ -45,6 +45,8 @@ class OptimizerConfig:
         tables_weight_decay: each step multiplies a row by 1 - learning rate x this (decoupled, Loshchilov & Hutter 2019), but only
             the rows that get a gradient in that step.
         dense_weight_decay: the same for every dense parameter.
+        tables_l2: of ``adam`` only: adds to the loss half of this times the sum of squares of the whole table. It draws a row to 0
+            that the data say little of, whether the batch touched it or not, and holds one that they often speak of hardly at all.
         per_table: exceptions ``PATTERN=KIND lr=.. weight_decay=.. eps=..``, each part optional; the pattern is a table's name or
             the path of a module that holds it, with * and ?: ``("user_id=adam lr=0.01", "towers.item=sgd")``. The last that fits
             wins, field by field.
@@ -61,6 +63,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     tables_weight_decay: float = 0.0
     dense_weight_decay: float = 0.0
+    tables_l2: float = 0.0
     per_table: tuple[str, ...] = ()
     per_layer: tuple[str, ...] = ()
     clip_norm: float = 0.0
@@ -70,7 +73,7 @@ class OptimizerConfig:
             raise ValueError(f"tables={self.tables!r}: must be one of {', '.join(get_args(TableOptimizer))}")
         if self.dense not in get_args(DenseOptimizer):
             raise ValueError(f"dense={self.dense!r}: must be one of {', '.join(get_args(DenseOptimizer))}")
-        for name in ("tables_lr", "dense_lr", "eps", "tables_weight_decay", "dense_weight_decay", "clip_norm"):
+        for name in ("tables_lr", "dense_lr", "eps", "tables_weight_decay", "dense_weight_decay", "tables_l2", "clip_norm"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value}: must be a number of 0 or more")
@@ -86,17 +89,24 @@ class OptimizerConfig:
         """The optimizer of each table of ``model``, sharded or not, by table name.
 
         Raises:
-            ValueError: an exception that fits no table.
+            ValueError: an exception that fits no table, or ``l2`` of another optimizer than adam.
         """
         names = {table.name: path for path, collection in collections(model) for table in table_configs(collection)}
-        default = Choice(kind=self.tables, lr=self.tables_lr, eps=self.eps, betas=self.betas, weight_decay=self.tables_weight_decay)
+        default = Choice(
+            kind=self.tables,
+            lr=self.tables_lr,
+            eps=self.eps,
+            betas=self.betas,
+            weight_decay=self.tables_weight_decay,
+            l2=self.tables_l2,
+        )
         return _decide("table", default, self._overrides("per_table"), names)
 
     def for_layers(self, names: Iterable[str]) -> dict[str, Choice]:
         """The optimizer of each dense parameter, by its name.
 
         Raises:
-            ValueError: an exception that fits no parameter.
+            ValueError: an exception that fits no parameter, or ``l2`` of another optimizer than adam.
         """
         default = Choice(kind=self.dense, lr=self.dense_lr, eps=self.eps, betas=self.betas, weight_decay=self.dense_weight_decay)
         return _decide("dense layer", default, self._overrides("per_layer"), {name: name for name in names})
@@ -106,7 +116,14 @@ def _decide(what: str, default: Choice, overrides: list[Override], paths: Mappin
     for override in overrides:
         if not any(override.fits(name, path) for name, path in paths.items()):
             raise ValueError(f"per_{what.split()[-1]}: '{override.item}' fits no {what} of the model, which are {', '.join(paths)}")
-    return {name: default.changed([o for o in overrides if o.fits(name, path)]) for name, path in paths.items()}
+    choices = {name: default.changed([o for o in overrides if o.fits(name, path)]) for name, path in paths.items()}
+    for name, choice in choices.items():
+        if choice.l2 and choice.kind != "adam":
+            raise ValueError(
+                f"{what} '{name}': l2={choice.l2} with the optimizer {choice.kind}: it moves every row at every step, as only adam "
+                "does; choose adam, or weight_decay, which shrinks what the batch touched"
+            )
+    return choices
 
 
 def declare_table_optimizer(

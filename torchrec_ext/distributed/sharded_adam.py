@@ -136,8 +136,13 @@ class _Moved(NamedTuple):
             move_rows(self.table, rows, gradient, {"step": self.steps, **self.moments}, lr=lr, betas=choice.betas, eps=choice.eps)
             return
         (beta1, beta2), first, second = choice.betas, self.moments["exp_avg"], self.moments["exp_avg_sq"]
-        first.mul_(beta1).index_add_(0, rows, gradient, alpha=1 - beta1)
-        second.mul_(beta2).index_add_(0, rows, gradient.square(), alpha=1 - beta2)
+        if choice.l2:
+            whole = (self.table * choice.l2).index_add_(0, rows, gradient)
+            first.lerp_(whole, 1 - beta1)
+            second.mul_(beta2).addcmul_(whole, whole, value=1 - beta2)
+        else:
+            first.mul_(beta1).index_add_(0, rows, gradient, alpha=1 - beta1)
+            second.mul_(beta2).index_add_(0, rows, gradient.square(), alpha=1 - beta2)
         scale = 1 - beta2 ** float(self.steps)
         self.table.addcdiv_(first, (second / scale).sqrt_().add_(choice.eps), value=-lr / (1 - beta1 ** float(self.steps)))
 
