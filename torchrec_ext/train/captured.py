@@ -167,7 +167,7 @@ class CapturedStep:
             if self._moves_rows(moved, counts[name]):
                 tail = tails(moved.choice.betas).to(moved.weight.device) if moved.choice.kind == "adam" else torch.zeros(1)
                 since = torch.full((len(moved.weight),), int(self._step), dtype=torch.int32, device=moved.weight.device)
-                self._since[name] = since, torch.zeros_like(moved.weight), tail
+                self._since[name] = since, torch.zeros_like(since), tail
 
     def _moves_rows(self, moved: Moved, lookups: int) -> bool:
         if moved.choice.kind == "adam" and not has_closed_form(moved.choice.betas):
@@ -231,8 +231,8 @@ class CapturedStep:
         state = [memory[f"{moved.name}/{at}"] for at in range(len(moved.state))]
         if moved.name not in self._since:
             return WholeTable(memory[moved.name], state, moved.choice, self._clock(moved, memory))
-        since, scratch, tail = (memory[f"{moved.name}/{part}"] for part in _ROWS)
-        return RowTable(memory[moved.name], state, since, scratch, tail, moved.choice, self._clock(moved, memory))
+        since, place, tail = (memory[f"{moved.name}/{part}"] for part in _ROWS)
+        return RowTable(memory[moved.name], state, since, place, tail, moved.choice, self._clock(moved, memory))
 
     def _clock(self, moved: Moved, memory: dict[str, Tensor]) -> Clock:
         return Clock(memory["step"], memory[f"rate {next(at for at, g in enumerate(self._groups) if g is moved.group)}"])
@@ -255,7 +255,7 @@ class CapturedStep:
             target.copy_(value)
 
 
-_ROWS = ("since", "scratch", "tail")
+_ROWS = ("since", "place", "tail")
 
 
 class _Call:

@@ -26,14 +26,14 @@ _LONGEST = 1 << 22  # steps; beta2 = 0.99999 needs 1.7 million
 
 
 def has_closed_form(betas: tuple[float, float]) -> bool:
-    """Whether the sum over skipped steps converges fast enough to be a table: b1 below sqrt(b2), and b2 not too near 1."""
+    """Whether the sum over skipped steps converges fast enough to be a table: b1 below sqrt(b2), and b2 neither 0 nor too near 1."""
     beta1, beta2 = betas
-    return beta1 < 0.999 * math.sqrt(beta2) and _steps(beta2) <= _LONGEST
+    return beta2 > 0 and beta1 < 0.999 * math.sqrt(beta2) and _steps(beta2) <= _LONGEST
 
 
 def _steps(beta2: float) -> int:
     """Steps until the bias correction of the second moment is 1 to the last bit."""
-    return 1 + math.ceil(math.log(_ROUNDING) / math.log(beta2)) if beta2 > 0 else 2
+    return 1 + math.ceil(math.log(_ROUNDING) / math.log(beta2))
 
 
 @lru_cache(maxsize=8)
@@ -83,11 +83,12 @@ def caught_up(
     """
     beta1, beta2 = betas
     skipped = (step - since).to(rows.dtype)[:, None]
-    decay1, decay2 = (torch.exp(skipped * math.log(beta)) if beta > 0 else (skipped == 0).to(rows.dtype) for beta in betas)
-    ratio = torch.exp(skipped * math.log(beta1 / math.sqrt(beta2))) if beta1 > 0 else decay1
+    decay1 = torch.exp(skipped * math.log(beta1)) if beta1 > 0 else (skipped == 0).to(rows.dtype)
+    decay2 = torch.exp(skipped * math.log(beta2))
+    ratio = decay1 / decay2.sqrt()
     last = len(tail) - 1
     slide = tail.index_select(0, since.clamp(max=last))[:, None] - ratio * tail.index_select(0, step.clamp(max=last).view(1))
-    near = eps * torch.sqrt(1 - torch.exp((since + 1).to(rows.dtype) * math.log(beta2)))[:, None] if beta2 > 0 else eps
+    near = eps * torch.sqrt(1 - torch.exp((since + 1).to(rows.dtype) * math.log(beta2)))[:, None]
     moved = rows - lr * slide * first / (second.sqrt() + near)
     # A row that never had a gradient has moments of 0, and where eps is 0 too that would be 0 / 0.
     return torch.where(first == 0, rows, moved), first * decay1, second * decay2

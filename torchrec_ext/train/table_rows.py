@@ -72,7 +72,7 @@ class RowTable:
         weight: (rows, D), and
         state: of all rows, both written where they are read.
         since: (rows,) int32, the last step that each row has made.
-        scratch: (rows, D), 0 before and after a step: a row that is read several times gets the sum of its gradients.
+        place: (rows,) int32, of any value before and after a step: where among a step's look-ups each row stands.
         tail: from :func:`tails`.
         choice: its rule.
         clock: of this step.
@@ -81,7 +81,7 @@ class RowTable:
     weight: Tensor
     state: list[Tensor]
     since: Tensor
-    scratch: Tensor
+    place: Tensor
     tail: Tensor
     choice: Choice
     clock: Clock
@@ -111,15 +111,23 @@ class RowTable:
         rows = torch.cat([leaf.detach() for _, leaf, _ in self._reads])
         state = [torch.cat(parts) for parts in zip(*(own for _, _, own in self._reads), strict=True)]
         own = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self.leaves(), strict=True)]
-        self.scratch.index_add_(0, ids, torch.cat(own))
-        grad = self.scratch.index_select(0, ids)
-        self.scratch.index_put_((ids,), torch.zeros_like(grad))
+        grad = self._summed(ids, torch.cat(own))
         new = stepped(rows, grad, state, self.clock.step, self.clock.lr, self.choice, table=True)
         # A row that was read twice is written twice, with the same values.
         for target, value in zip([self.weight, *self.state], [new[0], *new[1]], strict=True):
             target.index_put_((ids,), value)
         if self.choice.kind == "adam":
             self.since.index_put_((ids,), self.clock.step.int().expand(len(ids)))
+
+    def _summed(self, ids: Tensor, grads: Tensor) -> Tensor:
+        """(n, D) the sum of the gradients of all look-ups of a row, at each of them.
+
+        Without sorting, and without a number of rows that is known only then: each look-up writes its number at its row, one of
+        them stays, and that is where all of the row are added up.
+        """
+        self.place.index_put_((ids,), torch.arange(len(ids), dtype=torch.int32, device=ids.device))
+        leader = self.place.index_select(0, ids).long()
+        return torch.zeros_like(grads).index_add(0, leader, grads).index_select(0, leader)
 
 
 TableRows = WholeTable | RowTable
