@@ -13,12 +13,16 @@ import json
 import os
 from collections.abc import Callable, Iterator
 
+import hybrid_merged
 import hybrid_towers
+import hybrid_two_hosts
 from hybrid_ranks import Options, Row
 
 # By the name that --only takes; a function yields one row or more.
 ROWS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "tower-parallel": hybrid_towers.rows,
+    "two-hosts": hybrid_two_hosts.two_hosts,
+    "merged": hybrid_merged.rows,
 }
 
 
