@@ -58,12 +58,16 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         begin = resume_from(resume, checkpointer, runtime) if checkpointer else None
         folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
         rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
-        plan = plan_sharding(model, runtime, job.plan, optimizer=job.optimizer, batch_size=rows)
-        plan_text = explain(plan, model, runtime.world_size)
+        plan = plan_sharding(
+            model, runtime, job.plan, optimizer=job.optimizer, batch_size=rows, table_copies=job.sync.table_copies
+        )
+        plan_text = explain(plan, model, job.sync.table_ranks(runtime.world_size))
         if folder is not None:
             report.say_start(task, runtime, plan_text)
             folder.write("plan.txt", plan_text)
-        parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed)
+        parallel, optimizer = hybrid_parallel(
+            model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed, table_copies=job.sync.table_copies
+        )
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         judge = task.judge(schema, parallel, runtime)
         start = time.perf_counter()

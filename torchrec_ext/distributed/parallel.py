@@ -17,6 +17,7 @@ from torchrec_ext.distributed.planning import plan_sharding, sharders
 from torchrec_ext.distributed.row_decay import decay_sharded_rows
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharded_adam import sharded_adams
+from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
 from torchrec_ext.distributed.tower_sharding import ShardedTowers, TowerSharder
 
@@ -28,6 +29,7 @@ def hybrid_parallel(
     plan: ShardingPlan | None = None,
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
+    table_copies: int = 1,
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the tables of ``model`` over the ranks and replicates its dense layers.
 
@@ -38,21 +40,27 @@ def hybrid_parallel(
         plan: TorchRec's sharding plan; made by :func:`plan_sharding` where not given.
         optimizer: optimizers and learning rates.
         seed: of the tables' first values, which depend on it and the table's name alone: not on the plan, not on the ranks.
+        table_copies: see :class:`SyncConfig`; as it was given to :func:`plan_sharding`.
 
     Returns:
-        TorchRec's DistributedModelParallel, and one optimizer for all of it, for a loop of your own or any of TorchRec's pipelines:
-        the tables' (whose step runs in the backward), the replicated tables' and the dense layers'.
+        TorchRec's DistributedModelParallel (DMPCollection with more than one copy of the tables), and one optimizer for all of it,
+        for a loop of your own or any of TorchRec's pipelines: the tables' (whose step runs in the backward), the replicated tables'
+        and the dense layers'.
 
     Raises:
         ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception fits nothing.
     """
     optimizer = optimizer or OptimizerConfig()
-    plan = plan or plan_sharding(model, runtime, optimizer=optimizer)
+    plan = plan or plan_sharding(model, runtime, optimizer=optimizer, table_copies=table_copies)
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
     layers = optimizer.for_layers(dense_layers(model))  # while all are there: a plan may leave this rank without some towers
     placing = TowerSharder(timedelta(seconds=runtime.timeout_s))
-    sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=[placing, *sharders()])
+    if table_copies > 1:
+        refuse_unaveraged(model, plan, choices)
+        sharded = copies_of_tables(model, runtime, plan, table_copies, sharders())
+    else:
+        sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=[placing, *sharders()])
     initialise_tables(sharded, seed)
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)

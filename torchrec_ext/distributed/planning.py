@@ -27,6 +27,7 @@ from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.placement import PLACEMENTS, parse_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import sharders as sharders
+from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.distributed.tower_planning import draft_towers, tower_placement
 
 Sharding = Literal["auto", "data_parallel", "table_wise", "row_wise", "column_wise", "table_column_wise"]
@@ -88,6 +89,7 @@ def plan_sharding(
     optimizer: OptimizerConfig | None = None,
     batch_size: int = 512,
     constraints: Mapping[str, ParameterConstraints] | None = None,
+    table_copies: int = 1,
 ) -> ShardingPlan:
     """TorchRec's plan for ``model`` on the ranks of this job; every rank must call it and gets the same plan or the same error.
 
@@ -98,6 +100,7 @@ def plan_sharding(
         optimizer: of the tables, whose state takes memory too; the same as is given to :func:`hybrid_parallel`.
         batch_size: rows per rank and step, for the cost model.
         constraints: TorchRec's own constraints by table name, for what ``config`` cannot say; they win.
+        table_copies: see :class:`SyncConfig`; the plan is that of one copy, on the first R / table_copies ranks.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked, on every rank alike.
@@ -105,8 +108,12 @@ def plan_sharding(
     """
     config, optimizer = config or PlanConfig(), optimizer or OptimizerConfig()
     placement = tower_placement(model, config.towers, runtime.world_size)
+    ranks = SyncConfig(table_copies=table_copies).table_ranks(runtime.world_size)
+    if placement is not None and table_copies > 1:
+        raise PlanError(f"sync.table_copies={table_copies}: towers on ranks of their own have one copy; leave plan.towers alone")
+    on_copy = dataclasses.replace(runtime, world_size=ranks, local_world_size=min(ranks, runtime.local_world_size))
     # What columns may be split over is checked on the ranks of each tower.
-    asked = runtime if placement is None else dataclasses.replace(runtime, world_size=1, local_world_size=1)
+    asked = on_copy if placement is None else dataclasses.replace(runtime, world_size=1, local_world_size=1)
     request = Request.of(model, asked, config, optimizer, constraints or {})
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone, and TorchRec's collective_plan leaves the other ranks waiting when it fails there.
@@ -114,7 +121,7 @@ def plan_sharding(
         try:
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
             if placement is None:
-                outcome = [draft(model, request, _topology(runtime, usable), batch_size).plan]
+                outcome = [draft(model, request, _topology(on_copy, usable), batch_size).plan]
             else:
                 given = constraints or {}
                 outcome = [draft_towers(model, placement, request, runtime, usable, _topology, batch_size, given)]

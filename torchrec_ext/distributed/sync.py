@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import Self
 
@@ -36,8 +36,9 @@ class EveryStep:
         checks: called on every rank alike before ranks are made equal; what one raises, it must raise on all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self.checks: list[Callable[[], None]] = []
+        self._copies = model if isinstance(model, DMPCollection) else None
 
     @property
     def silent(self) -> bool:
@@ -54,12 +55,15 @@ class EveryStep:
 
     def settle(self) -> None:
         """Makes every rank equal now, before an evaluation or a checkpoint; all ranks call it after as many steps."""
+        if self._copies is not None:
+            self._copies.sync()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
+        if kind is None:  # else the other ranks may be elsewhere
+            self.settle()
 
 
 class LocalSGD(EveryStep):
@@ -99,7 +103,7 @@ class LocalSGD(EveryStep):
         warmup: int = 0,
         optimizer_state: OptimizerState = "keep",
     ) -> None:
-        super().__init__()
+        super().__init__(model)
         self._model, self._optimizer = model, optimizer
         self._every, self._warmup, self._average_state = every, max(warmup, 1), optimizer_state == "average"
         self._shards_tables = any(
@@ -126,8 +130,7 @@ class LocalSGD(EveryStep):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._leave:
-            if kind is None:  # else the other ranks may be elsewhere
-                self.settle()
+            super().__exit__(kind, error, trace)
 
     def settle(self) -> None:
         """Makes every rank equal now.
@@ -138,6 +141,7 @@ class LocalSGD(EveryStep):
         """
         if self._optimizer.apart:
             self._sync()
+        super().settle()
 
     def _after_step(self) -> None:
         self._steps += 1
@@ -263,7 +267,7 @@ def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
             "leave sync.mode at every_step, or plan.towers at data_parallel"
         )
     if config.mode not in LOCAL:
-        return EveryStep()
+        return EveryStep(model)
     if not (isinstance(model, DistributedModelParallel) and isinstance(optimizer, HybridOptimizer)):
         made = f"{type(model).__name__} with {type(optimizer).__name__}"
         raise ValueError(f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {made}")

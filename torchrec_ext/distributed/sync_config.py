@@ -31,6 +31,9 @@ class SyncConfig:
         outer_lr: of ``diloco``.
         outer_momentum: of ``diloco``; Nesterov's where it is not 0.
         stash_gradients: of ``semi_sync``: dense layers are one step old too, each moved by the gradient of the batch before.
+        table_copies: copies of the sharded tables (TorchRec's 2D parallelism, DMPCollection): R / table_copies ranks shard each,
+            and exchange rows among themselves alone. 1 for one copy over all ranks.
+        tables_every: steps between two averages of the copies and their optimizer state.
     """
 
     mode: Mode = "every_step"
@@ -40,6 +43,8 @@ class SyncConfig:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     stash_gradients: bool = False
+    table_copies: int = 1
+    tables_every: int = 1
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -48,6 +53,11 @@ class SyncConfig:
             raise ValueError(f"optimizer_state={self.optimizer_state!r}: must be one of {', '.join(get_args(OptimizerState))}")
         if self.every < 1:
             raise ValueError(f"every={self.every}: must be 1 step or more")
+        for name in ("table_copies", "tables_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        if self.tables_every > 1 and self.table_copies == 1:
+            raise ValueError(f"tables_every={self.tables_every}: only for table_copies of 2 or more")
         if self.warmup < 0:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
         if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
@@ -63,3 +73,17 @@ class SyncConfig:
             value = getattr(self, name)
             if self.mode not in modes and value != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name}={value!r}: only for mode={' or '.join(modes)}, but mode={self.mode}")
+
+    def table_ranks(self, world_size: int) -> int:
+        """The ranks that shard one copy of the tables.
+
+        Raises:
+            ValueError: ``world_size`` is no multiple of :attr:`table_copies`.
+
+        Example:
+            >>> SyncConfig(table_copies=2).table_ranks(8)
+            4
+        """
+        if world_size % self.table_copies:
+            raise ValueError(f"sync.table_copies={self.table_copies}: must divide the number of ranks, {world_size}")
+        return world_size // self.table_copies

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
@@ -58,6 +59,11 @@ def local_shards(module: nn.Module) -> Iterator[Shard]:
                 for shard in value.local_shards():
                     row, column = shard.metadata.shard_offsets
                     yield Shard(fqn, config, shard.tensor, row, column)
+            elif isinstance(value, DTensor):  # of a copy of the tables among several
+                local: Any = value.to_local()  # TorchRec's LocalShardsWrapper
+                # A rank without a shard has one offset all the same.
+                for tensor, (row, column) in zip(local.local_shards(), local.local_offsets(), strict=False):
+                    yield Shard(fqn, config, tensor, row, column)
             else:
                 yield Shard(fqn, config, value, 0, 0)
 

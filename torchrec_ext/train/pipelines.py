@@ -31,11 +31,20 @@ def make_pipeline(
         optimizer: likewise.
         device: of the model.
         forward: calls the model in its place, such as :class:`FiniteLoss`.
-        sync: its mode ``semi_sync`` takes TrainPipelineSemiSync; every other one is the same pipeline.
+        sync: its mode ``semi_sync`` takes TrainPipelineSemiSync; every other one is the same pipeline. Copies of tables are
+            averaged at its interval.
     """
-    if sync is not None and sync.mode == "semi_sync":
+    sync = sync or SyncConfig()
+    if sync.mode == "semi_sync":
         return semi_sync_pipeline(model, optimizer, device, sync, forward)
-    return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True, custom_model_fwd=forward)
+    return TrainPipelineSparseDist(
+        model,
+        optimizer,
+        device,
+        execute_all_batches=True,
+        custom_model_fwd=forward,
+        dmp_collection_sync_interval_batches=sync.tables_every,
+    )
 
 
 def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module) -> list[str]:

@@ -96,6 +96,7 @@ def semi_sync_pipeline(
         start_batch=sync.warmup,
         stash_gradients=sync.stash_gradients,
         custom_model_fwd=forward,
+        dmp_collection_sync_interval_batches=sync.tables_every,
     )
 
 

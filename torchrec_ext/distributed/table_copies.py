@@ -1,0 +1,118 @@
+"""TorchRec's 2D parallelism, DMPCollection, also on the CPU: several copies of the sharded tables, averaged at an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.distributed.remote_device import _remote_device
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torchrec.distributed.types import DMPCollectionContext, ModuleSharder, ShardingEnv2D, ShardingPlan
+
+from torchrec_ext.distributed.choices import Choice
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import collections
+
+AVERAGED = ("adagrad", "row_wise_adagrad", "sgd")
+
+
+class CollectionOnCpu(DMPCollection):
+    """DMPCollection, whose constructor takes CUDA devices alone, built from its own parts; gloo knows no mean, so sums are divided.
+
+    Args:
+        module: with its tables on the meta device.
+        device: the CPU.
+        plan: made for ``sharding_group_size`` ranks.
+        world_size: R.
+        sharding_group_size: ranks of one copy of the tables.
+        global_pg: of all ranks.
+        sharders: as for DMP.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        plan: ShardingPlan,
+        world_size: int,
+        sharding_group_size: int,
+        global_pg: dist.ProcessGroup,
+        sharders: list[ModuleSharder[nn.Module]],
+    ) -> None:
+        self._device, self._pg, self._global_rank = device, global_pg, dist.get_rank(global_pg)
+        context = DMPCollectionContext(module=None, plan=plan, sharding_group_size=sharding_group_size)
+        self._default_ctx, self._ctxs = context, [context]
+        self._submodule_ctxs: list[DMPCollectionContext] = []
+        self._sharder_map = {sharder.module_type: sharder for sharder in sharders}
+        groups = self._create_process_groups(self._global_rank, world_size, sharding_group_size)
+        context.device_mesh, context.sharding_pg, context.replica_pg = groups
+        self._remap_sharding_plan(plan, self._global_rank, world_size // sharding_group_size, sharding_group_size)
+        env = ShardingEnv2D(context.sharding_pg, context.replica_pg, global_pg, context.device_mesh)
+        DistributedModelParallel.__init__(self, module, env, device, plan, sharders)
+        self._group_sharded_modules(self._ctxs)
+        self._cache_sync_tensors(self._ctxs)
+        self._use_sharded_relay, self._sharded_relay_state = False, None
+        self._custom_all_reduce = self._mean
+
+    def _remap_sharding_plan(self, plan: ShardingPlan, *args: Any, **kwargs: Any) -> None:
+        """TorchRec's, less the number that it gives to a CPU."""
+        super()._remap_sharding_plan(plan, *args, **kwargs)
+        for tables in plan.plan.values():
+            for sharding in tables.values():
+                if isinstance(sharding.sharding_spec, EnumerableShardingSpec):
+                    for shard in sharding.sharding_spec.shards:
+                        assert shard.placement is not None
+                        shard.placement = _remote_device(f"rank:{shard.placement.rank()}/{self._device}")
+
+    def _mean(self, tensors: list[Tensor]) -> None:
+        group = self._default_ctx.replica_pg
+        for tensor in tensors:
+            # `data`, because in semi-sync a backward still holds the tables as saved for it and would refuse a change: it only
+            # writes them.
+            dist.all_reduce(tensor.data, group=group)
+            tensor.data.div_(dist.get_world_size(group))
+
+
+def copies_of_tables(
+    model: nn.Module, runtime: Runtime, plan: ShardingPlan, copies: int, sharders: list[ModuleSharder[nn.Module]]
+) -> DMPCollection:
+    """``model`` with ``copies`` copies of its sharded tables, which TorchRec's pipelines average at their interval.
+
+    Args:
+        model: with its tables on the meta device.
+        runtime: this process's place in the job.
+        plan: of one copy; changed into that of this rank's.
+        copies: at least 2, and a divisor of R.
+        sharders: as for DMP.
+    """
+    make = CollectionOnCpu if runtime.device.type == "cpu" else DMPCollection
+    assert dist.group.WORLD is not None
+    return make(
+        module=model,
+        device=runtime.device,
+        plan=plan,
+        world_size=runtime.world_size,
+        sharding_group_size=runtime.world_size // copies,
+        global_pg=dist.group.WORLD,
+        sharders=sharders,
+    )
+
+
+def refuse_unaveraged(model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice]) -> None:
+    """Refuses optimizers whose state TorchRec's DMPCollection does not average.
+
+    Raises:
+        ValueError: a sharded table of the Adam family; the message names it.
+    """
+    for path, _ in collections(model):
+        for name, sharding in (plan.get_plan_for_module(path) or {}).items():
+            if sharding.sharding_type != "data_parallel" and choices[name].kind not in AVERAGED:
+                raise ValueError(
+                    f"sync.table_copies: table '{name}' has optimizer {choices[name].kind}, whose state TorchRec's DMPCollection "
+                    f"does not average; set optimizer.per_table={name}=adagrad (or {', '.join(AVERAGED[1:])}), or "
+                    f"plan.tables={name}=data_parallel"
+                )
