@@ -63,10 +63,135 @@ def hybrid(
         rdzv_port: port on the first node where the ranks of several nodes meet
         debug: turn on torch's slow distributed checks
     """
+    return _app(
+        "torchx_apps.train",
+        [*_flags(recipe, set, run_dir), *args],
+        j=j,
+        threads=threads,
+        max_retries=max_retries,
+        name=name,
+        image=image,
+        h=h,
+        cpu=cpu,
+        gpu=gpu,
+        memMB=memMB,
+        env=env,
+        mounts=mounts,
+        rdzv_port=rdzv_port,
+        debug=debug,
+    )
+
+
+def networks(
+    *args: str,
+    recipe: str = "two_tower",
+    set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    vary: Optional[str] = None,
+    member: Optional[str] = None,
+    groups: Optional[str] = None,
+    own_rows: bool = False,
+    stack: str = "auto",
+    codistill: Optional[str] = None,
+    weights: bool = False,
+    run_dir: Optional[str] = None,
+    j: str = "1x2",
+    threads: int = 1,
+    max_retries: int = 0,
+    name: str = "/",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+    rdzv_port: int = 29500,
+    debug: bool = False,
+) -> specs.AppDef:
+    r"""Trains several networks in one job: those of one shape stacked into one, others at the same time on groups of ranks.
+
+    All combinations of some settings, each combination a network, and a table with the best at the end::
+
+        torchx run rec.train.networks --recipe two_tower --vary optimizer.dense_lr=1e-3,3e-3 --vary train.seed=0,1,2 -j 1x2
+
+    Networks that are listed, on ranks that are named::
+
+        torchx run rec.train.networks --member "small:model.tower_widths=64" --member "large:model.tower_widths=512,256,64" \
+            -j 1x3 --groups large:0-1,small:2
+
+    What would be trained where, and nothing more::
+
+        torchx run rec.train.networks --vary train.seed=0,1,2 -- --list
+
+    Args:
+        args: further flags of torchx_apps.train_networks, after -- (ex. -- --dry-run)
+        recipe: a built-in recipe, my_recipe.py:job or my.module:job
+        set: change one key of the recipe for all members; give --set as often as you like
+        vary: KEY=A,B, one member for each value (A|B for values with commas); given several times, for all combinations
+        member: NAME:KEY=A,KEY=B, one member more; give --member as often as you like
+        groups: which ranks train which members (ex. large:0-1,small*:2); dealt out evenly where not given
+        own_rows: each member reads in the order of its own train.seed, in place of one loader for all
+        stack: auto, require (members that cannot be stacked are refused) or never
+        codistill: stacked members learn from each other (ex. weight=1,burn_in=1000,every=100)
+        weights: write each stacked member's state dict as weights.pt
+        run_dir: folder for the table, the picture and a run folder of each member; on several nodes one that all of them see
+        j: NODESxPROCS, or MIN:MAXxPROCS to train on however many nodes between MIN and MAX are up
+        threads: OpenMP threads per rank; one is fastest on small models
+        max_retries: restarts after a failure, by torchrun and by a scheduler that retries (local_cwd does not)
+        name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN
+        image: container image; local and Slurm schedulers use the current folder and environment instead
+        h: a named resource, in place of cpu, gpu and memMB
+        cpu: CPU cores per node
+        gpu: GPUs per node
+        memMB: memory per node in MiB
+        env: environment for every rank (ex. CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50)
+        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
+        rdzv_port: port on the first node where the ranks of several nodes meet
+        debug: turn on torch's slow distributed checks
+    """
+    given = [("vary", vary), ("member", member), ("groups", groups), ("codistill", codistill)]
+    flags = [f"--{flag}={text}" for flag, text in given if text]
+    flags += [f"--{flag}" for flag, on in (("own-rows", own_rows), ("weights", weights)) if on]
+    return _app(
+        "torchx_apps.train_networks",
+        [*_flags(recipe, set, run_dir), *flags, f"--stack={stack}", *args],
+        j=j,
+        threads=threads,
+        max_retries=max_retries,
+        name=name,
+        image=image,
+        h=h,
+        cpu=cpu,
+        gpu=gpu,
+        memMB=memMB,
+        env=env,
+        mounts=mounts,
+        rdzv_port=rdzv_port,
+        debug=debug,
+    )
+
+
+# The quotes keep it from TorchX's list of components, which are all functions annotated with AppDef itself.
+def _app(
+    main: str,
+    flags: List[str],
+    j: str,
+    threads: int,
+    max_retries: int,
+    name: str,
+    image: str,
+    h: Optional[str],
+    cpu: int,
+    gpu: int,
+    memMB: int,  # noqa: N803  (TorchX's own spelling)
+    env: Optional[Dict[str, str]],
+    mounts: Optional[List[str]],
+    rdzv_port: int,
+    debug: bool,
+) -> "specs.AppDef":
     app = getattr(dist, "torchrun", dist.ddp)(
-        *_flags(recipe, set, run_dir),
-        *args,
-        m="torchx_apps.train",
+        *flags,
+        m=main,
         j=_topology(j),
         name=name,
         image=image,

@@ -26,10 +26,15 @@ class TestValid(ComponentTestCase):
     def test_hybrid(self) -> None:
         self.validate(train, "hybrid")
 
+    def test_networks(self) -> None:
+        self.validate(train, "networks")
+
 
 def test_ours_and_torchxs_own_are_listed() -> None:
     # A component with a lint error vanishes from this list without a word, and our group hides TorchX's unless named again.
-    assert {"rec.train.hybrid", "dist.ddp"} <= set(get_components())
+    listed = set(get_components())
+    assert {"rec.train.hybrid", "rec.train.networks", "dist.ddp"} <= listed
+    assert not any(name.startswith("rec.train._") for name in listed)
 
 
 def test_torchx_run_is_ours() -> None:
@@ -98,3 +103,11 @@ def test_min_nodes_above_max_nodes() -> None:
 def test_a_number_out_of_range_is_told(flag: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"^--{flag} {value}: "):
         train.hybrid(**{flag: value})
+
+
+def test_the_members_of_a_job_reach_its_app_in_order() -> None:
+    flags = ["--vary", "train.seed=0,1", "--set", "train.epochs=1", "--vary=optimizer.dense_lr=1e-3,3e-3", "--groups", "a:0,b:1"]
+    role = materialize_appdef(train.networks, gather_overrides(["rec.train.networks", *flags])[1:]).roles[0]
+    words = str(role.args[-1])
+    assert "-m torchx_apps.train_networks --recipe two_tower --groups=a:0,b:1 --stack=auto --vary=train.seed=0,1" in words
+    assert words.endswith("--set=train.epochs=1 --vary=optimizer.dense_lr=1e-3,3e-3")

@@ -89,8 +89,11 @@ def is_ours(tokens: Sequence[str]) -> bool:
     return name.startswith("rec.") or Path(name.partition(":")[0]).parent.name == "components"
 
 
+_REPEATED = ("--set", "--vary", "--member")
+
+
 def gather_overrides(tokens: Sequence[str]) -> list[str]:
-    """Moves every `--set` behind `--`, where TorchX hands it on as it stands.
+    """Moves every `--set`, `--vary` and `--member` behind `--`, where TorchX hands it on as it stands.
 
     Example:
         >>> gather_overrides(["rec.train.hybrid", "--set", "a=1", "-j", "1x2", "--set=b=2"])
@@ -103,9 +106,9 @@ def gather_overrides(tokens: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     while rest:
         token = rest.pop(0)
-        if token == "--set" and rest:
-            token = f"--set={rest.pop(0)}"
-        if token.startswith("--set="):
+        if token in _REPEATED and rest:
+            token = f"{token}={rest.pop(0)}"
+        if token.partition("=")[0] in _REPEATED and "=" in token:
             # Told twice word for word, the later stands: it may undo another one in between. TorchX refuses the repetition.
             found.pop(token, None)
             found[token] = None

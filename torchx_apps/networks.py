@@ -1,0 +1,307 @@
+"""run(): several networks in one job. Members of one shape on one rank are stacked, others are trained in turn, groups at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrec_ext.data.id_dropout import IdDropout
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import collections, initialise_tables
+from torchrec_ext.networks.gpu_sharing import gpu_sharing
+from torchrec_ext.networks.peers import Codistillation
+from torchrec_ext.networks.same_shape import difference
+from torchrec_ext.networks.skeleton import StackError
+from torchrec_ext.networks.training import Member, train_stack
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train.finite import TrainingDivergedError
+from torchrec_ext.train.loop import Loader, Record
+from torchrec_ext.train.run_folder import RunFolder
+from torchx_apps import networks_report as report
+from torchx_apps import training
+from torchx_apps.job import Job, Judge, Task
+from torchx_apps.members import MemberJob
+from torchx_apps.networks_report import Result
+from torchx_apps.rank_groups import RankGroup, World, group_of
+
+_ROWS = ("batch_size", "negatives", "sampling", "shared_negatives", "label", "weight", "drop_last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworksConfig:
+    """How the members are trained.
+
+    Args:
+        stack: ``auto``: members of one shape on one rank are stacked, others trained in turn; ``require``: members that cannot be
+            stacked are refused; ``never``: all in turn.
+        codistillation: how stacked members learn from each other.
+        weights: write each stacked member's state dict into its folder as ``weights.pt``.
+    """
+
+    stack: str = "auto"
+    codistillation: Codistillation = dataclasses.field(default_factory=Codistillation)
+    weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stack not in ("auto", "require", "never"):
+            raise ValueError(f"--stack {self.stack}: must be auto, require or never")
+        if self.stack == "never" and self.codistillation.weight:
+            raise ValueError("--codistill with --stack never: peers predict for each other inside a stack; use --stack auto")
+
+
+def run(
+    members: Sequence[MemberJob], groups: Sequence[RankGroup], world: World, config: NetworksConfig, run_dir: Path | None = None
+) -> bool:
+    """Trains the members on the ranks of their groups; rank 0 prints the table and writes it.
+
+    Args:
+        members: of all groups.
+        groups: which ranks train which.
+        world: the ranks of the job.
+        config: how.
+        run_dir: with a folder for each member.
+
+    Returns:
+        Whether any member was trained to its end.
+    """
+    training._quieten_libraries()
+    named = str(run_dir or Path("runs") / f"networks-{members[0].job.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if world.rank == 0:
+        world.tell("folder", named)
+    root = Path(world.told(["folder"])[0])
+    mine = group_of(groups, world.rank)
+    number = groups.index(mine)
+    own = [member for member in members if member.name in mine.members]
+    trained = _Group(own, mine, number, world, config, root).train()
+    if world.rank == mine.ranks[0]:
+        world.tell(f"results/{number}", json.dumps([dataclasses.asdict(result) for result in trained]))
+    if world.rank != 0:
+        return True
+    told = [json.loads(text) for text in world.told([f"results/{number}" for number in range(len(groups))])]
+    results = {result["name"]: Result(**result) for own in told for result in own}
+    return report.finish(root, members, [results[member.name] for member in members])
+
+
+class _Group:
+    """The members of one rank group, as this rank trains them."""
+
+    def __init__(
+        self, members: Sequence[MemberJob], group: RankGroup, number: int, world: World, config: NetworksConfig, root: Path
+    ) -> None:
+        self._members, self._group, self._number, self._world = members, group, number, world
+        self._config, self._root = config, root
+        self._worlds = 0
+
+    def train(self) -> list[Result]:
+        stacked: list[Result] = []
+        if len(self._group.ranks) == 1 and len(self._members) > 1 and self._config.stack != "never":
+            stacked = self._train_stacks()
+        elif self._config.stack == "require" or self._config.codistillation.weight:
+            raise ValueError(
+                f"{list(self._group.members)} on ranks {list(self._group.ranks)}: members are stacked on one rank, two or more of "
+                "them; place them so with --groups, or leave out --stack require and --codistill"
+            )
+        done = {result.name for result in stacked}
+        return stacked + [self._train_alone(member) for member in self._members if member.name not in done]
+
+    def _narrow(self) -> None:
+        self._world.narrow(self._group, f"{self._number}/{self._worlds}")
+        self._worlds += 1
+
+    def _train_stacks(self) -> list[Result]:
+        self._narrow()
+        job = self._members[0].job
+        with Runtime.start(job.device, threads=job.threads) as runtime:
+            if (note := gpu_sharing(runtime.device, self._world.processes_per_gpu, os.environ)) is not None:
+                print(note)
+            built = _build(self._members, runtime)
+            results = []
+            for stack in self._stacks(built):
+                try:
+                    results += _Stacked(stack, runtime, self._config, self._root).train()
+                except StackError as error:
+                    self._not_stacked([one.member.name for one in stack], str(error))
+            return results
+
+    def _stacks(self, built: Sequence[_Built]) -> list[list[_Built]]:
+        """Members of one shape, two or more."""
+        stacks: list[list[_Built]] = []
+        for one in built:
+            reasons = [_apart(stack[0], one) for stack in stacks]
+            if None in reasons and not one.alone:
+                stacks[reasons.index(None)].append(one)
+                continue
+            if reasons or one.alone:
+                self._not_stacked([one.member.name], one.alone or str(reasons[0]))
+            stacks.append([one])
+        return [stack for stack in stacks if len(stack) > 1]
+
+    def _not_stacked(self, names: Sequence[str], reason: str) -> None:
+        if self._config.stack == "require" or self._config.codistillation.weight:
+            raise ValueError(f"{', '.join(names)}: cannot be stacked: {reason}")
+        print(f"note: {', '.join(names)}: not stacked: {reason}", flush=True)
+
+    def _train_alone(self, member: MemberJob) -> Result:
+        self._narrow()
+        start = time.perf_counter()
+        folder = self._root / member.name
+        print(f"\n{member.name}: on rank(s) {', '.join(map(str, self._group.ranks))}" * (self._world.rank == self._group.ranks[0]))
+        try:
+            training.run(member.job, folder)
+        except TrainingDivergedError as error:
+            print(f"{member.name}: {error}", flush=True)
+        if self._world.rank != self._group.ranks[0]:
+            return Result(name=member.name)
+        return report.read_result(member, folder, time.perf_counter() - start, self._group.ranks)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A member whose network is in memory; ``alone`` says why it cannot be in any stack."""
+
+    member: MemberJob
+    job: Job
+    task: Task
+    network: nn.Module
+    schema: BatchSchema
+    alone: str | None
+
+
+def _build(members: Sequence[MemberJob], runtime: Runtime) -> list[_Built]:
+    tasks: dict[Any, Task] = {}
+    built = []
+    for member in members:
+        job: Job = member.job
+        if job.data not in tasks:
+            tasks[job.data] = training.load_task(job, runtime)
+        task = tasks[job.data]
+        job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))
+        torch.manual_seed(job.train.seed)
+        network = job.build(job.model, task.data)
+        for _, collection in collections(network):
+            collection.to_empty(device=runtime.device)
+        initialise_tables(network, job.train.seed)
+        network.to(runtime.device)
+        built.append(_Built(member, job, task, network, network.schema(out_of_range=job.model.out_of_range), _alone(job)))
+    return built
+
+
+def _alone(job: Job) -> str | None:
+    if job.loader.sampling == "hard" and job.loader.negatives:
+        return "loader.sampling=hard asks one model for its hardest items, and a stack has several"
+    return None
+
+
+def _apart(first: _Built, other: _Built) -> str | None:
+    """Why two members cannot be one stack."""
+    one, two = first.job, other.job
+    pairs: list[tuple[str, Any, Any]] = [(f"loader.{name}", getattr(one.loader, name), getattr(two.loader, name)) for name in _ROWS]
+    pairs += [("data", one.data, two.data), ("model.out_of_range", one.model.out_of_range, two.model.out_of_range)]
+    pairs += [(f"optimizer.{name}", getattr(one.optimizer, name), getattr(two.optimizer, name)) for name in ("tables", "dense")]
+    for key, mine, theirs in pairs:
+        if mine != theirs:
+            return f"{key} is {mine} in '{first.member.name}' and {theirs} in '{other.member.name}'"
+    return difference({first.member.name: first.network, other.member.name: other.network})
+
+
+class _Unsharded:
+    """A network in the place of the DistributedModelParallel that a judge asks."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.module = network
+
+    def eval(self) -> None:
+        self.module.eval()
+
+
+class _Stacked:
+    """Members of one shape on one rank."""
+
+    def __init__(self, built: Sequence[_Built], runtime: Runtime, config: NetworksConfig, root: Path) -> None:
+        self._built = {one.member.name: one for one in built}
+        self._runtime, self._config, self._root = runtime, config, root
+        self._folders: dict[str, RunFolder] = {}
+        self._judges = {name: self._judge(one) for name, one in self._built.items()}
+        self._progress = report.StackProgress(list(self._built))
+
+    def _judge(self, one: _Built) -> Judge:
+        return one.task.judge(one.schema, _Unsharded(one.network), self._runtime)  # type: ignore[arg-type]
+
+    def train(self) -> list[Result]:
+        loaders = _loaders(list(self._built.values()), self._runtime)
+        first = next(iter(self._built.values()))
+        report.say_start(first.task, self._runtime, list(self._built), len({id(loader) for loader in loaders.values()}))
+        members = {
+            name: Member(
+                network=one.network,
+                loader=loaders[name],
+                optimizer=one.job.optimizer,
+                train=one.job.train,
+                seed=one.job.train.seed + 1,
+            )
+            for name, one in self._built.items()
+        }
+        start = time.perf_counter()
+        validate: Callable[[str], Record] | None = self._validate if first.task.validates else None
+        history = train_stack(members, evaluate=validate, log=self._log, codistillation=self._config.codistillation)
+        seconds = time.perf_counter() - start
+        return [self._finish(name, history[name], seconds) for name in self._built]
+
+    def _validate(self, name: str) -> Record:
+        with torch.no_grad():
+            return self._judges[name].validate()
+
+    def _log(self, name: str, record: Record) -> None:
+        if name not in self._folders:  # not before the first step, which shows whether the members can be stacked
+            one = self._built[name]
+            self._folders[name] = RunFolder(self._root / name, _described(one.job), replace=_is_restarted())
+        self._folders[name].log(record)
+        self._progress.show(name, record)
+
+    def _finish(self, name: str, history: Sequence[Record], seconds: float) -> Result:
+        one, folder, judge = self._built[name], self._folders[name], self._judges[name]
+        diverged = history[-1]["kind"] == "error"
+        with torch.no_grad():
+            figures = {} if diverged else judge.test()
+        result = report.result_of(name, history, figures, seconds, (self._runtime.rank,), str(folder.path))
+        folder.write("summary.json", json.dumps({"data": one.task.name, "test": figures, "seconds": seconds}, indent=2))
+        if self._config.weights:
+            torch.save({key: value.clone() for key, value in one.network.state_dict().items()}, folder.path / "weights.pt")
+        beside = judge.baseline("validation") if one.task.validates else None
+        folder.close(beside, baseline_name=one.task.baseline_name)
+        return result
+
+
+def _loaders(built: Sequence[_Built], runtime: Runtime) -> dict[str, Loader]:
+    """One loader for all members whose rows and negatives are the same."""
+    made: dict[Any, Loader] = {}
+    found: dict[str, Loader] = {}
+    for one in built:
+        config = dataclasses.replace(one.job.loader, seed=one.job.train.seed + one.job.loader.seed)
+        key = (config, one.job.id_dropout)
+        if key not in made:
+            loader: Any = one.task.loader(one.schema, config, rank=runtime.rank, world_size=runtime.world_size)
+            if one.job.id_dropout:
+                loader = IdDropout(loader, one.schema, one.job.id_dropout_rates(), seed=config.seed)
+            made[key] = loader
+        found[one.member.name] = made[key]
+    return found
+
+
+def _described(job: Job) -> dict[str, Any]:
+    """Every setting of a job, so that `rec.train.hybrid` with the same trains the same."""
+    config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
+    return config | {name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))}
+
+
+def _is_restarted() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

@@ -1,0 +1,198 @@
+"""Rank groups: which ranks train which members, and how a group of ranks becomes a world of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchx_apps.members import named
+
+_TIMEOUT_S = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Members that are trained by the same ranks: of one rank together, as far as they can be stacked; of several, in turn."""
+
+    members: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankGroup]:
+    """Which ranks train which members.
+
+    Args:
+        names: of the members.
+        world_size: R.
+        groups: ``a:0-1,b:2``: members (a name, a pattern with * and ?, or several with + between) and ranks (``0-1``, ``2`` or
+            ``0+2``). Where not given, members are dealt to the ranks in their order, as evenly as can be; with more ranks than
+            members each has as many ranks as the others, or one more.
+
+    Raises:
+        ValueError: a member or rank that is not there, that is placed twice or not at all.
+
+    Example:
+        >>> place(["a", "b", "c"], 2)
+        [RankGroup(members=('a', 'b'), ranks=(0,)), RankGroup(members=('c',), ranks=(1,))]
+        >>> place(["a", "b"], 3, "a:0-1,b:2")
+        [RankGroup(members=('a',), ranks=(0, 1)), RankGroup(members=('b',), ranks=(2,))]
+        >>> place(["a", "b"], 2, "a:0-1,b:2")
+        Traceback (most recent call last):
+        ...
+        ValueError: --groups b:2: there is no rank 2; the job has ranks 0 to 1: start more with -j, or name one of these
+    """
+    if not groups:
+        return _dealt(names, world_size)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for item in groups.split(","):
+        members, colon, text = item.strip().rpartition(":")
+        if not colon or not members or not re.fullmatch(r"\d+(-\d+)?(\+\d+(-\d+)?)*", text):
+            raise ValueError(f"--groups {item}: write MEMBER:RANKS, such as a:0-1,b:2 or small*:0,large:1+2")
+        ranks = _ranks(text)
+        if missing := [rank for rank in ranks if rank >= world_size]:
+            raise ValueError(
+                f"--groups {item}: there is no rank {missing[0]}; the job has ranks 0 to {world_size - 1}: start more with -j, or "
+                "name one of these"
+            )
+        own = [name for part in members.split("+") for name in named(names, part, f"--groups {item}")]
+        found.setdefault(ranks, []).extend(own)
+    made = [RankGroup(tuple(members), ranks) for ranks, members in found.items()]
+    _check(made, names, world_size)
+    return made
+
+
+def _dealt(names: Sequence[str], world_size: int) -> list[RankGroup]:
+    smaller = min(len(names), world_size)
+    return [RankGroup(_share(names, group, smaller), _share(range(world_size), group, smaller)) for group in range(smaller)]
+
+
+def _share(things: Sequence[Any], part: int, parts: int) -> tuple[Any, ...]:
+    """A part of ``things`` in their order; the first parts have one more where they do not go round."""
+    size, more = divmod(len(things), parts)
+    start = part * size + min(part, more)
+    return tuple(things[start : start + size + (part < more)])
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    ranks: list[int] = []
+    for part in text.split("+"):
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(sorted(set(ranks)))
+
+
+def _check(groups: Sequence[RankGroup], names: Sequence[str], world_size: int) -> None:
+    for things, one, many in ((names, "member", "members"), (range(world_size), "rank", "ranks")):
+        placed = [thing for group in groups for thing in getattr(group, many)]
+        if twice := [thing for thing in things if placed.count(thing) > 1]:
+            raise ValueError(f"--groups: {one} {twice[0]} is in two groups; groups share no {one}")
+        if missing := [thing for thing in things if thing not in placed]:
+            remedy = "give it ranks" if one == "member" else "give it a member, or start fewer ranks with -j"
+            raise ValueError(f"--groups: {one} {missing[0]} is in no group; {remedy}")
+
+
+def group_of(groups: Sequence[RankGroup], rank: int) -> RankGroup:
+    """The group of a rank."""
+    return next(group for group in groups if rank in group.ranks)
+
+
+class World:
+    """The ranks of the whole job, of which each group is later a world of its own: they talk by a store alone.
+
+    Args:
+        environ: as torchrun set it; without RANK there is one rank.
+    """
+
+    def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        import torch.distributed as dist
+
+        self._environ = environ
+        self.rank, self.size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+        self._local = int(environ.get("LOCAL_RANK", "0"))
+        self._address = _address(environ)
+        self._gpus = _gpus(environ)
+        local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.processes_per_gpu = -(-local // len(self._gpus)) if self._gpus else 0
+        alone = "RANK" not in environ
+        self._store: Any = dist.HashStore() if alone else next(iter(dist.rendezvous("env://")))[0]  # type: ignore[no-untyped-call]
+        self._store = dist.PrefixStore(f"networks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", self._store)
+
+    def narrow(self, group: RankGroup, name: str) -> None:
+        """Lets this process's next ``Runtime.start`` join the ranks of ``group`` alone.
+
+        The environment that torchrun gave is made that of a job of these ranks, which meet at a port of their own.
+
+        Args:
+            group: this rank's.
+            name: of the world; no two of a job have one.
+        """
+        if self.size == 1:
+            return
+        place = group.ranks.index(self.rank)
+        if place == 0:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                self._store.set(f"address/{name}", f"{self._address}:{free.getsockname()[1]}")
+        self._store.set(f"host/{name}/{self.rank}", f"{socket.gethostname()}:{self._local}")
+        said = {rank: self._told(f"host/{name}/{rank}").rpartition(":") for rank in group.ranks}
+        host = said[self.rank][0]
+        beside = [rank for rank in group.ranks if said[rank][0] == host]
+        address, _, port = self._told(f"address/{name}").rpartition(":")
+        self._environ.update(
+            RANK=str(place),
+            WORLD_SIZE=str(len(group.ranks)),
+            LOCAL_RANK=str(beside.index(self.rank)),
+            LOCAL_WORLD_SIZE=str(len(beside)),
+            MASTER_ADDR=address,
+            MASTER_PORT=port,
+            TORCHELASTIC_USE_AGENT_STORE="False",
+        )
+        self._environ.update(_visible(self._gpus, [int(said[rank][2]) for rank in beside]))
+
+    def tell(self, key: str, text: str) -> None:
+        """Leaves a text for the other ranks."""
+        self._store.set(key, text)
+
+    def told(self, keys: Sequence[str]) -> list[str]:
+        """The texts that ranks left, when all are there; a rank that fails ends the job, and this wait with it."""
+        return [self._told(key) for key in keys]
+
+    def _told(self, key: str) -> str:
+        from datetime import timedelta
+
+        self._store.wait([key], timedelta(seconds=_TIMEOUT_S))
+        return bytes(self._store.get(key)).decode()
+
+
+def _address(environ: Mapping[str, str]) -> str:
+    """Where other ranks of the job reach this host: on one host, as the job itself says."""
+    if environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"):
+        return environ.get("MASTER_ADDR", "127.0.0.1")
+    return socket.getfqdn()
+
+
+def _gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs of this host that the job may use, by what CUDA_VISIBLE_DEVICES calls them."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return [name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _visible(gpus: Sequence[str], local_ranks: Sequence[int]) -> dict[str, str]:
+    """The GPUs of a group's ranks on one host, so that its first sees its own as number 0.
+
+    With more processes than GPUs, groups of one rank share them in turn; for others there is nothing to choose.
+
+    Example:
+        >>> _visible(["0", "1", "2"], [1, 2]), _visible(["0", "1"], [3]), _visible([], [0])
+        ({'CUDA_VISIBLE_DEVICES': '1,2'}, {'CUDA_VISIBLE_DEVICES': '1'}, {})
+    """
+    if not gpus or (len(local_ranks) > 1 and max(local_ranks) >= len(gpus)):
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank % len(gpus)] for rank in local_ranks)}

@@ -1,0 +1,118 @@
+"""Train several networks in one job: `torchx run rec.train.networks`, or on one rank `python -m torchx_apps.train_networks`.
+
+The members are all combinations of `--vary optimizer.dense_lr=1e-3,3e-3 --vary train.seed=0,1,2`, or those that are listed, such as
+`--member narrow:model.tower_widths=64,32 --member wide:model.tower_widths=256,64`. This file is the outer shell: command line in,
+exit code out, one error told once. What training does stands in `networks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from torchx_apps.agent import die_with_parent
+from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
+from torchx_apps.members import MemberJob, differing, members_of, setting
+from torchx_apps.rank_groups import RankGroup, place
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, and turns whatever happens into an exit code.
+
+    Args:
+        argv: the flags; the command line when None.
+
+    Returns:
+        0 when a member was trained, 1 when none was or a mistake was made, 130 after Ctrl-C.
+    """
+    try:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return _main_of_a_rank(argv)
+        return _train(argv)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from torchx_apps import failures
+
+        # Under torchrun the agent prints the error: told here too, it would stand there once per rank.
+        if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            print(failures.describe(error), file=sys.stderr)
+        return 1
+
+
+def _main_of_a_rank(argv: Sequence[str] | None) -> int:
+    die_with_parent()  # before torch is imported, which takes seconds
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from torchx_apps.failures import RankErrorHandler
+
+    return record(_train, RankErrorHandler())(argv) or 0
+
+
+def _train(argv: Sequence[str] | None) -> int:
+    options = _parser().parse_args(argv)
+    if options.list_recipes:
+        return _say(list_recipes())
+    base = apply_overrides(load_recipe(options.recipe), options.set)
+    members = members_of(base, options.vary, options.member, own_rows=options.own_rows)
+    groups = place([member.name for member in members], options.ranks or int(os.environ.get("WORLD_SIZE", "1")), options.groups)
+    if options.list:
+        return _say(listing(members, groups))
+    if options.dry_run:
+        return _say(f"{describe(base)}\n\n{listing(members, groups)}")
+    if options.ranks:
+        raise ValueError(f"--ranks {options.ranks}: it is of --list and --dry-run; a job's ranks are given by -j")
+    from torchrec_ext.networks.peers import Codistillation
+    from torchx_apps.networks import NetworksConfig, run
+    from torchx_apps.rank_groups import World
+
+    try:
+        codistillation = apply_overrides(Codistillation(), options.codistill.split(",") if options.codistill else [])
+    except ValueError as error:
+        raise ValueError(str(error).replace("--set ", "--codistill ")) from None
+    config = NetworksConfig(stack=options.stack, codistillation=codistillation, weights=options.weights)
+    return 0 if run(members, groups, World(), config, options.run_dir) else 1
+
+
+def listing(members: Sequence[MemberJob], groups: Sequence[RankGroup]) -> str:
+    """The members, what sets them apart, and the ranks that train each."""
+    from tabulate import tabulate
+
+    keys = differing(members)
+    ranks = {name: ", ".join(map(str, group.ranks)) for group in groups for name in group.members}
+    rows = [[member.name, *(setting(member, key) for key in keys), ranks[member.name]] for member in members]
+    return str(tabulate(rows, headers=["member", *keys, "ranks"], disable_numparse=True))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = build_parser("torchx_apps.train_networks", __doc__)
+    parser.add_argument(
+        "--vary", action="append", default=[], metavar="KEY=A,B", help="all combinations; A|B for values with commas"
+    )
+    parser.add_argument("--member", action="append", default=[], metavar="NAME:KEY=A,KEY=B", help="one member more")
+    parser.add_argument("--groups", default="", metavar="MEMBER:RANKS,...", help="which ranks train which, such as a:0-1,b:2")
+    parser.add_argument("--own-rows", action="store_true", help="each member reads in the order of its own train.seed")
+    parser.add_argument("--stack", default="auto", metavar="auto|require|never", help="train members of one shape as one network")
+    parser.add_argument(
+        "--codistill",
+        default="",
+        metavar="weight=1,burn_in=1000,every=100",
+        help="stacked members learn from each other's predictions",
+    )
+    parser.add_argument("--weights", action="store_true", help="write each stacked member's state dict as weights.pt")
+    parser.add_argument("--list", action="store_true", help="print the members and their ranks, and exit")
+    parser.add_argument("--ranks", type=int, default=0, help="of --list and --dry-run: the number of ranks of the job")
+    return parser
+
+
+def _say(text: str) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
