@@ -1,0 +1,94 @@
+"""Towers of one rank on CUDA streams of their own: small kernels of one fill the GPU while another's run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from torchrec_ext.modules.towers import Towers
+
+
+class TowerStreams:
+    """Runs each tower of ``towers`` on a stream of its own, forward and, since autograd goes back on the way it came, backward.
+
+    A tower's stream waits for what its inputs need; the caller's stream waits for all towers when the last one has been launched,
+    and again when a backward ends, so that whoever reads tables or gradients then finds them done. Events do both: the host never
+    waits.
+
+    Args:
+        towers: of one rank, called as one module.
+        cuda: what makes and switches streams, ``torch.cuda``.
+    """
+
+    def __init__(self, towers: Towers, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self._streams = {name: cuda.Stream() for name in towers}
+        self._callers: list[Any] = []
+        self._running: list[str] = []
+        self._handles = [towers.register_forward_hook(self._join, always_call=True)]
+        for name, tower in towers.items():
+            self._handles += [
+                tower.register_forward_pre_hook(self._entering(name)),
+                tower.register_forward_hook(self._left, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Lets the towers run one after the other again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            caller, stream = self._cuda.current_stream(), self._streams[name]
+            stream.wait_stream(caller)
+            self._callers.append(caller)
+            self._running.append(name)
+            self._cuda.set_stream(stream)
+
+        return enter
+
+    def _left(self, tower: nn.Module, inputs: Any, output: Any) -> None:
+        caller = self._callers.pop()
+        self._cuda.set_stream(caller)
+        if isinstance(output, Tensor):  # not where the tower raised
+            output.record_stream(caller)
+            if output.requires_grad:
+                output.register_hook(self._join_after_backward)  # type: ignore[no-untyped-call]
+
+    def _join(self, *_: Any) -> None:
+        """The caller's stream goes on when every tower has."""
+        for name in self._running:
+            self._cuda.current_stream().wait_stream(self._streams[name])
+        self._running.clear()
+
+    def _join_after_backward(self, _: Tensor) -> None:
+        """Autograd itself waits for streams that gradients come from; an optimizer inside a table's backward leaves none."""
+        names = list(self._streams)
+
+        def join() -> None:
+            for name in names:
+                self._cuda.current_stream().wait_stream(self._streams[name])
+
+        torch.autograd.Variable._execution_engine.queue_callback(join)
+
+
+def on_streams(model: nn.Module, device: torch.device) -> TowerStreams | str:
+    """Puts the towers of ``model`` on streams of their own.
+
+    Args:
+        model: sharded or not; it holds a :class:`Towers`.
+        device: of the model.
+
+    Returns:
+        What does it, or, where it cannot be, a line that says why: the towers then run one after the other, as before.
+    """
+    towers = next((module for module in get_unwrapped_module(model).modules() if isinstance(module, Towers)), None)
+    if device.type != "cuda":
+        return f"streams: the towers run one after the other: {device.type} has no streams"
+    if towers is None or len(towers) < 2:
+        return "streams: nothing to run beside one another: this rank has no two towers that every rank runs"
+    return TowerStreams(towers)
