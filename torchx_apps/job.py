@@ -102,6 +102,7 @@ class Job:
         checkpoint: when the run is saved, and where.
         fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
+        streams: run the towers of a rank on CUDA streams of their own, beside one another.
         threads: compute threads per rank; OMP_NUM_THREADS, which the component's --threads sets, where not given.
     """
 
@@ -119,6 +120,7 @@ class Job:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     fallback: Literal["planted"] | None = None
     device: str | None = None
+    streams: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:

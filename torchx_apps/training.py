@@ -20,6 +20,7 @@ from torchrec_ext.distributed.explain import explain
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.streams import on_streams
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
 from torchrec_ext.train.loop import train
@@ -68,6 +69,8 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         parallel, optimizer = hybrid_parallel(
             model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed, table_copies=job.sync.table_copies
         )
+        if job.streams and isinstance(told := on_streams(parallel, runtime.device), str) and runtime.is_main:
+            print(told)
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         judge = task.judge(schema, parallel, runtime)
         start = time.perf_counter()
