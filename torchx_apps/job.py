@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -18,6 +18,8 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.config import CheckpointConfig
 from torchrec_ext.train.loop import Loader, Record, TrainConfig
 from torchx_apps.ranking import ranking_task
+
+Lookups = Literal["auto", "merged", "apart"]
 
 
 class Judge(Protocol):
@@ -97,6 +99,8 @@ class Job:
             id that training never saw is ranked by; see :class:`IdDropout`.
         optimizer: how parameters move.
         plan: how tables are spread over ranks.
+        lookups: ``merged`` looks up the tables of all towers in one exchange, ``apart`` tower by tower, with the same result;
+            ``auto`` merges on several ranks, unless ``plan.towers`` or a path in ``optimizer.per_table`` stands against it.
         sync: how often ranks exchange what.
         train: how long, and the seed of everything.
         checkpoint: when the run is saved, and where.
@@ -115,6 +119,7 @@ class Job:
     id_dropout: tuple[str, ...] = ()
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    lookups: Lookups = "auto"
     sync: SyncConfig = field(default_factory=SyncConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -125,6 +130,13 @@ class Job:
 
     def __post_init__(self) -> None:
         self.id_dropout_rates()
+        if self.lookups not in get_args(Lookups):
+            raise ValueError(f"lookups={self.lookups!r}: must be one of {', '.join(get_args(Lookups))}")
+        if self.lookups == "merged" and self.plan.towers not in ("data_parallel", "auto"):
+            raise ValueError(
+                f"lookups=merged with plan.towers={self.plan.towers}: a tower on ranks of its own keeps its tables there; leave "
+                "lookups at auto, or plan.towers at data_parallel"
+            )
 
     def id_dropout_rates(self) -> dict[str, float]:
         """``id_dropout`` by feature."""

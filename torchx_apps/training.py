@@ -27,6 +27,8 @@ from torchrec_ext.train.loop import train
 from torchrec_ext.train.run_folder import RunFolder
 from torchx_apps import report
 from torchx_apps.job import Job, Task
+from torchx_apps.lookups import merge_lookups
+from torchx_apps.placing import place_towers, report_steps
 from torchx_apps.resuming import CHECKPOINTS, LAUNCH, asked_to_stop, launch_id, newest_run, restarted, resume_from
 
 
@@ -48,6 +50,8 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))  # after a fallback another one
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, task.data)
+        job, decision = place_towers(job, task, model, runtime)
+        merge_lookups(job, model, runtime.world_size)
         schema = model.schema(out_of_range=job.model.out_of_range)
         # train.seed moves everything; loader.seed moves the order and the negatives alone.
         loader_config = dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
@@ -60,9 +64,17 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
         rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
         plan = plan_sharding(
-            model, runtime, job.plan, optimizer=job.optimizer, batch_size=rows, table_copies=job.sync.table_copies
+            model,
+            runtime,
+            job.plan,
+            optimizer=job.optimizer,
+            batch_size=rows,
+            table_copies=job.sync.table_copies,
+            measured=decision.found if decision else None,
         )
         plan_text = explain(plan, model, job.sync.table_ranks(runtime.world_size))
+        if decision is not None:
+            plan_text += f"\n\n{decision.text()}"
         if folder is not None:
             report.say_start(task, runtime, plan_text)
             folder.write("plan.txt", plan_text)
@@ -92,6 +104,8 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         figures, example = judge.test(), judge.example()
         memory = peak_memory(runtime)
         if folder is not None:
+            if decision is not None:
+                report_steps(folder, decision, history)
             report.finish(folder, task, figures, judge.baseline("test"), example, history, seconds, memory)
             beside = judge.baseline("validation") if task.validates else None
             report.say_end(folder.path, folder.close(beside, baseline_name=task.baseline_name))
