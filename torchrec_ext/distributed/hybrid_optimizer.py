@@ -76,6 +76,7 @@ class HybridOptimizer(CombinedOptimizer):
         self.gradient_norm: Tensor | None = None
         self.apart = False
         self.fault: str | None = None
+        self.leave_out = False
         # Not torch's step hooks: with super().step() they would be called twice.
         self.after_step: list[Callable[[], None]] = []
 
@@ -83,12 +84,15 @@ class HybridOptimizer(CombinedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Moves replicated tables and dense layers, and hands the kernels the learning rates of the sharded tables.
 
-        While :attr:`apart` a gradient that is not finite is kept as :attr:`fault` and moves nothing: the other ranks do not know of
+        A step that :attr:`leave_out` asks for, because no backward preceded it, moves nothing. While :attr:`apart` a gradient that is not finite is kept as :attr:`fault` and moves nothing: the other ranks do not know of
         it yet, and would wait for one that left.
 
         Raises:
             GradientNotFiniteError: on the CPU, where looking costs no wait; elsewhere :attr:`gradient_norm` says it.
         """
+        if self.leave_out:
+            self.leave_out = False
+            return
         for adam in self._sharded:
             adam.take()
         if self._gradient_is_good():

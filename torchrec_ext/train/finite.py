@@ -73,7 +73,11 @@ class FiniteLoss:
         stop: whether this rank was asked to stop; the answers travel with the losses, for :attr:`stop_asked`.
         context: of the forward, see :func:`forward_context`.
 
+        leave_out: tells the optimizer that the next step moves nothing; with it, a step with a bad loss is left out on all ranks,
+            and the run goes on. Every step then waits for its answer, on CUDA too.
+
     Attributes:
+        left_out: why the last step was; empty where it was not.
         stop_asked: whether some rank was, known on all ranks after the same step.
     """
 
@@ -87,11 +91,12 @@ class FiniteLoss:
         ranks: EveryStep | None = None,
         stop: Callable[[], bool] | None = None,
         context: Context = nullcontext,
+        leave_out: Callable[[], None] | None = None,
     ) -> None:
         self._model, self._runtime, self._steps_per_epoch = model, runtime, steps_per_epoch
         self._stop, self.stop_asked, self._context = stop, False, context
-        self._ranks = ranks or EveryStep()
-        self._late = runtime.device.type == "cuda" if late is None else late
+        self._ranks, self._leave_out, self.left_out = ranks or EveryStep(), leave_out, ""
+        self._late = (leave_out is None and runtime.device.type == "cuda") if late is None else late
         self._pending: _Seen | None = None
         self._own: _Seen | None = None  # the first bad step of this rank, that the others do not know of yet
         self.step = 0
@@ -104,8 +109,10 @@ class FiniteLoss:
         """
         with self._context():
             loss, output = self._model(batch)
+        self.left_out = ""
         self.look(loss, batch)
-        return loss, output
+        # A backward from here reaches no table and no layer: those in it move, even by a gradient of 0.
+        return torch.zeros_like(loss, requires_grad=True) if self.left_out else loss, output
 
     def look(self, loss: Tensor, batch: TowerBatch | DrawnStep, *, written: bool = False) -> None:
         """Looks at the loss of a step; one that is ``written`` already is read a step late everywhere.
@@ -158,6 +165,10 @@ class FiniteLoss:
         self.stop_asked = self.stop_asked or (bool(asked) and not self._ranks.silent)
         if bad:
             self._pending = None
+            if self._leave_out is not None:
+                self.left_out, _ = self._explain(seen)
+                self._leave_out()
+                return
             if not self._ranks.silent:
                 self._raise(seen)
             self._own = self._own or seen

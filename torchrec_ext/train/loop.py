@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
+from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError, HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
@@ -57,6 +57,8 @@ class TrainConfig:
         tables_schedule: how the tables' learning rates change over the run.
         dense_schedule: how the dense layers' do.
         early_stop: after which evaluations the run ends before its last epoch.
+        on_nan: what a loss that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the step on all ranks, which
+            then moves nothing; a record of kind ``left_out`` says why.
         trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank that no other
             waits for: ``auto`` where the rest of the run is long enough to pay for it and the model allows it, ``off``, or
@@ -71,6 +73,7 @@ class TrainConfig:
     tables_schedule: Schedule = field(default_factory=Schedule)
     dense_schedule: Schedule = field(default_factory=Schedule)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
+    on_nan: Literal["stop", "skip"] = "stop"
     trace_steps: int = 0
     compile: Compile = "auto"
     amp: Amp = "off"
@@ -81,7 +84,7 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.trace_steps < 0:
             raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")
-        for name, choices in (("compile", get_args(Compile)), ("amp", get_args(Amp))):
+        for name, choices in (("compile", get_args(Compile)), ("amp", get_args(Amp)), ("on_nan", ("stop", "skip"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
 
@@ -172,7 +175,9 @@ class _Run:
         self.at = checkpoints.restore(self) if checkpoints is not None else Position()
         self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
         context = forward_context(config.amp, runtime.device)
-        self.forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, stop=stop, context=context)
+        self.forward = FiniteLoss(
+            model, runtime, len(loader), ranks=ranks, stop=stop, context=context, leave_out=_leave_out(config, sync, optimizer)
+        )
         ranks.checks.append(self.forward.settle)
         self.pipeline = make_pipeline(model, optimizer, runtime.device, forward=self.forward, sync=sync)
         way, left = _compile(config, sync), steps - self.at.step
@@ -209,8 +214,11 @@ class _Run:
     def _after_step(self, output: Any) -> None:
         self.at.step, self.at.done = self.at.step + 1, self.at.done + 1
         step = self.at.step
-        self.window.add(output.loss, output.weights)
         self.progress.advance()
+        if self.forward.left_out:
+            self._keep({"kind": "left_out", "epoch": self.at.epoch, "step": step, "message": self.forward.left_out})
+        else:
+            self.window.add(output.loss, output.weights)
         if self.trace is not None and (overlap := self.trace.step()) is not None:
             self._keep({"kind": "timeline", "epoch": self.at.epoch, "step": step, **overlap})
         if self.progress.first and self.runtime.is_main:
@@ -243,12 +251,17 @@ class _Run:
         self.at.begin(epoch + 1)
         return stop is not None
 
+    def settle(self) -> None:
+        """After it every step so far is known to be good, no row lags behind, and all ranks are equal: fit for a checkpoint."""
+        self.forward.settle()
+        self.ranks.settle()
+        self.ways.settle()
+
     def _stop(self) -> None:
         """Saves and ends the run, on all ranks after the same step."""
         where = self.forward.where(self.at.step)
         if self.checkpoints is None:
             raise RunStoppedError(f"stopped by a signal after {where}; nothing was saved, since the run has no checkpoints")
-        self.ranks.settle()
         self.checkpoints.save(self)
         self.close()
         raise RunStoppedError(f"stopped by a signal after {where}, which is saved; go on with --resume auto")
@@ -267,11 +280,24 @@ class _Run:
                 self.log(record)
 
 
+def _leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) -> Callable[[], None] | None:
+    """What has the optimizer leave out a step, where the run goes on after a loss that is no number."""
+    if config.on_nan == "stop":
+        return None
+    if not isinstance(optimizer, HybridOptimizer) or sync.mode != "every_step" or config.compile == "require":
+        raise ValueError(
+            f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: a step can be left out only where "
+            "ranks agree in every step and none is captured; set sync.mode=every_step and train.compile=auto, or train.on_nan=stop"
+        )
+    return partial(setattr, optimizer, "leave_out", True)
+
+
 def _compile(config: TrainConfig, sync: SyncConfig) -> Compile:
-    """A timeline shows the pipeline's steps, and semi-sync is a pipeline of its own: "auto" leaves both alone."""
+    """What only the pipeline's steps can do, "auto" leaves to them: a timeline, semi-sync, leaving a step out."""
     if config.compile == "require" and sync.mode == "semi_sync":
         raise ValueError("train.compile=require with sync.mode=semi_sync: look-ups a step ahead are the pipeline's; choose one")
-    return "off" if config.compile == "auto" and (config.trace_steps or sync.mode == "semi_sync") else config.compile
+    piped = config.trace_steps or sync.mode == "semi_sync" or config.on_nan == "skip"
+    return "off" if config.compile == "auto" and piped else config.compile
 
 
 def _warn_unpipelined(paths: list[str]) -> None:

@@ -79,7 +79,7 @@ class Progress:
     def show(self, record: dict[str, Any]) -> None:
         """The figures of a record."""
         figures = ", ".join(f"{name} {_readable(name, value)}" for name, value in record.items() if isinstance(value, float))
-        if record["kind"] == "stop":
+        if record["kind"] in ("stop", "left_out"):
             tqdm.write(record["message"])
         elif self._terminal:
             self._bar.set_postfix_str(figures)

@@ -90,6 +90,9 @@ class Run(Protocol):
     runtime: Runtime
     at: Position
 
+    def settle(self) -> None:
+        """Makes every rank equal and what it holds the last word; all ranks call it."""
+
     @property
     def loader(self) -> Any:
         """Of the training batches."""
@@ -156,9 +159,7 @@ class RunCheckpoints:
             run.loader.load_state_dict(_with_tensors(content["loader"], extra))
         except ValueError as error:
             if self._config.changed == "refuse":
-                raise ValueError(
-                    f"checkpoint '{self._resume}': {error}; or leave out the rest of that epoch with checkpoint.changed=next_epoch"
-                ) from None
+                raise ValueError(f"checkpoint '{self._resume}': {error}, with checkpoint.changed=next_epoch") from None
             position.ended = True
         return position
 
@@ -178,6 +179,7 @@ class RunCheckpoints:
 
     def save(self, run: Run) -> None:
         """Begins to save."""
+        run.settle()
         extra: State = dict(_of_rank(run))
         content = {
             **self._about,

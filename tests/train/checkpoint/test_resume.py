@@ -1,0 +1,172 @@
+"""A run that was stopped and goes on equals one that was not: on the same ranks bit for bit, on others sample for sample."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.contracts import gather_state, run_ranks
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.loader import LoaderConfig, training_loader
+from torchrec_ext.data.synthetic import checkerboard
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.config import CheckpointConfig
+from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
+from torchrec_ext.train.early_stop import EarlyStop
+from torchrec_ext.train.finite import RunStoppedError
+from torchrec_ext.train.loop import TrainConfig, train
+from torchrec_ext.train.schedule import Schedule
+from torchx_apps.recipes import TwoTowerConfig, build_two_tower
+
+EPOCHS = 3
+
+
+class Watched:
+    """A loader that remembers the rows which a step was made of."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.rows: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        state = self._loader.state_dict()
+        step = state["step"]
+        for batch in self._loader:
+            users, items = (batch.bags(name).to_dense() for name in ("user_id", "item_id"))
+            owners = batch.shared.index.tolist() if batch.shared is not None else range(len(batch))
+            rows = zip(owners, items, batch.labels.tolist(), batch.weights.tolist(), strict=True)
+            self.rows[state["epoch"], step] = [
+                (*users[owner].tolist(), *item.tolist(), int(label)) for owner, item, label, weight in rows if weight
+            ]
+            step += 1
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        self._loader.set_epoch(epoch)
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        return self._loader.state_dict(step=step)  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+
+
+def run(
+    runtime: Runtime, folder: str, resume: bool = False, stop_after: int = 0, dropout: float = 0.0, batch_size: int = 16
+) -> dict[str, Any]:
+    """Trains; the last rank asks to stop after so many steps of this attempt."""
+    data = checkerboard(users=10, items=14)
+    torch.manual_seed(3)
+    model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=dropout), data)
+    optimizers = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers)
+    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers, seed=3)
+    torch.manual_seed(4 + runtime.rank)
+    config = LoaderConfig(batch_size=batch_size, negatives=2)
+    loader = Watched(training_loader(data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size))
+    checkpointer = Checkpointer(folder, runtime)
+    path = checkpointer.last_good() if resume else None
+    steps = 0
+
+    def stop() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == stop_after and runtime.rank == runtime.world_size - 1
+
+    schedule = Schedule(kind="cosine", warmup=2)
+    settings = TrainConfig(
+        epochs=EPOCHS, log_every=3, dense_schedule=schedule, early_stop=EarlyStop(metric="hr", patience=9), compile="off"
+    )
+    message, history = "", []
+    try:
+        history = train(
+            parallel,
+            optimizer,
+            loader,
+            runtime,
+            settings,
+            evaluate=lambda: {"hr": float(gather_all(parallel))},
+            checkpoints=RunCheckpoints(checkpointer, CheckpointConfig(), resume=path),
+            stop=stop,
+        )
+    except RunStoppedError as stopped:
+        message = str(stopped)
+    for record in history:
+        record.pop("rows_per_s", None)
+    return {"history": history, "state": gather_state(parallel), "rows": loader.rows, "message": message, "steps": steps}
+
+
+def gather_all(model: Any) -> float:
+    """A figure that depends on every weight, the same on all ranks."""
+    total = sum(parameter.detach().abs().sum() for parameter in model.parameters())
+    dist.all_reduce(total)
+    return float(total)
+
+
+def attempts(runtime: Runtime, folder: str, stops: list[int], dropout: float) -> list[dict[str, Any]]:
+    """One run in several attempts."""
+    found = []
+    for number, stop_after in enumerate([*stops, 0]):
+        found.append(run(runtime, folder, resume=number > 0, stop_after=stop_after, dropout=dropout))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_stopped_and_resumed_equals_never_stopped_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+    whole = run_ranks(run, world_size, str(tmp_path / "whole"), False, 0, 0.3)[0]
+    assert whole["steps"] == whole["history"][-1]["step"]
+    length = whole["steps"] // EPOCHS
+    parts = run_ranks(attempts, world_size, str(tmp_path / "parts"), [2, length, 1], 0.3)[0]
+    said = [part["message"] for part in parts]
+    assert said[0] == "stopped by a signal after step 2 of epoch 0, which is saved; go on with --resume auto"
+    assert all(said[:-1])
+    assert not said[-1]
+    assert sum(part["steps"] for part in parts) == whole["steps"], "no step was made twice"
+    assert parts[-1]["history"] == whole["history"]
+    assert parts[-1]["state"].keys() == whole["state"].keys()
+    for name, value in whole["state"].items():
+        assert torch.equal(parts[-1]["state"][name], value), name
+
+
+def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:
+    folder = str(tmp_path / "moved")
+    whole = run_ranks(run, 2, str(tmp_path / "whole"))
+    seen: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for world_size, stop_after, resume in ((2, 3, False), (1, 6, True), (4, 0, True)):
+        ranks = run_ranks(run, world_size, folder, resume, stop_after)
+        own = list(ranks[0]["rows"])[: ranks[0]["steps"]]  # a pipeline reads ahead of the step at which it stops
+        for step in own:
+            assert step not in seen, "a step was made twice"
+            seen[step] = [row for rank in ranks for row in rank["rows"][step]]
+    assert digest(seen) == digest({step: [row for rank in whole for row in rank["rows"][step]] for step in whole[0]["rows"]})
+    for name, value in whole[0]["state"].items():
+        torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=1e-5)
+
+
+def digest(rows: Mapping[tuple[int, int], list[tuple[int, ...]]]) -> str:
+    return hashlib.sha256(repr(sorted((step, sorted(own)) for step, own in rows.items())).encode()).hexdigest()
+
+
+def other_batches(runtime: Runtime, folder: str) -> str:
+    run(runtime, folder, stop_after=2)
+    with pytest.raises(ValueError) as caught:
+        run(runtime, folder, resume=True, batch_size=20)
+    return str(caught.value)
+
+
+def test_another_batch_size_is_refused_on_every_rank_with_both_values(tmp_path: Path) -> None:
+    for said in run_ranks(other_batches, 2, str(tmp_path)):
+        assert "batch_size was 16 and is 20; restore these settings" in said
+        assert said.endswith("checkpoint.changed=next_epoch")
