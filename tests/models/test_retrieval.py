@@ -70,6 +70,29 @@ def test_the_loss_is_a_softmax_over_the_batch_corrected_for_popularity(interacti
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("counts", [None, COUNTS])
+def test_what_a_batch_says_of_its_candidates_corrects_them(counts: torch.Tensor | None) -> None:
+    """With equal scores a positive's probability is its share of 1 / q over all candidates: of 2 positives, and 2 drawn beside."""
+    model = retrieval(counts=counts).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    q = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    rows = model.schema().assemble(
+        {
+            "user_id": Jagged(torch.tensor([1, 2]), torch.tensor([1, 1, 0, 0])),
+            "item_id": Jagged(torch.tensor([3, 4, 5, 6])),
+        },
+        labels=torch.tensor([1.0, 1.0, 0.0, 0.0]),
+        weights=torch.tensor([1.0, 1.0, 0.0, 0.0]),
+        log_q=q.log(),
+    )
+    loss, _ = model(rows)
+    shares = torch.tensor([2.0, 4.0]) / (2 + 4 + 8 + 8)
+    torch.testing.assert_close(loss, -shares.log().mean())
+
+
+@pytest.mark.unit
 def test_in_evaluation_rows_are_not_compared() -> None:
     model = retrieval().eval()
     _, together = model(batch())

@@ -21,12 +21,15 @@ class RetrievalModel(TowerModel):
     """A query tower and a candidate tower under a softmax over the candidates of the batch (Yi et al. 2019).
 
     Its batches hold positives alone; every other row's candidate is a negative, on every rank. Candidates that are popular stand in
-    many batches, so by ``counts`` their scores are corrected in training; what ranks afterwards is the uncorrected score.
+    many batches, so by ``counts`` their scores are corrected in training; what ranks afterwards is the uncorrected score. Where a
+    batch says how its candidates were sampled, by ``log_q``, that corrects them instead: of ``loader.sampling=mixed``, whose rows
+    after the positives are candidates alone, with weight 0 (Yang et al. 2020).
 
     Args:
         towers: the query's and the candidate's, in this order.
         interaction: :class:`DotProduct` or :class:`Cosine`, whose temperature is that of the softmax.
-        counts: (I,) how often each candidate stands in the training rows; no correction where not given.
+        counts: (I,) how often each candidate stands in the training rows, for batches without ``log_q``; these are not corrected
+            where it is not given.
         item_feature: the key that holds each row's candidate, one id from 1.
         temperature: of the softmax over dot products; greater than 0.
         shared: see :class:`TowerModel`.
@@ -86,7 +89,10 @@ class _InBatchSoftmax(nn.Module):
     def forward(self, outputs: list[Tensor], batch: TowerBatch) -> Tensor:
         queries, candidates = map(normalize, outputs) if self._cosine else outputs
         ids = batch.bags(self._item_feature).to_padded_dense(1)[:, 0].long()
-        negatives = in_batch_negatives(candidates, ids, log_q=None if self.log_q is None else self.log_q[ids])
+        log_q = batch.log_q
+        if log_q is None and self.log_q is not None:
+            log_q = self.log_q[ids]
+        negatives = in_batch_negatives(candidates, ids, log_q=log_q)
         return in_batch_softmax(
             queries, negatives, weights=batch.weights, total_weight=batch.total_weight, temperature=self._temperature
         )
