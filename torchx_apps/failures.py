@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import sysconfig
 import time
 import traceback
@@ -27,11 +28,25 @@ class RankErrorHandler(ErrorHandler):
             # Another rank failed first and this one only noticed. torchrun reports the first to *exit*, and stops the rest:
             # give it the time to find the one with the cause.
             time.sleep(_PATIENCE_S)
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path:
-            extra = {"py_callstack": describe(e), "timestamp": str(int(time.time()))}
-            with open(path, "w") as file:
-                json.dump({"message": {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}}, file)
+        _reply(f"{type(e).__name__}: {e}", describe(e))
+
+
+def end_process(message: str) -> None:
+    """Ends this rank with ``message`` from any of its threads, whatever the others do."""
+    if not _reply(message, message):
+        print(message, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _reply(message: str, told: str) -> bool:
+    """Writes where torchrun looks for the error of a rank, if it does."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    extra = {"py_callstack": told, "timestamp": str(int(time.time()))}
+    with open(path, "w") as file:
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    return True
 
 
 def describe(error: BaseException) -> str:

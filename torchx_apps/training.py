@@ -8,6 +8,7 @@ import os
 import resource
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.run_folder import RunFolder
+from torchrec_ext.train.watchdog import Watchdog
 from torchx_apps import report
+from torchx_apps.failures import end_process
 from torchx_apps.job import Job, Task
 from torchx_apps.lookups import merge_lookups
 from torchx_apps.placing import place_towers, report_steps
@@ -86,7 +89,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         judge = task.judge(schema, parallel, runtime)
         start = time.perf_counter()
-        with asked_to_stop() as stop:
+        with asked_to_stop() as stop, _watched(job, runtime, path) as watchdog:
             history = train(
                 parallel,
                 optimizer,
@@ -99,6 +102,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
                 timeline=(lambda found: found.write(folder.path)) if folder is not None else None,
                 checkpoints=RunCheckpoints(checkpointer, job.checkpoint, resume=begin) if checkpointer else None,
                 stop=stop,
+                watchdog=watchdog,
             )
         seconds = time.perf_counter() - start
         figures, example = judge.test(), judge.example()
@@ -160,6 +164,10 @@ def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -
     named: list[Any] = [run_dir or newest or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"]
     dist.broadcast_object_list(named, src=0)
     return Path(named[0])
+
+
+def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[Watchdog | None]:
+    return Watchdog(runtime.rank, job.train.hang_s, path, end_process) if job.train.hang_s else nullcontext()
 
 
 def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:

@@ -27,8 +27,10 @@ from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 from torchrec_ext.train.progress import Progress, Window
 from torchrec_ext.train.schedule import Schedule, rates, scheduler
 from torchrec_ext.train.steps import Compile, Steps
+from torchrec_ext.train.threads import Threads
 from torchrec_ext.train.timeline import Timeline
 from torchrec_ext.train.tracing import StepTrace, check_fits
+from torchrec_ext.train.watchdog import Watchdog
 
 Record = dict[str, Any]
 
@@ -59,11 +61,15 @@ class TrainConfig:
         early_stop: after which evaluations the run ends before its last epoch.
         on_nan: what a loss that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the step on all ranks, which
             then moves nothing; a record of kind ``left_out`` says why.
+        hang_s: seconds without a step after which a rank writes its stacks and ends the job; more than the slowest step takes. 0
+            for never: collectives then fail after five minutes.
         trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank that no other
             waits for: ``auto`` where the rest of the run is long enough to pay for it and the model allows it, ``off``, or
             ``require``: an error where it is not possible. The result is the same to rounding; see :class:`Steps`.
         amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay what they are.
+        threads: ``auto`` measures on the first steps, for two seconds, how many compute threads a process should have, and pins it
+            to its share of the cores; ``given`` keeps those that it was started with.
     """
 
     epochs: int = 10
@@ -74,19 +80,23 @@ class TrainConfig:
     dense_schedule: Schedule = field(default_factory=Schedule)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     on_nan: Literal["stop", "skip"] = "stop"
+    hang_s: float = 240.0
     trace_steps: int = 0
     compile: Compile = "auto"
     amp: Amp = "off"
+    threads: Threads = "given"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "log_every", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        if not self.hang_s >= 0:
+            raise ValueError(f"hang_s={self.hang_s}: must be 0 seconds or more")
         if self.trace_steps < 0:
             raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")
         for name, choices in (("compile", get_args(Compile)), ("amp", get_args(Amp)), ("on_nan", ("stop", "skip"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(choices))}")
 
 
 def train(
@@ -102,6 +112,7 @@ def train(
     timeline: Callable[[Timeline], None] | None = None,
     checkpoints: RunCheckpoints | None = None,
     stop: Callable[[], bool] | None = None,
+    watchdog: Watchdog | None = None,
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
 
@@ -117,6 +128,7 @@ def train(
             epoch, and the caller find all ranks equal.
         timeline: called on rank 0 with that of ``config.trace_steps``.
         checkpoints: saves the run, and says where it begins; the loader must then be one that resumes.
+        watchdog: told of each step.
         stop: asked on every rank after each step; where it says yes on one, the run is saved and ends on all.
 
     Returns:
@@ -139,7 +151,7 @@ def train(
     check_fits(config.trace_steps, config.epochs * len(loader))
     trace = StepTrace(model, runtime, config.trace_steps, timeline) if config.trace_steps else None
     with synchronised(model, optimizer, sync) as ranks:
-        run = _Run(model, optimizer, loader, runtime, config, ranks, sync, trace, checkpoints, log, stop)
+        run = _Run(model, optimizer, loader, runtime, config, ranks, sync, trace, checkpoints, log, stop, watchdog)
         while run.at.epoch < config.epochs:
             run.train_epoch()
             if run.ends_after(evaluate):
@@ -164,9 +176,11 @@ class _Run:
         checkpoints: RunCheckpoints | None,
         log: Callable[[Record], None] | None,
         stop: Callable[[], bool] | None,
+        watchdog: Watchdog | None,
     ) -> None:
         self.model, self.optimizer, self.loader, self.runtime = model, optimizer, loader, runtime
         self.config, self.ranks, self.trace, self.checkpoints, self.log = config, ranks, trace, checkpoints, log
+        self.watchdog = watchdog
         steps = config.epochs * len(loader)
         changing = config.tables_schedule.changes or config.dense_schedule.changes
         self.schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if changing else None
@@ -181,7 +195,8 @@ class _Run:
         ranks.checks.append(self.forward.settle)
         self.pipeline = make_pipeline(model, optimizer, runtime.device, forward=self.forward, sync=sync)
         way, left = _compile(config, sync), steps - self.at.step
-        self.ways = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, compile=way, total=left, context=context)
+        chosen: dict[str, Any] = {"compile": way, "total": left, "context": context, "threads": config.threads}
+        self.ways = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, **chosen)
         self._resume()
 
     def _resume(self) -> None:
@@ -232,10 +247,13 @@ class _Run:
             self.checkpoints.after_step(self)
         if self.forward.stop_asked:
             self._stop()
+        if self.watchdog is not None:
+            self.watchdog.beat(self.forward.where(step))
 
     def ends_after(self, evaluate: Callable[[], Record] | None) -> bool:
         """Evaluates where it is time to, saves, and says whether the run is over."""
         epoch, best, stop = self.at.epoch, False, None
+        self._take_time()
         last = epoch + 1 == self.config.epochs
         if evaluate is not None and ((epoch + 1) % self.config.eval_every == 0 or last):
             self.model.eval()
@@ -251,8 +269,14 @@ class _Run:
         self.at.begin(epoch + 1)
         return stop is not None
 
+    def _take_time(self) -> None:
+        """An evaluation, a save or a refresh of negatives may follow."""
+        if self.watchdog is not None:
+            self.watchdog.pause()
+
     def settle(self) -> None:
         """After it every step so far is known to be good, no row lags behind, and all ranks are equal: fit for a checkpoint."""
+        self._take_time()
         self.forward.settle()
         self.ranks.settle()
         self.ways.settle()

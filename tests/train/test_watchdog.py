@@ -1,0 +1,66 @@
+"""A rank that makes no step says where it stands, a rank that waits for it says so later, and a busy one says nothing."""
+
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.contracts import run_ranks
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.watchdog import Watchdog
+
+
+def stuck_in_a_loader(ends: "queue.Queue[str]") -> str:
+    """Where the user's own code does not come back."""
+    while ends.empty():
+        time.sleep(0.01)
+    return ends.get()
+
+
+@pytest.mark.unit
+def test_a_rank_that_hangs_names_its_line_and_leaves_its_stacks(tmp_path: Path) -> None:
+    ends: queue.Queue[str] = queue.Queue()
+    with Watchdog(3, 0.2, tmp_path, ends.put) as watchdog:
+        watchdog.beat("step 7 of epoch 0")
+        said = stuck_in_a_loader(ends)
+    assert said.startswith("rank 3 has made no step for 0 s since step 7 of epoch 0: it waits for no other rank; its last line is ")
+    assert "in stuck_in_a_loader" in said
+    assert "stuck_in_a_loader" in (tmp_path / "stacks-rank3.txt").read_text()
+
+
+@pytest.mark.unit
+def test_a_rank_that_makes_steps_or_is_told_to_take_its_time_is_left_alone(tmp_path: Path) -> None:
+    ends: queue.Queue[str] = queue.Queue()
+    with Watchdog(0, 0.4, tmp_path, ends.put) as watchdog:
+        for step in range(12):
+            watchdog.beat(f"step {step}")
+            time.sleep(0.05)
+        watchdog.pause()
+        time.sleep(1.0)
+    assert ends.empty()
+    assert not list(tmp_path.iterdir())
+    assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
+
+
+def waiting(runtime: Runtime, folder: str) -> Any:
+    ends: queue.Queue[str] = queue.Queue()
+    with Watchdog(runtime.rank, 0.5, Path(folder), ends.put) as watchdog:
+        watchdog.beat("step 1 of epoch 0")
+        if runtime.rank == 0:
+            said = stuck_in_a_loader(ends)
+            time.sleep(7)  # the other one's patience
+        dist.all_reduce(torch.zeros(1))
+        return (said if runtime.rank == 0 else ends.get(timeout=10)), time.monotonic()
+
+
+def test_the_rank_that_others_wait_for_is_the_first_to_say_so(tmp_path: Path) -> None:
+    (cause, _), (other, _) = run_ranks(waiting, 2, str(tmp_path))
+    assert "it waits for no other rank" in cause
+    assert "it waits for other ranks in all_reduce" in other
+    seconds = [int(said.split("no step for ")[1].split(" s")[0]) for said in (cause, other)]
+    assert seconds[0] + 4 <= seconds[1], "its report comes when the cause has been told"
