@@ -44,6 +44,7 @@ class CapturedStep:
         engine: turns the step into something faster; see :mod:`engines`.
         autocast: the context of the forward.
         rule: from (rows of a table, look-ups of a step) to whether it is moved row by row.
+        take_time: called before a capture, which may take minutes.
 
     Raises:
         CannotCaptureError: a model or an optimizer that has no captured form.
@@ -57,8 +58,10 @@ class CapturedStep:
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         rule: Callable[[int, int], bool] = row_by_row,
+        take_time: Callable[[], None] = lambda: None,
     ) -> None:
         self._optimizer, self._engine, self._autocast, self._rule = optimizer, engine, autocast, rule
+        self._take_time = take_time
         self._reading: dict[str, TableRows] = {}
         self._model = lowered(model, lambda name, ids: self._reading[name].read(ids))
         self._moved = moved_parameters(model, optimizer)
@@ -133,6 +136,7 @@ class CapturedStep:
     def _captured(self, inputs: Sequence[Tensor], item: TowerBatch | DrawnStep, make: Any) -> _Call:
         if len(self._calls) >= MOST_GRAPHS:
             raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} shapes; give them one batch_size")
+        self._take_time()
         resident = item.source.tensors if isinstance(item, DrawnStep) else ()
         self._choose(lambda: make(resident, inputs))
         memory = {**self._memory(), **{f"resident {at}": tensor for at, tensor in enumerate(resident)}}

@@ -26,7 +26,7 @@ _LONGEST = 1 << 22  # steps; beta2 = 0.99999 needs 1.7 million
 
 
 def has_closed_form(betas: tuple[float, float]) -> bool:
-    """Whether the sum over skipped steps converges fast enough to be a table: b1 below sqrt(b2), and b2 neither 0 nor too near 1."""
+    """Whether the sum over skipped steps converges fast enough to be a table: b1 below sqrt(b2), b2 not 0 nor too near 1."""
     beta1, beta2 = betas
     return beta2 > 0 and beta1 < 0.999 * math.sqrt(beta2) and _steps(beta2) <= _LONGEST
 

@@ -196,6 +196,7 @@ class _Run:
         self.pipeline = make_pipeline(model, optimizer, runtime.device, forward=self.forward, sync=sync)
         way, left = _compile(config, sync), steps - self.at.step
         chosen: dict[str, Any] = {"compile": way, "total": left, "context": context, "threads": config.threads}
+        chosen["take_time"] = self._take_time
         self.ways = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, **chosen)
         self._resume()
 

@@ -22,6 +22,7 @@ from torchrec_ext.train.captured import CapturedStep
 from torchrec_ext.train.engines import Engine, engine_for
 from torchrec_ext.train.finite import FiniteLoss
 from torchrec_ext.train.lowering import CannotCaptureError
+from torchrec_ext.train.threads import Threads, with_best_threads
 
 Compile = Literal["auto", "off", "require"]
 WATCHED = 12  # steps of the pipeline that are timed before "auto" decides
@@ -47,6 +48,8 @@ class Steps:
         compile: ``auto``, ``off`` or ``require``.
         total: steps of the run.
         context: of a captured step's forward, as the pipeline's has it.
+        threads: ``auto`` measures the right number on the first steps, on a CPU.
+        take_time: called before what may take minutes.
 
     Raises:
         CannotCaptureError: ``require``, and it is known beforehand that no step can be captured.
@@ -64,6 +67,8 @@ class Steps:
         compile: Compile,  # noqa: A002 -- the setting's name
         total: int,
         context: Context = nullcontext,
+        threads: Threads = "given",
+        take_time: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._optimizer, self._runtime, self._context = model, optimizer, runtime, context
         self._pipeline, self._forward, self._ranks, self._compile, self._left = pipeline, forward, ranks, compile, total
@@ -71,6 +76,8 @@ class Steps:
         self._undecided = compile != "off"
         self._seconds: list[float] = []
         self._told: set[str] = set()
+        self._take_time = take_time
+        self._threads = threads if runtime.device.type == "cpu" else "given"
         ranks.checks.append(self.settle)
         if compile == "require":
             self._attempt(self._engine)
@@ -83,6 +90,9 @@ class Steps:
             watch: looks over their number.
         """
         items = watch(_Drawn(loader) if self._compile != "off" and hasattr(loader, "steps") else loader)
+        if self._threads == "auto":
+            self._threads = "given"
+            yield from with_best_threads(items, self._eager, self._runtime, self._say)
         while self._undecided:
             before = len(self._seconds)
             yield from self._timed(self._eager(islice(items, self._watched() - before)))
@@ -137,7 +147,7 @@ class Steps:
 
     def _capture(self) -> CapturedStep:
         engine, doing = self._engine()
-        step = CapturedStep(self._model, self._optimizer, engine, autocast=self._context)
+        step = CapturedStep(self._model, self._optimizer, engine, autocast=self._context, take_time=self._take_time)
         self._say(f"{doing} ...")
         return step
 
