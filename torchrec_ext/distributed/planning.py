@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_ext.distributed.drafting import PlanError as PlanError
 from torchrec_ext.distributed.drafting import Request, draft
 from torchrec_ext.distributed.host_memory import available_memory
+from torchrec_ext.distributed.measurements import Measurements
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.placement import PLACEMENTS, parse_ranks
 from torchrec_ext.distributed.runtime import Runtime
@@ -90,6 +92,7 @@ def plan_sharding(
     batch_size: int = 512,
     constraints: Mapping[str, ParameterConstraints] | None = None,
     table_copies: int = 1,
+    measured: Measurements | None = None,
 ) -> ShardingPlan:
     """TorchRec's plan for ``model`` on the ranks of this job; every rank must call it and gets the same plan or the same error.
 
@@ -101,6 +104,7 @@ def plan_sharding(
         batch_size: rows per rank and step, for the cost model.
         constraints: TorchRec's own constraints by table name, for what ``config`` cannot say; they win.
         table_copies: see :class:`SyncConfig`; the plan is that of one copy, on the first R / table_copies ranks.
+        measured: on these ranks: what TorchRec's cost model takes for the network's and the memory's speed, in place of its guess.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked, on every rank alike.
@@ -120,11 +124,12 @@ def plan_sharding(
     if runtime.rank == 0:
         try:
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
+            topology = functools.partial(_topology, measured=measured)
             if placement is None:
-                outcome = [draft(model, request, _topology(on_copy, usable), batch_size).plan]
+                outcome = [draft(model, request, topology(on_copy, usable), batch_size).plan]
             else:
                 given = constraints or {}
-                outcome = [draft_towers(model, placement, request, runtime, usable, _topology, batch_size, given)]
+                outcome = [draft_towers(model, placement, request, runtime, usable, topology, batch_size, given)]
         except PlanError as error:
             outcome = [error]
         except Exception as error:
@@ -137,12 +142,22 @@ def plan_sharding(
     return outcome[0]
 
 
-def _topology(runtime: Runtime, capacity: int) -> Topology:
+def _topology(runtime: Runtime, capacity: int, measured: Measurements | None) -> Topology:
     on_gpu = runtime.device.type == "cuda"
+    rate = None if measured is None else measured.memory_rate or None
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=runtime.world_size, local_world_size=runtime.local_world_size),
-        HardwareConfig(hbm_cap_bytes=capacity if on_gpu else None, ddr_cap_bytes=None if on_gpu else capacity),
-        KernelConfig(compute_device=runtime.device.type),
+        HardwareConfig(
+            hbm_cap_bytes=capacity if on_gpu else None,
+            ddr_cap_bytes=None if on_gpu else capacity,
+            hbm_mem_bw=rate if on_gpu else None,
+            ddr_mem_bw=None if on_gpu else rate,
+        ),
+        KernelConfig(
+            compute_device=runtime.device.type,
+            generalized_comms_bandwidths=None if measured is None else measured.bandwidths(),
+            use_hardware_based_bandwidth=measured is not None,
+        ),
     )
 
 

@@ -1,0 +1,259 @@
+"""The chooser: a cost model whose answers are known by hand, what it refuses, and what it measures on real ranks."""
+
+import dataclasses
+import unittest.mock
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contracts import run_ranks
+from tests.examples import META, batches, small_model, table
+from torchrec_ext.distributed.auto_plan import auto_plan, why_together
+from torchrec_ext.distributed.chooser import Candidate, Decision, alone, choose, foresee, placements
+from torchrec_ext.distributed.measurements import Line, Measurements, TowerCost
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.placement import TowerPlacement
+from torchrec_ext.distributed.planning import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.tower_model import two_tower
+from torchrec_ext.schema import Jagged
+from torchrec_ext.train.pipelines import make_pipeline
+
+unit = pytest.mark.unit
+NOTHING = Line(fixed=0.0, each=0.0)
+
+
+def cost(per_row: float, **changes: Any) -> TowerCost:
+    """A tower of 100 rows on every rank, ``per_row`` ms for each row's dense layers."""
+    found = TowerCost(
+        rows=100,
+        dense=Line(fixed=0.0, each=per_row),
+        look_up=Line(fixed=1.0, each=0.0),
+        optimizer=0.5,
+        dense_bytes=1_000_000,
+        row_bytes=10.0,
+        pooled_bytes=256,
+        out_bytes=40,
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def measured(user: TowerCost | None = None, item: TowerCost | None = None, **changes: Any) -> Measurements:
+    """On two ranks: a flat step of 50 ms, 2 of them look-ups."""
+    towers = {name: tower for name, tower in (("user", user), ("item", item)) if tower is not None}
+    found = Measurements(
+        world_size=2,
+        rows=100,
+        all_to_all=NOTHING,
+        all_reduce=NOTHING,
+        steps={"table_wise": 50.0},
+        looked_up=2.0,
+        towers=towers,
+        dense_bytes=2_000_000,
+        memory_rate=1e6,
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def placed(text: str) -> TowerPlacement:
+    return TowerPlacement.parse(text, ["user", "item"], 2)
+
+
+@unit
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    found = measured(cost(0.2), cost(0.1), all_to_all=Line(fixed=0.25, each=1e-3), all_reduce=Line(fixed=9.0, each=1e-6))
+    parts = foresee(placed("user:0,item:1"), found)
+    # 50 less look-ups of 2, less 20 + 0.5 and 10 + 0.5 of the towers, less 2 MB of gradients at 1 ms for a MB
+    assert parts.besides == pytest.approx(50 - 2 - 20.5 - 10.5 - 2)
+    assert parts.towers == pytest.approx(200 * 0.2 + 1 + 0.5)
+    assert parts.within == 0
+    # each rank sends 100 rows of 10 bytes and gets as many; outputs of 40 bytes go back and come back, and so do gradients
+    assert parts.between == pytest.approx(4 * 0.25 + 1e-3 * (2 * 100 * 10 + 2 * 2 * 100 * 40))
+    assert parts.total == parts.besides + parts.towers + parts.between
+    assert alone(found) == pytest.approx(2 * parts.besides + 200 * 0.3 + 2 * 1.5)
+
+
+@unit
+def test_a_tower_on_two_ranks_pays_for_its_tables_and_gradients() -> None:
+    found = measured(cost(0.2), cost(0.1), all_to_all=Line(fixed=0.25, each=1e-3), all_reduce=Line(fixed=9.0, each=0.0))
+    parts = foresee(placed("user:0-1,item:1"), found)
+    assert parts.towers == pytest.approx(100 * 0.2 + 1.5 + 200 * 0.1 + 1.5)
+    assert parts.within == pytest.approx(3 * 0.25 + 1e-3 * 50 * (10 + 2 * 256) + 9)
+    assert parts.between == pytest.approx(4 * 0.25 + 1e-3 * (100 * 10 + 2 * 100 * 40))
+
+
+@unit
+def test_placements_in_proportion_one_beside_it_and_mixed() -> None:
+    towers = {"user": cost(0.3), "item": cost(0.1)}
+    assert [str(one) for one in placements(towers, 2)] == ["user:0,item:1", "user:1,item:0-1", "user:0-1,item:1"]
+    found = [str(one) for one in placements(towers, 4)]
+    assert found[:2] == ["user:0-2,item:3", "user:0-1,item:2-3"]
+    assert "user:0-3,item:2-3" in found
+    assert placements(towers, 1) == []
+    assert placements({}, 2) == []
+    for one in placements({name: cost(0.1) for name in "abcde"}, 3):
+        assert all(one.ranks.values())
+
+
+def chosen(found: Measurements, fits: Callable[[Candidate], str] = lambda one: "", **options: Any) -> Decision:
+    """The decision where a trial takes what the cost model foresees."""
+    return choose(found, "table_wise", try_out=lambda one: one.ms, fits=fits, **options)
+
+
+@unit
+@pytest.mark.parametrize(
+    ("found", "taken"),
+    [
+        # Two equal towers: apart, each rank runs one of them over all rows, and 10 ms of gradients are not exchanged.
+        (measured(cost(0.1), cost(0.1), all_reduce=Line(fixed=0.0, each=5e-6)), "user:0,item:1"),
+        # A network that takes a ms for 100 bytes: outputs are dearer than gradients.
+        (measured(cost(0.1), cost(0.1), all_to_all=Line(fixed=0.0, each=1e-2)), "data_parallel"),
+        # One tower is nearly all the work: apart, its rank would do both ranks' share of it.
+        (measured(cost(0.3), cost(0.01)), "data_parallel"),
+        # A large tower of few gradients and a small one of many: the small one goes to one rank, the large one stays on both.
+        (
+            measured(cost(0.2, dense_bytes=0), cost(0.001, dense_bytes=4_000_000), all_reduce=Line(fixed=0.0, each=5e-6)),
+            "user:0-1,item:1",
+        ),
+    ],
+)
+def test_the_known_best_is_taken(found: Measurements, taken: str) -> None:
+    assert chosen(found).taken.towers == taken
+
+
+APART = measured(cost(0.1), cost(0.1), all_reduce=Line(fixed=0.0, each=5e-6))
+
+
+@unit
+def test_what_does_not_fit_is_refused_with_its_reason_and_the_next_is_taken() -> None:
+    decision = chosen(APART, fits=lambda one: "" if one.towers == "data_parallel" else "tower 'user' needs 9 GiB")
+    assert decision.taken.towers == "data_parallel"
+    assert decision.candidates[-1].refused == "tower 'user' needs 9 GiB"
+    assert "tower 'user' needs 9 GiB" in decision.text()
+    with pytest.raises(PlanError, match="too large"):
+        chosen(APART, fits=lambda one: "too large")
+
+
+@unit
+def test_towers_that_cannot_be_placed_are_told() -> None:
+    decision = chosen(measured(), refused="the towers user and item share table 'item'")
+    assert [one.towers for one in decision.candidates] == ["data_parallel", "tower_parallel"]
+    assert "share table 'item'" in decision.text()
+    assert "Linear has no Towers to place" in why_together(nn.Linear(2, 2), Runtime(world_size=2))
+
+
+@unit
+def test_only_the_most_hopeful_are_tried_and_what_was_not_is_not_taken() -> None:
+    tried: list[str] = []
+
+    def slower(one: Candidate) -> float:
+        tried.append(one.towers)
+        return 3 * one.ms
+
+    light = cost(0.01, look_up=NOTHING)
+    decision = choose(measured(light, light), "table_wise", try_out=slower, fits=lambda one: "", tried=1)
+    assert tried == ["user:0,item:1"]
+    assert decision.taken.towers == "data_parallel"  # of 50 ms, though two placements are foreseen to be faster
+    assert any(one.trial_ms is None and one.ms < 50 for one in decision.candidates)
+    tried.clear()
+    choose(dataclasses.replace(APART, all_to_all=Line(fixed=500.0, each=0.0)), "auto", try_out=slower, fits=lambda one: "")
+    assert tried == []
+
+
+@unit
+def test_the_text_has_every_candidate_and_the_measured_step_beside_the_taken() -> None:
+    decision = chosen(APART)
+    lines = decision.text(31.5).splitlines()
+    assert "measured ms" in lines[0]
+    assert [line.split()[0] for line in lines[2:6]] == [one.towers for one in decision.candidates]
+    assert "31.50" in lines[2]
+    assert lines[2].rstrip().endswith("taken")
+    why = f"towers=user:0,item:1, tables table_wise: {decision.taken.ms:.2f} ms a step, against 50.00 ms with towers=data_parallel"
+    assert why in lines
+    assert lines[-1].startswith("one process alone would take about ")
+    assert "measured" not in decision.text()
+
+
+@unit
+def test_lines_neither_fall_nor_begin_below_nothing() -> None:
+    assert Line.through((1, 1.0), (100, 500.0)).fixed == 0
+    assert Line.through((1, 1.0), (100, 0.5)) == Line(fixed=0.5, each=0.0)
+
+
+def kinds(found: Measurements) -> set[str]:
+    runtime = Runtime(world_size=2, local_world_size=2)
+    with unittest.mock.patch("torch.distributed.broadcast_object_list"):
+        plan = plan_sharding(small_model(META), runtime, measured=found)
+    return {own.sharding_type for module in plan.plan.values() for own in module.values()}  # type: ignore[attr-defined]
+
+
+@unit
+def test_torchrecs_planner_plans_with_what_was_measured() -> None:
+    slow, fast = Line(fixed=0.0, each=1.0), Line(fixed=0.0, each=1e-9)
+    assert kinds(measured(all_to_all=slow, all_reduce=fast)) == {"data_parallel"}
+    assert "data_parallel" not in kinds(measured(all_to_all=fast, all_reduce=slow))
+
+
+def told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def decided(runtime: Runtime) -> dict[str, Any]:
+    model, own = small_model(META), list(batches(3, rank=runtime.rank, world_size=runtime.world_size))
+    before = {name: (value.shape, value.device) for name, value in model.named_parameters()}
+    optimizer = OptimizerConfig()
+    config, decision = auto_plan(model, own[0], runtime, PlanConfig(towers="auto"), optimizer)
+    unchanged = before == {name: (value.shape, value.device) for name, value in model.named_parameters()}
+    plan = plan_sharding(model, runtime, config, optimizer=optimizer, measured=decision.found)
+    pipeline = make_pipeline(*hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer), runtime.device)
+    stream = iter(own)
+    sharing = two_tower([table("item", 9), table("u", 9)], [table("item", 9)], device=META)
+    ids = {name: Jagged(torch.tensor([1, 2])) for name in ("item", "u")}
+    batch = sharing.schema().assemble(ids, labels=torch.ones(2))
+    shared = auto_plan(sharing, batch, runtime, PlanConfig(towers="auto", sharding="row_wise"), optimizer)[1]
+    return {
+        "config": config,
+        "text": decision.text(),
+        "unchanged": unchanged,
+        "losses": [float(pipeline.progress(stream).loss) for _ in own],
+        "candidates": list(decision.candidates),
+        "shared": [(one.towers, one.sharding, one.refused) for one in shared.candidates],
+        "memory": told(lambda: auto_plan(small_model(META), own[0], runtime, PlanConfig(memory_gb=1e-7), optimizer)),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(decided, 2)
+
+
+def test_all_ranks_decide_alike_and_train_by_it(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = two_ranks
+    for name in ("config", "text", "candidates"):
+        assert first[name] == second[name]
+    assert first["unchanged"], "measuring leaves the model as it was"
+    assert len(first["losses"]) == 3
+    taken = first["candidates"][0]
+    assert (first["config"].towers, first["config"].sharding) == (taken.towers, taken.sharding)
+    assert {one.towers for one in first["candidates"]} == {"data_parallel", "user:0,item:1", "user:1,item:0-1", "user:0-1,item:1"}
+    assert all(one.trial_ms is not None and one.trial_ms > 0 for one in first["candidates"] if one.towers == "data_parallel")
+    assert taken.trial_ms is not None
+
+
+def test_a_shared_table_keeps_towers_together(two_ranks: list[dict[str, Any]]) -> None:
+    flat, apart = two_ranks[0]["shared"]
+    assert flat == ("data_parallel", "row_wise", "")
+    assert apart[2].startswith("the towers user and item share table 'item'")
+
+
+def test_tables_that_fit_nowhere_are_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+    assert two_ranks[0]["memory"] == two_ranks[1]["memory"]
+    assert "no sharding plan fits" in two_ranks[0]["memory"]

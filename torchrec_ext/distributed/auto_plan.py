@@ -1,0 +1,83 @@
+"""auto_plan(): measures on the ranks of this job, and chooses how towers and tables are placed; for ``plan.towers=auto``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.chooser import EVERYWHERE, Candidate, Decision, choose
+from torchrec_ext.distributed.measure import measure, trial
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.placement import PlacementError
+from torchrec_ext.distributed.planning import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sample import Sample
+from torchrec_ext.distributed.tower_planning import tower_placement
+
+
+def auto_plan(
+    model: nn.Module,
+    batch: TowerBatch,
+    runtime: Runtime,
+    config: PlanConfig,
+    optimizer: OptimizerConfig,
+    *,
+    everywhere: nn.Module | None = None,
+    together: str = "",
+) -> tuple[PlanConfig, Decision]:
+    """The config with what was chosen in place of ``auto``, and why; every rank calls it and gets the same.
+
+    Args:
+        model: unsharded; it stays as it is.
+        batch: one of this rank's batches.
+        runtime: this process's place in the job.
+        config: what is free in it is chosen: where towers run, and the sharding type where that is ``auto`` too.
+        optimizer: of tables and dense layers.
+        everywhere: the model as it is where all towers run on every rank, if that is another, such as with merged look-ups.
+        together: why towers must run on every rank, if they must.
+
+    Raises:
+        PlanError: the tables do not fit in any way.
+    """
+    everywhere = model if everywhere is None else everywhere
+    refused = together or why_together(model, runtime)
+    free = config.sharding == "auto"
+    with torch.random.fork_rng(devices=[]):
+        flat, sample = Sample.of(everywhere, batch), None if refused else Sample.of(model, batch)
+        kinds = ["table_wise", "auto"] if free else [config.sharding]
+        found = measure(flat, sample, runtime, config, optimizer, kinds)
+
+        def fits(one: Candidate) -> str:
+            try:
+                asked = as_config(config, one)
+                whole = everywhere if one.towers == EVERYWHERE else model
+                plan_sharding(whole, runtime, asked, optimizer=optimizer, batch_size=len(batch), measured=found)
+            except PlanError as error:
+                return str(error).splitlines()[0]
+            return ""
+
+        decision = choose(
+            found,
+            "table_wise" if free else config.sharding,
+            refused=refused,
+            try_out=lambda one: trial(sample or flat, runtime, as_config(config, one), optimizer, found),
+            fits=fits,
+        )
+    return as_config(config, decision.taken), decision
+
+
+def as_config(config: PlanConfig, candidate: Candidate) -> PlanConfig:
+    """``config`` with what the candidate stands for."""
+    return dataclasses.replace(config, towers=candidate.towers, sharding=candidate.sharding)  # type: ignore[arg-type]
+
+
+def why_together(model: nn.Module, runtime: Runtime) -> str:
+    """Why the towers of ``model`` cannot have ranks of their own, or nothing."""
+    try:
+        tower_placement(model, "tower_parallel", runtime.world_size)
+    except PlacementError as error:
+        return str(error).removeprefix("plan.towers=tower_parallel: ")
+    return ""
