@@ -75,7 +75,8 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
             table_copies=job.sync.table_copies,
             measured=decision.found if decision else None,
         )
-        plan_text = explain(plan, model, job.sync.table_ranks(runtime.world_size))
+        captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
+        plan_text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
         if decision is not None:
             plan_text += f"\n\n{decision.text()}"
         if folder is not None:

@@ -64,7 +64,7 @@ class ChunkLoader(Epochs):
         rank: r.
         world_size: R.
         device: hold all rows and items as tensors on this device, and gather and draw there, in the order of rows in memory and
-            with the same draws (uniform and by popularity); for a set that fits.
+            with the same draws (uniform and by popularity); for a set that fits. ``config.device`` where not given.
 
     Raises:
         DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of ``chunk``, or
@@ -97,6 +97,7 @@ class ChunkLoader(Epochs):
         if refresh is not None and not isinstance(negatives, HardNegatives):
             raise ValueError(f"refresh with negatives={type(negatives).__name__}: only HardNegatives are refreshed; leave it out")
         self._sampler, self._refresh = negatives, refresh
+        device = device or config.device
         if device is None:
             self._rows = on_host(chunk, schema, config, items, negatives, share)
         else:

@@ -48,6 +48,8 @@ class LoaderConfig:
             which 410 MB are torch and TorchRec; with 4 and row groups of a million rows, each lane holding 65 MB of one, 960 MB.
         buffer_rows: files only. Rows held for shuffling, over all lanes and ranks. A row group that is larger than a lane's share
             is read in parts, in its order. The order of the rows depends on it.
+        device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, gather and draw there; see :class:`ChunkLoader`. A
+            captured step then makes its batches itself.
         read_ahead: files only. Parts of the buffer (``buffer_rows / lanes`` rows) read and shuffled ahead by a thread; 0 reads in
             the thread that builds the batches.
     """
@@ -70,6 +72,7 @@ class LoaderConfig:
     lanes: int = 4
     buffer_rows: int = 262_144
     read_ahead: int = 1
+    device: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -78,6 +81,8 @@ class LoaderConfig:
         for name, choices in (("sampling", get_args(Sampling)), ("frequency", get_args(Frequency))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"loader.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+        if self.device not in (None, "cpu", "cuda"):
+            raise ValueError(f"loader.device={self.device!r}: must be cpu or cuda, the device that trains, or be left out")
         if not 0 < self.hard_share < 1:
             raise ValueError(f"loader.hard_share={self.hard_share}: must be above 0 and below 1, so that every item can be drawn")
         mixed = self.sampling == "mixed"

@@ -10,19 +10,21 @@ from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.placement import TowerPlan
+from torchrec_ext.distributed.sweep import ROWS_PER_LOOKUP, row_by_row
 from torchrec_ext.distributed.tables import collections, table_configs
 
 GB = 1024**3
 MB = 1024**2
 
 
-def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
+def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_rows: int = 0) -> str:
     """The plan as a table: what each table is, how it is split, which rank holds which part, and the sum per rank.
 
     Args:
         plan: from :func:`plan_sharding` or TorchRec's planner.
         model: the module that was planned, sharded since or not.
         world_size: R.
+        captured_rows: rows of a step that may be captured: says which tables it moves as a whole; 0 for none.
     """
     rows, per_rank = [], [0.0] * world_size
     for table, sharding in _planned(plan, model):
@@ -40,7 +42,22 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
     totals = ", ".join(_by_rank(per_rank))
     readable = tabulate(rows, headers=["table", "rows x dim", "MiB", "sharding", "where"], disable_numparse=True)
     towers = [f"\ntowers run on the ranks {own.placement}" for own in plan.plan.values() if isinstance(own, TowerPlan)]
-    return f"{readable}\nweights on {totals}{''.join(towers)}"
+    sweeps = _sweeps(plan, model, captured_rows) if captured_rows else ""
+    return f"{readable}\nweights on {totals}{''.join(towers)}{sweeps}"
+
+
+def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:
+    """How a captured step moves the tables, one id for each row and feature taken as the rule."""
+    ways: dict[bool, list[str]] = {True: [], False: []}
+    for table, _ in _planned(plan, model):
+        ways[row_by_row(table.num_embeddings, rows * len(table.feature_names))].append(table.name)
+    if not ways[True]:
+        return f"\na captured step of {rows:,} rows moves every table as a whole"
+    whole = f", the others as a whole ({', '.join(ways[False])})" if ways[False] else ""
+    return (
+        f"\na captured step of {rows:,} rows moves only the rows it reads of tables with more than {ROWS_PER_LOOKUP} rows per "
+        f"look-up ({', '.join(ways[True])}){whole}"
+    )
 
 
 def _by_rank(sizes: Sequence[float]) -> list[str]:

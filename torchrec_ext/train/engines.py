@@ -49,8 +49,11 @@ def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     # Tables lie side by side in one storage. Inductor would take a write to one for a write to all, and copy them in every step.
     apart: list[Any] = [torch.empty_strided(part.shape, part.stride(), dtype=part.dtype) for part in (*memory, *inputs)]
     graph = traced(step, apart)
-    with torch.no_grad():
-        compiled = torch._inductor.standalone_compile(graph, apart, dynamic_shapes="from_example_inputs")
+    try:
+        with torch.no_grad():
+            compiled = torch._inductor.standalone_compile(graph, apart, dynamic_shapes="from_example_inputs")
+    except Exception as error:  # whatever inductor and the compiler below it meet
+        raise CannotCaptureError(f"inductor: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -72,9 +75,10 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
     try:
         return make_fx(step, tracing_mode="fake")(*tensors)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        raise CannotCaptureError(
-            f"{getattr(error, 'func', 'an op')} at {_line(error)} depends on values that a step computes"
-        ) from None
+        op = getattr(error, "func", "aten._local_scalar_dense")  # float(), if and .item() of a tensor
+        raise CannotCaptureError(f"{op} at {_line(error)} depends on values that a step computes") from None
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise CannotCaptureError(f"{_line(error)} cannot be traced: {str(error).strip().splitlines()[0]}") from None
 
 
 def _line(error: BaseException) -> str:
@@ -122,13 +126,14 @@ def engine_for(device: torch.device) -> tuple[Engine, str]:
         return cuda_graph, "capturing the training step as a CUDA graph"
     from torch._inductor.cpp_builder import get_cpp_compiler
 
+    folder = compile_cache()
     try:
         compiler = get_cpp_compiler()
     except Exception:  # inductor has an error of its own for it, and a missing program others
         compiler = ""
     if not shutil.which(compiler):
         raise CannotCaptureError("there is no C++ compiler; install g++ or clang, or name one in CXX")
-    return inductor, f"compiling the training step (kept in {compile_cache()} for later runs)"
+    return inductor, f"compiling the training step (kept in {folder} for later runs)"
 
 
 def compile_cache() -> str:
