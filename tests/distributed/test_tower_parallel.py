@@ -118,7 +118,7 @@ CASES = {
         Case("plain", "data_parallel", "table_wise"),
         Case("plain", "user:0-2,item:3", "row_wise"),
         Case("plain", "user:1-3,item:3", "data_parallel"),
-        Case("normed", "user:0+3,item:1-2", "column_wise"),
+        Case("normed", "user:0-2,item:0+2", "column_wise"),
         Case("shared", "user:0-1,place:1,item:2-3", "table_column_wise"),
         Case("plain", "user:1-2,item:0", "row_wise", MANY),
     ],

@@ -20,7 +20,7 @@ from torchrec_ext.distributed.planning import PlanConfig, PlanError, plan_shardi
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.distributed.tower_exchange import TowerRows, Widths, cut, joined, packed, padded, unpacked
+from torchrec_ext.distributed.tower_rows import TowerRows, Widths, cut, joined, packed, padded, unpacked
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower

@@ -69,10 +69,13 @@ def _check_tables(asked: str, towers: Mapping[str, Any]) -> None:
                 f"plan.towers={asked}: the towers {' and '.join(names)} share table '{table}', which has one place, and so one set "
                 "of ranks; give each a table of its own name, or leave plan.towers at data_parallel"
             )
-        raise PlacementError(
-            f"plan.towers={asked}: table '{table}' of tower '{names[0]}' pools by weights, which travel with no tower; "
-            "leave plan.towers at data_parallel"
-        )
+        weighted = any(name in getattr(towers[names[0]], "weights", {}) for name in _features(towers[names[0]], table))
+        reason = "pools by weights, which travel with no tower" if weighted else "is looked up together with other towers' tables"
+        raise PlacementError(f"plan.towers={asked}: table '{table}' of tower '{names[0]}' {reason}; leave it at data_parallel")
+
+
+def _features(tower: Any, name: str) -> list[str]:
+    return [feature for table in tower.tables if table.name == name for feature in table.feature_names]
 
 
 def draft_towers(

@@ -9,67 +9,25 @@ model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyGetItemMixin, ModuleSharder, ShardedModule, ShardingEnv
+from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ModuleSharder, ShardedModule, ShardingEnv
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Multistreamable
 
 from torchrec_ext.distributed.placement import TowerPlan
 from torchrec_ext.distributed.tables import collections
-from torchrec_ext.distributed.tower_exchange import Exchange, TowerRows, Widths, cut, joined, packed, packed_size, padded, unpacked
+from torchrec_ext.distributed.tower_exchange import Arrived, Journey, Step, TowerExchange
 from torchrec_ext.distributed.tower_ranks import needs_equal_rows, on_ranks, tower_groups, tower_sharders
+from torchrec_ext.distributed.tower_rows import TowerRows, Widths
 from torchrec_ext.modules.towers import Towers
-
-
-class _Route(NamedTuple):
-    """By rank the towers for which this rank sends it rows, and those for which it sends this rank rows; alike on both sides."""
-
-    to: list[list[str]]
-    coming: list[list[str]]
-
-
-@dataclass
-class _Step(Multistreamable):
-    """What one batch leaves for its outputs: by rank the rows sent to it for each tower, and by tower those that each rank sent."""
-
-    route: _Route = field(default_factory=lambda: _Route([], []))
-    sent: list[list[int]] = field(default_factory=list)
-    served: dict[str, list[int]] = field(default_factory=dict)
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Nothing: there are numbers alone."""
-
-
-@dataclass
-class _Arrived(Multistreamable):
-    rows: dict[str, TowerRows]
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        for rows in self.rows.values():
-            for part in rows:
-                part.record_stream(stream)
-
-
-class _After(Awaitable[Any]):
-    """What ``follow`` returns once a collective has ended."""
-
-    def __init__(self, work: dist.Work, follow: Callable[[], Any]) -> None:
-        super().__init__()
-        self._work, self._follow = work, follow
-
-    def _wait_impl(self) -> Any:
-        self._work.wait()
-        return self._follow()
 
 
 class _Outputs(LazyGetItemMixin[str, Tensor], LazyAwaitable[dict[str, Tensor]]):
@@ -81,7 +39,7 @@ class _Outputs(LazyGetItemMixin[str, Tensor], LazyAwaitable[dict[str, Tensor]]):
         return self._outputs
 
 
-class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor], _Step], FusedOptimizerModule):
+class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor], Step], FusedOptimizerModule):
     """:class:`Towers` of which each rank holds and runs those that its plan gives it; called as Towers is, by all ranks together.
 
     Args:
@@ -103,113 +61,59 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         timeout: timedelta,
     ) -> None:
         super().__init__()
-        self._placement, self._device = plan.placement, device
-        self._group: dist.ProcessGroup = env.process_group
-        self._rank, self._world_size = env.rank, env.world_size
+        self._placement, self._world_size = plan.placement, env.world_size
         self._reads = dict(module.reads)
         towers: dict[str, Any] = dict(module.items())
         self._features = {name: _features(tower) for name, tower in towers.items()}
-        self._widths = {name: Widths(len(self._features[name]), len(tower.dense)) for name, tower in towers.items()}
-        self._out: dict[str, int] = {name: tower.out_features for name, tower in towers.items()}
-        self._equal_rows = [name for name, own in plan.tables.items() if needs_equal_rows(own.values(), plan.placement.ranks[name])]
-        self._busiest: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._routes: dict[tuple[str, ...], _Route] = {}
         self._run: dict[str, Callable[[KeyedJaggedTensor, Tensor], Tensor]] = {}
-        groups = tower_groups(plan.placement, self._group, timeout)
+        everyone: dist.ProcessGroup = env.process_group
+        journeys = {
+            name: Journey(
+                widths=Widths(len(self._features[name]), len(tower.dense)),
+                out=tower.out_features,
+                shared=self._reads[name].shared,
+                equal=needs_equal_rows(plan.tables[name].values(), plan.placement.ranks[name]),
+            )
+            for name, tower in towers.items()
+        }
+        self._exchange = TowerExchange(plan.placement, journeys, everyone, device)
+        groups = tower_groups(plan.placement, everyone, timeout)
         for name, tower in towers.items():
             for value in (*tower.parameters(), *tower.buffers()):
-                if value.device.type != "meta":
-                    dist.broadcast(value.detach(), src=0, group=self._group)
+                if value.device.type != "meta":  # tables
+                    of_first = value.detach().to(device)
+                    dist.broadcast(of_first, src=0, group=everyone)
+                    value.detach().copy_(of_first)
             if name in groups:
                 self.add_module(name, tower)
                 self._run[name] = on_ranks(tower, plan.tables[name], sharders, groups[name], device)
 
-    def create_context(self) -> _Step:
+    def create_context(self) -> Step:
         """For one batch."""
-        return _Step()
+        return Step()
 
     def input_dist(
         self,
-        ctx: _Step,
+        ctx: Step,
         sparse: KeyedJaggedTensor,
         dense: Tensor,
         shared_sparse: KeyedJaggedTensor | None = None,
         shared_dense: Tensor | None = None,
         *,
         names: Sequence[str] | None = None,
-    ) -> KJTListSplitsAwaitable[_Step]:
+    ) -> KJTListSplitsAwaitable[Step]:
         """Begins to send each row to the ranks of its towers; the arguments are those of :meth:`Towers.forward`."""
-        names = tuple(self._reads) if names is None else tuple(names)
-        ctx.route = self._route(names)
         own = {}
-        for name in names:
+        for name in self._reads if names is None else names:
             shared, columns = self._reads[name]
             rows, matrix = (shared_sparse, shared_dense) if shared else (sparse, dense)
             own[name] = _rows(rows, matrix[:, columns], self._features[name])  # type: ignore[index]
-        cuts = {name: iter(self._placement.cuts(name, self._rank, rows.height)) for name, rows in own.items()}
-        parts = [[cut(own[name], *next(cuts[name])) for name in to] for to in ctx.route.to]
-        ctx.sent = [[part.height for part in to] for to in parts]
-        counts = [len(dense), 0 if shared_dense is None else len(shared_dense)]
-        header = [number for to in parts for number in (*counts, *(size for p in to for size in (p.height, len(p.values))))]
-        sizes = [2 + 2 * len(coming) for coming in ctx.route.coming]
-        arriving = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
-        announced = dist.all_to_all_single(
-            arriving,
-            torch.tensor(header, device=self._device),
-            sizes,
-            [2 + 2 * len(to) for to in ctx.route.to],
-            group=self._group,
-            async_op=True,
-        )
-        return KJTListSplitsAwaitable([_After(announced, lambda: self._send(ctx, parts, arriving, sizes))], ctx)
+        counts = len(dense), 0 if shared_dense is None else len(shared_dense)
+        return KJTListSplitsAwaitable([self._exchange.begin(ctx, own, counts)], ctx)
 
-    def _route(self, names: tuple[str, ...]) -> _Route:
-        if names not in self._routes:
-            ranks, targets = range(self._world_size), self._placement.targets
-            to = [[name for name in names if rank in targets(name, self._rank)] for rank in ranks]
-            coming = [[name for name in names if self._rank in targets(name, rank)] for rank in ranks]
-            self._routes[names] = _Route(to, coming)
-        return self._routes[names]
-
-    def _send(self, ctx: _Step, parts: list[list[TowerRows]], arriving: Tensor, sizes: list[int]) -> _After:
-        headers = [header.tolist() for header in torch.split(arriving.cpu(), sizes)]
-        coming = [
-            list(zip(names, header[2::2], header[3::2], strict=True))
-            for names, header in zip(ctx.route.coming, headers, strict=True)
-        ]
-        received = [sum(packed_size(rows, ids, self._widths[name]) for name, rows, ids in some) for some in coming]
-        going = [
-            [(rows, self._widths[name]) for name, rows in zip(names, some, strict=True)]
-            for names, some in zip(ctx.route.to, parts, strict=True)
-        ]
-        counts = [sum(packed_size(rows.height, len(rows.values), widths) for rows, widths in some) for some in going]
-        sent = packed([part for some in going for part in some], self._device)
-        out = sent.new_empty(sum(received))
-        work = dist.all_to_all_single(out, sent, received, counts, group=self._group, async_op=True)
-        return _After(work, lambda: self._arrived(ctx, coming, out, headers))
-
-    def _arrived(self, ctx: _Step, coming: list[list[tuple[str, int, int]]], payload: Tensor, headers: list[list[int]]) -> _Arrived:
-        parts: dict[str, list[TowerRows]] = {}
-        start = 0
-        for name, rows, ids in (announced for some in coming for announced in some):
-            stop = start + packed_size(rows, ids, self._widths[name])
-            parts.setdefault(name, []).append(unpacked(payload[start:stop], rows, ids, self._widths[name]))
-            start = stop
-        ctx.served = {name: [part.height for part in found] for name, found in parts.items()}
-        found = {name: joined(some) for name, some in parts.items()}
-        for name in self._equal_rows:
-            if name in found:
-                found[name] = padded(found[name], self._most(name, tuple(h[self._reads[name].shared] for h in headers)))
-        return _Arrived(found)
-
-    def _most(self, name: str, counts: tuple[int, ...]) -> int:
-        if (name, counts) not in self._busiest:
-            self._busiest[name, counts] = self._placement.busiest(name, counts)
-        return self._busiest[name, counts]
-
-    def compute(self, ctx: _Step, dist_input: KJTList) -> dict[str, Tensor]:
+    def compute(self, ctx: Step, dist_input: KJTList) -> dict[str, Tensor]:
         """The outputs of this rank's towers for all rows that came, in the order of the ranks that they came from."""
-        arrived: _Arrived = dist_input[0]
+        arrived: Arrived = dist_input[0]
         outputs = {}
         for name, rows in arrived.rows.items():
             kjt = KeyedJaggedTensor(self._features[name], rows.values, lengths=rows.lengths.reshape(-1), stride=rows.height)
@@ -221,23 +125,9 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
             outputs[name] = output
         return outputs
 
-    def output_dist(self, ctx: _Step, output: dict[str, Tensor]) -> LazyAwaitable[dict[str, Tensor]]:
+    def output_dist(self, ctx: Step, output: dict[str, Tensor]) -> LazyAwaitable[dict[str, Tensor]]:
         """Each row's outputs on the rank that it came from."""
-        served = {name: iter(torch.split(output[name][: sum(rows)], rows)) for name, rows in ctx.served.items()}
-        sending = [[next(served[name]).reshape(-1) for name in coming] for coming in ctx.route.coming]
-        # A rank without a tower takes part too, and in the backward.
-        nothing = torch.empty(0, device=self._device, requires_grad=torch.is_grad_enabled())
-        sent = torch.cat([nothing, *(part for some in sending for part in some)])
-        names = [name for to in ctx.route.to for name in to]
-        sizes = [
-            [rows * self._out[name] for name, rows in zip(*some, strict=True)] for some in zip(ctx.route.to, ctx.sent, strict=True)
-        ]
-        counts = [sum(map(len, some)) for some in sending]
-        got: Tensor = Exchange.apply(sent, counts, [sum(some) for some in sizes], self._group)  # type: ignore[no-untyped-call]
-        pieces: dict[str, list[Tensor]] = {}
-        for name, piece in zip(names, torch.split(got, [size for some in sizes for size in some]), strict=True):
-            pieces.setdefault(name, []).append(piece.view(-1, self._out[name]))
-        return _Outputs({name: found[0] if len(found) == 1 else torch.cat(found) for name, found in pieces.items()})
+        return _Outputs(self._exchange.back(ctx, output))
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
