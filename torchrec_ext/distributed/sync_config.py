@@ -21,7 +21,9 @@ class SyncConfig:
     ``semi_sync``: TorchRec's TrainPipelineSemiSync: rows of the next batch are looked up before this one's backward has moved them,
     so that their exchange overlaps with it; a prediction sees tables that are one step old, and never older.
 
-    An evaluation, the end of an epoch and the end of training always find the ranks equal.
+    An evaluation, the end of an epoch and the end of training always find the ranks equal. A resumed run of ``local_sgd`` and
+    ``diloco`` begins anew at equal weights: a first step together, the moments that rank 0 had on every rank, no outer momentum;
+    so it learns on, but not bit for bit as it would have without the stop.
 
     Args:
         mode: see above.

@@ -10,12 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig
 from torchrec_ext.train.checkpoint.parts import State
+from torchrec_ext.train.checkpoint.reading import read_index
 from torchrec_ext.train.checkpoint.state import model_state
 
 _TENSOR = "a tensor of the checkpoint"
@@ -143,11 +145,10 @@ class RunCheckpoints:
             )
         if self._resume is None:
             return Position()
-        metadata = self._checkpointer.metadata(self._resume)
         extra: State = {
             name: torch.empty(held.size, dtype=held.properties.dtype)
-            for name, held in metadata.state_dict_metadata.items()
-            if name.startswith(("loader.", f"rank.{run.runtime.rank}."))
+            for name, held in read_index(self._resume).state_dict_metadata.items()
+            if name.startswith(("loader.", f"rank.{run.runtime.rank}.")) and isinstance(held, TensorStorageMetadata)
         }
         saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
         content = saved["content"]
