@@ -95,8 +95,8 @@ class TrainConfig:
         if self.trace_steps < 0:
             raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")
         for name, choices in (("compile", get_args(Compile)), ("amp", get_args(Amp)), ("on_nan", ("stop", "skip"))):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(choices))}")
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
 
 
 def train(
