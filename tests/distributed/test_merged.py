@@ -86,15 +86,15 @@ def test_one_exchange_for_all_towers_learns_what_one_for_each_learns() -> None:
     assert_close(merged, apart, "merged")
 
 
-def unsharded(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The first step's logits, and weights after the last, of both parts' rows in one process."""
+def unsharded(kind: str, parts: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The first step's logits, and weights after the last, of all parts' rows in one process."""
     made = model(kind).merge_lookups()
     parameters = dict(made.named_parameters())
     tables = [value for name, value in parameters.items() if is_table(name)]
     dense = [value for name, value in parameters.items() if not is_table(name)]
     optimizers = [torch.optim.Adagrad(tables, lr=0.1, eps=0.01), torch.optim.SGD(dense, lr=0.1)]
-    first = made.logits(batch(kind, 0, [0, 1])).detach()
-    for rows in batches(kind, [0, 1]):
+    first = made.logits(batch(kind, 0, parts)).detach()
+    for rows in batches(kind, parts):
         for optimizer in optimizers:
             optimizer.zero_grad()
         made(rows)[0].backward()
@@ -107,18 +107,24 @@ def under_every_sharding(runtime: Runtime, kind: str, shardings: tuple[str, ...]
     return {sharding: trained(runtime, kind, model(kind, META).merge_lookups(), sharding) for sharding in shardings}
 
 
+WHOLE_ROWS = SHARDINGS[:3]  # FBGEMM's dense kernel cannot hold what is read id by id
+
+
 @pytest.mark.parametrize(
-    ("kind", "shardings"),
+    ("kind", "shardings", "world_size"),
     [
-        ("shared", SHARDINGS),  # B = 8 rows on each rank, and 24 of the tower that is shared
-        ("sequences", SHARDINGS[:3]),  # FBGEMM's dense kernel cannot hold what is read id by id
+        ("shared", SHARDINGS, 2),  # B = 8 rows on each rank, and 24 of the tower that is shared
+        ("sequences", WHOLE_ROWS, 2),
+        pytest.param("shared", SHARDINGS, 1, marks=pytest.mark.slow),
+        pytest.param("shared", SHARDINGS, 4, marks=pytest.mark.slow),
+        pytest.param("sequences", WHOLE_ROWS, 4, marks=pytest.mark.slow),
     ],
 )
-def test_merged_and_sharded_equals_one_process(kind: str, shardings: tuple[str, ...]) -> None:
-    first, expected = unsharded(kind)
-    ranks = run_ranks(under_every_sharding, 2, kind, shardings)
+def test_merged_and_sharded_equals_one_process(kind: str, shardings: tuple[str, ...], world_size: int) -> None:
+    first, expected = unsharded(kind, list(range(world_size)))
+    ranks = run_ranks(under_every_sharding, world_size, kind, shardings)
     for sharding in shardings:
-        assert [rank[sharding]["missed"] for rank in ranks] == [[], []], sharding
+        assert [rank[sharding]["missed"] for rank in ranks] == [[]] * world_size, sharding
         logits = torch.cat([rank[sharding]["logits"][0] for rank in ranks])
         torch.testing.assert_close(logits, first, rtol=0, atol=1e-5, msg=lambda text, at=sharding: f"{at}: {text}")
         assert_close(ranks[0][sharding]["state"], expected, sharding)

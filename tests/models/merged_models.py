@@ -1,4 +1,4 @@
-"""Models whose towers' tables are looked up together, and batches for them in two parts, one for each of two ranks."""
+"""Models whose towers' tables are looked up together, and batches for them in parts, one for each rank."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -68,13 +68,13 @@ def schema_of(kind: str) -> BatchSchema:
 
 
 def batch(kind: str, step: int, parts: Sequence[int]) -> TowerBatch:
-    """The rows of some ``parts`` of two, B = 8 in each; of a shared tower Q = 24, of which each row reads one."""
+    """The rows of some ``parts``, B = 8 in each; of a shared tower Q = 24, of which each row reads one."""
     schema = schema_of(kind)
     queries = ROWS + MORE if kind == "shared" else ROWS
     columns: dict[str, list[Tensor]] = {name: [] for name in schema.keys}
     labels, index = [], []
     for part in parts:
-        generator = torch.Generator().manual_seed(2 * step + part)
+        generator = torch.Generator().manual_seed(10 * step + part)
         for name in schema.keys:
             rows = queries if name in schema.shared else ROWS
             # Of few items, so that histories, likes and candidates meet in the same rows of a table.
