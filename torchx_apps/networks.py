@@ -154,7 +154,8 @@ class _Group:
         self._narrow()
         start = time.perf_counter()
         folder = self._root / member.name
-        print(f"\n{member.name}: on rank(s) {', '.join(map(str, self._group.ranks))}" * (self._world.rank == self._group.ranks[0]))
+        if self._world.rank == self._group.ranks[0]:
+            print(f"\n{member.name}: on rank(s) {', '.join(map(str, self._group.ranks))}", flush=True)
         try:
             training.run(member.job, folder)
         except TrainingDivergedError as error:

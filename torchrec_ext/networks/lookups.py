@@ -81,8 +81,12 @@ class StackedTables(nn.Module):
 
     def forward(self, parts: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
         """(K, S, D) the pooled bags of each of ``names``, of K members' batches with S bags each."""
-        self._looked = self._read(parts)
+        self.read(parts)
         return self._pooled(self._looked, [self.weight(table) for table in self.tables])
+
+    def read(self, parts: Sequence[KeyedJaggedTensor]) -> None:
+        """Finds the rows that :meth:`forward` looks up, and no more."""
+        self._looked = self._read(parts)
 
     def look_up(self, parts: Sequence[KeyedJaggedTensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """The same had the tables other ``weights``, without a gradient."""
@@ -99,6 +103,10 @@ class StackedTables(nn.Module):
             bags.pooled(weight, table.pooling).view(self.members, -1, table.embedding_dim)
             for bags, (table, weight) in zip(looked, owners, strict=True)
         ]
+
+    def ids(self) -> list[Tensor] | None:
+        """(K x S,) the rows of each look-up that :meth:`forward` made last; None where a bag has another number of ids than one."""
+        return [bags.ids for bags in self._looked] if all(bags.lengths is None for bags in self._looked) else None
 
     @torch.no_grad()
     def accumulate(self, gradients: Sequence[Tensor]) -> None:

@@ -27,8 +27,8 @@ class _Weights(NamedTuple):
     is_table: bool
 
 
-class _Moved(NamedTuple):
-    """What one entry of an optimizer moves: the weights ``name`` of the members in ``members``."""
+class Moved(NamedTuple):
+    """What one entry of an optimizer moves: the weights ``name`` of the members in ``members``, which lie together."""
 
     name: str
     members: tuple[str, ...]
@@ -75,7 +75,7 @@ class StackedOptimizer:
         self._step = 0
         choices = {name: _choices(stack, name, configs[name]) for name in stack.members}
         self._inside = self._in_the_norm(choices)
-        self._moved: list[tuple[dict[str, Any], _Moved]] = []
+        self._moved: list[tuple[dict[str, Any], Moved]] = []
         kinds = dict.fromkeys(choice.kind for choice in choices[stack.members[0]].values())
         self._optimizers = [self._optimizer(kind, choices) for kind in kinds]
 
@@ -109,17 +109,30 @@ class StackedOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Moves every member by the gradients of :meth:`Stack.backward`."""
+        self.next_rates()
         limits = [self._configs[member].clip_norm for member in self._stack.members]
         if any(limits):
             self._clip(limits)
         for group, moved in self._moved:
-            if group["schedule"].changes:
-                group["lr"] = group["choice"].lr * group["schedule"].factor(self._step, group["steps"])
             if group["choice"].weight_decay:
                 _decay(moved, 1 - group["lr"] * group["choice"].weight_decay)
         for optimizer in self._optimizers:
             optimizer.step()
+
+    def next_rates(self) -> None:
+        """Sets the learning rates of the step that begins, as the schedules say."""
+        for group, _ in self._moved:
+            if group["schedule"].changes:
+                group["lr"] = group["choice"].lr * group["schedule"].factor(self._step, group["steps"])
         self._step += 1
+
+    def entries(self) -> list[tuple[dict[str, Any], Moved, dict[str, Tensor]]]:
+        """What is moved: the settings by which, which weights, and their state."""
+        return [(group, moved, self._owner(moved.parameter).state[moved.parameter]) for group, moved in self._moved]
+
+    def clips(self) -> bool:
+        """Whether any member has a limit of its gradient's norm."""
+        return any(self._configs[member].clip_norm for member in self._stack.members)
 
     def _clip(self, limits: Sequence[float]) -> None:
         grads = [weights.grad.view(len(limits), -1) for weights in self._inside]
@@ -154,7 +167,7 @@ class StackedOptimizer:
         owners = (o for o in self._optimizers if any(p is parameter for group in o.param_groups for p in group["params"]))
         return next(owners)
 
-    def _state(self, moved: _Moved) -> list[dict[str, Tensor]]:
+    def _state(self, moved: Moved) -> list[dict[str, Tensor]]:
         state = self._owner(moved.parameter).state[moved.parameter]
         count = len(moved.members)
         parts: list[dict[str, Tensor]] = [{} for _ in moved.members]
@@ -193,22 +206,22 @@ def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[
     return [*tables, *(_Weights(name, value.detach(), grads[name], False) for name, value in stack.dense.items())]
 
 
-def _runs(weights: _Weights, own: Mapping[str, _Rule]) -> list[tuple[_Moved, _Rule]]:
+def _runs(weights: _Weights, own: Mapping[str, _Rule]) -> list[tuple[Moved, _Rule]]:
     """The weights of all members at once where they agree and lie together, else member by member."""
     members = tuple(own)
     if len(set(own.values())) == 1 and weights.value.is_contiguous():
-        return [(_moved(weights.name, members, weights.value, weights.grad, weights.is_table), own[members[0]])]
+        return [(_entry(weights.name, members, weights.value, weights.grad, weights.is_table), own[members[0]])]
     parts = zip(members, weights.value.chunk(len(members)), weights.grad.chunk(len(members)), strict=True)
-    return [(_moved(weights.name, (member,), value, grad, weights.is_table), own[member]) for member, value, grad in parts]
+    return [(_entry(weights.name, (member,), value, grad, weights.is_table), own[member]) for member, value, grad in parts]
 
 
-def _moved(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_table: bool) -> _Moved:
+def _entry(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_table: bool) -> Moved:
     parameter = nn.Parameter(value)
     parameter.grad = grad
-    return _Moved(name, members, parameter, is_table)
+    return Moved(name, members, parameter, is_table)
 
 
-def _decay(moved: _Moved, left: float) -> None:
+def _decay(moved: Moved, left: float) -> None:
     if not moved.is_table:
         moved.parameter.mul_(left)
         return
@@ -217,7 +230,7 @@ def _decay(moved: _Moved, left: float) -> None:
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts[0].dim() else parts[0]
+    return torch.cat(list(parts)) if parts[0].dim() else parts[0].clone()
 
 
 def _check_kinds(name: str, kinds: Mapping[str, str]) -> None:

@@ -91,6 +91,7 @@ class _Tables(nn.Module):
         self.widths = [table.embedding_dim for table in configs for _ in table.feature_names]
         self.pooled: Sequence[Tensor] | None = None
         self.strides: Mapping[str, int] = {}
+        self.device = torch.device("cpu")
 
     def forward(self, features: Part) -> KeyedTensor:
         if self.pooled is not None:
@@ -98,7 +99,8 @@ class _Tables(nn.Module):
         if self.reads:
             raise StackError(f"the network looks up '{self.path}' more than once a step: it cannot be stacked; train it alone")
         self.reads = features.name
-        return _Pooled(self.names, [torch.zeros(self.strides[features.name], width) for width in self.widths])
+        rows = self.strides[features.name]
+        return _Pooled(self.names, [torch.zeros(rows, width, device=self.device) for width in self.widths])
 
 
 class _Dropout(nn.Module):
@@ -168,11 +170,11 @@ class Skeleton:
         names = ["sparse", *(["shared.sparse"] if batch.shared is not None else []), "joint", "weighted"]
         strides = {name: part.stride() for name in names if (part := part_of(batch, name)) is not None}
         for table in self.tables.values():
-            table.strides = strides
+            table.strides, table.device = strides, batch.dense.device
         order: list[_Dropout] = []
         hooks = [layer.register_forward_hook(lambda layer, *_: order.append(layer)) for layer in self.dropouts]
         with torch.no_grad():
-            self.learner(batch_of({name: value.cpu() for name, value in tensors.items()}))
+            self.learner(batch_of(tensors))
         for hook in hooks:
             hook.remove()
         if len(set(order)) < len(order):

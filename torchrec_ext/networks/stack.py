@@ -146,11 +146,10 @@ class Stack(nn.Module):
         Raises:
             StackError: batches of different shapes, or networks that cannot be stacked after all.
         """
-        skeleton = self.skeleton or self._prepare(batches[0])
-        inputs = self._inputs(skeleton, batches, peers, weight)
+        inputs = self.inputs(batches, peers, weight)
         key = inputs.shapes()
         if key not in self._graphs:
-            self._graphs[key] = trace(skeleton, inputs)
+            self._graphs[key] = trace(self.skeleton, inputs)  # type: ignore[arg-type]
             if peers is None and not inputs.noise:
                 self._prove(self._graphs[key], inputs, batches)
         with torch.no_grad():
@@ -173,7 +172,32 @@ class Stack(nn.Module):
                     "more than its weights and the batch's tensors, so it cannot be stacked; train it alone"
                 )
 
-    def _inputs(self, skeleton: Skeleton, batches: Sequence[TowerBatch], peers: Tensor | None, weight: float) -> Inputs:
+    def inputs(
+        self, batches: Sequence[TowerBatch], peers: Tensor | None = None, weight: float = 1.0, *, look_up: bool = True
+    ) -> Inputs:
+        """What a step on ``batches`` reads; arguments as of :meth:`backward`. The rows looked up are kept for their gradient.
+
+        Args:
+            batches: of each member.
+            peers: see there.
+            weight: see there.
+            look_up: also look them up; else ``pooled`` is empty.
+        """
+        skeleton = self.skeleton or self._prepare(batches[0])
+        fields = self._fields(batches)
+        pooled: list[list[Tensor]] = []
+        for path, tables in self.tables.items():
+            parts = [part_of(batch, skeleton.tables[path].reads) for batch in batches]
+            if look_up:
+                pooled.append(tables(parts))
+            else:
+                tables.read(parts)
+        drawn = [] if peers is None else [peers, peers.new_full((len(self.networks),), weight)]
+        shared = all(batch is batches[0] for batch in batches)
+        return Inputs(list(self.dense.values()), list(self.tables), pooled, fields, self._draw(skeleton), drawn, shared)
+
+    def _fields(self, batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
+        """The tensors of the batches below one another, those of one batch for all as they are."""
         if len(batches) != len(self.networks):
             raise StackError(f"{len(batches)} batches for {len(self.networks)} networks: give one for each, {self.members}")
         shared = all(batch is batches[0] for batch in batches)
@@ -186,11 +210,7 @@ class Stack(nn.Module):
                         f"batch.{field} is {_shape(mine)} for '{self.members[0]}' and {_shape(theirs)} for '{name}': members of a "
                         "stack take batches of one shape; give both the same batch_size and negatives"
                     )
-        fields = tensors[0] if shared else {name: torch.stack([own[name] for own in tensors]) for name in tensors[0]}
-        reads = {path: table.reads for path, table in skeleton.tables.items()}
-        pooled = [tables([part_of(batch, reads[path]) for batch in batches]) for path, tables in self.tables.items()]
-        drawn = [] if peers is None else [peers, peers.new_full((len(self.networks),), weight)]
-        return Inputs(list(self.dense.values()), list(self.tables), pooled, fields, self._draw(skeleton), drawn, shared)
+        return tensors[0] if shared else {name: torch.stack([own[name] for own in tensors]) for name in tensors[0]}
 
     def _draw(self, skeleton: Skeleton) -> list[Tensor]:
         """The noise of each dropout layer, (K, ...), as nn.Dropout draws it; nothing where no member has any."""

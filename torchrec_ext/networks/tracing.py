@@ -38,7 +38,11 @@ class Inputs(NamedTuple):
     def flat(self) -> list[Tensor]:
         """All tensors, in order."""
         pooled = [tensor for own in self.pooled for tensor in own]
-        return [*self.dense, *pooled, *self.fields.values(), *self.noise, *self.peers]
+        return [*self.dense, *pooled, *self.rest()]
+
+    def rest(self) -> list[Tensor]:
+        """Those that are neither weights nor look-ups."""
+        return [*self.fields.values(), *self.noise, *self.peers]
 
     def shapes(self) -> tuple[object, ...]:
         """What a graph is made for."""
