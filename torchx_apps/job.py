@@ -16,6 +16,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.config import CheckpointConfig
+from torchrec_ext.train.checkpoint.start import StartConfig
 from torchrec_ext.train.loop import Loader, Record, TrainConfig
 from torchx_apps.ranking import ranking_task
 
@@ -104,6 +105,7 @@ class Job:
         sync: how often ranks exchange what.
         train: how long, and the seed of everything.
         checkpoint: when the run is saved, and where.
+        start: the checkpoint whose weights a new run begins with.
         fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
         streams: run the towers of a rank on CUDA streams of their own, beside one another.
@@ -123,6 +125,7 @@ class Job:
     sync: SyncConfig = field(default_factory=SyncConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     fallback: Literal["planted"] | None = None
     device: str | None = None
     streams: bool = False

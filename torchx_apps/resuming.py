@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder
+from torchrec_ext.train.checkpoint.reading import damage
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
+from torchrec_ext.train.checkpoint.together import Together
 
 CHECKPOINTS, LAUNCH = "checkpoints", "launch"
 
@@ -41,37 +42,48 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def resume_from(resume: str, checkpointer: Checkpointer, runtime: Runtime) -> str | None:
+def resume_from(resume: str, checkpointer: Checkpointer) -> str | None:
     """The checkpoint to begin from, the same on every rank; None to begin anew.
 
     Args:
-        resume: ``never``; ``auto`` for the last good one of this run's folder; or the path or address of a checkpoint, of a folder
-            of checkpoints, or of a run folder.
+        resume: ``never``; ``auto`` for the last good one of this run's folder; or a path or address, see :func:`find_checkpoint`.
         checkpointer: of this run.
-        runtime: this process's place in the job.
 
     Raises:
         CheckpointError: there is none at ``resume``, or it is damaged.
     """
     if resume == "never":
         return None
-    if resume == "auto":
-        path = checkpointer.last_good()
-        if runtime.is_main:
-            print(f"resuming from {path}" if path else "no checkpoint to resume from: the run begins anew", flush=True)
-        return path
-    for place in (resume, f"{resume.rstrip('/')}/{CHECKPOINTS}"):
-        folder = CheckpointFolder(place)
-        for step in folder.steps():
-            path = folder.path(step)
-            if (damage := checkpointer.damage(path)) is None:
-                return path
-            if runtime.is_main:
-                print(f"checkpoint step {step}: {damage}; the one before it is used")
-    damage = checkpointer.damage(resume)
-    if damage is not None:
-        raise CheckpointError(f"--resume {resume}: {damage}; give a run folder, a checkpoint in one, or auto")
-    return resume if is_url(resume) else str(Path(resume).absolute())
+    if resume != "auto":
+        return find_checkpoint("--resume ", resume, checkpointer.together)
+    path = checkpointer.last_good()
+    if checkpointer.together.rank == 0:
+        print(f"resuming from {path}" if path else "no checkpoint to resume from: the run begins anew", flush=True)
+    return path
+
+
+def find_checkpoint(flag: str, place: str, together: Together) -> str:
+    """The last good checkpoint at a place.
+
+    Args:
+        flag: how the user named the place, for messages.
+        place: the path or address of a checkpoint, of a folder of checkpoints, or of a run folder.
+        together: all ranks call it.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    for root in (place, f"{place.rstrip('/')}/{CHECKPOINTS}"):
+        folder = CheckpointFolder(root)
+        for step in together.on_main(folder.steps):
+            if (wrong := damage(folder.path(step), together)) is None:
+                return folder.path(step)
+            if together.rank == 0:
+                print(f"checkpoint step {step}: {wrong}; the one before it is used")
+    wrong = damage(place, together)
+    if wrong is not None:
+        raise CheckpointError(f"{flag}{place}: {wrong}; give a run folder, or a checkpoint in one")
+    return place if is_url(place) else str(Path(place).absolute())
 
 
 @contextmanager

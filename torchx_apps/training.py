@@ -14,16 +14,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.datasets import DatasetUnavailable
 from torchrec_ext.data.id_dropout import IdDropout
 from torchrec_ext.distributed.explain import explain
+from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.streams import on_streams
+from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
+from torchrec_ext.train.checkpoint.start import begin_with
+from torchrec_ext.train.checkpoint.together import Together
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.run_folder import RunFolder
 from torchrec_ext.train.watchdog import Watchdog
@@ -32,7 +38,7 @@ from torchx_apps.failures import end_process
 from torchx_apps.job import Job, Task
 from torchx_apps.lookups import merge_lookups
 from torchx_apps.placing import place_towers, report_steps
-from torchx_apps.resuming import CHECKPOINTS, LAUNCH, asked_to_stop, launch_id, newest_run, restarted, resume_from
+from torchx_apps.resuming import CHECKPOINTS, LAUNCH, asked_to_stop, find_checkpoint, launch_id, newest_run, restarted, resume_from
 
 
 def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None:
@@ -63,7 +69,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
             loader = IdDropout(loader, schema, job.id_dropout_rates(), seed=loader_config.seed)
         path = _run_folder(job, run_dir, resume, runtime)
         checkpointer = _checkpointer(job, path, runtime) if job.checkpoint.saves or resume != "never" else None
-        begin = resume_from(resume, checkpointer, runtime) if checkpointer else None
+        begin = resume_from(resume, checkpointer) if checkpointer else None
         folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
         rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
         plan = plan_sharding(
@@ -87,6 +93,8 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         )
         if job.streams and isinstance(told := on_streams(parallel, runtime.device), str) and runtime.is_main:
             print(told)
+        if job.start.path and not begin:
+            _begin_with(job, parallel, optimizer, schema, runtime)
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         judge = task.judge(schema, parallel, runtime)
         start = time.perf_counter()
@@ -169,6 +177,20 @@ def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -
 
 def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[Watchdog | None]:
     return Watchdog(runtime.rank, job.train.hang_s, path, end_process) if job.train.hang_s else nullcontext()
+
+
+def _begin_with(
+    job: Job, model: DistributedModelParallel, optimizer: HybridOptimizer, schema: BatchSchema, runtime: Runtime
+) -> None:
+    """The weights of an earlier run, and a line for each difference to it."""
+    together = Together(runtime)
+    path = find_checkpoint("start.path=", job.start.path, together)
+    tables = [table for _, collection in collections(model) for table in table_configs(collection)]
+    features = {table.name: schema.feature(table.feature_names[0]) for table in tables}
+    cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}
+    said = begin_with(path, model, optimizer, together, job.start, cold)
+    if runtime.is_main:
+        print(f"{said}\n", flush=True)
 
 
 def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:

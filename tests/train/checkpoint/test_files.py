@@ -24,6 +24,7 @@ from torchrec_ext.train.checkpoint import checkpointer as module
 from torchrec_ext.train.checkpoint import manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder
+from torchrec_ext.train.checkpoint.reading import damage, read_index
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 
@@ -89,7 +90,7 @@ def test_a_file_of_another_step_is_found(two: Path, tmp_path: Path) -> None:
     checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
     one, other = (Path(checkpointer.folder.path(step)) for step in (1, 2))
     shutil.copy(one / "__0_0.distcp", other / "__0_0.distcp")
-    assert "__0_0.distcp is damaged" in str(checkpointer.damage(str(other)))
+    assert "__0_0.distcp is damaged" in str(damage(str(other), checkpointer.together))
 
 
 class Bomb:
@@ -113,7 +114,7 @@ def test_a_crafted_tensor_runs_nothing(two: Path, tmp_path: Path, monkeypatch: p
     shutil.copytree(two, tmp_path / "c")
     checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
     path = checkpointer.folder.path(2)
-    index = checkpointer.metadata(path)
+    index = read_index(path)
     for name in {stored.relative_path for stored in index.storage_data.values()}:
         with Path(path, name).open("r+b") as file:
             for stored in index.storage_data.values():

@@ -45,12 +45,14 @@ class ModelState:
         tensors: by name; of a table only what this rank holds.
         row_states: by name, as the tensors.
         tables: (rows, D) and dtype by table name, on every rank alike.
+        paths: of each table's weight in the unsharded model.
         kernels: by name of the steps that it counts, for Adam's bias correction, the kernel that holds the table.
     """
 
     tensors: State
     row_states: dict[str, RowState]
     tables: dict[str, tuple[int, int, str]]
+    paths: dict[str, str]
     kernels: dict[str, Any]
 
     def everything(self) -> State:
@@ -99,7 +101,8 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
                     tensors[f"dense.{key}@{slot}"] = value
     moved = {name.split(".")[1] for name in tensors if name.endswith(".exp_avg")}
     kernels = {f"tables.{name}.step": kernel for name, kernel in _kernels(model) if name in moved}
-    return ModelState(tensors, rows, tables, {name: kernel for name, kernel in kernels.items() if name not in tensors})
+    paths = {config.name: path for path, config in configs.items()}
+    return ModelState(tensors, rows, tables, paths, {name: kernel for name, kernel in kernels.items() if name not in tensors})
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:

@@ -32,6 +32,13 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written or read, or does not belong here: the message names the file and what to do."""
 
 
+def cause(error: BaseException) -> str:
+    """What went wrong on the first rank on which something did, in one line."""
+    failures = list(getattr(error, "failures", {}).values())
+    cause = failures[0][0] if failures else error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):

@@ -1,0 +1,48 @@
+"""Write the weights of a checkpoint to one safetensors file: `python -m torchx_apps.publish RUN --out model.safetensors`.
+
+RUN is a run folder, a folder of checkpoints or one checkpoint, by path or address. The names are those of the unsharded model's
+state dict, whatever plan and ranks it was trained with; one block of 32 MiB is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Publishes.
+
+    Args:
+        argv: the flags; the command line when None.
+
+    Returns:
+        0 when the file is written, 1 when not.
+    """
+    parser = argparse.ArgumentParser(prog="python -m torchx_apps.publish", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", help="a run folder, a folder of checkpoints, or a checkpoint")
+    parser.add_argument("--out", type=Path, default=Path("model.safetensors"), help="the file to write")
+    options = parser.parse_args(argv)
+    from tqdm import tqdm
+
+    from torchrec_ext.distributed.runtime import Runtime
+    from torchrec_ext.train.checkpoint.publish import publish
+    from torchrec_ext.train.checkpoint.together import Together
+    from torchx_apps.failures import describe
+    from torchx_apps.resuming import find_checkpoint
+
+    try:
+        path = find_checkpoint("", options.run, Together(Runtime()))
+        with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+            shapes = publish(path, options.out, progress=bar.update)
+    except Exception as error:
+        print(describe(error), file=sys.stderr)
+        return 1
+    print(f"{options.out}: {len(shapes)} tensors of {path}, {options.out.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
