@@ -55,7 +55,7 @@ def two_hosts(options: Options) -> Iterator[Row]:
     if missing:
         print(f"two-hosts: not measured: needs {', '.join(missing)}", file=sys.stderr)
         return
-    rows = {"table_rows": 20_000 if options.quick else 100_000, "batch": 256 if options.quick else 1024}
+    rows = {"table_rows": 10_000 if options.quick else 50_000, "batch": 256 if options.quick else 1024}
     try:
         found = _on_two_hosts({**rows, "repeats": options.repeats, "inner": 3 if options.quick else 10})
     except subprocess.CalledProcessError as error:

@@ -76,13 +76,16 @@ def _cosine(names: Sequence[str], vectors: Sequence[Tensor]) -> Tensor:
 
 
 def _cka(vectors: Sequence[Tensor]) -> Tensor:
-    """From the features' products of rows with rows, (B, B), so B is better a few thousand at most."""
-    count = len(vectors[0])
-    grams = torch.stack([(each @ each.T).fill_diagonal_(0) for each in vectors])  # (F, B, B)
-    sums = grams.sum(dim=2)  # (F, B)
-    totals = sums.sum(dim=1)
-    products = torch.einsum("ibc,jbc->ij", grams, grams)
-    common = products + torch.outer(totals, totals) / ((count - 1) * (count - 2)) - 2 / (count - 2) * sums @ sums.T
+    """From the products of columns with columns: in matrices of rows with rows, whose diagonals do not count, B is squared."""
+    count, widths = len(vectors[0]), [each.shape[1] for each in vectors]
+    beside = torch.cat([each - each.mean(dim=0) for each in vectors], dim=1)  # (B, C)
+    owner = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))
+    by_feature = torch.nn.functional.one_hot(owner, len(widths)).double()  # (C, F)
+    norms = beside.square() @ by_feature  # (B, F): the diagonals
+    sums = (beside * beside.sum(dim=0)) @ by_feature - norms  # (B, F): the rows without them
+    products = by_feature.T @ (beside.T @ beside).square() @ by_feature - norms.T @ norms
+    totals = sums.sum(dim=0)
+    common = products + torch.outer(totals, totals) / ((count - 1) * (count - 2)) - 2 / (count - 2) * sums.T @ sums
     scale = common.diagonal().clamp(min=1e-12).sqrt()
     return common / torch.outer(scale, scale)
 
