@@ -38,6 +38,19 @@ def test_one_tower_is_embedded_as_before(kind: str) -> None:
         torch.testing.assert_close(merged.embed(name, rows), apart.embed(name, rows), rtol=0, atol=1e-6)
 
 
+def test_a_tower_alone_looks_up_the_collections_that_it_reads_and_no_other() -> None:
+    made, rows, seen = model("shared").merge_lookups(), batch("shared", 0, [0]), set()
+    for name, collection in made.shared_tables.collections.items():  # type: ignore[union-attr]
+        collection.register_forward_hook(lambda *_, name=name: seen.add(name))
+    read = {}
+    for tower in ("user", "item"):
+        made.embed(tower, rows)
+        read[tower], _ = set(seen), seen.clear()
+    assert read == {"user": {"shared", "joint"}, "item": {"joint", "rows"}}
+    made.logits(rows)
+    assert seen == {"shared", "joint", "rows"}
+
+
 def test_tables_over_the_same_rows_are_one_collection() -> None:
     collections = {kind: model(kind).merge_lookups().shared_tables.collections for kind in KINDS}  # type: ignore[union-attr]
     assert {kind: list(found) for kind, found in collections.items()} == {

@@ -33,7 +33,7 @@ class SharedTables(nn.Module):
     Args:
         tables: each once with the features of all towers.
         shared: the features of shared towers.
-        readers: names of the towers that read them.
+        readers: by table the names of the towers that read it.
         weights: the features whose ids have weights.
         device: of the tables.
     """
@@ -42,17 +42,18 @@ class SharedTables(nn.Module):
         self,
         tables: Sequence[BaseEmbeddingConfig],
         shared: Collection[str],
-        readers: Collection[str],
+        readers: Mapping[str, Collection[str]],
         weights: Collection[str],
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.readers = frozenset(readers)
+        self.readers = frozenset(name for names in readers.values() for name in names)
         self._shared = frozenset(shared)
         found = joints(tables, shared, weights)
         self._pairs = {**found.plain, **found.weighted}
         self._tables: dict[str, list[BaseEmbeddingConfig]] = {}
         self._rows: dict[str, str] = {}
+        self._readers: dict[str, set[str]] = {}
         for table in tables:
             rows = self._rows_of(table, found.weighted)
             if table.name in self._pairs:
@@ -60,6 +61,7 @@ class SharedTables(nn.Module):
             # A collection of sequences has one width.
             part = f"{rows}_sequences_{table.embedding_dim}" if isinstance(table, EmbeddingConfig) else rows
             self._rows[part] = rows
+            self._readers.setdefault(part, set()).update(readers[table.name])
             self._tables.setdefault(part, []).append(table)
         self.collections = nn.ModuleDict({part: _collection(own, part, device) for part, own in self._tables.items()})
         self.halves = _Halves()
@@ -70,14 +72,16 @@ class SharedTables(nn.Module):
             return "weighted" if table.name in weighted else "joint"
         return "shared" if table.feature_names[0] in self._shared else "rows"
 
-    def forward(self, batch: TowerBatch) -> dict[str, Tensor | JaggedTensor]:
-        """By ``feature@table`` what each feature found, in Q bags of a shared tower's features and B bags of the others'."""
+    def forward(self, batch: TowerBatch, towers: Collection[str]) -> dict[str, Tensor | JaggedTensor]:
+        """By ``feature@table`` what each feature of ``towers`` found, in Q bags of a shared tower's and B bags of another's."""
+        parts = [part for part, readers in self._readers.items() if not readers.isdisjoint(towers)]
         # All are under way before the first is waited for.
-        embedded = {part: self.collections[part](_bags_of(batch, rows)) for part, rows in self._rows.items()}
+        embedded = {part: self.collections[part](_bags_of(batch, self._rows[part])) for part in parts}
         lent: dict[str, Tensor | JaggedTensor] = {}
-        for part, tables in self._tables.items():
-            pools = isinstance(tables[0], EmbeddingConfig)
-            found: Lent = by_table(tables, embedded[part] if pools else embedded[part].to_dict())
+        for part in parts:
+            tables = self._tables[part]
+            one_by_one = isinstance(tables[0], EmbeddingConfig)
+            found: Lent = by_table(tables, embedded[part] if one_by_one else embedded[part].to_dict())
             lent |= self._split(batch, tables, found) if self._rows[part] in ("joint", "weighted") else found
         return lent
 
@@ -148,7 +152,7 @@ def shared_tables(
     device = towers[lenders[0]].device
     for name in lenders:
         towers[name].lend([table.name for table in towers[name].tables if table.name in readers])
-    return SharedTables(tables, shared, lenders, weights, device)
+    return SharedTables(tables, shared, readers, weights, device)
 
 
 def _check_lendable(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weights: Collection[str]) -> None:

@@ -128,7 +128,7 @@ class TowerModel(nn.Module):
             rows += (batch.shared.sparse, batch.shared.dense)  # type: ignore[assignment]
         options: dict[str, Any] = {} if names is None else {"names": names}
         if self.shared_tables is not None and not self.shared_tables.readers.isdisjoint(names or self._names):
-            options["lent"] = self.shared_tables(batch)
+            options["lent"] = self.shared_tables(batch, names or self._names)
         return self.towers(*rows, **options)  # type: ignore[no-any-return]
 
     def outputs(self, batch: TowerBatch) -> list[Tensor]:
