@@ -66,18 +66,20 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._runs: list[Row] = json.loads(path.read_text()) if path.exists() else []
+
+    def _runs(self) -> list[Row]:
+        return json.loads(self._path.read_text()) if self._path.exists() else []
 
     def find(self, key: Row) -> Row | None:
         """The run of that command with those settings, if it is done."""
-        return next((run for run in self._runs if all(_same(run.get(name), value) for name, value in key.items())), None)
+        return next((run for run in self._runs() if all(_same(run.get(name), value) for name, value in key.items())), None)
 
     def add(self, run: Row) -> None:
-        """Keeps a run."""
-        self._runs.append(run)
+        """Keeps a run beside those that are kept by now, of another process too."""
+        runs = [*self._runs(), run]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_suffix(".part")
-        part.write_text("[\n" + ",\n".join(json.dumps(run) for run in self._runs) + "\n]\n")
+        part.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
         part.replace(self._path)
 
 

@@ -62,8 +62,10 @@ def test_without_its_context_it_cannot(with_context: dict[str, Record]) -> None:
 
 
 def test_three_towers_learn_the_same_rows_on_two_ranks() -> None:
-    overrides = ("train.epochs=6", "model.top_widths=64", "model.dropout=0", "optimizer.tables_lr=0.03")
-    outcomes = run_ranks(trained, 2, job_of("n_tower", *CONTEXT, *overrides))
+    overrides = ("train.epochs=6", "model.top_widths=64", "model.dropout=0", "optimizer.tables_lr=0.03", "optimizer.tables_l2=0")
+    plain = ("model.embedding_std=0.1", "model.normalization=none")
+    constant = ("train.tables_schedule.kind=constant", "train.dense_schedule.kind=constant")
+    outcomes = run_ranks(trained, 2, job_of("n_tower", *CONTEXT, *overrides, *plain, *constant))
     assert outcomes[0]["test"] == outcomes[1]["test"]
     assert outcomes[0]["test"]["auc"] > outcomes[0]["best"]["auc"] - 0.1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -17,6 +18,7 @@ from torchrec_ext.modules.layers import Activation, Normalization
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import OutOfRange
 from torchrec_ext.train.loop import TrainConfig
+from torchrec_ext.train.schedule import Schedule
 from torchx_apps.job import Job
 from torchx_apps.labelled import labelled_task
 
@@ -27,6 +29,7 @@ class NTowerConfig:
 
     Args:
         embedding_dim: columns of every table.
+        embedding_std: standard deviation of the tables' first values.
         tower_widths: widths of each tower's MLP; none: a tower's output is its embeddings side by side.
         interaction: over the towers' outputs, see :func:`interaction_layer`.
         top_widths: hidden widths of the interaction.
@@ -37,11 +40,12 @@ class NTowerConfig:
     """
 
     embedding_dim: int = 8
+    embedding_std: float = 0.01
     tower_widths: tuple[int, ...] = ()
     interaction: Interaction = "dcn"
-    top_widths: tuple[int, ...] = (400, 400)
+    top_widths: tuple[int, ...] = (128, 64)
     activation: Activation = "relu"
-    normalization: Normalization = "none"
+    normalization: Normalization = "batch"
     dropout: float = 0.2
     out_of_range: OutOfRange = "error"
 
@@ -55,8 +59,9 @@ def n_tower() -> Job:
         data=LabelledConfig(),
         task=labelled_task,
         loader=LoaderConfig(negatives=0, label="label"),
-        optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3),
-        train=TrainConfig(epochs=10),
+        # l2 keeps the tables from learning rare ids by heart. Batch normalisation leaves their scale free, so its strength matters less.
+        optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3, tables_l2=0.05),
+        train=TrainConfig(epochs=12, tables_schedule=Schedule(kind="cosine"), dense_schedule=Schedule(kind="cosine")),
     )
 
 
@@ -67,7 +72,7 @@ def build_n_tower(config: NTowerConfig, data: LabelledData) -> TowerModel:
         sides["context"] = (data.context, data.dense)
     towers = {
         name: Tower(
-            [_table(feature, data.vocab[feature], config.embedding_dim) for feature in features],
+            [_table(feature, data.vocab[feature], config) for feature in features],
             config.tower_widths,
             dense=dense,
             activation=config.activation,
@@ -88,7 +93,12 @@ def build_n_tower(config: NTowerConfig, data: LabelledData) -> TowerModel:
     return TowerModel(towers, top)
 
 
-def _table(feature: str, rows: int, dim: int) -> EmbeddingBagConfig:
+def _table(feature: str, rows: int, config: NTowerConfig) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(
-        name=feature, feature_names=[feature], num_embeddings=rows, embedding_dim=dim, pooling=PoolingType.MEAN
+        name=feature,
+        feature_names=[feature],
+        num_embeddings=rows,
+        embedding_dim=config.embedding_dim,
+        pooling=PoolingType.MEAN,
+        init_fn=partial(torch.nn.init.normal_, std=config.embedding_std),
     )
