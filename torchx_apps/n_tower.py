@@ -59,7 +59,7 @@ def n_tower() -> Job:
         data=LabelledConfig(),
         task=labelled_task,
         loader=LoaderConfig(negatives=0, label="label"),
-        # l2 keeps the tables from learning rare ids by heart. Batch normalisation leaves their scale free, so its strength matters less.
+        # l2 keeps the tables from learning rare ids by heart. After batch normalisation their scale is free, so little hangs on it.
         optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3, tables_l2=0.05),
         train=TrainConfig(epochs=12, tables_schedule=Schedule(kind="cosine"), dense_schedule=Schedule(kind="cosine")),
     )
