@@ -3,12 +3,12 @@
     python benchmarks/small_model.py [--only small full ...] [--repeats 5] [--quick] [--cpu_seconds] [--script FILE]
 
 Every row measures both of its sides in one run, in turn, one thread each, medians of the turns. `--script` runs another script as
-the baseline in processes of its own (it prints JSON with `instances_per_s` and takes `--shape` and `--seconds`); else it is script()
-below. Ours is what `train.compile=require` runs on rows in memory: order, negatives, forward, backward, Adam, and the look at each
-loss. `small-2-ranks` is two processes under local SGD against one, beside two that never talk; `epoch` a whole epoch, sampling
-included; `torchrec-path` eager steps of the sharded model against plain nn.Embedding with the same dense Adam; `sweep` is what the
-rule "whole or row by row" rests on. `--cpu_seconds` counts the thread's own seconds, for a machine that others use. `--quick` makes
-all small, to see that it runs. Last line: one JSON object.
+the baseline in processes of its own (it prints JSON with `instances_per_s` and takes `--shape` and `--seconds`); else it is
+script() below. Ours is what `train.compile=require` runs on rows in memory: order, negatives, forward, backward, Adam, and the look
+at each loss. `small-2-ranks` is two processes under local SGD against one, beside two that never talk; `epoch` a whole epoch,
+sampling included; `torchrec-path` eager steps of the sharded model against plain nn.Embedding with the same dense Adam; `sweep` is
+what the rule "whole or row by row" rests on. `--cpu_seconds` counts the thread's own seconds, for a machine that others use.
+`--quick` makes all small, to see that it runs. Last line: one JSON object.
 """
 
 import argparse

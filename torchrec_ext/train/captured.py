@@ -24,7 +24,7 @@ from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
 from torchrec_ext.distributed.sweep import row_by_row
 from torchrec_ext.train.catch_up import caught_up, has_closed_form, tails
-from torchrec_ext.train.engines import Engine
+from torchrec_ext.train.engines import Engine, first_line, line_of
 from torchrec_ext.train.lowering import CannotCaptureError, lowered
 from torchrec_ext.train.packing import Packer
 from torchrec_ext.train.parameters import Moved, moved_parameters
@@ -116,7 +116,12 @@ class CapturedStep:
         key, inputs, make = self._inputs(item)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._captured(inputs, item, make)
+            try:
+                call = self._calls[key] = self._captured(inputs, item, make)
+            except CannotCaptureError:
+                raise
+            except Exception as error:  # of a model that runs as it is, so nothing that a user did wrong
+                raise CannotCaptureError(f"{type(error).__name__} at {line_of(error)}: {first_line(error)}") from error
         for at, group in enumerate(self._groups):
             if group["lr"] != self._known_rates[at]:
                 self._known_rates[at] = group["lr"]

@@ -53,7 +53,7 @@ def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
         with torch.no_grad():
             compiled = torch._inductor.standalone_compile(graph, apart, dynamic_shapes="from_example_inputs")
     except Exception as error:  # whatever inductor and the compiler below it meet
-        raise CannotCaptureError(f"inductor: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        raise CannotCaptureError(f"inductor: {type(error).__name__}: {first_line(error)}") from error
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -76,12 +76,15 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
         return make_fx(step, tracing_mode="fake")(*tensors)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         op = getattr(error, "func", "aten._local_scalar_dense")  # float(), if and .item() of a tensor
-        raise CannotCaptureError(f"{op} at {_line(error)} depends on values that a step computes") from None
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise CannotCaptureError(f"{_line(error)} cannot be traced: {str(error).strip().splitlines()[0]}") from None
+        raise CannotCaptureError(f"{op} at {line_of(error)} depends on values that a step computes") from None
 
 
-def _line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of an error's text, which with torch may be a page."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def line_of(error: BaseException) -> str:
     """The last line outside of torch that led to an error, as FILE:LINE and its code."""
     torch_folder = os.path.dirname(torch.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((torch_folder, "<"))]
@@ -102,7 +105,7 @@ def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
             with torch.cuda.graph(graph):
                 outputs = step(*memory, *static)
     except RuntimeError as error:
-        raise CannotCaptureError(f"{_line(error)} waits for the device: {str(error).splitlines()[0]}") from None
+        raise CannotCaptureError(f"{line_of(error)} waits for the device: {first_line(error)}") from None
     finally:
         for part, value in zip(memory, before, strict=True):
             part.copy_(value)

@@ -1,0 +1,333 @@
+"""A captured step trains what the sharded model trains: under every optimizer, on every shape, to the last name of the state."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import META, USERS, batches, small_model
+from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.distributed.explain import explain
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.ncf import ContextualNCF
+from torchrec_ext.models.tower_model import Prediction
+from torchrec_ext.modules.losses import bce
+from torchrec_ext.train import steps
+from torchrec_ext.train.captured import MOST_GRAPHS, CapturedStep
+from torchrec_ext.train.engines import Engine, as_it_is, cuda_graph, engine_for, inductor, traced
+from torchrec_ext.train.loop import TrainConfig, train
+from torchrec_ext.train.lowering import CannotCaptureError
+
+KINDS: list[tuple[str, str, dict[str, Any]]] = [
+    ("adam", "auto", {}),
+    ("adam", "table_wise", {"clip_norm": 0.1}),
+    ("lazy_adam", "row_wise", {}),
+    ("adagrad", "data_parallel", {"clip_norm": 0.1}),
+    ("row_wise_adagrad", "auto", {"dense": "adagrad"}),
+    ("sgd", "column_wise", {"tables_weight_decay": 0.1, "dense_weight_decay": 0.1}),
+]
+
+
+def sharded(runtime: Runtime, tables: str, sharding: str, options: dict[str, Any]) -> Any:
+    model, optimizer = small_model(META), OptimizerConfig(tables=tables, tables_lr=0.01, **options)  # type: ignore[arg-type]
+    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizer)  # type: ignore[arg-type]
+    return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
+
+
+def stepped(model: nn.Module, optimizer: Any, batch: TowerBatch) -> Tensor:
+    optimizer.zero_grad()
+    loss, _ = model(batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()  # type: ignore[no-any-return]
+
+
+def differences(runtime: Runtime, kind: tuple[str, str, dict[str, Any]], engine: Engine, count: int) -> list[dict[str, float]]:
+    """After ``count`` steps, of tables moved whole and row by row: how far loss, weights and state are from the sharded model's."""
+    given = [batch.to(runtime.device) for batch in batches(count)]
+    model, optimizer = sharded(runtime, *kind)
+    losses, found = [stepped(model, optimizer, batch) for batch in given], []
+    for rows in (False, True):
+        other, own = sharded(runtime, *kind)
+        stepped(other, own, given[0])
+        step = CapturedStep(other, own, engine, rule=lambda *_, rows=rows: rows)
+        off = max(abs(float(loss - step(batch)[0])) for loss, batch in zip(losses[1:], given[1:], strict=True))
+        step.settle()
+        pairs = [(optimizer.state[one], own.state[own.params[name]]) for name, one in optimizer.params.items()]
+        states = [(before[name], after[name]) for before, after in pairs for name in before]
+        found.append(
+            {
+                "loss": off,
+                "weights": farthest(gather_state(model), gather_state(other)),
+                "state": max((distance(whole(one), whole(two)) for one, two in states), default=0.0),
+                "by_row": float(len(step.row_tables)),
+            }
+        )
+    return found
+
+
+def farthest(before: dict[str, Tensor] | None, after: dict[str, Tensor] | None) -> float:
+    """Of all parameters, which must have the same names."""
+    assert before is not None
+    assert after is not None
+    assert list(before) == list(after)
+    return max(distance(before[name], after[name]) for name in before)
+
+
+def whole(state: Any) -> Tensor:
+    return state.local_shards()[0].tensor if hasattr(state, "local_shards") else torch.as_tensor(state, dtype=torch.float32)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / one.norm().clamp(min=1e-6))
+
+
+def under_every_optimizer(runtime: Runtime) -> list[tuple[Any, list[dict[str, float]]]]:
+    return [(kind, differences(runtime, kind, as_it_is, 12)) for kind in KINDS]
+
+
+def test_a_captured_step_learns_what_the_sharded_model_learns_under_every_optimizer() -> None:
+    (found,) = run_ranks(under_every_optimizer, 1, timeout_s=600)
+    for kind, ways in found:
+        check(kind, ways)
+
+
+def check(kind: tuple[str, str, dict[str, Any]], ways: list[dict[str, float]]) -> None:
+    clipped_whole = "clip_norm" in kind[2] and kind[1] == "data_parallel"
+    for rows, far in enumerate(ways):
+        assert far["loss"] < 1e-5, (kind, rows)
+        assert far["weights"] < (1e-3 if kind[0] == "adam" and rows else 1e-5), (kind, rows)
+        assert far["state"] < 1e-4, (kind, rows)
+        assert far["by_row"] == (3 if rows and not clipped_whole else 0), (kind, rows)
+
+
+@pytest.mark.slow
+def test_200_compiled_steps_equal_200_of_the_sharded_model() -> None:
+    (found,) = run_ranks(differences, 1, KINDS[0], inductor, 200, timeout_s=1800)
+    check(KINDS[0], found)
+
+
+def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
+    """A small network over 90 positives with 2 negatives, resident, in steps of 16: the last one has 10."""
+    generator = np.random.default_rng(0)
+    users, items = generator.integers(0, 20, 90), generator.integers(1, 31, 90)
+    chunk = Chunk({"user_id": Column(users), "item_id": Column(items), "age": Column(generator.random(90, dtype=np.float32))})
+    model = ContextualNCF(20, 31, context_dense=["age"], shared=("user",), device=META)
+    torch.manual_seed(0)
+    loader = ChunkLoader(
+        chunk,
+        model.schema(),
+        config=LoaderConfig(batch_size=16, negatives=2),
+        items=Chunk({"item_id": Column(np.arange(31))}),
+        negatives=UniformNegatives(30, users, items),
+        device=runtime.device,
+    )
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01))
+    return parallel, optimizer, loader
+
+
+def runs(runtime: Runtime, engine: Engine, **options: Any) -> dict[str, Any]:
+    """Three epochs with and without a captured step; what was said."""
+    found: dict[str, Any] = {}
+    steps.engine_for = lambda _: (engine, "capturing")
+    for compile_ in ("off", "require"):
+        torch.manual_seed(1)
+        model, optimizer, loader = ncf(runtime)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            config = TrainConfig(epochs=3, log_every=4, compile=compile_, **options)  # type: ignore[arg-type]
+            history = train(model, optimizer, loader, runtime, config, evaluate=lambda model=model: {"sum": total(model)})
+        found[compile_] = {"state": gather_state(model), "history": history, "said": said.getvalue()}
+    return found
+
+
+def total(model: nn.Module) -> float:
+    return float(sum(value.abs().sum() for value in (gather_state(model) or {}).values()))
+
+
+def same_runs(found: dict[str, Any]) -> None:
+    off, on = found["off"], found["require"]
+    assert farthest(off["state"], on["state"]) < 1e-4
+    pairs = list(zip(off["history"], on["history"], strict=True))
+    assert [one["step"] for one, _ in pairs] == [other["step"] for _, other in pairs]
+    for one, other in pairs:
+        assert all(one[name] == pytest.approx(other[name], rel=1e-4) for name in ("loss", "sum", "rows") if name in one)
+    assert "capturing ..." in on["said"]
+    assert "moved whole: user_id_gmf, user_id_mlp, item_id_gmf, item_id_mlp" in on["said"]
+    assert "capturing" not in off["said"]
+
+
+def test_a_run_of_captured_steps_is_the_run_without_last_batch_and_evaluations_included() -> None:
+    same_runs(run_ranks(runs, 1, as_it_is)[0])
+
+
+def in_bfloat16(runtime: Runtime) -> list[dict[str, Any]]:
+    return [runs(runtime, as_it_is), runs(runtime, as_it_is, amp="bf16")]
+
+
+def test_mixed_precision_keeps_weights_in_float32_and_learns_nearly_the_same_captured_or_not() -> None:
+    ((plain, mixed),) = run_ranks(in_bfloat16, 1)
+    for way in ("off", "require"):
+        assert {value.dtype for value in mixed[way]["state"].values()} == {torch.float32}
+        assert farthest(plain[way]["state"], mixed[way]["state"]) > 0
+        losses = [[record["loss"] for record in run[way]["history"] if record["kind"] == "train"] for run in (plain, mixed)]
+        assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing() -> None:
+    with Runtime.start("cuda") as runtime:
+        check(KINDS[0], differences(runtime, KINDS[0], cuda_graph, 30))
+        model, optimizer, loader = ncf(runtime)
+        items = loader.steps()
+        first = next(items)
+        stepped(model, optimizer, first.batch() if isinstance(first, DrawnStep) else first)
+        step = CapturedStep(model, optimizer, cuda_graph)
+        step(next(items))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for item in itertools.islice(items, 3):
+                step(item)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_compiled_run_is_the_run_without() -> None:
+    same_runs(run_ranks(runs, 1, inductor, timeout_s=900)[0])
+
+
+def doubled(logits: Tensor, batch: TowerBatch) -> Tensor:
+    """A loss that asks for a value."""
+    loss = bce(logits, batch)
+    return loss * 2 if float(loss) > 1 else loss
+
+
+def branching() -> nn.Module:
+    model = small_model(META)
+    model.loss.function = doubled
+    return model
+
+
+class Listed(nn.Module):
+    """A model with a row for each id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = EmbeddingConfig(name="user_id", feature_names=["user_id"], num_embeddings=USERS, embedding_dim=4)
+        self.rows = EmbeddingCollection(tables=[config], device=META)
+
+    def forward(self, batch: TowerBatch) -> Any:
+        loss = self.rows(batch.sparse)["user_id"].values().square().mean()
+        return loss, Prediction(loss.detach(), batch.labels, batch.labels, batch.weights)
+
+
+class Few:
+    """Batches of several sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._batches = [next(batches(1, size, seed=size)) for size in sizes]
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+def refused(runtime: Runtime) -> list[str]:
+    """What is said of models that cannot be captured: by "auto" in a note, by "require" in an error."""
+    found = []
+    steps.PAYS_S = {"cpu": 0.0}
+    for made in (branching, Listed):
+        for compile_ in ("auto", "require"):
+            model, optimizer = hybrid_parallel(made(), runtime)
+            said = io.StringIO()
+            with contextlib.redirect_stdout(said):
+                try:
+                    engine: Any = lambda step, memory, inputs: traced(step, [*memory, *inputs])  # noqa: E731
+                    steps.engine_for = lambda _, engine=engine: (engine, "capturing")
+                    train(model, optimizer, Few([24] * 20), runtime, TrainConfig(epochs=1, compile=compile_))  # type: ignore[arg-type]
+                    found.append(f"trained; {said.getvalue()}")
+                except CannotCaptureError as error:
+                    found.append(f"refused: {error}")
+    return found
+
+
+def test_what_cannot_be_captured_is_named_and_trained_without_unless_it_is_required() -> None:
+    (found,) = run_ranks(refused, 1)
+    branching, required, listed, required_list = found
+    for text in (branching, required):
+        assert "aten._local_scalar_dense" in text
+        assert "test_captured.py" in text
+        assert "float(loss) > 1" in text
+    for text in (listed, required_list):
+        assert "the ShardedEmbeddingCollection 'rows' returns a row for each id" in text
+    assert branching.startswith("trained; ")
+    assert "training goes on without" in branching
+    assert listed.startswith("trained; ")
+    assert required.startswith("refused: train.compile=require: ")
+
+
+def shapes(runtime: Runtime) -> tuple[int, str, Any]:
+    sizes = [24, 24, 24, 8, 12, 24, 16]
+    states = []
+    for compile_ in ("off", "require"):
+        model, optimizer = hybrid_parallel(small_model(META), runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01))
+        said = io.StringIO()
+        count = 0
+
+        def counting(step: Any, memory: Any, inputs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return as_it_is(step, memory, inputs)
+
+        steps.engine_for = lambda _: (counting, "capturing")
+        with contextlib.redirect_stdout(said), contextlib.suppress(CannotCaptureError):
+            train(model, optimizer, Few(sizes), runtime, TrainConfig(epochs=2, compile=compile_))  # type: ignore[arg-type]
+        states.append(gather_state(model))
+    fresh = small_model(META)
+    return count, explain(plan_sharding(fresh, runtime), fresh, 1, captured_rows=20), states
+
+
+def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
+    ((count, told, (before, after)),) = run_ranks(shapes, 1)
+    assert told.endswith(
+        "a captured step of 20 rows moves only the rows it reads of tables with more than 4 rows per look-up (user_id), the others "
+        "as a whole (history, item_id)"
+    )
+    assert 2 <= count <= MOST_GRAPHS
+    assert farthest(before, after) < 1e-4
+
+
+@pytest.mark.unit
+def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(CannotCaptureError, match=r"no C\+\+ compiler; install g\+\+ or clang"):
+        engine_for(torch.device("cpu"))
+
+
+@pytest.mark.unit
+def test_a_compile_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(CannotCaptureError, match=r"the compile cache '.*file/cache' cannot be written .*TORCHINDUCTOR_CACHE_DIR"):
+        engine_for(torch.device("cpu"))
