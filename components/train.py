@@ -15,6 +15,7 @@ def hybrid(
     recipe: str = "two_tower",
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
     run_dir: Optional[str] = None,
+    resume: Optional[str] = None,
     j: str = "1x2",
     threads: int = 1,
     max_retries: int = 0,
@@ -49,6 +50,7 @@ def hybrid(
         recipe: a built-in recipe, my_recipe.py:job or my.module:job
         set: change one key of the recipe, such as loader.batch_size=4096; give --set as often as you like
         run_dir: folder for checkpoints, metrics and plan; on several nodes one that all of them see
+        resume: auto for the last good checkpoint of run_dir, or of the recipe's newest run; or the path of another run
         j: NODESxPROCS, or MIN:MAXxPROCS to train on however many nodes between MIN and MAX are up
         threads: OpenMP threads per rank; one is fastest on small models
         max_retries: restarts after a failure, by torchrun and by a scheduler that retries (local_cwd does not)
@@ -65,7 +67,7 @@ def hybrid(
     """
     return _app(
         "torchx_apps.train",
-        [*_flags(recipe, set, run_dir), *args],
+        [*_flags(recipe, set, run_dir), *([f"--resume={resume}"] if resume else []), *args],
         j=j,
         threads=threads,
         max_retries=max_retries,
