@@ -1,5 +1,6 @@
 """Towers on ranks of their own learn what the unsharded model learns, whatever ranks each has, over real gloo processes."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables, local_shards
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.modules.session_tower import SessionTower
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 
@@ -60,6 +62,28 @@ def shared(device: torch.device | None = None) -> TowerModel:
     return redrawn(TowerModel(towers, TopMLP([8, DIM, 8], [8]), shared=["user", "place"]))
 
 
+def session(device: torch.device | None = None) -> TowerModel:
+    """A transformer over a session with its target, whose table is read id by id."""
+    items = EmbeddingConfig(name="item", feature_names=["history", "item_id"], num_embeddings=ITEMS, embedding_dim=DIM)
+    towers = {
+        "session": SessionTower(
+            [items], session=["history"], target=["item_id"], mlp_widths=[8], max_length=3, dense=["price"], device=device
+        ),
+        "user": Tower([table("user_id", USERS)], [8], dense=["age"], device=device),
+    }
+    made = TowerModel(towers, TopMLP([8, 8], [8]))  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    for parameter in (value for name, value in made.named_parameters() if "embeddings." not in name):
+        nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def session_batches(count: int, size: int = 24, *, rank: int, world_size: int) -> Iterator[TowerBatch]:
+    """The dense columns in the order of the towers."""
+    for batch in batches(count, size, rank=rank, world_size=world_size):
+        yield dataclasses.replace(batch, dense=batch.dense.flip(1))
+
+
 def shared_batches(count: int, size: int = 12, *, rank: int, world_size: int) -> Iterator[TowerBatch]:
     """``size`` users over all ranks, each beside 3 items."""
     for step, (users, items) in enumerate(zip(batches(count, size), batches(count, 3 * size, seed=1), strict=True)):
@@ -92,6 +116,7 @@ MODELS: dict[str, tuple[Callable[..., TowerModel], Feed]] = {
     "plain": (plain, batches),
     "normed": (normed, batches),
     "shared": (shared, shared_batches),
+    "session": (session, session_batches),
 }
 
 
@@ -113,6 +138,7 @@ CASES = {
         Case("plain", "user:0-1,item:0", "row_wise", MANY),
         Case("normed", "user:1,item:0-1", "table_wise"),
         Case("shared", "tower_parallel", "row_wise"),
+        Case("session", "session:0-1,user:1", "row_wise"),
     ],
     4: [
         Case("plain", "data_parallel", "table_wise"),
