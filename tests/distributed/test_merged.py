@@ -17,6 +17,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 
 # Under Adagrad two updates of a row in one step would not equal one; under SGD, and with an eps like the gradients, errors of scale
@@ -43,6 +44,7 @@ def trained(runtime: Runtime, kind: str, made: TowerModel, sharding: str) -> dic
     return {
         "logits": logits,
         "state": gather_state(parallel),
+        "saved": set(model_state(parallel, optimizer).tensors),
         "missed": unpipelined(pipeline, parallel),
         "calls": calls[1:-2],  # the first fills the pipeline, the last find no batch to begin
         "embedded": {name: parallel.module.embed(name, batch(kind, 0, [runtime.rank])).detach() for name in made.towers},  # type: ignore[operator]
@@ -82,6 +84,7 @@ def test_one_exchange_for_all_towers_learns_what_one_for_each_learns() -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
         for tower, output in rank["apart"]["embedded"].items():
             torch.testing.assert_close(rank["merged"]["embedded"][tower], output, rtol=0, atol=1e-4)
+        assert rank["merged"]["saved"] == rank["apart"]["saved"] != set()  # so a checkpoint of one is one of the other
     merged, apart = (by_table(ranks[0][way]["state"]) for way in ("merged", "apart"))
     assert_close(merged, apart, "merged")
 

@@ -9,6 +9,7 @@ from torchrec import EmbeddingBagConfig, PoolingType
 
 from tests.examples import ITEMS, assert_every_gradient, gradients
 from tests.models.merged_models import DIM, ROWS, bags, batch, by_table, listed, model, towers
+from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.session_tower import SessionTower
@@ -73,6 +74,13 @@ def test_the_values_of_the_tables_stay_and_merging_twice_changes_nothing() -> No
     after = by_table(dict(made.merge_lookups().merge_lookups().named_parameters()))
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_an_optimizer_finds_tables_by_name_wherever_they_are_looked_up() -> None:
+    config = OptimizerConfig(per_table=("item_id=sgd lr=0.3", "user_*=lr=0.2"))
+    apart, merged = config.for_tables(model("plain")), config.for_tables(model("plain").merge_lookups())
+    assert merged == apart
+    assert (merged["item_id"].kind, merged["user_id"].lr, merged["maker"].lr) == ("sgd", 0.2, 0.05)
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
