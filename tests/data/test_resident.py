@@ -10,7 +10,7 @@ import torch
 
 from tests.data.test_device_negatives import WAITS, Ops
 from tests.data.test_loader import ITEMS, rows_of, schema_of
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.hard_negatives import HardNegatives
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
@@ -140,3 +140,37 @@ def test_what_a_device_cannot_do_is_refused() -> None:
             negatives=sampler_of(UniformNegatives, everything),
             device="cpu",
         )
+
+
+@pytest.mark.parametrize("shared", [(), ("user_id", "row")], ids=["alone", "shared"])
+@pytest.mark.parametrize("negatives", [0, 2])
+def test_steps_that_are_drawn_ahead_make_the_same_batches(negatives: int, shared: tuple[str, ...], device: torch.device) -> None:
+    """50 rows in steps of 8 on rank 1 of 3: six that are drawn, and one that is not full."""
+    numbers = np.arange(50)
+    chunk = Chunk(
+        {
+            "user_id": Column(numbers % 13),
+            "item_id": Column(numbers * 7 % ITEMS + 1),
+            "row": Column(numbers.astype(np.float32)),
+            "weight": Column((numbers % 4 + 1).astype(np.float32)),
+        }
+    )
+    items = Chunk({"item_id": Column(NUMBERS), "kind": Column(NUMBERS % 3)})
+    made = schema_of({"user_id": SIZE, "item_id": ITEMS + 1, "kind": 3}, ("row",))
+    given = BatchSchema(sparse=made.sparse, dense=made.dense, shared=frozenset(shared), label_range=None)
+    loader = ChunkLoader(
+        chunk,
+        given,
+        config=LoaderConfig(batch_size=8, negatives=negatives, weight="weight"),
+        items=items,
+        negatives=sampler_of(UniformNegatives, chunk) if negatives else None,
+        rank=1,
+        world_size=3,
+        device=device,
+    )
+    loader.set_epoch(1)
+    steps = list(loader.steps())
+    assert [isinstance(step, DrawnStep) for step in steps] == [True] * 6 + [False]
+    for step, right in zip(steps, loader, strict=True):
+        left = step.batch() if isinstance(step, DrawnStep) else step
+        assert all(torch.equal(one, other) for one, other in zip(parts(left), parts(right), strict=True))
