@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -106,6 +107,8 @@ class Job:
         train: how long, and the seed of everything.
         checkpoint: when the run is saved, and where.
         start: the checkpoint whose weights a new run begins with.
+        pretrained: vectors that a new run's tables begin with, by table, as ``("item_id=vectors.parquet",)``: see
+            :func:`read_vectors`.
         fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
         streams: run the towers of a rank on CUDA streams of their own, beside one another.
@@ -126,13 +129,14 @@ class Job:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     start: StartConfig = field(default_factory=StartConfig)
+    pretrained: tuple[str, ...] = ()
     fallback: Literal["planted"] | None = None
     device: str | None = None
     streams: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        self.id_dropout_rates()
+        self.id_dropout_rates(), self.pretrained_files()
         if self.lookups not in get_args(Lookups):
             raise ValueError(f"lookups={self.lookups!r}: must be one of {', '.join(get_args(Lookups))}")
         if self.lookups == "merged" and self.plan.towers not in ("data_parallel", "auto"):
@@ -140,6 +144,16 @@ class Job:
                 f"lookups=merged with plan.towers={self.plan.towers}: a tower on ranks of its own keeps its tables there; leave "
                 "lookups at auto, or plan.towers at data_parallel"
             )
+
+    def pretrained_files(self) -> dict[str, Path]:
+        """``pretrained`` by table."""
+        files = {}
+        for text in self.pretrained:
+            name, equals, path = text.partition("=")
+            if not (name and equals and path):
+                raise ValueError(f"pretrained: {text!r} must be a table and a file, such as item_id=vectors.parquet")
+            files[name] = Path(path)
+        return files
 
     def id_dropout_rates(self) -> dict[str, float]:
         """``id_dropout`` by feature."""

@@ -30,6 +30,7 @@ from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
 from torchrec_ext.train.checkpoint.start import begin_with
 from torchrec_ext.train.checkpoint.together import Together
+from torchrec_ext.train.checkpoint.vectors import load_vectors
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.run_folder import RunFolder
 from torchrec_ext.train.watchdog import Watchdog
@@ -93,7 +94,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         )
         if job.streams and isinstance(told := on_streams(parallel, runtime.device), str) and runtime.is_main:
             print(told)
-        if job.start.path and not begin:
+        if not begin:
             _begin_with(job, parallel, optimizer, schema, runtime)
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         judge = task.judge(schema, parallel, runtime)
@@ -182,7 +183,15 @@ def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[W
 def _begin_with(
     job: Job, model: DistributedModelParallel, optimizer: HybridOptimizer, schema: BatchSchema, runtime: Runtime
 ) -> None:
-    """The weights of an earlier run, and a line for each difference to it."""
+    """The vectors and the weights that a new run begins with, and a line for each difference to the earlier run."""
+    for name, file in job.pretrained_files().items():
+        if name not in (tables := job.optimizer.for_tables(model)):
+            raise ValueError(f"pretrained: '{name}' is no table of the model; its tables are {', '.join(tables)}")
+        count = load_vectors(model, name, file)
+        if runtime.is_main:
+            print(f"table '{name}' begins with {count:,} vectors of {file}")
+    if not job.start.path:
+        return
     together = Together(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
     tables = [table for _, collection in collections(model) for table in table_configs(collection)]

@@ -1,0 +1,92 @@
+"""Vectors from elsewhere come to stand in the rows of their ids, whatever the file and the shards; anything else is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import DIM, META, USERS, small_model
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint.storage import CheckpointError
+from torchrec_ext.train.checkpoint.vectors import load_vectors
+
+IDS = np.array([5, 0, USERS - 1, 40])
+VECTORS = np.arange(4 * DIM, dtype=np.float32).reshape(4, DIM)
+WEIGHT = "towers.user.embeddings.embedding_bags.user_id.weight"
+
+
+def write(folder: Path, suffix: str, ids: Any = IDS, vectors: Any = VECTORS) -> Path:
+    path = folder / f"vectors{suffix}"
+    if suffix == ".npz":
+        np.savez(path, ids=ids, vectors=vectors)
+    elif suffix == ".safetensors":
+        save_file({"ids": torch.from_numpy(ids), "vectors": torch.from_numpy(vectors)}, path)
+    else:
+        pq.write_table(pa.table({"id": ids, "vector": list(vectors)}), path)
+    return path
+
+
+def loaded(runtime: Runtime, paths: list[Path]) -> Any:
+    found = []
+    for path, sharding in zip(paths, ("row_wise", "column_wise", "data_parallel"), strict=True):
+        model = small_model(META)
+        plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
+        parallel, _ = hybrid_parallel(model, runtime, plan=plan)
+        before = gather_state(parallel)
+        found.append((load_vectors(parallel, "user_id", path), before, gather_state(parallel)))
+    return found
+
+
+def test_each_vector_stands_in_the_row_of_its_id_and_no_other_row_moves(tmp_path: Path) -> None:
+    paths = [write(tmp_path, suffix) for suffix in (".npz", ".safetensors", ".parquet")]
+    for count, before, after in run_ranks(loaded, 2, paths)[0]:
+        assert count == 4
+        expected = before[WEIGHT].clone()
+        expected[torch.from_numpy(IDS)] = torch.from_numpy(VECTORS)
+        assert torch.equal(after[WEIGHT], expected)
+        assert all(torch.equal(value, before[name]) for name, value in after.items() if name != WEIGHT)
+
+
+@pytest.mark.unit
+def test_rows_of_a_matrix_are_ids_in_order(tmp_path: Path) -> None:
+    np.save(tmp_path / "v.npy", VECTORS)
+    model = small_model(torch.device("cpu"))
+    assert load_vectors(model, "user_id", tmp_path / "v.npy") == 4
+    assert torch.equal(dict(model.named_parameters())[WEIGHT][:4].detach(), torch.from_numpy(VECTORS))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("ids", "vectors", "told"),
+    [
+        (np.array([3, USERS]), VECTORS[:2], f"id {USERS} in row 1 is no row of table 'user_id', which has {USERS}"),
+        (np.array([3, -1]), VECTORS[:2], "id -1 in row 1 is no row of table 'user_id'"),
+        (np.array([3]), VECTORS[:1, :8].copy(), f"vectors are 8 wide, and table 'user_id' has embedding_dim={DIM}"),
+        (np.array([3]), np.full((1, DIM), np.nan, np.float32), "the vector of id 3 is not finite"),
+    ],
+)
+def test_what_does_not_belong_is_refused_by_name(ids: Any, vectors: Any, told: str, tmp_path: Path) -> None:
+    for suffix in (".npz", ".safetensors", ".parquet"):
+        path = write(tmp_path, suffix, ids, vectors)
+        with pytest.raises(CheckpointError) as caught:
+            load_vectors(small_model(torch.device("cpu")), "user_id", path)
+        assert told in str(caught.value)
+        assert str(path) in str(caught.value)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors", ".parquet", ".csv"])
+def test_a_file_that_is_none_is_refused(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"v{suffix}"
+    for content in (b"", b"x" * 300):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"holds no vectors|vectors are read from"):
+            load_vectors(small_model(torch.device("cpu")), "user_id", path)

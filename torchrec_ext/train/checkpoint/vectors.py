@@ -1,0 +1,119 @@
+"""Vectors from elsewhere into a table: by id, block by block, into whatever shards this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchrec_ext.distributed.tables import local_shards
+from torchrec_ext.train.checkpoint.storage import CheckpointError
+
+BLOCK = 65536
+
+
+def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """(ids, vectors) of a file, in blocks: (n,) int64, row numbers of a table, and (n, D) float32.
+
+    Args:
+        path: ``.npy``, (N, D), row i being id i; ``.npz`` with ``ids`` and ``vectors``; ``.safetensors`` with ``vectors`` and,
+            where they are not 0 to N - 1, ``ids``; ``.parquet`` with a column ``id`` of integers and ``vector`` of lists.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or lacks a part.
+    """
+    readers = {".npy": _numpy, ".npz": _numpy, ".safetensors": _safetensors, ".parquet": _parquet}
+    if path.suffix not in readers:
+        raise CheckpointError(f"'{path}': vectors are read from {', '.join(readers)} files")
+    try:
+        yield from readers[path.suffix](path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # numpy, Arrow and safetensors have errors of their own for a damaged file
+        raise CheckpointError(f"'{path}' holds no vectors: {error}".splitlines()[0]) from None
+
+
+def load_vectors(model: nn.Module, table: str, path: Path) -> int:
+    """Writes the vectors of a file into a table; rows that it does not name stay as they are.
+
+    Args:
+        model: from :func:`hybrid_parallel`, or unsharded; each rank reads the file and writes its own shards.
+        table: by name.
+        path: see :func:`read_vectors`.
+
+    Returns:
+        How many vectors the file has.
+
+    Raises:
+        CheckpointError: an id that is no row of the table, a vector of another width, or one that is not finite; what was read
+            before it is written.
+    """
+    shards = [shard for shard in local_shards(model) if shard.config.name == table]
+    count = 0
+    with torch.no_grad():
+        for ids, vectors in read_vectors(path):
+            _check(path, table, shards[0].config if shards else None, ids, vectors, count)
+            count += len(ids)
+            for shard in shards:
+                own = (ids >= shard.row) & (ids < shard.row + len(shard.tensor))
+                columns = slice(shard.column, shard.column + shard.tensor.shape[1])
+                shard.tensor[(ids[own] - shard.row).to(shard.tensor.device)] = vectors[own][:, columns].to(shard.tensor)
+    return count
+
+
+def _check(path: Path, table: str, config: object, ids: Tensor, vectors: Tensor, before: int) -> None:
+    if vectors.ndim != 2 or len(vectors) != len(ids):
+        raise CheckpointError(
+            f"'{path}': {len(ids)} ids with vectors of shape {tuple(vectors.shape)}; they must be (N,) and (N, D)"
+        )
+    bad = (~torch.isfinite(vectors)).any(dim=1).nonzero()
+    if len(bad):
+        raise CheckpointError(f"'{path}': the vector of id {int(ids[bad[0]])} is not finite; leave it out, or mend it")
+    if config is None:
+        return
+    rows, dim = config.num_embeddings, config.embedding_dim  # type: ignore[attr-defined]
+    if vectors.shape[1] != dim:
+        raise CheckpointError(f"'{path}': vectors are {vectors.shape[1]} wide, and table '{table}' has embedding_dim={dim}")
+    out = ((ids < 0) | (ids >= rows)).nonzero()
+    if len(out):
+        place = before + int(out[0])
+        raise CheckpointError(f"'{path}': id {int(ids[out[0]])} in row {place} is no row of table '{table}', which has {rows:,}")
+
+
+def _numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+    vectors = loaded["vectors"] if path.suffix == ".npz" else loaded
+    ids = loaded["ids"] if path.suffix == ".npz" else None
+    for start in range(0, len(vectors), BLOCK):
+        block = torch.from_numpy(np.array(vectors[start : start + BLOCK], dtype=np.float32))
+        own = (
+            torch.arange(start, start + len(block))
+            if ids is None
+            else torch.from_numpy(ids[start : start + BLOCK].astype(np.int64))
+        )
+        yield own, block
+
+
+def _safetensors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        vectors = file.get_slice("vectors")
+        ids = file.get_tensor("ids").long() if "ids" in file.keys() else None  # noqa: SIM118  (no iteration over the file)
+        for start in range(0, vectors.get_shape()[0], BLOCK):
+            block = vectors[start : start + BLOCK].float()
+            yield (torch.arange(start, start + len(block)) if ids is None else ids[start : start + BLOCK]), block
+
+
+def _parquet(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    import pyarrow.parquet as pq
+
+    for batch in pq.ParquetFile(path).iter_batches(BLOCK, columns=["id", "vector"]):
+        ids = torch.from_numpy(batch["id"].to_numpy(zero_copy_only=False).astype(np.int64))
+        flat = np.array(batch["vector"].flatten().to_numpy(zero_copy_only=False), dtype=np.float32)
+        if len(ids) and len(flat) % len(ids):
+            raise CheckpointError(f"'{path}': the lists of column 'vector' are not of one length")
+        yield ids, torch.from_numpy(flat).view(len(ids), -1)
