@@ -142,6 +142,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         (["--tables", "a=9x4", "--set", "x=1"], "--set x=1: it changes a recipe; give one with --recipe"),
         (["--tables", "a=9x4", "--run-dir", "x"], "--run-dir x: plans are written to --out; give that"),
         (["--recipe", "two_towr"], "--recipe two_towr: there is no such recipe; did you mean 'two_tower'?"),
+        (["--recipe", "two_tower", "--set", "plan.towers=user:0,item:1"], "plan.towers=user:0,item:1: plans for other devices"),
         (["--tabels", "a=9x4"], "unrecognized arguments: --tabels a=9x4"),
     ],
 )

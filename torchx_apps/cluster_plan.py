@@ -163,6 +163,8 @@ def _of_tables(options: argparse.Namespace, cluster: Cluster) -> Asked:
 
 def _of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> Asked:
     """The tables have the sizes of the recipe's data, which must be there."""
+    if job.plan.towers not in ("data_parallel", "auto"):
+        raise ValueError(f"plan.towers={job.plan.towers}: plans for other devices have towers on every rank; leave it away")
     task = job.task(job.data, progress=True)
     rows = math.ceil(job.loader.batch_size / cluster.world_size) * (1 + job.loader.negatives)
     plan, optimizer = job.plan, job.optimizer

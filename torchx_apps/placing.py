@@ -36,12 +36,12 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
         job.plan,
         job.optimizer,
         everywhere=everywhere,
-        together=_together(job),
+        together=why_on_every_rank(job),
     )
     return dataclasses.replace(job, plan=plan), decision
 
 
-def _together(job: Job) -> str:
+def why_on_every_rank(job: Job) -> str:
     """Why towers must run on every rank, or nothing."""
     if job.sync.mode != "every_step":
         return f"sync.mode={job.sync.mode} averages towers that every rank has"

@@ -232,7 +232,7 @@ def decided(runtime: Runtime) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(decided, 2)
+    return run_ranks(decided, 2, timeout_s=300)
 
 
 def test_all_ranks_decide_alike_and_train_by_it(two_ranks: list[dict[str, Any]]) -> None:

@@ -10,9 +10,10 @@ from torch import nn
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.chooser import EVERYWHERE, Candidate, Decision, choose
 from torchrec_ext.distributed.measure import measure, trial
+from torchrec_ext.distributed.measurements import Measurements
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.placement import PlacementError
-from torchrec_ext.distributed.planning import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sample import Sample
 from torchrec_ext.distributed.tower_planning import tower_placement
@@ -44,27 +45,32 @@ def auto_plan(
     """
     everywhere = model if everywhere is None else everywhere
     refused = together or why_together(model, runtime)
-    free = config.sharding == "auto"
+
+    def planned(one: Candidate, found: Measurements | None = None) -> str:
+        """Why there is no plan for it, in one line, or nothing."""
+        planned_for = everywhere if one.towers == EVERYWHERE else model
+        asked = as_config(config, one)
+        try:
+            plan_sharding(planned_for, runtime, asked, optimizer=optimizer, batch_size=len(batch), measured=found)
+        except ValueError as error:  # a PlanError, or an optimizer that runs under no such sharding
+            return str(error).splitlines()[0]
+        return ""
+
+    # What does not fit on all ranks together fits on none of them: told before anything is measured.
+    whole = dataclasses.replace(config, towers=EVERYWHERE)
+    plan_sharding(everywhere, runtime, whole, optimizer=optimizer, batch_size=len(batch))
+    kinds: list[str] = [config.sharding]
+    if config.sharding == "auto" and not planned(Candidate(towers=EVERYWHERE, sharding="table_wise")):
+        kinds = ["table_wise", "auto"]
     with torch.random.fork_rng(devices=[]):
         flat, sample = Sample.of(everywhere, batch), None if refused else Sample.of(model, batch)
-        kinds = ["table_wise", "auto"] if free else [config.sharding]
         found = measure(flat, sample, runtime, config, optimizer, kinds)
-
-        def fits(one: Candidate) -> str:
-            try:
-                asked = as_config(config, one)
-                whole = everywhere if one.towers == EVERYWHERE else model
-                plan_sharding(whole, runtime, asked, optimizer=optimizer, batch_size=len(batch), measured=found)
-            except PlanError as error:
-                return str(error).splitlines()[0]
-            return ""
-
         decision = choose(
             found,
-            "table_wise" if free else config.sharding,
+            kinds[0],
             refused=refused,
             try_out=lambda one: trial(sample or flat, runtime, as_config(config, one), optimizer, found),
-            fits=fits,
+            fits=lambda one: planned(one, found),
         )
     return as_config(config, decision.taken), decision
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
@@ -55,7 +56,7 @@ def measure(
     tables = [table for _, collection in collections(flat.model) for table in table_configs(collection)]
     dense = sum(4 * flat.model.get_parameter(name).numel() for name in dense_layers(flat.model))
     pooled = 4 * sum(table.embedding_dim * table.num_features() for table in tables) * len(flat.batch)
-    towers = {} if apart is None else tower_costs(apart, runtime, watch, optimizer)
+    towers = {} if apart is None else tower_costs(apart, runtime, watch, _everywhere(config, shardings[0]), optimizer)
     found = _as_rank_0(
         Measurements(
             world_size=runtime.world_size,
@@ -101,6 +102,7 @@ def trial(
     Raises:
         PlanError: there is no such plan.
     """
+    gc.collect()  # the tables of an earlier trial, which are in cycles
     model = copy.deepcopy(sample.model)
     plan = plan_sharding(model, runtime, config, optimizer=optimizer, batch_size=len(sample.batch), measured=measured)
     sharded, moved = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)

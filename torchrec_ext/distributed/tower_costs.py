@@ -30,11 +30,13 @@ from torchrec_ext.distributed.tower_ranks import on_ranks, tower_sharders
 from torchrec_ext.modules.towers import Reads, Towers
 
 
-def tower_costs(sample: Sample, runtime: Runtime, watch: Stopwatch, optimizer: OptimizerConfig) -> dict[str, TowerCost]:
+def tower_costs(
+    sample: Sample, runtime: Runtime, watch: Stopwatch, config: PlanConfig, optimizer: OptimizerConfig
+) -> dict[str, TowerCost]:
     """By tower of a model whose towers can be placed; every rank calls it."""
     model = copy.deepcopy(sample.model)
     path, towers = find_towers(model) or ("", Towers({}))
-    plan = _alone(model, path, list(towers), runtime, optimizer)
+    plan = _alone(model, path, list(towers), runtime, config, optimizer)
     group = dist.new_group([runtime.rank], use_local_synchronization=True)
     by_type = {sharder.module_type: sharder for sharder in tower_sharders()}
     choices = optimizer.for_layers(dense_layers(model))
@@ -48,10 +50,12 @@ def tower_costs(sample: Sample, runtime: Runtime, watch: Stopwatch, optimizer: O
     return found
 
 
-def _alone(model: nn.Module, path: str, names: list[str], runtime: Runtime, optimizer: OptimizerConfig) -> TowerPlan:
+def _alone(
+    model: nn.Module, path: str, names: list[str], runtime: Runtime, config: PlanConfig, optimizer: OptimizerConfig
+) -> TowerPlan:
     """Every tower on this rank, its tables whole."""
     one = dataclasses.replace(runtime, world_size=1, local_world_size=1)
-    request = Request.of(model, one, PlanConfig(sharding="table_wise"), optimizer, {})
+    request = Request.of(model, one, config, optimizer, {})
     here = TowerPlacement(ranks=dict.fromkeys(names, (runtime.rank,)), world_size=runtime.world_size)
     kind: Any = runtime.device.type
     topology = Cluster(world_size=1, local_world_size=1, device=kind, hbm_gb=1e6, ddr_gb=1e6).topology()
