@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,13 +112,18 @@ def _on_two_hosts(sizes: dict[str, int]) -> dict[str, Any]:
     """What rank 0 of :func:`_rank` found, one rank on each host."""
     with _namespaces() as names, tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        processes = []
+        processes: list[subprocess.Popen[bytes]] = []
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts go, and the ranks with them
         for rank, name in enumerate(names):
             place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
             net = {"MASTER_ADDR": "10.213.0.1", "MASTER_PORT": "29513", "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
             command = ["ip", "netns", "exec", name, sys.executable, __file__, json.dumps(sizes), str(answer)]
             processes.append(subprocess.Popen(command, env={**os.environ, **place, **net}))
-        codes = [process.wait() for process in processes]
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
         if any(codes):
             raise RuntimeError(f"two-hosts: the ranks ended with exit codes {codes}; what they said stands above")
         return json.loads(answer.read_text())  # type: ignore[no-any-return]

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contracts import run_ranks
 from tests.examples import META, batches, small_model
+from tests.train.test_loop import Batches
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import tracing
+from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.pipelines import make_pipeline
 from torchrec_ext.train.spans import Interval, RankSpans, at_least, both, length, overlap, read_spans, union
 from torchrec_ext.train.timeline import RankTrace, Timeline
@@ -54,6 +56,7 @@ sets_of = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)).map(lambda p
 
 
 @pytest.mark.unit
+@settings(deadline=None)
 @given(st.lists(sets_of, min_size=1, max_size=4), st.integers(1, 3))
 def test_time_shared_by_sets_is_what_counting_moments_gives(sets: list[list[Interval]], count: int) -> None:
     apart = [union(own) for own in sets]
@@ -158,7 +161,12 @@ def traced(runtime: Runtime, folder: str) -> dict[str, Any]:
     wrong = clock_ahead(runtime)
     tracing.time.time_ns = real  # type: ignore[assignment]
     hooks = [len(tower._forward_hooks) for _, tower in tracing.towers(parallel)]
-    return {"told": told, "alike": alike, "wrong": wrong, "hooks": hooks}
+    pipeline.detach()
+    seen: list[Timeline] = []
+    config = TrainConfig(epochs=2, trace_steps=2)
+    history = train(parallel, optimizer, Batches(runtime, 4), runtime, config, timeline=seen.append)
+    records = [record for record in history if record["kind"] == "timeline"]
+    return {"told": told, "alike": alike, "wrong": wrong, "hooks": hooks, "records": records, "seen": len(seen)}
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +201,15 @@ def test_the_traces_of_real_ranks_become_one_file_with_a_lane_for_each(real: tup
     assert max(starts) < 60e6, "of one clock: within the run"
     assert merged["overlap"] == figures
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_records_its_timeline_once_and_hands_it_to_rank_0(real: tuple[list[Any], Path]) -> None:
+    first, second = real[0]
+    (record,) = first["records"]
+    assert second["records"] == [record]
+    assert (record["epoch"], record["step"]) == (1, SKIP + 2)
+    assert record.keys() > {"ranks_in_towers", "towers_at_once", "exchange_hidden"}
+    assert (first["seen"], second["seen"]) == (1, 0)
 
 
 def test_a_clock_that_is_ahead_is_found_within_the_error(real: tuple[list[Any], Path]) -> None:
