@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 
+import hybrid_chooser
 import hybrid_merged
 import hybrid_towers
 import hybrid_two_hosts
@@ -23,6 +24,8 @@ ROWS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "tower-parallel": hybrid_towers.rows,
     "two-hosts": hybrid_two_hosts.two_hosts,
     "merged": hybrid_merged.rows,
+    "chooser": hybrid_chooser.chooser,
+    "plan": hybrid_chooser.plan,
 }
 
 

@@ -1,0 +1,197 @@
+"""Rows `chooser` and `plan` of hybrid.py: what plan.towers=auto takes and foresees, and a plan for devices one does not have.
+
+`chooser`: ten generated shapes of two towers on two ranks. For each the chooser measures and decides; then every candidate trains
+with the whole model, all in turn. `ours` of the first row counts the shapes where the taken one was the fastest, or slower by less
+than 5 %, by which two equal candidates differ from run to run; `strict` those where it was the fastest by any difference. The
+second row is the greatest difference of a taken candidate's foreseen step from the measured one, as a share of the measured one.
+
+`plan`: `python -m torchx_apps.plan` for 64 devices, 300 M x 64 and 12 M x 64, from the command to its end, and its peak memory.
+"""
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hybrid_ranks import Options, Row, in_turn, on_ranks, row
+from torchrec import EmbeddingBagConfig, PoolingType
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.auto_plan import as_config, auto_plan
+from torchrec_ext.distributed.chooser import Candidate, Decision
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.tower_model import TowerModel, two_tower
+from torchrec_ext.schema import Jagged
+from torchrec_ext.train.pipelines import make_pipeline
+
+SHAPES, CLOSE, DEVICES = 10, 1.05, 64
+AUTO, OPTIMIZER = PlanConfig(towers="auto"), OptimizerConfig(tables="row_wise_adagrad", dense="adam")
+
+
+class Table(NamedTuple):
+    """A table, and the ids of a row on average."""
+
+    rows: int
+    dim: int
+    ids: int
+
+
+class Shape(NamedTuple):
+    """Two towers; ``batch`` rows over all ranks, and so many rows of the item for each of the user."""
+
+    batch: int
+    user: list[Table]
+    item: list[Table]
+    widths: tuple[int, ...]
+    repeats: int
+
+
+def shapes(count: int, quick: bool) -> list[Shape]:
+    """The same ones in every run."""
+    draw = random.Random(0)
+    found = []
+    for place in range(count):
+        widths = draw.choice([(64,), (256, 64), (512, 256, 64), (1024, 512, 32)])
+        rows = [1_000] if quick else [1_000, 20_000, 200_000]
+        user, item = (
+            [Table(draw.choice(rows), draw.choice([16, 32, 64]), draw.choice([1, 1, 1, 10, 20])) for _ in range(draw.randint(1, 6))]
+            for _ in range(2)
+        )
+        found.append(Shape(256 if quick else draw.choice([1024, 2048, 4096]), user, item, widths, 4 if place % 4 == 3 else 1))
+    return found
+
+
+def model(shape: Shape) -> TowerModel:
+    def tables(side: str, sizes: list[Table]) -> list[EmbeddingBagConfig]:
+        return [
+            EmbeddingBagConfig(
+                name=f"{side}{place}",
+                feature_names=[f"{side}{place}"],
+                num_embeddings=size.rows,
+                embedding_dim=size.dim,
+                pooling=PoolingType.MEAN,
+            )
+            for place, size in enumerate(sizes)
+        ]
+
+    return two_tower(
+        tables("user", shape.user),
+        tables("item", shape.item),
+        tower_widths=shape.widths,
+        shared=("user",) if shape.repeats > 1 else (),
+        device=torch.device("meta"),
+    )
+
+
+def batches(shape: Shape, made: TowerModel, runtime: Runtime, count: int = 4) -> list[TowerBatch]:
+    """Some of this rank's batches; ids as popular as they are in logs."""
+    generator = torch.Generator().manual_seed(runtime.rank)
+    rows, schema = shape.batch // runtime.world_size, made.schema()
+    sides = [("user", shape.user, rows // shape.repeats), ("item", shape.item, rows)]
+
+    def bags(size: Table, height: int) -> Jagged:
+        lengths = torch.full((height,), size.ids)
+        if size.ids > 1:
+            lengths = torch.randint(0, 2 * size.ids + 1, (height,), generator=generator)
+        ids = torch.rand(int(lengths.sum()), generator=generator) ** 3 * size.rows
+        return Jagged(ids.long(), lengths)
+
+    return [
+        schema.assemble(
+            {f"{side}{place}": bags(size, height) for side, sizes, height in sides for place, size in enumerate(sizes)},
+            labels=torch.rand(rows, generator=generator).round(),
+            index=shape.repeats if shape.repeats > 1 else None,
+        )
+        for _ in range(count)
+    ]
+
+
+def stepping(shape: Shape, runtime: Runtime, decision: Decision, one: Candidate) -> Callable[[], object]:
+    made = model(shape)
+    feed = cycle(batches(shape, made, runtime))
+    config = as_config(AUTO, one)
+    plan = plan_sharding(
+        made, runtime, config, optimizer=OPTIMIZER, batch_size=shape.batch // runtime.world_size, measured=decision.found
+    )
+    pipeline = make_pipeline(*hybrid_parallel(made, runtime, plan=plan, optimizer=OPTIMIZER), runtime.device)
+    return lambda: pipeline.progress(feed)
+
+
+def decided(runtime: Runtime, options: Options, count: int) -> list[dict[str, Any]]:
+    """For each shape the candidates, the seconds that deciding took, and the measured ms of each candidate on this rank."""
+    found = []
+    for shape in shapes(count, options.quick):
+        made = model(shape)
+        start = time.perf_counter()
+        _, decision = auto_plan(made, batches(shape, made, runtime, 1)[0], runtime, AUTO, OPTIMIZER)
+        took = time.perf_counter() - start
+        possible = [one for one in decision.candidates if not one.refused]
+        sides = {f"{one.towers} {one.sharding}": stepping(shape, runtime, decision, one) for one in possible}
+        times = in_turn(sides, options.repeats, inner=5)
+        foreseen = {name: (one.trial_ms, one.model_ms) for name, one in zip(sides, possible, strict=True)}
+        found.append({"took": took, "foreseen": foreseen, "ms": {name: 1e3 * value for name, value in times.items()}})
+    return found
+
+
+def chooser(options: Options) -> Iterator[Row]:
+    """Which candidate is taken, and how near its foreseen step is to the measured one."""
+    count = 3 if options.quick else SHAPES
+    ranks = on_ranks(decided, 2, options, count)
+    best, strict, errors, of_model = 0, 0, [], []
+    for place in range(count):
+        one = ranks[0][place]
+        ms = {name: max(rank[place]["ms"][name] for rank in ranks) for name in one["ms"]}
+        taken, fastest = next(iter(ms)), min(ms, key=lambda name: ms[name])
+        strict += taken == fastest
+        best += ms[taken] <= CLOSE * ms[fastest]
+        errors.append(abs(one["foreseen"][taken][0] / ms[taken] - 1))
+        of_model += [abs(model_ms / ms[name] - 1) for name, (_, model_ms) in one["foreseen"].items() if model_ms is not None]
+        told = ", ".join(f"{name} {_text(one['foreseen'][name])} measured {ms[name]:.1f}" for name in ms)
+        print(f"shape {place}, decided in {one['took']:.1f} s: {told}; fastest {fastest}", file=sys.stderr)
+    yield row("chooser", None, best, "shapes", None, 0.9 * count, of=count, strict=strict)
+    worst = max(errors)
+    yield row(
+        "chooser, foreseen step",
+        None,
+        worst,
+        "share of the measured step",
+        None,
+        0.25,
+        median=round(statistics.median(errors), 3),
+        within=sum(error <= 0.25 for error in errors),
+        cost_model_median=round(statistics.median(of_model), 3),
+        seconds=round(statistics.median(one["took"] for one in ranks[0]), 1),
+    )
+
+
+def _text(foreseen: tuple[float | None, float | None]) -> str:
+    trial, model_ms = foreseen
+    return " ".join(f"{what} {value:.1f}" for what, value in (("tried", trial), ("cost model", model_ms)) if value is not None)
+
+
+def plan(options: Options) -> Iterator[Row]:
+    """Seconds and MB of a plan for 64 devices, of the run with the median of the seconds."""
+    command = [sys.executable, "-m", "torchx_apps.plan", "--tables", "ad=300Mx64,item=12Mx64", "--world-size", str(DEVICES)]
+    found = []
+    for _ in range(1 if options.quick else min(options.repeats, 3)):
+        start = time.perf_counter()
+        process = subprocess.Popen(command, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        text = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError(f"{' '.join(command)} ended with {status}: {text}")
+        found.append((time.perf_counter() - start, usage.ru_maxrss / 1e3))
+    seconds, memory = sorted(found)[len(found) // 2]
+    yield row("plan", None, seconds, "s", None, 10)
+    yield row("plan, peak memory", None, memory, "MB", None, 2000)
