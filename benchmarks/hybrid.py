@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import hybrid_chooser
 import hybrid_merged
+import hybrid_sync
 import hybrid_towers
 import hybrid_two_hosts
 from hybrid_ranks import Options, Row
@@ -26,6 +27,7 @@ ROWS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "merged": hybrid_merged.rows,
     "chooser": hybrid_chooser.chooser,
     "plan": hybrid_chooser.plan,
+    "sync": hybrid_sync.rows,
 }
 
 
