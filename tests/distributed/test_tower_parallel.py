@@ -196,6 +196,7 @@ def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
     own = feed(STEPS, rank=runtime.rank, world_size=runtime.world_size)
     first = shards(parallel)
     logits = [pipeline.progress(own).logits]
+    norm = optimizer.gradient_norm
     gradients = {name: value.grad.clone() for name, value in parallel.module.named_parameters() if value.grad is not None}
     second = shards(parallel)
     logits += [pipeline.progress(own).logits for _ in range(STEPS - 1)]
@@ -204,6 +205,7 @@ def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
     pipeline.detach()
     return {
         **found,
+        "norm": norm,
         "logits": logits,
         "gradients": {name: value for name, value in gradients.items() if "embeddings." not in name},
         "moved": [(*place, before - after) for (*place, before), (*_, after) in zip(first, second, strict=True)],
@@ -282,6 +284,9 @@ def test_a_placed_tower_embeds_rows_that_ranks_have_unequal_numbers_of(world_siz
 def test_every_optimizer_moves_placed_towers_as_it_moves_the_flat_model(world_size: int, case: Case) -> None:
     """One norm of the gradient is limited, although no rank has all of it; settings by tower hold on ranks without the tower."""
     flat, ranks = ranks_of(1)[CASES[1][1]], ranks_of(world_size)[case]
+    assert flat[0]["norm"] > MANY.clip_norm
+    for rank in ranks:
+        torch.testing.assert_close(rank["norm"], flat[0]["norm"], rtol=1e-5, atol=0)
     close(whole(ranks, "shards") | one(ranks, "dense"), whole(flat, "shards") | one(flat, "dense"), 1e-4)
 
 

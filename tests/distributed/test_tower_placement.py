@@ -137,6 +137,8 @@ def on_two_ranks(runtime: Runtime) -> dict[str, Any]:
     found["gradient"] = told(GradientNotFiniteError, optimizer.step)
     local = SyncConfig(mode="local_sgd", every=2)
     found["sync"] = told(ValueError, lambda: synchronised(parallel, optimizer, local))
+    stale = SyncConfig(mode="semi_sync")
+    found["semi_sync"] = told(ValueError, lambda: make_pipeline(parallel, optimizer, runtime.device, sync=stale))
     small = PlanConfig(memory_gb=1e-4, towers="user:0,item:1", sharding="table_wise")
     large = two_tower([table("user_id", USERS)], [table("item_id", 10_000)], device=META)
     found["too large"] = told(PlanError, lambda: plan_sharding(large, runtime, small))
@@ -209,6 +211,7 @@ def test_explain_says_where_towers_run(two_ranks: list[dict[str, Any]]) -> None:
     [
         ("gradient", "the gradient of towers.item.mlp.0.weight is not finite"),
         ("sync", "sync.mode=local_sgd, but plan.towers=user:0,item:1 gives ranks different towers"),
+        ("semi_sync", "sync.mode=semi_sync, but plan.towers=user:0,item:1 gives ranks different towers"),
         ("too large", "tower 'item' on rank(s) 1: no sharding plan fits"),
         ("planner", "the planner failed on rank 0: KeyError: 'a planner that breaks'"),
         ("pattern", "'towers.place=lr=1' fits no dense layer of the model, which are towers.user.mlp.0.weight"),

@@ -33,6 +33,8 @@ def hybrid_parallel(
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the tables of ``model`` over the ranks and replicates its dense layers.
 
+    Where the plan places its towers, it does so with those of each tower on the tower's ranks alone.
+
     Args:
         model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Its tables are usually on
             the meta device; its dense layers on all ranks become those of rank 0.

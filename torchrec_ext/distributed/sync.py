@@ -259,13 +259,7 @@ def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
     Raises:
         ValueError: a model or optimizer of another make, or towers on ranks of their own, which only ``every_step`` takes.
     """
-    plans = model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
-    placed = next((own.placement for own in plans if isinstance(own, TowerPlan)), None)
-    if placed is not None and config.mode != "every_step":
-        raise ValueError(
-            f"sync.mode={config.mode}, but plan.towers={placed} gives ranks different towers, which have no mean to meet at; "
-            "leave sync.mode at every_step, or plan.towers at data_parallel"
-        )
+    refuse_placed_towers(model, config)
     if config.mode not in LOCAL:
         return EveryStep(model)
     if not (isinstance(model, DistributedModelParallel) and isinstance(optimizer, HybridOptimizer)):
@@ -275,6 +269,21 @@ def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
     if config.mode == "local_sgd":
         return LocalSGD(model, optimizer, **local)
     return DiLoCo(model, optimizer, outer_lr=config.outer_lr, outer_momentum=config.outer_momentum, **local)
+
+
+def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
+    """Towers on ranks of their own are exchanged in every step.
+
+    Raises:
+        ValueError: ``model`` has such towers and ``config.mode`` is another.
+    """
+    plans = model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
+    placed = next((own.placement for own in plans if isinstance(own, TowerPlan)), None)
+    if placed is not None and config.mode != "every_step":
+        raise ValueError(
+            f"sync.mode={config.mode}, but plan.towers={placed} gives ranks different towers, which have no mean to meet at; "
+            "leave sync.mode at every_step, or plan.towers at data_parallel"
+        )
 
 
 def data_parallel_modules(model: DistributedModelParallel) -> Iterator[DistributedDataParallel]:

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.sync import refuse_placed_towers
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train.semi_sync import semi_sync_pipeline
 
@@ -36,6 +37,7 @@ def make_pipeline(
     """
     sync = sync or SyncConfig()
     if sync.mode == "semi_sync":
+        refuse_placed_towers(model, sync)
         return semi_sync_pipeline(model, optimizer, device, sync, forward)
     return TrainPipelineSparseDist(
         model,
