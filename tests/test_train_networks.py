@@ -13,7 +13,7 @@ import pytest
 from torchx_apps import train_networks
 from torchx_apps.cli import apply_overrides, load_recipe
 from torchx_apps.members import MemberJob, differing, members_of, setting
-from torchx_apps.networks import NetworksConfig
+from torchx_apps.networks import NetworksConfig, _alone
 from torchx_apps.networks_report import Result, best_of, draw, table
 from torchx_apps.rank_groups import RankGroup, World, place
 
@@ -174,6 +174,22 @@ def test_a_process_without_torchrun_is_a_world_of_one() -> None:
 def test_settings_of_the_job_are_checked() -> None:
     with pytest.raises(ValueError, match="--stack none: must be auto, require or never"):
         NetworksConfig(stack="none")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("train.amp=bf16", "train.amp=bf16 is of networks that are trained alone"),
+        ("train.on_nan=skip", "train.on_nan=skip is of networks"),
+        ("sync.mode=local_sgd", "sync.mode=local_sgd is of networks"),
+        ("train.compile=require", "captures the step of one network"),
+        ("loader.sampling=hard", "asks one model for its hardest items"),
+    ],
+)
+def test_settings_that_no_stack_has_are_told_and_their_network_is_trained_alone(change: str, told: str) -> None:
+    assert _alone(load_recipe("two_tower")) is None
+    assert told in str(_alone(apply_overrides(load_recipe("two_tower"), [change])))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ from torchx_apps.networks_report import Result
 from torchx_apps.rank_groups import RankGroup, World, group_of
 
 _ROWS = ("batch_size", "negatives", "sampling", "shared_negatives", "label", "weight", "drop_last")
+# Settings of a Job, all of a group where none is named, that change how a network is trained and that a stack does not have.
+_OF_ONE_NETWORK = {"train": ["amp", "on_nan", "trace_steps"], "sync": [], "checkpoint": [], "start": []}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,10 @@ def run(
     mine = group_of(groups, world.rank)
     number = groups.index(mine)
     own = [member for member in members if member.name in mine.members]
-    trained = _Group(own, mine, number, world, config, root).train()
+    try:
+        trained = _Group(own, mine, number, world, config, root).train()
+    finally:
+        world.widen()
     if world.rank == mine.ranks[0]:
         world.tell(f"results/{number}", json.dumps([dataclasses.asdict(result) for result in trained]))
     if world.rank != 0:
@@ -197,8 +202,17 @@ def _build(members: Sequence[MemberJob], runtime: Runtime) -> list[_Built]:
 
 
 def _alone(job: Job) -> str | None:
+    """What of the settings no stack has."""
+    if job.train.compile == "require":
+        return "train.compile=require captures the step of one network; leave it out to stack"
     if job.loader.sampling == "hard" and job.loader.negatives:
         return "loader.sampling=hard asks one model for its hardest items, and a stack has several"
+    for group, names in _OF_ONE_NETWORK.items():
+        settings = getattr(job, group)
+        usual = type(settings)()
+        for name in names or [field.name for field in dataclasses.fields(settings)]:
+            if (value := getattr(settings, name)) != getattr(usual, name):
+                return f"{group}.{name}={value} is of networks that are trained alone; leave it out to stack"
     return None
 
 

@@ -153,6 +153,11 @@ class World:
         )
         self._environ.update(_visible(self._gpus, [int(said[rank][2]) for rank in beside]))
 
+    def widen(self) -> None:
+        """Gives this process back its rank in the whole job, by which an error names it."""
+        if self.size > 1:
+            self._environ["RANK"] = str(self.rank)
+
     def tell(self, key: str, text: str) -> None:
         """Leaves a text for the other ranks."""
         self._store.set(key, text)

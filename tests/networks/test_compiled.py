@@ -68,8 +68,9 @@ def test_inductors_step_is_a_step() -> None:
     ("changes", "told"),
     [
         ({"clip_norm": 1.0}, "set optimizer.clip_norm=0"),
-        ({"dense": "sgd"}, "is moved by sgd with weight_decay=0.0: only adam without decay is compiled"),
-        ({"tables_weight_decay": 0.1}, "is moved by adam with weight_decay=0.1: only adam"),
+        ({"dense": "sgd"}, "is moved by sgd with weight_decay=0.0 and l2=0.0: only adam without either is compiled"),
+        ({"tables_weight_decay": 0.1}, "is moved by adam with weight_decay=0.1 and l2=0.0: only adam"),
+        ({"tables_l2": 0.1}, "is moved by adam with weight_decay=0.0 and l2=0.1: only adam"),
         ({"per_layer": ("*.bias=lr=0.1",)}, "has settings of its own: a compiled step moves all dense layers alike"),
         ({}, "the optimizer has no moments yet: train one step before the compiled ones"),
     ],

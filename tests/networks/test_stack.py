@@ -84,7 +84,7 @@ def test_every_kind_of_look_up_learns_as_alone(form: Form, same: bool) -> None:
     ("changes", "of_the_other"),
     [
         ({"clip_norm": 0.05}, {}),
-        ({"dense_weight_decay": 0.3, "tables_weight_decay": 0.2}, {}),
+        ({"dense_weight_decay": 0.3, "tables_weight_decay": 0.2}, {"tables_l2": 0.01}),
         ({"per_table": ("history=lr=0.3",), "per_layer": ("towers.user=lr=0.003", "*.bias=weight_decay=0.5")}, {}),
         (
             {"per_table": ("history=sgd lr=0.1", "item_id=row_wise_adagrad"), "per_layer": ("interaction=adagrad lr=0.01",)},

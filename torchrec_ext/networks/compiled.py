@@ -90,10 +90,10 @@ class CompiledStep:
             raise StackError("clip_norm: a compiled step has no limit of the gradient's norm; set optimizer.clip_norm=0")
         for group, moved, _ in self._entries:
             choice = group["choice"]
-            if choice.kind != "adam" or choice.weight_decay:
+            if choice.kind != "adam" or choice.weight_decay or choice.l2:
                 raise StackError(
-                    f"'{moved.name}' is moved by {choice.kind} with weight_decay={choice.weight_decay}: only adam without decay is "
-                    "compiled"
+                    f"'{moved.name}' is moved by {choice.kind} with weight_decay={choice.weight_decay} and l2={choice.l2}: only "
+                    "adam without either is compiled"
                 )
             if not moved.is_table and moved.name != next(iter(self._stack.dense)):
                 raise StackError(f"'{moved.name}' has settings of its own: a compiled step moves all dense layers alike")
