@@ -29,6 +29,7 @@ from torchrec_ext.distributed.tables import collections, initialise_tables, tabl
 from torchrec_ext.distributed.tower_costs import tower_costs
 
 _WARM_UP = 2  # steps that fill the pipeline
+_SECONDS = 0.25  # of whole steps, which candidates are chosen by
 
 
 def measure(
@@ -108,7 +109,7 @@ def trial(
     sharded, moved = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
     pipeline = TrainPipelineSparseDist(sharded, moved, runtime.device, execute_all_batches=True)
     endless = _again(sample.batch)
-    watch = Stopwatch(runtime)
+    watch = Stopwatch(runtime, seconds=_SECONDS)
     sharded.train()
     for _ in range(_WARM_UP):
         pipeline.progress(endless)
