@@ -227,6 +227,7 @@ def test_a_clock_that_is_ahead_is_found_within_the_error(real: tuple[list[Any], 
     [
         (6, 10, "trace_steps=6: the run has 10 steps, of which the first 5 are not traced; trace 5 or fewer"),
         (1, 4, "train for longer"),
+        (101, 1000, "trace_steps=101: must be 100 or fewer"),
     ],
 )
 def test_more_steps_than_the_run_has_are_refused(traced: int, steps: int, why: str) -> None:

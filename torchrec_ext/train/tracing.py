@@ -22,6 +22,7 @@ from torchrec_ext.train.spans import TOWER
 from torchrec_ext.train.timeline import RankTrace, Timeline
 
 SKIP = 5  # steps before it: the pipeline fills, buffers are made
+MOST = 100
 _ROUNDS = 10
 
 
@@ -86,11 +87,15 @@ class StepTrace:
 
 
 def check_fits(traced: int, steps: int) -> None:
-    """Refuses to trace more steps than a run has after the first few.
+    """Refuses to trace more steps than a run has after the first few, or than rank 0 can hold of all ranks.
 
     Raises:
         ValueError: it is so.
     """
+    if traced > MOST:
+        raise ValueError(
+            f"train.trace_steps={traced}: must be {MOST} or fewer; each takes about half a MB of the timeline per rank"
+        )
     if traced and SKIP + traced > steps:
         remedy = f"trace {steps - SKIP} or fewer" if steps > SKIP else "train for longer"
         raise ValueError(
