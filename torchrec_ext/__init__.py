@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from torchrec_ext.distributed.parallel import hybrid_parallel
     from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
     from torchrec_ext.distributed.runtime import Runtime
+    from torchrec_ext.models.affinity import affinity
     from torchrec_ext.models.bst import bst
     from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.ncf import ContextualNCF
+    from torchrec_ext.models.partition import partition
     from torchrec_ext.models.retrieval import RetrievalModel
     from torchrec_ext.models.session_model import NextItemModel
     from torchrec_ext.models.tower_model import TowerModel, two_tower
+    from torchrec_ext.modules.compression import Compression
     from torchrec_ext.modules.session_tower import SessionTower
     from torchrec_ext.modules.tower import Tower
     from torchrec_ext.schema import BatchSchema
@@ -31,6 +34,7 @@ _EXPORTS: dict[str, str] = {
     "ArrowSource": "torchrec_ext.data.source",
     "BatchSchema": "torchrec_ext.schema",
     "ChunkLoader": "torchrec_ext.data.loader",
+    "Compression": "torchrec_ext.modules.compression",
     "ContextualNCF": "torchrec_ext.models.ncf",
     "LoaderConfig": "torchrec_ext.data.loader_config",
     "MultiTaskModel": "torchrec_ext.models.multi_task",
@@ -44,9 +48,11 @@ _EXPORTS: dict[str, str] = {
     "Tower": "torchrec_ext.modules.tower",
     "TowerBatch": "torchrec_ext.batch",
     "TowerModel": "torchrec_ext.models.tower_model",
+    "affinity": "torchrec_ext.models.affinity",
     "bst": "torchrec_ext.models.bst",
     "explain": "torchrec_ext.distributed.explain",
     "hybrid_parallel": "torchrec_ext.distributed.parallel",
+    "partition": "torchrec_ext.models.partition",
     "plan_sharding": "torchrec_ext.distributed.planning",
     "two_tower": "torchrec_ext.models.tower_model",
 }
@@ -55,6 +61,7 @@ __all__ = [
     "ArrowSource",
     "BatchSchema",
     "ChunkLoader",
+    "Compression",
     "ContextualNCF",
     "LoaderConfig",
     "MultiTaskModel",
@@ -68,9 +75,11 @@ __all__ = [
     "Tower",
     "TowerBatch",
     "TowerModel",
+    "affinity",
     "bst",
     "explain",
     "hybrid_parallel",
+    "partition",
     "plan_sharding",
     "two_tower",
 ]
