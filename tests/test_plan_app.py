@@ -77,6 +77,7 @@ def test_a_table_too_large_for_the_gpus_goes_to_the_hosts_where_they_may(capsys:
     assert "8 rank(s) have 6.80 GiB for them each" in told
     assert f"at least {math.ceil(300e6 * (64 * 4 + 4) / (6.8 * 2**30))} ranks of this size" in told
     assert "sgd, fp16 tables" in told
+    assert told.rstrip().endswith("--sharding and --optimizer what is asked of it")
     assert "Traceback" not in told
     assert main([*flags[:2], "--world-size", "16", "--hbm", "8", "--ddr", "0", "--sharding", "row_wise"]) == 0
 

@@ -86,7 +86,9 @@ def run(options: argparse.Namespace, job: Job | None) -> int:
     try:
         draft, ranks = asked.draft(asked.plan)
     except PlanError as error:
-        raise PlanError(f"{error}\n\n{alternatives_text(compare(foresee, {}), asked.plan.sharding)}") from None
+        others = alternatives_text(compare(foresee, {}), asked.plan.sharding)
+        flags = "--world-size, --hbm and --ddr say what there is; --sharding and --optimizer what is asked of it"
+        raise PlanError(f"{error}\n\n{others}\n{flags}") from None
     alternatives = compare(foresee, {asked.plan.sharding: ranks})
     text = "\n\n".join(
         [

@@ -139,6 +139,16 @@ def test_what_does_not_fit_is_refused_with_its_reason_and_the_next_is_taken() ->
 
 
 @unit
+def test_a_placement_that_cannot_be_tried_is_refused_with_its_reason() -> None:
+    def failing(one: Candidate) -> float:
+        raise PlanError("table 'a': 4 columns cannot be split over 2 ranks\nand more")
+
+    decision = choose(APART, "column_wise", try_out=failing, fits=lambda one: "")
+    assert decision.taken.towers == "data_parallel"
+    assert decision.candidates[-1].refused == "table 'a': 4 columns cannot be split over 2 ranks"
+
+
+@unit
 def test_towers_that_cannot_be_placed_are_told() -> None:
     decision = chosen(measured(), refused="the towers user and item share table 'item'")
     assert [one.towers for one in decision.candidates] == ["data_parallel", "tower_parallel"]

@@ -234,7 +234,7 @@ def choose(
         found: on these ranks.
         sharding: of the tables of towers that are placed apart.
         refused: why towers cannot be placed; nothing where they can.
-        try_out: ms of a step of a candidate on a sample of the model.
+        try_out: ms of a step of a candidate on a sample of the model; a ValueError where there is none.
         fits: why there is no plan for a candidate with the whole model, or nothing.
         tried: how many of the placements that the cost model foresees to be fastest are tried.
 
@@ -247,7 +247,7 @@ def choose(
     for place, text in enumerate(placed):
         one = Candidate(towers=text, sharding=sharding, parts=parts[text])
         hopeful = place < tried and one.ms < _HOPELESS * min(found.steps.values())
-        candidates.append(dataclasses.replace(one, trial_ms=try_out(one)) if hopeful else one)
+        candidates.append(_tried(one, try_out) if hopeful else one)
     if refused:
         candidates.append(Candidate(towers="tower_parallel", sharding=sharding, refused=refused))
     candidates.sort(key=_order)
@@ -259,6 +259,14 @@ def choose(
     else:
         raise PlanError(candidates[0].refused)
     return Decision(candidates=sorted(candidates, key=_order), found=found)
+
+
+def _tried(one: Candidate, try_out: Callable[[Candidate], float]) -> Candidate:
+    """With the ms of a step, or why there is no such step; on every rank alike."""
+    try:
+        return dataclasses.replace(one, trial_ms=try_out(one))
+    except ValueError as error:
+        return dataclasses.replace(one, refused=str(error).splitlines()[0])
 
 
 def _order(one: Candidate) -> tuple[bool, bool, float]:
