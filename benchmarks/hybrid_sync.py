@@ -57,6 +57,7 @@ def rows(options: Options) -> Iterator[Row]:
     seconds = on_ranks(speeds, 2, options)[0]
     alone, together = (1 / seconds[name] for name in _IN_TURN)
     rate = POSITIVES * 5 * alone
+    print(", ".join(f"{name} {1e3 * took:.2f} ms a step" for name, took in seconds.items()), file=sys.stderr, flush=True)
     alone_reached = on_ranks(qualities, 1, {"one process": SyncConfig()}, options)[0]["one process"]
     reached = on_ranks(qualities, 2, MODES, options)[0]
     ceiling = 2 * together / alone
