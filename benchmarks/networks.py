@@ -139,14 +139,15 @@ def stacked(networks: Mapping[str, nn.Module], batches: list[TowerBatch], *, com
     return lambda: whole(batches)
 
 
-def side_by_side(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The median seconds of each, all in turn."""
+def side_by_side(sides: Mapping[str, Callable[[], object]], repeats: int, inner: int = 5) -> dict[str, float]:
+    """The median seconds of a step of each, ``inner`` in a row as in training, all sides in turn."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):  # the first round warms up, and compiles
         for name, call in sides.items():
             start = CLOCK()
-            call()
-            times[name].append(CLOCK() - start)
+            for _ in range(inner):
+                call()
+            times[name].append((CLOCK() - start) / inner)
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
