@@ -56,7 +56,7 @@ def ncf() -> Job:
         model=NCFConfig(),
         data=DataConfig(name="ml-1m-ncf", history_length=0),
         optimizer=OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=2e-3),
-        train=TrainConfig(epochs=12, eval_every=4),
+        train=TrainConfig(epochs=15, eval_every=5),
     )
 
 
