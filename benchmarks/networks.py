@@ -24,7 +24,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,9 +42,7 @@ from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.networks.compiled import CompiledStep
 from torchrec_ext.networks.optimizer import StackedOptimizer
 from torchrec_ext.networks.stack import Stack
-from torchrec_ext.networks.training import Member, train_stack
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.loop import TrainConfig
 
 USERS, ITEMS, CONTEXT, MEMBERS, POSITIVES, NEGATIVES = 654, 1_127, 21, 8, 256, 4
 COLUMNS = [f"c{place}" for place in range(CONTEXT)]
@@ -196,37 +193,47 @@ def tower() -> TowerModel:
     return two_tower(tables[:1], tables[1:], user_dense=COLUMNS, tower_widths=(64, 32), top_widths=(32,), shared=("user",))
 
 
-def epoch(model: TowerModel, rows: Any) -> Callable[[], None]:
-    config = TrainConfig(epochs=1, log_every=10**6)
-    return lambda: train_stack({"a": Member(network=model, loader=rows, optimizer=ADAM, train=config)}) and None
+def trained(model: TowerModel) -> Callable[[int], None]:
+    """From a number of steps to training as long, on batches that a loader of its own builds meanwhile."""
+    stack = Stack({"a": model})
+    optimizer = StackedOptimizer(stack, {"a": ADAM})
+    stream = itertools.chain.from_iterable(itertools.repeat(loader(model, 200 * POSITIVES, USERS, ITEMS)))
+
+    def train(steps: int) -> None:
+        for batch in itertools.islice(stream, steps):
+            stack.backward([batch])
+            optimizer.step()
+
+    return train
 
 
 def two_sides(runtime: Runtime, repeats: int, steps: int) -> dict[str, float]:
     """Seconds of this rank: of both networks in turn on rank 0, of both on each rank at once, of one on each."""
-    networks = [tower(), ours()]
-    probes = [epoch(copy.deepcopy(net), loader(net, steps * POSITIVES, USERS, ITEMS)) for net in networks]
+    train = [trained(tower()), trained(ours())]
     times = []
-    for probe in probes:
-        probe()
+    for network in train:
+        network(3)  # traces it
         start = time.perf_counter()
-        probe()
+        network(steps)
         times.append(time.perf_counter() - start)
     both = torch.tensor(times)
     torch.distributed.broadcast(both, src=0)
     ratio = float(both[0] / both[1])  # as many more steps of the faster as make both last as long
     counts = [steps, max(1, round(steps * ratio))] if ratio > 1 else [max(1, round(steps / ratio)), steps]
-    one, other = (epoch(net, loader(net, count * POSITIVES, USERS, ITEMS)) for net, count in zip(networks, counts, strict=True))
 
     def in_sequence() -> None:
-        one()
-        other()
+        for network, count in zip(train, counts, strict=True):
+            network(count)
+
+    def own() -> None:
+        train[runtime.rank](counts[runtime.rank])
 
     def nothing() -> None: ...
 
     sides = {
         "in sequence": in_sequence if runtime.rank == 0 else nothing,
         "never talk": in_sequence,
-        "at the same time": one if runtime.rank == 0 else other,
+        "at the same time": own,
     }
     return in_turn(sides, repeats, 1)
 
