@@ -86,7 +86,9 @@ class Results:
 def _same(kept: Any, now: Any) -> bool:
     if not isinstance(now, dict):
         return bool(kept == now)
-    return isinstance(kept, dict) and all(name in now and now[name] == value for name, value in kept.items())
+    # How often a run is evaluated changes it only where an evaluation may end it.
+    silent = () if now.get("train.early_stop.metric") else ("train.eval_every",)
+    return isinstance(kept, dict) and all(name in silent or (name in now and now[name] == value) for name, value in kept.items())
 
 
 def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:

@@ -101,4 +101,7 @@ def test_other_defaults_make_another_run_and_a_setting_of_a_later_version_does_n
     assert kept.find({"id": "Q", "settings": {"train.epochs": 2, "train.new": 0}})
     assert not kept.find({"id": "Q", "settings": {"train.epochs": 3}})
     assert not kept.find({"id": "Q", "settings": {"train.passes": 2}}), "a setting that is gone"
+    kept.add({"id": "looked at", "settings": {"train.eval_every": 4}})
+    assert kept.find({"id": "looked at", "settings": {"train.eval_every": 5, "train.early_stop.metric": ""}})
+    assert not kept.find({"id": "looked at", "settings": {"train.eval_every": 5, "train.early_stop.metric": "auc"}})
     assert quality.settings("ncf", ["train.epochs=2"])["train.epochs"] == 2
