@@ -166,6 +166,8 @@ def _quieten_libraries() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
         for category in (FutureWarning, DeprecationWarning, UserWarning):
             warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
+    # Of DDP to its caller, which is this package: the argument it would have is not there before torch 2.13.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec_ext\.")
 
 
 def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> Path:
