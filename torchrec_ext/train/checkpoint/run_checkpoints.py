@@ -113,9 +113,9 @@ class RunCheckpoints:
 
     A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. Kept are weights,
     optimizer rows and counts, the loader's place, the random states of each rank (dropout), records and early stopping; schedules
-    follow from the step. On another number of ranks each rank draws its dropout anew. Two things are not bit for bit: captured steps
-    (``train.compile``) equal eager ones to rounding, and a resumed run makes its first ones eager; under local SGD and DiLoCo the
-    first step after a resume is taken together, with rank 0's optimizer state on every rank and no outer momentum.
+    follow from the step. On another number of ranks each rank draws its dropout anew. Not bit for bit are two things: captured
+    steps (``train.compile``) equal eager ones to rounding, and a resumed run makes its first ones eager; under local SGD and DiLoCo
+    the first step after a resume is taken together, with rank 0's optimizer state on every rank and no outer momentum.
 
     Args:
         checkpointer: where they are.
