@@ -84,8 +84,9 @@ class HybridOptimizer(CombinedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Moves replicated tables and dense layers, and hands the kernels the learning rates of the sharded tables.
 
-        A step that :attr:`leave_out` asks for, because no backward preceded it, moves nothing. While :attr:`apart` a gradient that is not finite is kept as :attr:`fault` and moves nothing: the other ranks do not know of
-        it yet, and would wait for one that left.
+        A step that :attr:`leave_out` asks for, because no backward preceded it, moves nothing. While :attr:`apart` a gradient that
+        is not finite is kept as :attr:`fault` and moves nothing: the other ranks do not know of it yet, and would wait for one that
+        left.
 
         Raises:
             GradientNotFiniteError: on the CPU, where looking costs no wait; elsewhere :attr:`gradient_norm` says it.
