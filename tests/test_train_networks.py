@@ -216,6 +216,7 @@ def test_a_stacked_member_has_the_losses_and_figures_that_it_has_alone(tmp_path:
 
 
 @pytest.mark.launch
+@pytest.mark.slow
 def test_networks_of_different_shapes_train_at_the_same_time_on_groups_of_ranks(tmp_path: Path) -> None:
     flags = ["--member=a:train.seed=1", "--member=b:train.seed=2", "--member=wide:model.tower_widths=16", "--groups=a+b:0,wide:1-2"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "-m", "torchx_apps.train_networks"]

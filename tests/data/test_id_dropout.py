@@ -258,6 +258,7 @@ def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float,
     return recall(ids[new[1:]]), recall(ids[~new[1:]]), missed
 
 
+@pytest.mark.slow
 def test_an_item_never_seen_is_ranked_by_its_features() -> None:
     """Half of them have the right colour, so chance is a recall of .5, and that is what ids alone reach; the best is 1."""
     (without, trained, _), *_ = run_ranks(recall_of_unseen_items, 2, 0.0, timeout_s=300)

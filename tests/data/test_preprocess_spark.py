@@ -57,6 +57,7 @@ def test_both_engines_agree_on_every_value(session: Any, tmp_path: Path) -> None
     assert session.conf.get("spark.sql.session.timeZone") == "Asia/Tokyo", "the session's settings are its owner's"
 
 
+@pytest.mark.slow
 def test_spark_writes_row_groups_and_checksums_and_refuses_missing_values(session: Any, tmp_path: Path) -> None:
     rows = random_rows(200, seed=3)
     steps = Preprocessor([Categorify(column="item"), Normalize(column="price")])

@@ -257,7 +257,10 @@ def ranks_of(world_size: int) -> dict[Case, list[dict[str, Any]]]:
     return {case: [rank[place] for rank in found] for place, case in enumerate(CASES[world_size])}
 
 
-WITH_SGD = [(size, case) for size, cases in CASES.items() for case in cases if case.optimizer is SGD]
+SLOW_FROM_4: dict[int, list[pytest.MarkDecorator]] = {1: [], 2: [], 4: [pytest.mark.slow]}
+WITH_SGD = [
+    pytest.param(size, case, marks=SLOW_FROM_4[size]) for size, cases in CASES.items() for case in cases if case.optimizer is SGD
+]
 
 
 @pytest.mark.parametrize(("world_size", "case"), WITH_SGD)
@@ -279,7 +282,8 @@ def test_a_placed_tower_embeds_rows_that_ranks_have_unequal_numbers_of(world_siz
 
 
 @pytest.mark.parametrize(
-    ("world_size", "case"), [(size, case) for size in (2, 4) for case in CASES[size] if case.optimizer is MANY]
+    ("world_size", "case"),
+    [pytest.param(size, case, marks=SLOW_FROM_4[size]) for size in (2, 4) for case in CASES[size] if case.optimizer is MANY],
 )
 def test_every_optimizer_moves_placed_towers_as_it_moves_the_flat_model(world_size: int, case: Case) -> None:
     """One norm of the gradient is limited, although no rank has all of it; settings by tower hold on ranks without the tower."""
@@ -290,7 +294,7 @@ def test_every_optimizer_moves_placed_towers_as_it_moves_the_flat_model(world_si
     close(whole(ranks, "shards") | one(ranks, "dense"), whole(flat, "shards") | one(flat, "dense"), 1e-4)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_towers_are_pipelined_and_the_state_is_that_of_the_unsharded_model(world_size: int) -> None:
     for case, ranks in ranks_of(world_size).items():
         for rank in ranks:

@@ -163,6 +163,7 @@ def test_an_id_out_of_range_on_one_rank_is_the_last_line_once(folder: Path) -> N
     assert last.endswith("enlarge num_embeddings, fix the data, or set out_of_range='oov' to use row 0 for them")
 
 
+@pytest.mark.slow
 def test_a_table_that_does_not_fit_is_refused_once_and_in_numbers(folder: Path) -> None:
     flags = ["--set", "data.name=planted", "--set", "plan.memory_gb=0.0001"]
     text = failed(folder, *flags, told="no sharding plan fits: tables with optimizer state need ")
@@ -180,6 +181,7 @@ def test_a_truncated_file_is_named_in_the_last_line_once(folder: Path) -> None:
     assert last.startswith(f"rank 0: {file}: starts as parquet, but ")
 
 
+@pytest.mark.slow
 def test_a_bug_on_one_rank_ends_with_its_traceback_once(folder: Path) -> None:
     done = torchx_run(folder, "rec.train.hybrid", "--recipe", "my_recipe.py:bugged")
     lines = done.stderr.splitlines()

@@ -210,6 +210,7 @@ def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.slow
 def test_a_compiled_run_is_the_run_without() -> None:
     same_runs(run_ranks(runs, 1, inductor, timeout_s=900)[0])
 

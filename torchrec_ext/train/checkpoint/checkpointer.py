@@ -83,11 +83,12 @@ class Checkpointer:
             running.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Waits, ends the thread, and lets other jobs write into the folder."""
         try:
             self.wait()
         finally:
             self._thread.shutdown()
+            self.folder.unlock()
 
     def mark_best(self, step: int, figures: Mapping[str, Any]) -> None:
         """Keeps the checkpoint of ``step`` however many follow it, in place of the one marked before."""

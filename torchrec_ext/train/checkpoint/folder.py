@@ -110,7 +110,7 @@ class CheckpointFolder:
         return None
 
     def lock(self) -> None:
-        """Keeps other jobs from writing here until this process ends; an object store offers no lock.
+        """Keeps other jobs from writing here until :meth:`unlock` or the end of this process; an object store offers no lock.
 
         Raises:
             CheckpointError: another process holds it, or the folder cannot be written.
@@ -135,6 +135,12 @@ class CheckpointFolder:
         held.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         held.flush()
         self._lock = held
+
+    def unlock(self) -> None:
+        """Lets other jobs write here."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _found(self) -> list[tuple[str, int, bool]]:
         """(name, step, whether it is whole) of everything that was begun here."""
