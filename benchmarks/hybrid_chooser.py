@@ -111,6 +111,7 @@ def batches(shape: Shape, made: TowerModel, runtime: Runtime, count: int = 4) ->
             {f"{side}{place}": bags(size, height) for side, sizes, height in sides for place, size in enumerate(sizes)},
             labels=torch.rand(rows, generator=generator).round(),
             index=shape.repeats if shape.repeats > 1 else None,
+            shared_rows=torch.arange(rows // shape.repeats) if shape.repeats > 1 else None,
         )
         for _ in range(count)
     ]

@@ -162,6 +162,7 @@ def stacked_eager(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def stacked_compiled(options: argparse.Namespace) -> Iterator[Row]:
+    torch._dynamo.config.recompile_limit = 8 * (options.members + 1)  # one code is compiled for each network
     batches = [drawn(seed)[1] for seed in range(options.members)]
     networks = {str(seed): ours() for seed in range(options.members)}
     alone = [
