@@ -84,7 +84,7 @@ IN_BATCH = (
         ("two_tower", IN_BATCH),
         pytest.param("two_tower", (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2"), marks=pytest.mark.slow),
         pytest.param("two_tower", (*IN_BATCH, "model.share_items=true"), marks=pytest.mark.slow),
-        ("two_tower", ("model.share_items=true", "train.epochs=5")),
+        pytest.param("two_tower", ("model.share_items=true", "train.epochs=5"), marks=pytest.mark.slow),
     ],
 )
 def test_tastes_are_found(recipe: str, overrides: tuple[str, ...]) -> None:

@@ -196,6 +196,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_stacked_member_has_the_losses_and_figures_that_it_has_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vary = ["--vary=train.seed=0,1", "--vary=model.dropout=0,0.3"]
     for stack in ("require", "never"):

@@ -49,6 +49,7 @@ def exact(runtime: Runtime, *columns: Tensor) -> dict[str, float]:
     return classification_metrics(*share(runtime, *columns), runtime)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_exact_auc_counts_pairs_of_all_ranks_and_no_padding() -> None:
     expected = by_pairs(*rows())
     for world_size in (1, 2):

@@ -138,10 +138,10 @@ def assert_loaded(source: str, target: str, saved: Any, loaded: Any) -> None:
 
 def test_any_plan_loads_into_any_other(tmp_path: Path) -> None:
     count = 0
-    for pair in pairs(tmp_path, (1, 2), ("row_wise", "column_wise", "data_parallel"), ("row_wise_adagrad",)):
+    for pair in pairs(tmp_path, (1, 2), ("column_wise", "data_parallel"), ("row_wise_adagrad",)):
         assert_loaded(*pair)
         count += 1
-    assert count == 6 * 6
+    assert count == 4 * 4
 
 
 @pytest.mark.slow
