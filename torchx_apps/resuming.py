@@ -11,7 +11,7 @@ from types import FrameType
 
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder
-from torchrec_ext.train.checkpoint.reading import damage
+from torchrec_ext.train.checkpoint.reading import damage, newest_good
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchrec_ext.train.checkpoint.together import Together
 
@@ -74,12 +74,8 @@ def find_checkpoint(flag: str, place: str, together: Together) -> str:
         CheckpointError: there is none, or it is damaged.
     """
     for root in (place, f"{place.rstrip('/')}/{CHECKPOINTS}"):
-        folder = CheckpointFolder(root)
-        for step in together.on_main(folder.steps):
-            if (wrong := damage(folder.path(step), together)) is None:
-                return folder.path(step)
-            if together.rank == 0:
-                print(f"checkpoint step {step}: {wrong}; the one before it is used")
+        if (path := newest_good(CheckpointFolder(root), together)) is not None:
+            return path
     wrong = damage(place, together)
     if wrong is not None:
         raise CheckpointError(f"{flag}{place}: {wrong}; give a run folder, or a checkpoint in one")

@@ -20,9 +20,9 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import manifest
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.parts import Parts, SavePlanner, State
-from torchrec_ext.train.checkpoint.reading import damage
+from torchrec_ext.train.checkpoint.reading import newest_good
 from torchrec_ext.train.checkpoint.restoring import load
-from torchrec_ext.train.checkpoint.state import ModelState, RowState
+from torchrec_ext.train.checkpoint.state import ModelState
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, writer
 from torchrec_ext.train.checkpoint.together import Together
 
@@ -69,9 +69,8 @@ class Checkpointer:
             "world_size": self._runtime.world_size,
             "tables": state.tables,
             "paths": state.paths,
-            "layers": self._layers(state),
-            "row_parts": {name: list(own.widths) for name, own in self._row_states(state).items()},
             "content": content or {},
+            **self._of_all_ranks(state),
         }
         self._running = self._thread.submit(self._write, step, copies, described)
 
@@ -104,13 +103,7 @@ class Checkpointer:
         Args:
             say: called on rank 0 with a line for each newer one that is damaged.
         """
-        for step in self.together.on_main(self.folder.steps):
-            path = self.folder.path(step)
-            if (wrong := damage(path, self.together)) is None:
-                return path
-            if self._runtime.is_main:
-                say(f"checkpoint step {step}: {wrong}; the one before it is used")
-        return None
+        return newest_good(self.folder, self.together, say)
 
     def load(self, path: str, state: ModelState, extra: State | None = None) -> dict[str, Any]:
         """Writes the checkpoint of a run into its model, whatever plan and ranks it was saved with; see :func:`load`."""
@@ -180,24 +173,20 @@ class Checkpointer:
                 for name, held in state.items()
             }
 
-    def _layers(self, state: ModelState) -> list[str]:
-        """Paths of the parameters and buffers of all ranks that are of no table."""
-        own = [name.removeprefix("dense.") for name in state.tensors if name.startswith("dense.") and "@" not in name]
-        return sorted({name for names in self.together.gathered(own) for name in names})
-
-    def _row_states(self, state: ModelState) -> dict[str, Any]:
-        """Those of all ranks: one that holds no part of a table has none of it."""
-        return {name: own for ranks in self.together.gathered(_without_tensors(state)) for name, own in ranks.items()}
+    def _of_all_ranks(self, state: ModelState) -> dict[str, Any]:
+        """What a rank that holds no part of a table or a layer does not know: paths of layers, and parts of columns."""
+        layers = [name.removeprefix("dense.") for name in state.tensors if name.startswith("dense.") and "@" not in name]
+        ranks = self.together.gathered((layers, {name: list(own.widths) for name, own in state.row_states.items()}))
+        return {
+            "layers": sorted({name for own, _ in ranks for name in own}),
+            "row_parts": {name: widths for _, own in ranks for name, widths in own.items()},
+        }
 
 
 def _stand_back() -> None:
     """Has the thread that writes take what the training leaves of the processor; Linux gives threads priorities of their own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-def _without_tensors(state: ModelState) -> dict[str, Any]:
-    return {name: RowState(own.widths, own.rows) for name, own in state.row_states.items()}
 
 
 def _bytes(state: State) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -9,6 +10,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchrec_ext.train.checkpoint import manifest
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 from torchrec_ext.train.checkpoint.together import Together
 
@@ -39,6 +41,23 @@ def damage(path: str, together: Together) -> str | None:
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         found = str(error)
     return next((each for each in together.gathered(found) if each), None)
+
+
+def newest_good(folder: CheckpointFolder, together: Together, say: Callable[[str], None] = print) -> str | None:
+    """The newest checkpoint of a folder without damage, the same on every rank; None where there is none.
+
+    Args:
+        folder: of checkpoints.
+        together: all ranks call it.
+        say: called on rank 0 with a line for each newer one that is damaged.
+    """
+    for step in together.on_main(folder.steps):
+        path = folder.path(step)
+        if (wrong := damage(path, together)) is None:
+            return path
+        if together.rank == 0:
+            say(f"checkpoint step {step}: {wrong}; the one before it is used")
+    return None
 
 
 def _bytes(where: str, hint: str = "") -> bytes:
