@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -97,6 +97,40 @@ def die_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    """Runs an app, as a rank of torchrun or by itself, and turns whatever happens into an exit code, told once.
+
+    Args:
+        app: from flags to an exit code.
+        argv: the flags; the command line when None.
+
+    Returns:
+        The app's own, 1 after an error, 130 after Ctrl-C.
+    """
+    try:
+        return _as_a_rank(app, argv) if "TORCHELASTIC_RUN_ID" in os.environ else app(argv)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from torchx_apps import failures
+
+        # Under torchrun the agent prints the error: told here too, it would stand there once per rank.
+        if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            print(failures.describe(error), file=sys.stderr)
+        return 1
+
+
+def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    # Before torch is imported, which takes seconds. Not for a rank started by hand: that one may outlive its shell.
+    die_with_parent()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from torchx_apps.failures import RankErrorHandler
+
+    return record(app, RankErrorHandler())(argv) or 0
 
 
 def _stop_when_orphaned() -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torchx_apps.agent import die_with_parent
+from torchx_apps.agent import exit_code
 from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
 from torchx_apps.members import MemberJob, differing, members_of, setting
 from torchx_apps.rank_groups import RankGroup, place
@@ -27,29 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when a member was trained, 1 when none was or a mistake was made, 130 after Ctrl-C.
     """
-    try:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            return _main_of_a_rank(argv)
-        return _train(argv)
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return 130
-    except Exception as error:
-        from torchx_apps import failures
-
-        # Under torchrun the agent prints the error: told here too, it would stand there once per rank.
-        if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            print(failures.describe(error), file=sys.stderr)
-        return 1
-
-
-def _main_of_a_rank(argv: Sequence[str] | None) -> int:
-    die_with_parent()  # before torch is imported, which takes seconds
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from torchx_apps.failures import RankErrorHandler
-
-    return record(_train, RankErrorHandler())(argv) or 0
+    return exit_code(_train, argv)
 
 
 def _train(argv: Sequence[str] | None) -> int:
