@@ -50,6 +50,10 @@ class SharedRows(_Fields):
     dense: Tensor
     index: Tensor
 
+    def spread(self, rows: Tensor) -> Tensor:
+        """(B, ...) from (Q, ...): of each row of the batch the shared one."""
+        return rows.index_select(0, self.index)  # not rows[index], whose backward adds number by number
+
 
 @dataclass
 class TowerBatch(_Fields):

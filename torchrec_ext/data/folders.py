@@ -86,6 +86,7 @@ def from_folder(
         dense=(*users[2], *items[2]),
         history_length=history_length,
         titles=items[3],
+        first_id=0,
         licence=licence,
         split=split,
         evaluation=evaluation,

@@ -39,6 +39,8 @@ class InteractionData:
         known: the pairs of ``train``: what negatives must avoid and an evaluation masks.
         liked: row u holds the items that user u rated 4 or higher before the test item, oldest first; for display.
         titles: by item id, or None.
+        categories: by item id the names of what it is one of, such as genres; or None.
+        first_id: what the files call user and item of row 1: their own ids are the rows' numbers, from there on.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible ranking where they are known (generated data), such as ``HR@10``.
         evaluation: how its publishers rank the held-out items.
@@ -54,6 +56,8 @@ class InteractionData:
     known: Pairs
     liked: Column
     titles: list[str] | None = None
+    categories: list[list[str]] | None = None
+    first_id: int = 1
     licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -91,6 +95,8 @@ def from_ratings(
     dense: tuple[str, ...],
     history_length: int,
     titles: list[str] | None = None,
+    categories: list[list[str]] | None = None,
+    first_id: int = 1,
     licence: str | None = None,
     split: Split | None = None,
     evaluation: Evaluation | None = None,
@@ -107,6 +113,8 @@ def from_ratings(
         dense: names of the dense columns.
         history_length: greatest length of a history.
         titles: by item id.
+        categories: by item id.
+        first_id: see :class:`InteractionData`.
         licence: what the publisher asks.
         split: of the ratings; :func:`leave_one_out` where not given.
         evaluation: see :class:`InteractionData`.
@@ -132,6 +140,8 @@ def from_ratings(
         known=Pairs(train["user_id"].values, train["item_id"].values),
         liked=Column.from_lengths(item[liked], np.bincount(user[liked], minlength=users.num_rows)),
         titles=titles,
+        categories=categories,
+        first_id=first_id,
         licence=licence,
         evaluation=evaluation or Evaluation(),
     )

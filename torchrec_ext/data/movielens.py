@@ -70,6 +70,9 @@ def movielens_100k(
         "genres": _genres(item_ids, movies["class"].values, size),
     }
     users = _users(people)
+    categories: list[list[str]] = [[]] * size
+    for item, text in zip(item_ids.tolist(), movies["class"].values, strict=True):
+        categories[item] = text.split()
     return from_ratings(
         name="ml-100k",
         ratings=ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings}),
@@ -88,6 +91,7 @@ def movielens_100k(
         dense=("age",),
         history_length=history_length,
         titles=titles,
+        categories=categories,
         licence=LICENCE,
         split=split,
         evaluation=evaluation,

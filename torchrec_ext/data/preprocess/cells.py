@@ -67,7 +67,7 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
 
     Args:
         name: of the column.
-        data: (B,) values, None for null; lists of them for a list column.
+        data: (B,) values, None for null, or an Arrow array of them; lists of them for a list column.
         raw: the raw type that the column had in fitting.
 
     Raises:
@@ -104,7 +104,7 @@ def _numpy(array: pa.Array, raw: str) -> Array:
 
 def _typed(data: Sequence[Any], raw: str) -> pa.Array:
     """The values in the type of the column. Arrow, asked for that type at once, would cut 1.5 to 1 and read the text "7" as 7."""
-    array = pa.array(data)
+    array = data if isinstance(data, pa.Array) else pa.array(data)
     wanted = arrow_type(raw)
     if array.type == wanted:
         return array

@@ -61,7 +61,16 @@ def load(folder: Path) -> FittedPreprocessor:
     text = _text(folder / _MAIN)
     if hashlib.sha256(text.encode()).hexdigest() != _text(folder / _SUM).strip():
         raise DataError(f"{folder / _MAIN}: does not fit {_SUM}: it was changed or damaged; save it again, or copy the folder anew")
-    main = json.loads(text)
+    try:
+        return _opened(folder, json.loads(text))
+    except DataError:
+        raise
+    except Exception as error:  # the digests fit: somebody wrote it by hand
+        kind = type(error).__name__
+        raise DataError(f"{folder / _MAIN}: is not that of a preprocessor ({kind}: {error}); save it again") from None
+
+
+def _opened(folder: Path, main: Any) -> FittedPreprocessor:
     if main.get("version") != VERSION:
         raise DataError(
             f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {VERSION}; fit it again, or install the "
