@@ -2,7 +2,7 @@
 
 import dataclasses
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -101,7 +101,7 @@ def test_placements_in_proportion_one_beside_it_and_mixed() -> None:
 
 def chosen(found: Measurements, fits: Callable[[Candidate], str] = lambda one: "", **options: Any) -> Decision:
     """The decision where a trial takes what the cost model foresees."""
-    return choose(found, "table_wise", try_out=lambda one: one.ms, fits=fits, **options)
+    return choose(found, "table_wise", try_out=lambda some: [one.ms for one in some], fits=fits, **options)
 
 
 @unit
@@ -140,8 +140,8 @@ def test_what_does_not_fit_is_refused_with_its_reason_and_the_next_is_taken() ->
 
 @unit
 def test_a_placement_that_cannot_be_tried_is_refused_with_its_reason() -> None:
-    def failing(one: Candidate) -> float:
-        raise PlanError("table 'a': 4 columns cannot be split over 2 ranks\nand more")
+    def failing(some: Sequence[Candidate]) -> list[float | str]:
+        return [one.ms if one.towers == "data_parallel" else "table 'a': 4 columns cannot be split over 2 ranks" for one in some]
 
     decision = choose(APART, "column_wise", try_out=failing, fits=lambda one: "")
     assert decision.taken.towers == "data_parallel"
@@ -160,9 +160,9 @@ def test_towers_that_cannot_be_placed_are_told() -> None:
 def test_only_the_most_hopeful_are_tried_and_what_was_not_is_not_taken() -> None:
     tried: list[str] = []
 
-    def slower(one: Candidate) -> float:
-        tried.append(one.towers)
-        return 3 * one.ms
+    def slower(some: Sequence[Candidate]) -> list[float | str]:
+        tried.extend(one.towers for one in some if one.towers != "data_parallel")
+        return [one.ms if one.towers == "data_parallel" else 3 * one.ms for one in some]
 
     light = cost(0.01, look_up=NOTHING)
     decision = choose(measured(light, light), "table_wise", try_out=slower, fits=lambda one: "", tried=1)

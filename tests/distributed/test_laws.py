@@ -1,19 +1,26 @@
 """Sharded equals unsharded, for every sharding type and number of ranks, over real gloo processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import fill_tables, initialise_tables
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.schema import Jagged
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
@@ -135,3 +142,59 @@ def test_filling_shards_writes_each_row_where_it_belongs(sharding: str) -> None:
     for name, value in state.items():
         if "embedding_bags" in name:
             torch.testing.assert_close(value, _numbered(0, *value.shape), rtol=0, atol=0)
+
+
+POOLINGS = {"a": PoolingType.MEAN, "b": PoolingType.MEAN, "c": PoolingType.SUM}
+
+
+def means_and_sums(device: torch.device) -> TowerModel:
+    tables = [
+        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=20, embedding_dim=16, pooling=pooling)
+        for name, pooling in POOLINGS.items()
+    ]
+    return TowerModel({"user": Tower(tables, (), device=device)}, TopMLP([48]))
+
+
+def pooled(model: TowerModel, vectors: Callable[[TowerBatch], list[Tensor]]) -> Tensor:
+    lengths = torch.tensor([1, 3, 2])
+    ids = {name: Jagged(torch.arange(6) + shift, lengths) for shift, name in enumerate(POOLINGS)}
+    with torch.no_grad():
+        return vectors(model.schema().assemble(ids, {}, labels=torch.zeros(3)))[0]
+
+
+def pooled_on_ranks(runtime: Runtime, plans: list[tuple[str, ...]]) -> list[Tensor]:
+    found = []
+    for tables in plans:
+        model = means_and_sums(META)
+        parallel, _ = hybrid_parallel(model, runtime, plan=plan_sharding(model, runtime, PlanConfig(tables=tables)), seed=3)
+        found.append(pooled(model, parallel.module.outputs))
+    return found
+
+
+def test_a_mean_beside_row_wise_tables_is_divided_once() -> None:
+    # TorchRec 1.8 alone divides the bags of every other table a second time where one row-wise table is pooled by MEAN.
+    model = means_and_sums(torch.device("cpu"))
+    initialise_tables(model, 3)
+    expected = pooled(model, model.outputs)
+    kinds = ("row_wise", "table_wise", "column_wise", "data_parallel")
+    plans = [tuple(f"{name}={kind}" for name, kind in zip("abc", chosen, strict=True)) for chosen in permutations(kinds, 3)]
+    for ranks in run_ranks(pooled_on_ranks, 2, plans):
+        for plan, vectors in zip(plans, ranks, strict=True):
+            torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5, msg=lambda text, plan=plan: f"{plan}: {text}")
+
+
+def refused_feature(runtime: Runtime) -> str:
+    one, other = (
+        EmbeddingBagConfig(name=name, feature_names=["a"], num_embeddings=20, embedding_dim=16, pooling=PoolingType.MEAN)
+        for name in ("one", "other")
+    )
+    model = TowerModel({"user": Tower([one, other], (), device=META)}, TopMLP([32]))
+    plan = plan_sharding(model, runtime, PlanConfig(tables=("one=row_wise", "other=table_wise")))
+    with pytest.raises(ValueError, match=r"one sharding type, as in plan\.tables=other=row_wise") as refusal:
+        hybrid_parallel(model, runtime, plan=plan)
+    return str(refusal.value)
+
+
+def test_a_feature_of_a_row_wise_mean_and_of_another_table_is_refused() -> None:
+    one, other = run_ranks(refused_feature, 2)
+    assert one == other

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.contracts import run_ranks
-from tests.examples import ITEMS, META, USERS, batches, small_model, table
+from tests.examples import META, USERS, batches, small_model, table
 from torchrec_ext.distributed import planning
 from torchrec_ext.distributed.explain import explain
 from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
@@ -82,11 +82,6 @@ def test_a_config_refuses_what_no_model_could_mean() -> None:
     [
         (lambda: small_model(META), "user:0,item:1", "rank 1, but the job has ranks 0 to 0"),
         (lambda: nn.Linear(2, 2), "tower_parallel", "plan.towers=tower_parallel: Linear has no Towers to place"),
-        (
-            lambda: two_tower([table("user_id", USERS), table("item", ITEMS)], [table("item", ITEMS)], device=META),
-            "user:0,item:0",
-            "the towers user and item share table 'item', which has one place, and so one set of ranks; give each a table of its",
-        ),
         (
             lambda: TowerModel({"user": Tower([table("bag", 9)], [4], weights={"bag": "ages"}, device=META)}, TopMLP([4], [4])),
             "user:0",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.chooser import EVERYWHERE, Candidate, Decision, choose
-from torchrec_ext.distributed.measure import measure, trial
+from torchrec_ext.distributed.measure import measure
 from torchrec_ext.distributed.measurements import Measurements
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.placement import PlacementError
@@ -17,6 +18,9 @@ from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sample import Sample
 from torchrec_ext.distributed.tower_planning import tower_placement
+from torchrec_ext.distributed.trials import Trials
+
+_SECONDS = 1.0  # of whole steps of each candidate that is tried
 
 
 def auto_plan(
@@ -62,16 +66,25 @@ def auto_plan(
     kinds: list[str] = [config.sharding]
     if config.sharding == "auto" and not planned(Candidate(towers=EVERYWHERE, sharding="table_wise")):
         kinds = ["table_wise", "auto"]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), Trials(runtime, optimizer) as trials:
         flat, sample = Sample.of(everywhere, batch), None if refused else Sample.of(model, batch)
-        found = measure(flat, sample, runtime, config, optimizer, kinds)
-        decision = choose(
-            found,
-            kinds[0],
-            refused=refused,
-            try_out=lambda one: trial(sample or flat, runtime, as_config(config, one), optimizer, found),
-            fits=lambda one: planned(one, found),
-        )
+        found = measure(flat, sample, runtime, config, optimizer, kinds, trials)
+
+        def try_out(some: Sequence[Candidate]) -> list[float | str]:
+            """Milliseconds of a step of each, tried in turn, or why there is none."""
+            told: list[float | str] = [""] * len(some)
+            for place, one in enumerate(some):
+                try:
+                    if one.towers != EVERYWHERE:  # those are there already
+                        trials.add(sample or flat, as_config(config, one), found)
+                except ValueError as error:
+                    told[place] = str(error).splitlines()[0]
+            able = [place for place, reason in enumerate(told) if not reason]
+            for place, ms in zip(able, trials.ms([as_config(config, some[place]) for place in able], _SECONDS), strict=True):
+                told[place] = ms
+            return told
+
+        decision = choose(found, kinds[0], refused=refused, try_out=try_out, fits=lambda one: planned(one, found))
     return as_config(config, decision.taken), decision
 
 

@@ -1,7 +1,7 @@
 """choose(): towers on every rank, apart or mixed, and their tables how: by measurements on the ranks of this job.
 
 A cost model foresees each candidate's step from :class:`Measurements`; the best that do not run the towers on every rank are then
-tried for a few steps, as those that do have been already, and the fastest is taken.
+tried, in turn with those that do, and the fastest is taken.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def choose(
     sharding: str,
     *,
     refused: str = "",
-    try_out: Callable[[Candidate], float],
+    try_out: Callable[[Sequence[Candidate]], Sequence[float | str]],
     fits: Callable[[Candidate], str],
     tried: int = 2,
 ) -> Decision:
@@ -234,7 +234,7 @@ def choose(
         found: on these ranks.
         sharding: of the tables of towers that are placed apart.
         refused: why towers cannot be placed; nothing where they can.
-        try_out: ms of a step of a candidate on a sample of the model; a ValueError where there is none.
+        try_out: ms of a step of each of some candidates on a sample of the model; why there is none in its place.
         fits: why there is no plan for a candidate with the whole model, or nothing.
         tried: how many of the placements that the cost model foresees to be fastest are tried.
 
@@ -243,11 +243,13 @@ def choose(
     """
     candidates = [Candidate(towers=EVERYWHERE, sharding=kind, trial_ms=ms) for kind, ms in found.steps.items()]
     parts = {str(one): foresee(one, found) for one in placements(found.towers, found.world_size)}
-    placed = sorted(parts, key=lambda one: parts[one].total)
-    for place, text in enumerate(placed):
-        one = Candidate(towers=text, sharding=sharding, parts=parts[text])
-        hopeful = place < tried and one.ms < _HOPELESS * min(found.steps.values())
-        candidates.append(_tried(one, try_out) if hopeful else one)
+    placed = [
+        Candidate(towers=text, sharding=sharding, parts=parts[text]) for text in sorted(parts, key=lambda one: parts[one].total)
+    ]
+    hopeful = [one for one in placed[:tried] if one.ms < _HOPELESS * min(found.steps.values())]
+    candidates += hopeful
+    candidates = [_tried(one, told) for one, told in zip(candidates, try_out(candidates), strict=True)]
+    candidates += placed[len(hopeful) :]
     if refused:
         candidates.append(Candidate(towers="tower_parallel", sharding=sharding, refused=refused))
     candidates.sort(key=_order)
@@ -261,12 +263,9 @@ def choose(
     return Decision(candidates=sorted(candidates, key=_order), found=found)
 
 
-def _tried(one: Candidate, try_out: Callable[[Candidate], float]) -> Candidate:
-    """With the ms of a step, or why there is no such step; on every rank alike."""
-    try:
-        return dataclasses.replace(one, trial_ms=try_out(one))
-    except ValueError as error:
-        return dataclasses.replace(one, refused=str(error).splitlines()[0])
+def _tried(one: Candidate, told: float | str) -> Candidate:
+    """With the ms of a step, or why there is no such step."""
+    return dataclasses.replace(one, refused=told) if isinstance(told, str) else dataclasses.replace(one, trial_ms=told)
 
 
 def _order(one: Candidate) -> tuple[bool, bool, float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 from torch import nn
-from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.placement import TowerPlan
@@ -111,11 +111,12 @@ def table_bytes(table: BaseEmbeddingConfig) -> int:
 
 
 def _planned(plan: ShardingPlan, model: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, ParameterSharding]]:
-    for path, collection in collections(model):
-        module_plan = plan.get_plan_for_module(path)
-        for table in table_configs(collection):
-            if module_plan and table.name in module_plan:
-                yield table, module_plan[table.name]
+    # By name: a plan may have other paths for tables that several towers share.
+    plans = [own for own in plan.plan.values() if isinstance(own, EmbeddingModuleShardingPlan)]
+    found = {name: sharding for own in plans for name, sharding in own.items()}
+    for table in (table for _, collection in collections(model) for table in table_configs(collection)):
+        if table.name in found:
+            yield table, found[table.name]
 
 
 def _shards(sharding: ParameterSharding) -> list[tuple[int, list[int], list[int]]]:

@@ -22,11 +22,12 @@ class GradientNotFiniteError(ValueError):
     Args:
         message: which, and where known on which rank.
         step: at which step, counted from 1; 0 for the one that raises it.
+        in_time: whether it was found before sharded tables were moved, too.
     """
 
-    def __init__(self, message: str, step: int = 0) -> None:
+    def __init__(self, message: str, step: int = 0, *, in_time: bool = False) -> None:
         super().__init__(message)
-        self.step = step
+        self.step, self.in_time = step, in_time
 
 
 class HybridOptimizer(CombinedOptimizer):
@@ -142,6 +143,13 @@ class HybridOptimizer(CombinedOptimizer):
                 else:
                     parameter.mul_(left)
 
+    def bad_gradients(self) -> list[str]:
+        """Parameters of this rank whose gradient is not finite."""
+        gradients = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
+        if torch.isfinite(get_total_norm(list(gradients.values()))):
+            return []
+        return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()] or list(gradients)
+
     def explain_gradient(self) -> str:
         """Which gradients are not finite; where ranks hold different towers, all ranks call it."""
         grads = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
@@ -171,8 +179,13 @@ def keyed_optimizers(
         own = {key: value for key, value in parameters.items() if choices[key].kind == kind}
         groups = _groups(own, choices)
         factory = choices[next(iter(own))].unfused()[0]
-        made.append((f"{name}_{kind}", KeyedOptimizerWrapper(own, lambda _, make=factory, groups=groups: make(groups))))
+        made.append((f"{name}_{kind}", KeyedOptimizerWrapper(own, lambda _, make=factory, groups=groups: _made(make, groups))))
     return made
+
+
+def _made(factory: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    # One kernel for all parameters: on a CPU torch would take each of them through ten.
+    return factory(groups, fused=True) if factory is torch.optim.Adam else factory(groups)  # type: ignore[call-arg]
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], choices: Mapping[str, Choice]) -> list[dict[str, Any]]:

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.measurements import Measurements, TowerCost
 from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer
-from torchrec_ext.distributed.parallel import dense_layers, hybrid_parallel
+from torchrec_ext.distributed.parallel import dense_layers
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sample import Sample, back, bags_for, values_of
@@ -27,9 +24,9 @@ from torchrec_ext.distributed.sharders import sharders
 from torchrec_ext.distributed.stopwatch import Stopwatch
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
 from torchrec_ext.distributed.tower_costs import tower_costs
+from torchrec_ext.distributed.trials import Trials
 
-_WARM_UP = 2  # steps that fill the pipeline
-_SECONDS = 0.25  # of whole steps, which candidates are chosen by
+_SECONDS = 0.25  # of whole steps, for the cost model
 
 
 def measure(
@@ -39,6 +36,7 @@ def measure(
     config: PlanConfig,
     optimizer: OptimizerConfig,
     shardings: Sequence[str],
+    trials: Trials,
 ) -> Measurements:
     """Every rank calls it at the same time and gets the same figures.
 
@@ -49,6 +47,7 @@ def measure(
         config: of the plan; sharding types for single tables count here too.
         optimizer: of tables and dense layers.
         shardings: sharding types for all tables; whole steps are run with each.
+        trials: gets those steps.
 
     Raises:
         PlanError: a table cannot be sharded so.
@@ -79,48 +78,10 @@ def measure(
         model = copy.deepcopy(flat.model)
         plan = str(plan_sharding(model, runtime, asked, optimizer=optimizer, batch_size=len(flat.batch), measured=found))
         if plan not in plans:  # what TorchRec's planner chooses may be what was asked for before
-            steps[kind] = trial(flat, runtime, asked, optimizer, found)
+            trials.add(flat, asked, found)
+            (steps[kind],) = trials.ms([asked], _SECONDS)
         plans.add(plan)
     return dataclasses.replace(found, steps=steps)
-
-
-def trial(
-    sample: Sample,
-    runtime: Runtime,
-    config: PlanConfig,
-    optimizer: OptimizerConfig,
-    measured: Measurements | None = None,
-) -> float:
-    """Ms of a whole step on a sample of the model, under the plan that ``config`` asks for; every rank calls it.
-
-    Args:
-        sample: of the model.
-        runtime: this process's place in the job.
-        config: the plan.
-        optimizer: of tables and dense layers.
-        measured: for the planner's cost model.
-
-    Raises:
-        PlanError: there is no such plan.
-    """
-    gc.collect()  # the tables of an earlier trial, which are in cycles
-    model = copy.deepcopy(sample.model)
-    plan = plan_sharding(model, runtime, config, optimizer=optimizer, batch_size=len(sample.batch), measured=measured)
-    sharded, moved = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
-    pipeline = TrainPipelineSparseDist(sharded, moved, runtime.device, execute_all_batches=True)
-    endless = _again(sample.batch)
-    watch = Stopwatch(runtime, seconds=_SECONDS)
-    sharded.train()
-    for _ in range(_WARM_UP):
-        pipeline.progress(endless)
-    found = watch.ms(lambda: pipeline.progress(endless))
-    pipeline.detach()
-    return found
-
-
-def _again(batch: TowerBatch) -> Iterator[TowerBatch]:
-    while True:
-        yield batch
 
 
 def _everywhere(config: PlanConfig, sharding: str) -> PlanConfig:

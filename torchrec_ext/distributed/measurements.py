@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec.distributed.planner.types import CollectiveType, GeneralizedCommsBandwidth
@@ -62,8 +62,43 @@ class TowerCost:
     optimizer: float
     dense_bytes: int
     row_bytes: float
-    pooled_bytes: int
-    out_bytes: int
+    pooled_bytes: float
+    out_bytes: float
+
+    @classmethod
+    def together(cls, costs: Sequence[TowerCost]) -> TowerCost:
+        """Of towers that run on the same ranks, as one tower with the rows of the first.
+
+        Example:
+            >>> from dataclasses import replace
+            >>> line = Line(fixed=1.0, each=0.5)
+            >>> one = TowerCost(
+            ...     rows=10, dense=line, look_up=line, optimizer=2, dense_bytes=8, row_bytes=4, pooled_bytes=16, out_bytes=4
+            ... )
+            >>> both = TowerCost.together([one, replace(one, rows=30)])
+            >>> both.rows, both.dense.at(10) == line.at(10) + line.at(30), both.row_bytes, both.optimizer
+            (10, True, 16.0, 4)
+        """
+        rows = costs[0].rows
+        ratios = [cost.rows / max(rows, 1) for cost in costs]
+
+        def line(lines: Iterable[Line]) -> Line:
+            pairs = list(zip(lines, ratios, strict=True))
+            return Line(fixed=sum(own.fixed for own, _ in pairs), each=sum(own.each * ratio for own, ratio in pairs))
+
+        def bytes_of(sizes: Iterable[float]) -> float:
+            return sum(size * ratio for size, ratio in zip(sizes, ratios, strict=True))
+
+        return cls(
+            rows=rows,
+            dense=line(cost.dense for cost in costs),
+            look_up=line(cost.look_up for cost in costs),
+            optimizer=sum(cost.optimizer for cost in costs),
+            dense_bytes=sum(cost.dense_bytes for cost in costs),
+            row_bytes=bytes_of(cost.row_bytes for cost in costs),
+            pooled_bytes=bytes_of(cost.pooled_bytes for cost in costs),
+            out_bytes=bytes_of(cost.out_bytes for cost in costs),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +112,7 @@ class Measurements:
         all_reduce: ms by bytes.
         steps: by sharding type, towers and dense layers on every rank, ms of a whole step on a sample of the model.
         looked_up: ms of this in the first of them for all tables, with their exchanges, forward, backward and optimizer.
-        towers: each by itself; none where the model has no towers that can be placed.
+        towers: each by itself, those that share tables as one (``user+item``); none where the model has none that can be placed.
         dense_bytes: of all dense gradients.
         memory_rate: bytes of tables that a look-up reads in a ms, forward.
     """

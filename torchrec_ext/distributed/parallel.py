@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_ext.distributed.choices import Choice
@@ -19,6 +19,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharded_adam import sharded_adams
 from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
+from torchrec_ext.distributed.tower_lookups import host_look_ups
 from torchrec_ext.distributed.tower_sharding import ShardedTowers, TowerSharder
 
 
@@ -57,6 +58,7 @@ def hybrid_parallel(
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
     layers = optimizer.for_layers(dense_layers(model))  # while all are there: a plan may leave this rank without some towers
+    host_look_ups(model, plan)
     placing = TowerSharder(timedelta(seconds=runtime.timeout_s))
     if table_copies > 1:
         refuse_unaveraged(model, plan, choices)
@@ -77,8 +79,8 @@ def dense_layers(model: nn.Module) -> list[str]:
 def _without_kernel(model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str) -> dict[str, Choice]:
     """The optimizers of the tables that the plan shards and no kernel moves; refuses what nothing moves."""
     tables = {table.name: table for _, collection in collections(model) for table in table_configs(collection)}
-    plans = [plan.get_plan_for_module(path) or {} for path, _ in collections(model)]
-    planned = {name: sharding.sharding_type for own in plans for name, sharding in own.items()}
+    plans = [own for own in plan.plan.values() if isinstance(own, EmbeddingModuleShardingPlan)]
+    planned = {name: sharding.sharding_type for own in plans for name, sharding in own.items() if name in tables}
     kinds = shardings([tables[name] for name in planned], choices, planned, device)
     sharded = {name: choices[name] for name, kind in kinds.items() if kind != "data_parallel"}
     return {name: choice for name, choice in sharded.items() if not has_kernel(choice.kind, device)}

@@ -59,6 +59,8 @@ class TowerPlacement:
     def parse(cls, text: str, towers: Sequence[str], world_size: int) -> TowerPlacement:
         """From ``user:0-1,item:2+4``: each tower with a rank or a range of ranks, or several joined by ``+``.
 
+        Towers of the same ranks may be joined likewise: ``user+item:0,place:1``.
+
         Raises:
             PlacementError: another form, or a tower that is not there, is placed twice, or not at all.
         """
@@ -150,16 +152,19 @@ def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
     Example:
         >>> parse_ranks("user:0-1,item:2")
         {'user': (0, 1), 'item': (2,)}
+    >>> parse_ranks("user+item:0,place:1")
+    {'user': (0,), 'item': (0,), 'place': (1,)}
     """
     ranks: dict[str, tuple[int, ...]] = {}
     for part in text.split(","):
-        tower, colon, places = part.strip().partition(":")
-        if not tower or not colon or not places:
-            given = f"gives the tower '{tower}' no rank" if tower else "names no tower"
-            raise PlacementError(f"{text!r} {given}; write {', '.join(PLACEMENTS)}, or ranks such as user:0-1,item:2+3")
-        if tower in ranks:
-            raise PlacementError(f"{text!r} places the tower '{tower}' twice; join its ranks with '+', as in {tower}:0+2")
-        ranks[tower] = tuple(sorted(_ranks(places, text)))
+        names, colon, places = part.strip().partition(":")
+        for tower in names.split("+"):
+            if not tower or not colon or not places:
+                given = f"gives the tower '{tower}' no rank" if tower else "names no tower"
+                raise PlacementError(f"{text!r} {given}; write {', '.join(PLACEMENTS)}, or ranks such as user:0-1,item:2+3")
+            if tower in ranks:
+                raise PlacementError(f"{text!r} places the tower '{tower}' twice; join its ranks with '+', as in {tower}:0+2")
+            ranks[tower] = tuple(sorted(_ranks(places, text)))
     return ranks
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -39,6 +40,10 @@ class Sample:
         for path, collection in list(collections(model)):
             parent, _, name = path.rpartition(".")
             setattr(made.get_submodule(parent), name, _smaller(collection, rows))
+        for module in made.modules():  # what towers say of their tables, too
+            for name, value in vars(module).items():
+                if isinstance(value, list) and value and all(isinstance(one, BaseEmbeddingConfig) for one in value):
+                    setattr(module, name, [_fewer(table, rows) for table in value])
         return cls(made, _below_in(batch, rows))
 
 
@@ -53,10 +58,12 @@ def _rows_of(model: nn.Module) -> int:
     return low
 
 
+def _fewer(table: BaseEmbeddingConfig, rows: int) -> BaseEmbeddingConfig:
+    return dataclasses.replace(table, num_embeddings=min(table.num_embeddings, rows))
+
+
 def _smaller(collection: nn.Module, rows: int) -> nn.Module:
-    tables: list[Any] = [
-        dataclasses.replace(table, num_embeddings=min(table.num_embeddings, rows)) for table in table_configs(collection)
-    ]
+    tables: list[Any] = [_fewer(table, rows) for table in table_configs(collection)]
     device = torch.device("meta")
     if isinstance(collection, EmbeddingBagCollection):
         bags: nn.Module = EmbeddingBagCollection(tables=tables, is_weighted=collection.is_weighted(), device=device)
@@ -94,12 +101,12 @@ def bags_for(features: Sequence[str], batch: TowerBatch) -> KeyedJaggedTensor | 
     return next((part for part in parts if part is not None and set(features) <= set(part.keys())), None)
 
 
-def resized(bags: KeyedJaggedTensor, features: Sequence[str], rows: int) -> KeyedJaggedTensor:
-    """``rows`` rows of the ``features`` alone: those of ``bags``, again from the first where there are too few."""
-    place = torch.arange(rows) % max(bags.stride(), 1)
+def resized(batch: TowerBatch, features: Sequence[str], rows: int) -> KeyedJaggedTensor:
+    """``rows`` rows of the ``features`` alone: those of ``batch``, again from the first where there are too few."""
     values, lengths = [], []
     for name in features:
-        own = bags[name]
+        own = batch.bags(name)
+        place = torch.arange(rows) % max(own.lengths().numel(), 1)
         ends = torch.cat([own.lengths().new_zeros(1), own.lengths().cumsum(0)])
         picked = own.lengths()[place]
         starts = ends[:-1][place].repeat_interleave(picked)

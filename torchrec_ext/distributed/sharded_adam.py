@@ -129,6 +129,7 @@ class _Moved(NamedTuple):
     steps: Tensor
 
     def move(self, rows: Tensor, gradient: Tensor, lr: float) -> None:
+        """One step: ``rows`` (U,), each once, by their ``gradient`` (U, D); dense Adam moves all other rows too."""
         choice = self.choice
         if choice.weight_decay:
             self.table.index_copy_(0, rows, self.table[rows] * (1 - lr * choice.weight_decay))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from torchrec_ext.distributed.measurements import Line
 from torchrec_ext.distributed.runtime import Runtime
+
+_IN_A_ROW = 0.1  # seconds of one call before it is the next one's turn
+_ROUNDS = (5, 15)
 
 
 class Stopwatch:
@@ -33,6 +37,26 @@ class Stopwatch:
             dist.barrier()
             times.append(self._once(call))
         return 1e3 * self._slowest(sorted(times)[len(times) // 4])
+
+    def in_turn(self, calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+        """The median of the ms of each call, a few of each in a row, round by round.
+
+        A machine's speed moves by a fifth within seconds, which so hits all of them alike, and the median is what training sees.
+
+        Args:
+            calls: what to time.
+            seconds: to spend on each, about.
+        """
+        firsts = [self._slowest(self._once(call)) for call in calls]
+        inner = [min(max(int(_IN_A_ROW / max(first, 1e-6)), 1), 8) for first in firsts]
+        spent = sum(first * count for first, count in zip(firsts, inner, strict=True))
+        rounds = min(max(int(seconds * len(calls) / max(spent, 1e-6)), _ROUNDS[0]), _ROUNDS[1])  # the same on every rank
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(rounds):
+            for call, count, found in zip(calls, inner, times, strict=True):
+                dist.barrier()
+                found.append(self._once(call, count))
+        return [1e3 * statistics.median(map(self._slowest, found)) for found in times]
 
     def all_to_all(self, size: int) -> Line:
         """By the bytes that a rank sends to all others together, from none to ``size``."""
@@ -58,12 +82,14 @@ class Stopwatch:
         counts = [0 if rank == self._runtime.rank else share for rank in range(self._runtime.world_size)]
         dist.all_to_all_single(torch.empty_like(sent[: share * others]), sent[: share * others], counts, counts)
 
-    def _once(self, call: Callable[[], object]) -> float:
+    def _once(self, call: Callable[[], object], count: int = 1) -> float:
+        """Seconds of a call, the mean of ``count``."""
         self._settle()
         start = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         self._settle()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / count
 
     def _settle(self) -> None:
         if self._runtime.device.type == "cuda":

@@ -25,17 +25,25 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sample import Sample, back, resized, resized_dense, values_of
 from torchrec_ext.distributed.stopwatch import Stopwatch
 from torchrec_ext.distributed.tables import collections, initialise_tables
+from torchrec_ext.distributed.tower_lookups import units
 from torchrec_ext.distributed.tower_planning import draft_towers, find_towers
 from torchrec_ext.distributed.tower_ranks import on_ranks, tower_sharders
+from torchrec_ext.modules.shared_tables import SharedTables
 from torchrec_ext.modules.towers import Reads, Towers
 
 
 def tower_costs(
     sample: Sample, runtime: Runtime, watch: Stopwatch, config: PlanConfig, optimizer: OptimizerConfig
 ) -> dict[str, TowerCost]:
-    """By tower of a model whose towers can be placed; every rank calls it."""
+    """By tower of a model whose towers can be placed, those that share tables as one; every rank calls it."""
     model = copy.deepcopy(sample.model)
     path, towers = find_towers(model) or ("", Towers({}))
+    for tower in towers.values():
+        if getattr(tower, "lent", ()):
+            tower.lend(())  # type: ignore[operator]  # measured with all its tables, as if they were its own
+    for beside in (at for at, module in model.named_modules() if isinstance(module, SharedTables)):
+        parent, _, name = beside.rpartition(".")
+        setattr(model.get_submodule(parent), name, None)
     plan = _alone(model, path, list(towers), runtime, config, optimizer)
     group = dist.new_group([runtime.rank], use_local_synchronization=True)
     by_type = {sharder.module_type: sharder for sharder in tower_sharders()}
@@ -47,7 +55,7 @@ def tower_costs(
         run = on_ranks(tower, plan.tables[name], by_type, group, runtime.device)
         initialise_tables(tower, 0)
         found[name] = _cost(watch, sample, towers.reads[name], tower, run, stepped, runtime)
-    return found
+    return {"+".join(unit): TowerCost.together([found[name] for name in unit]) for unit in units(dict(towers.items()))}
 
 
 def _alone(
@@ -90,12 +98,12 @@ def _cost(
     many = few * max(runtime.world_size, 2)
     whole, tables = [], []
     for count in (few, many):
-        bags = resized(rows.sparse, features, count).to(runtime.device)
+        bags = resized(sample.batch, features, count).to(runtime.device)
         dense = resized_dense(rows.dense, reads.dense, count).to(runtime.device)
         own = [collection for _, collection in collections(tower)]
         whole.append((count, watch.ms(lambda bags=bags, dense=dense: back([run(bags, dense)]))))  # type: ignore[misc]
         tables.append((count, watch.ms(lambda bags=bags, own=own: back([values_of(one(bags)) for one in own]))))  # type: ignore[misc]
-    lengths = resized(rows.sparse, features, few).lengths()
+    lengths = resized(sample.batch, features, few).lengths()
     return TowerCost(
         rows=few,
         dense=Line.through(*((count, max(both - alone, 0.0)) for (count, both), (_, alone) in zip(whole, tables, strict=True))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,8 @@ from torchrec_ext.distributed.drafting import PlanError, Request, draft
 from torchrec_ext.distributed.placement import PlacementError, TowerPlacement, TowerPlan
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.distributed.tower_lookups import hosts, units
+from torchrec_ext.modules.shared_tables import SharedTables, look_ups, readers
 from torchrec_ext.modules.towers import Towers
 
 # TorchRec's other types make process groups by host, of all ranks.
@@ -36,7 +38,7 @@ def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlace
         world_size: R.
 
     Raises:
-        PlacementError: it does not fit the model's towers or the ranks, or towers read a table that belongs to none of them.
+        PlacementError: it does not fit the model's towers or the ranks, or it takes towers apart that share a table.
     """
     if asked in ("data_parallel", "auto"):
         return None
@@ -44,38 +46,62 @@ def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlace
     if found is None:
         raise PlacementError(f"plan.towers={asked}: {type(model).__name__} has no Towers to place; leave it at data_parallel")
     towers: dict[str, Any] = dict(found[1].items())
-    _check_tables(asked, towers)
+    _check_weighted(asked, towers)
     if asked == "tower_parallel":
-        return TowerPlacement.apart({name: load(tower) for name, tower in towers.items()}, world_size)
-    return TowerPlacement.parse(asked, list(towers), world_size)
+        return _apart(towers, world_size)
+    placement = TowerPlacement.parse(asked, list(towers), world_size)
+    _check_together(asked, towers, placement)
+    return placement
+
+
+def _apart(towers: Mapping[str, Any], world_size: int) -> TowerPlacement:
+    """Towers that share a table are one."""
+    together = {"+".join(unit): unit for unit in units(towers)}
+    if len(together) == 1 and len(towers) > 1:
+        table, names = next((table, names) for table, names in readers(towers).items() if len(names) > 1)
+        raise PlacementError(
+            f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}', so that all towers have one set "
+            "of ranks, and none runs beside another; give each a table of its own name, or leave plan.towers at data_parallel"
+        )
+    loads = {name: sum(load(towers[tower]) for tower in unit) for name, unit in together.items()}
+    ranks = TowerPlacement.apart(loads, world_size).ranks
+    of_tower = {tower: ranks[name] for name, unit in together.items() for tower in unit}
+    return TowerPlacement(ranks={tower: of_tower[tower] for tower in towers}, world_size=world_size)
 
 
 def load(tower: nn.Module) -> float:
     """What a row costs a tower: the multiplications of its dense layers, and as many numbers as it reads from tables."""
-    tables = [table for _, collection in collections(tower) for table in table_configs(collection)]
     own = {f"{path}.{name}" for path, collection in collections(tower) for name, _ in collection.named_parameters()}
     dense = sum(value.numel() for name, value in tower.named_parameters() if name not in own)
+    tables: Any = tower.tables
     return float(dense + sum(table.embedding_dim * table.num_features() for table in tables))
 
 
-def _check_tables(asked: str, towers: Mapping[str, Any]) -> None:
-    readers: dict[str, list[str]] = {}
+def _check_weighted(asked: str, towers: Mapping[str, Any]) -> None:
     for name, tower in towers.items():
-        for table in getattr(tower, "lent", ()):
-            readers.setdefault(table, []).append(name)
-    for table, names in readers.items():
-        if len(names) > 1:
+        weighted = next((table for table in tower.tables if set(table.feature_names) & set(getattr(tower, "weights", {}))), None)
+        if weighted is not None:
             raise PlacementError(
-                f"plan.towers={asked}: the towers {' and '.join(names)} share table '{table}', which has one place, and so one set "
-                "of ranks; give each a table of its own name, or leave plan.towers at data_parallel"
+                f"plan.towers={asked}: table '{weighted.name}' of tower '{name}' pools by weights, which travel with no tower; "
+                "leave it at data_parallel"
             )
-        weighted = any(name in getattr(towers[names[0]], "weights", {}) for name in _features(towers[names[0]], table))
-        reason = "pools by weights, which travel with no tower" if weighted else "is looked up together with other towers' tables"
-        raise PlacementError(f"plan.towers={asked}: table '{table}' of tower '{names[0]}' {reason}; leave it at data_parallel")
 
 
-def _features(tower: Any, name: str) -> list[str]:
-    return [feature for table in tower.tables if table.name == name for feature in table.feature_names]
+def _check_together(asked: str, towers: Mapping[str, Any], placement: TowerPlacement) -> None:
+    """A table has one place, and so have the towers that share it."""
+    for table, names in readers(towers).items():
+        apart = {placement.ranks[name] for name in names}
+        if len(apart) > 1:
+            unit = next(unit for unit in units(towers) if names[0] in unit)
+            everywhere = tuple(sorted({rank for name in unit for rank in placement.ranks[name]}))
+            ranks = {name: everywhere if name in unit else placement.ranks[name] for name in towers}
+            possible = TowerPlacement(ranks=ranks, world_size=placement.world_size)
+            where = " and ".join(f"'{name}' on rank(s) {', '.join(map(str, placement.ranks[name]))}" for name in names)
+            raise PlacementError(
+                f"plan.towers={asked} puts the towers {where}, but they share table '{table}', which has one place: give them the "
+                f"same ranks, as in plan.towers={possible}; or take plan.towers=auto, which keeps them together, or give each a "
+                "table of its own name"
+            )
 
 
 def draft_towers(
@@ -106,26 +132,46 @@ def draft_towers(
     path, towers = find_towers(model) or ("", Towers({}))
     free = [usable] * runtime.world_size
     tables: dict[str, dict[str, EmbeddingModuleShardingPlan]] = {}
-    for name in sorted(towers, key=lambda name: -_weights(towers[name])):  # the largest while there is most room
+    held = _held(towers, placement)
+    for name in sorted(towers, key=lambda name: -_weights(held[name])):  # the largest while there is most room
         members = placement.ranks[name]
         place = _ranks_of(runtime, members)
-        own = request.on([table.name for table in towers[name].tables], place, {**_possible(request), **constraints})  # type: ignore[union-attr]
+        names = [table.name for _, collection in collections(held[name]) for table in table_configs(collection)]
+        own = request.on(names, place, {**_possible(request), **constraints})
         rows = -(-batch_size * runtime.world_size // len(members))
+        tables[name] = {}
+        if not names:
+            continue
         try:
-            made = draft(towers[name], own, topology(place, min(free[rank] for rank in members)), rows)
+            made = draft(held[name], own, topology(place, min(free[rank] for rank in members)), rows)
         except PlanError as error:
             where = ", ".join(map(str, members))
             raise PlanError(f"tower '{name}' on rank(s) {where}: {error}") from None
         _take(free, made.options, members)
-        plans = {at: made.plan.get_plan_for_module(at) for at, _ in collections(towers[name])}
+        plans = {at: made.plan.get_plan_for_module(at) for at, _ in collections(held[name])}
         tables[name] = {at: _over_all(plan, members, runtime) for at, plan in plans.items()}
-    rest = _rest(model, towers)
+    rest = _only(model, [at for at, _ in collections(model) if not _of_towers(model, at)])
     others = [table.name for _, collection in collections(rest) for table in table_configs(collection)]
     plan: dict[str, Any] = {}
     if others:
         plan = dict(draft(rest, request.on(others, runtime, constraints), topology(runtime, min(free)), batch_size).plan.plan)
     plan |= {f"{path}.{name}.{at}".lstrip("."): own for name, plans in tables.items() for at, own in plans.items()}
     return ShardingPlan({**plan, path: TowerPlan(placement, tables)})
+
+
+def _held(towers: Towers, placement: TowerPlacement) -> dict[str, nn.Module]:
+    """By tower its collections at their paths, and the look-ups that it hosts."""
+    held = {name: _only(tower, [at for at, _ in collections(tower)]) for name, tower in towers.items()}
+    for host, names in hosts(dict(towers.items()), placement).items():
+        held[host].add_module("lookups", look_ups(towers, names))
+    return held
+
+
+def _of_towers(model: nn.Module, path: str) -> bool:
+    """Whether the collection at ``path`` is a tower's, or one of those that towers will host."""
+    parts = path.split(".")
+    above = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+    return any(isinstance(module, Towers | SharedTables) for module in above)
 
 
 def _weights(tower: nn.Module) -> int:
@@ -143,20 +189,18 @@ def _possible(request: Request) -> dict[str, ParameterConstraints]:
     return found
 
 
-def _rest(model: nn.Module, towers: Towers) -> nn.Module:
-    """The collections outside of the towers, each at its path."""
-    placed = {id(collection) for _, collection in collections(towers)}
-    rest = nn.Module()
-    for path, collection in collections(model):
-        if id(collection) not in placed:
-            *above, name = path.split(".")
-            parent = rest
-            for part in above:
-                if not hasattr(parent, part):
-                    parent.add_module(part, nn.Module())
-                parent = getattr(parent, part)
-            parent.add_module(name, collection)
-    return rest
+def _only(model: nn.Module, paths: Iterable[str]) -> nn.Module:
+    """Nothing but the collections at ``paths``."""
+    found = nn.Module()
+    for path in paths:
+        *above, name = path.split(".")
+        parent = found
+        for part in above:
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = getattr(parent, part)
+        parent.add_module(name, model.get_submodule(path))
+    return found
 
 
 def _ranks_of(runtime: Runtime, members: tuple[int, ...]) -> Runtime:

@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.distributed.placement import TowerPlan
 from torchrec_ext.distributed.tables import collections
 from torchrec_ext.distributed.tower_exchange import Arrived, Journey, Step, TowerExchange
+from torchrec_ext.distributed.tower_lookups import Arriving, Bags, batch_of, hosts, of_joint
 from torchrec_ext.distributed.tower_ranks import needs_equal_rows, on_ranks, tower_groups, tower_sharders
 from torchrec_ext.distributed.tower_rows import TowerRows, Widths
 from torchrec_ext.modules.towers import Towers
@@ -65,14 +66,19 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         self._reads = dict(module.reads)
         towers: dict[str, Any] = dict(module.items())
         self._features = {name: _features(tower) for name, tower in towers.items()}
-        self._run: dict[str, Callable[[KeyedJaggedTensor, Tensor], Tensor]] = {}
+        self._run: dict[str, Callable[..., Tensor]] = {}
+        self._hosts = hosts(towers, plan.placement)
+        host = {name: host for host, names in self._hosts.items() for name in names}
+        self._device = device
         everyone: dist.ProcessGroup = env.process_group
         journeys = {
             name: Journey(
                 widths=Widths(len(self._features[name]), len(tower.dense)),
                 out=tower.out_features,
                 shared=self._reads[name].shared,
-                equal=needs_equal_rows(plan.tables[name].values(), plan.placement.ranks[name]),
+                equal=needs_equal_rows(
+                    [*plan.tables[name].values(), *plan.tables[host.get(name, name)].values()], plan.placement.ranks[name]
+                ),
             )
             for name, tower in towers.items()
         }
@@ -100,14 +106,19 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         shared_sparse: KeyedJaggedTensor | None = None,
         shared_dense: Tensor | None = None,
         *,
+        joint: KeyedJaggedTensor | None = None,
         names: Sequence[str] | None = None,
     ) -> KJTListSplitsAwaitable[Step]:
-        """Begins to send each row to the ranks of its towers; the arguments are those of :meth:`Towers.forward`."""
+        """Begins to send each row to the ranks of its towers.
+
+        The arguments are those of :meth:`Towers.forward`; ``joint`` is the batch's, which holds the bags of shared tables.
+        """
         own = {}
+        beside = {} if joint is None else of_joint(joint, 0 if shared_dense is None else len(shared_dense))
         for name in self._reads if names is None else names:
             shared, columns = self._reads[name]
             rows, matrix = (shared_sparse, shared_dense) if shared else (sparse, dense)
-            own[name] = _rows(rows, matrix[:, columns], self._features[name])  # type: ignore[index]
+            own[name] = _rows(rows, beside, matrix[:, columns], self._features[name])  # type: ignore[index]
         counts = len(dense), 0 if shared_dense is None else len(shared_dense)
         return KJTListSplitsAwaitable([self._exchange.begin(ctx, own, counts)], ctx)
 
@@ -115,15 +126,27 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         """The outputs of this rank's towers for all rows that came, in the order of the ranks that they came from."""
         arrived: Arrived = dist_input[0]
         outputs = {}
+        lent = self._lent(arrived.rows)
         for name, rows in arrived.rows.items():
             kjt = KeyedJaggedTensor(self._features[name], rows.values, lengths=rows.lengths.reshape(-1), stride=rows.height)
-            output = self._run[name](kjt, rows.dense).float()
+            output = self._run[name](kjt, rows.dense, *([lent[name]] if name in lent else [])).float()
             scale = len(self._placement.ranks[name]) / self._world_size
             if output.requires_grad and scale != 1:
                 # TorchRec and DistributedDataParallel average over the tower's ranks, in the flat model over all.
                 output.register_hook(lambda gradient, scale=scale: gradient * scale)  # type: ignore[no-untyped-call]
             outputs[name] = output
         return outputs
+
+    def _lent(self, rows: Mapping[str, TowerRows]) -> dict[str, Any]:
+        """By tower what the tables that it does not hold have for the rows that came."""
+        found: dict[str, Any] = {}
+        for host, names in self._hosts.items():
+            asked = [name for name in names if name in rows]
+            if asked:
+                look_ups: Any = self.get_submodule(host).lookups
+                arriving = [Arriving(self._features[name], self._reads[name].shared, rows.get(name)) for name in names]
+                found |= dict.fromkeys(asked, look_ups(batch_of(arriving, look_ups.joint, self._device), asked))
+        return found
 
     def output_dist(self, ctx: Step, output: dict[str, Tensor]) -> LazyAwaitable[dict[str, Tensor]]:
         """Each row's outputs on the rank that it came from."""
@@ -178,10 +201,14 @@ def _features(tower: Any) -> list[str]:
     return list(dict.fromkeys(feature for table in tower.tables for feature in table.feature_names))
 
 
-def _rows(kjt: KeyedJaggedTensor, dense: Tensor, features: list[str]) -> TowerRows:
+def _rows(kjt: KeyedJaggedTensor, beside: Mapping[str, Bags], dense: Tensor, features: list[str]) -> TowerRows:
+    """``beside``: the bags of features that ``kjt`` has not."""
     keys = kjt.keys()
-    own = kjt if keys == features else kjt.permute([keys.index(name) for name in features])
-    return TowerRows(own.values().long(), own.lengths().int().view(len(features), own.stride()), dense)
+    if not beside or set(features) <= set(keys):
+        own = kjt if keys == features else kjt.permute([keys.index(name) for name in features])
+        return TowerRows(own.values().long(), own.lengths().int().view(len(features), own.stride()), dense)
+    bags = [Bags(kjt[name].values(), kjt[name].lengths()) if name in keys else beside[name] for name in features]
+    return TowerRows(torch.cat([bag.values for bag in bags]).long(), torch.stack([bag.lengths for bag in bags]).int(), dense)
 
 
 class TowerSharder(ModuleSharder[Towers]):

@@ -1,0 +1,136 @@
+"""Tables that towers do not hold themselves, where towers run on ranks of their own.
+
+A table that several towers share has one place, so they must run on the same ranks, where the first of them holds it and looks it
+up for all. Look-ups that the model has merged are looked up together likewise, by the towers of one set of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardingPlan
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.distributed.placement import TowerPlacement, TowerPlan
+from torchrec_ext.distributed.tower_rows import TowerRows
+from torchrec_ext.modules.shared_tables import Joint, SharedTables, look_ups, readers, values_by_table
+
+
+class Bags(NamedTuple):
+    """The bags of one feature: ``values`` and their ``lengths``."""
+
+    values: Tensor
+    lengths: Tensor
+
+
+def units(towers: Mapping[str, Any]) -> list[list[str]]:
+    """The towers that must run on the same ranks, because they share tables; most stand alone."""
+    found = [[name] for name in towers]
+    for names in readers(towers).values():
+        together = [unit for unit in found if not set(unit).isdisjoint(names)]
+        found = [unit for unit in found if unit not in together]
+        found.append([name for unit in together for name in unit])
+    order = list(towers)
+    return sorted((sorted(unit, key=order.index) for unit in found), key=lambda unit: order.index(unit[0]))
+
+
+def hosts(towers: Mapping[str, Any], placement: TowerPlacement) -> dict[str, list[str]]:
+    """By the first of them the towers on the same ranks that hold not all of their tables themselves."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, tower in towers.items():
+        if getattr(tower, "lent", ()):
+            by_ranks.setdefault(placement.ranks[name], []).append(name)
+    return {names[0]: names for names in by_ranks.values()}
+
+
+def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
+    """Moves the tables beside the towers of ``model`` to the towers that host them under ``plan``, where it places towers."""
+    placed = next(((path, own) for path, own in plan.plan.items() if isinstance(own, TowerPlan)), None)
+    beside = {path: module for path, module in model.named_modules() if isinstance(module, SharedTables)}
+    if placed is None or not beside:
+        return
+    path, own = placed
+    towers: Any = model.get_submodule(path)
+    stood = {name: at for at, module in beside.items() for name, _, _ in values_by_table(module)}
+    values = {name: weight for module in beside.values() for name, _, weight in values_by_table(module)}
+    for host, names in hosts(dict(towers.items()), own.placement).items():
+        towers[host].lookups = hosted = look_ups(towers, names)
+        for name, holder, _ in values_by_table(hosted):
+            holder.weight = values[name]
+            hosted.stood_at = stood[name]
+    for path in beside:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, None)
+
+
+def unhosted(model: nn.Module, path: str) -> str:
+    """The path that a weight has in the unsharded model, of one that has ``path`` in a sharded one."""
+    tower, _, rest = path.partition(".lookups.")
+    hosted = model.get_submodule(f"{tower}.lookups") if rest else None
+    return f"{hosted.stood_at}.{rest}" if isinstance(hosted, SharedTables) else path
+
+
+def of_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, Bags]:
+    """By feature the bags that stand in ``batch.joint``: Q of a shared one, B of another."""
+    found: dict[str, Bags] = {}
+    for key in joint.keys():  # noqa: SIM118
+        values, lengths = joint[key].values(), joint[key].lengths()
+        place = int(lengths[:queries].sum())
+        halves = Bags(values[:place], lengths[:queries]), Bags(values[place:], lengths[queries:])
+        found |= {feature: half for feature, half in zip(key.split("|"), halves, strict=True) if feature}
+    return found
+
+
+class Arriving(NamedTuple):
+    """One tower of a set of ranks: its features, whether its rows are the Q shared ones, and those that came, if it was asked."""
+
+    features: Sequence[str]
+    shared: bool
+    rows: TowerRows | None
+
+
+def batch_of(towers: Iterable[Arriving], joint: Sequence[Joint], device: torch.device) -> TowerBatch:
+    """What :class:`SharedTables` looks up, of the rows that came for the towers of a set of ranks.
+
+    Args:
+        towers: whose rows of a kind are the same ones in the same order, as their ranks are the same.
+        joint: the keys that :class:`SharedTables` asks for.
+        device: of the rows.
+    """
+    towers = list(towers)
+    heights = [max((rows.height for _, own, rows in towers if own == shared and rows), default=0) for shared in (False, True)]
+    none = [
+        Bags(torch.empty(0, dtype=torch.int64, device=device), torch.zeros(n, dtype=torch.int32, device=device)) for n in heights
+    ]
+    # Sharded collections keep the order of the keys that they saw first, whichever towers are asked.
+    bags = [{name: none[shared] for features, own, _ in towers if own == shared for name in features} for shared in (False, True)]
+    for features, shared, rows in towers:
+        if rows is not None:
+            values = torch.split(rows.values, rows.lengths.sum(dim=1).tolist())
+            bags[shared].update(zip(features, map(Bags, values, rows.lengths), strict=True))
+    halves = [(bags[True].get(pair.shared or "", none[True]), bags[False].get(pair.row or "", none[False])) for pair in joint]
+    return TowerBatch(
+        sparse=_keyed(list(bags[False]), list(bags[False].values()), heights[False]),
+        dense=torch.empty(heights[False], 0, device=device),
+        labels=torch.empty(heights[False], device=device),
+        weights=torch.empty(heights[False], device=device),
+        total_weight=torch.ones((), device=device),
+        shared=SharedRows(
+            _keyed(list(bags[True]), list(bags[True].values()), heights[True]),
+            torch.empty(heights[True], 0, device=device),
+            torch.empty(0, dtype=torch.int64, device=device),
+        ),
+        joint=_keyed([pair.key for pair in joint], [half for both in halves for half in both], sum(heights)) if joint else None,
+    )
+
+
+def _keyed(keys: list[str], bags: Sequence[Bags], stride: int) -> KeyedJaggedTensor:
+    if not keys:
+        return KeyedJaggedTensor([], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int32), stride=stride)
+    return KeyedJaggedTensor(
+        keys, torch.cat([bag.values for bag in bags]), lengths=torch.cat([bag.lengths for bag in bags]), stride=stride
+    )

@@ -1,0 +1,80 @@
+"""Trials: whole steps of a sample of the model under several plans, all in turn."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from typing_extensions import Self
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.measurements import Measurements
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sample import Sample
+from torchrec_ext.distributed.stopwatch import Stopwatch
+
+_WARM_UP = 2  # steps that fill the pipeline
+
+
+class Trials:
+    """Sharded samples that are ready to step; their memory is free again after the ``with``.
+
+    Args:
+        runtime: this process's place in the job.
+        optimizer: of tables and dense layers.
+    """
+
+    def __init__(self, runtime: Runtime, optimizer: OptimizerConfig) -> None:
+        self._runtime, self._optimizer = runtime, optimizer
+        self._watch = Stopwatch(runtime)
+        self._pipelines: list[TrainPipelineSparseDist[Any, Any]] = []
+        self._steps: dict[PlanConfig, Callable[[], object]] = {}
+
+    def add(self, sample: Sample, config: PlanConfig, measured: Measurements | None = None) -> None:
+        """Makes ``sample`` ready under the plan that ``config`` asks for; every rank calls it.
+
+        Args:
+            sample: of the model.
+            config: the plan, by which :meth:`ms` finds it.
+            measured: for the planner's cost model.
+
+        Raises:
+            ValueError: there is no such plan.
+        """
+        model = copy.deepcopy(sample.model)
+        plan = plan_sharding(
+            model, self._runtime, config, optimizer=self._optimizer, batch_size=len(sample.batch), measured=measured
+        )
+        sharded, moved = hybrid_parallel(model, self._runtime, plan=plan, optimizer=self._optimizer)
+        pipeline = TrainPipelineSparseDist(sharded, moved, self._runtime.device, execute_all_batches=True)
+        endless = _again(sample.batch)
+        sharded.train()
+        for _ in range(_WARM_UP):
+            pipeline.progress(endless)
+        self._pipelines.append(pipeline)
+        self._steps[config] = lambda: pipeline.progress(endless)
+
+    def ms(self, configs: Sequence[PlanConfig], seconds: float) -> list[float]:
+        """Ms of a step under each of them, in about ``seconds`` for each; every rank calls it and gets the same."""
+        return self._watch.in_turn([self._steps[config] for config in configs], seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._steps.clear()
+        while self._pipelines:
+            self._pipelines.pop().detach()
+        gc.collect()  # the tables, which are in cycles
+
+
+def _again(batch: TowerBatch) -> Iterator[TowerBatch]:
+    while True:
+        yield batch
