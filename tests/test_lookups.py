@@ -39,8 +39,7 @@ def test_what_is_asked_for_is_done_or_refused() -> None:
     assert not merged(2, lookups="apart")
     with pytest.raises(ValueError, match="lookups='fused': must be one of auto, merged, apart"):
         dataclasses.replace(two_tower(), lookups="fused")
-    with pytest.raises(ValueError, match="a tower on ranks of its own keeps its tables there; leave"):
-        dataclasses.replace(two_tower(), lookups="merged", plan=PlanConfig(towers="tower_parallel"))
+    assert merged(2, lookups="merged", plan=PlanConfig(towers="tower_parallel"))
     job: Job = dataclasses.replace(two_tower(), lookups="merged")
     with pytest.raises(ValueError, match="lookups=merged: Linear has no look-ups of several towers; leave it at auto"):
         merge_lookups(job, nn.Linear(1, 1), 2)

@@ -32,6 +32,7 @@ def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
         (lambda widths: TopMLP(widths, [16, 4]), (8, 8)),
         (lambda widths: TopMLP(widths, []), (8, 8)),
         (lambda widths: TopMLP(widths, normalization="layer"), (8, 12)),
+        (lambda widths: TopMLP(widths, activate_input=False), (8, 12)),
         (lambda widths: TopMLP(widths, [16, 8], normalization="batch").eval(), (8, 12)),
         (lambda widths: DeepCross(widths, [], layers=3), (8, 12)),
         (lambda widths: DeepCross(widths, low_rank=2), (8, 12)),
@@ -57,6 +58,13 @@ def test_every_parameter_receives_a_gradient(name: Interaction) -> None:
     for what, gradient in [*((n, p.grad) for n, p in interaction.named_parameters()), ("query", towers[0].grad)]:
         assert gradient is not None, what
         assert gradient.abs().sum() > 0, what
+
+
+def test_an_input_that_is_not_activated_keeps_its_negative_half() -> None:
+    towers = [-output.abs() for output in outputs(8, 8)]
+    blind, seeing = (interaction_layer("top_nn", [8, 8], activate_input=on).double() for on in (True, False))
+    assert torch.equal(blind(towers), blind([torch.zeros_like(output) for output in towers]))
+    assert not torch.equal(seeing(towers), seeing([torch.zeros_like(output) for output in towers]))
 
 
 def test_cosine_is_the_angle_over_the_temperature() -> None:

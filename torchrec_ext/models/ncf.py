@@ -15,6 +15,7 @@ from torchrec_ext.models.tower_model import Loss, TowerModel
 from torchrec_ext.modules.layers import Activation, activation_layer
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.pairs import over_pairs
+from torchrec_ext.modules.recorded import Recorded
 from torchrec_ext.modules.tower import Tower
 
 
@@ -130,10 +131,11 @@ class _Half(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, columns: Tensor) -> Tensor:
-        return torch.cat([columns[:, : self.gmf_dim], self.linear(columns[:, self.gmf_dim :])], dim=1)
+        gmf, rest = torch.split(columns, [self.gmf_dim, self.linear.in_features], dim=1)
+        return torch.cat([gmf, self.linear(rest)], dim=1)
 
 
-class NCFHead(nn.Module):
+class NCFHead(Recorded, nn.Module):
     """The product of the GMF halves beside the rest of the MLP, and the prediction layer over both: an interaction.
 
     Args:
@@ -176,8 +178,9 @@ class NCFHead(nn.Module):
         products = (user[:, 0] * weight[: self.gmf_dim]) @ item[0].T
         return products + deep.view(first.shape[:2]) + self.predict.bias  # type: ignore[no-any-return]
 
-    def _halves(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        return output[..., : self.gmf_dim], output[..., self.gmf_dim :]
+    def _halves(self, output: Tensor) -> tuple[Tensor, ...]:
+        # A backward of one kernel, unlike that of two slices.
+        return torch.split(output, [self.gmf_dim, output.shape[-1] - self.gmf_dim], dim=-1)
 
 
 def _id_tables(feature: str, rows: int, *, widths: dict[str, int], std: float) -> list[EmbeddingBagConfig]:

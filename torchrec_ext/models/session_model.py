@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.catalogue_softmax import catalogue_softmax
 from torchrec_ext.modules.in_batch import gather_rows
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.jagged_attention import Packing
+from torchrec_ext.modules.recorded import Made, Recorded
 from torchrec_ext.modules.session_encoder import SessionEncoder
+from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
 SESSION, CANDIDATES = "session", "candidates"
@@ -114,3 +116,42 @@ class _NextItemNetwork(nn.Module):
         states = self.encoder.encode(items, packing)
         ends = packing.to_end == 0
         return states.new_zeros(len(packing.lengths), states.shape[1]).index_copy(0, packing.rows[ends], states[ends])
+
+
+class NextItemTower(Recorded, nn.Module):
+    """The session side of a :class:`NextItemModel` as a tower of a TowerModel: what the next item is scored with.
+
+    Args:
+        tables: the items', read as the feature ``session``.
+        encoder: of the model.
+        device: of the table.
+    """
+
+    dense: tuple[str, ...] = ()
+
+    def __init__(self, tables: Sequence[EmbeddingConfig], encoder: SessionEncoder, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.tables = list(tables)
+        self.out_features = encoder.width
+        self.embeddings = EmbeddingCollection(tables=self.tables, device=device or torch.device("cpu"))
+        self.network = _NextItemNetwork(encoder, self.tables[0].num_embeddings - 1)
+
+    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
+        """(B, D), zeros for an empty session."""
+        return self.network.last(self.embeddings(sparse))
+
+
+def as_towers(model: NextItemModel) -> dict[str, Made]:
+    """The two sides of the model as towers, by name, the items' last; ``dense`` parameters of ``network`` are the session's."""
+    session = dataclasses.replace(model.table, feature_names=[SESSION])
+    items = EmbeddingBagConfig(
+        name=model.table.name,
+        feature_names=[CANDIDATES],
+        num_embeddings=model.table.num_embeddings,
+        embedding_dim=model.table.embedding_dim,
+        data_type=model.table.data_type,
+    )
+    return {
+        SESSION: Made(NextItemTower, {"tables": [session], "encoder": model.network.encoder}),
+        "item": Made(Tower, {"tables": [items], "mlp_widths": []}),
+    }

@@ -11,10 +11,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from typing_extensions import Self
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.models.shared_tables import shared_tables, values_by_table
 from torchrec_ext.modules.interaction_choice import Interaction as Interaction
 from torchrec_ext.modules.interaction_choice import interaction_layer
 from torchrec_ext.modules.losses import bce
+from torchrec_ext.modules.recorded import how_made
+from torchrec_ext.modules.shared_tables import shared_tables, values_by_table
 from torchrec_ext.modules.tower import Activation, Normalization, Tower
 from torchrec_ext.modules.towers import Towers
 from torchrec_ext.schema import BatchSchema, OutOfRange
@@ -77,16 +78,19 @@ class TowerModel(nn.Module):
         self._shared = [name for name in towers if name in shared]
         self._weights = _weights(self.towers)
         # Kept, because a plan may leave this rank without some of the towers.
+        self.made_of = {name: how_made(tower) for name, tower in towers.items()}
         self._tables = [table for tower in towers.values() for table in tower.tables]
         self._dense = [name for tower in towers.values() for name in tower.dense]
         self._shared_columns = self.towers.columns(shared=True)
         self.shared_tables = shared_tables(towers, self._shared_columns, self._weights)
+        self._joint = self.shared_tables is not None and bool(self.shared_tables.joint)
 
     def merge_lookups(self) -> Self:
         """From now on looks up the tables of all towers together, as :class:`SharedTables` says, instead of tower by tower.
 
         Batches, outputs, gradients and the names of tables stay as they are; the paths of their parameters change, so do it before
-        anything keeps these: a plan, an optimizer. Under a plan with towers on ranks of their own each keeps its tables.
+        anything keeps these: a plan, an optimizer. Under a plan with towers on ranks of their own those of the same ranks look up
+        their tables together.
 
         Returns:
             The model itself.
@@ -129,12 +133,14 @@ class TowerModel(nn.Module):
         options: dict[str, Any] = {} if names is None else {"names": names}
         if self.shared_tables is not None and not self.shared_tables.readers.isdisjoint(names or self._names):
             options["lent"] = self.shared_tables(batch, names or self._names)
+        if self.shared_tables is None and self._joint:  # a plan has moved them to the ranks of their towers
+            options["joint"] = batch.joint
         return self.towers(*rows, **options)  # type: ignore[no-any-return]
 
     def outputs(self, batch: TowerBatch) -> list[Tensor]:
         """(B, D) of each tower, in order."""
         found = self._run(batch)
-        return [found[name][batch.shared.index] if name in self._shared else found[name] for name in self._names]  # type: ignore[union-attr]
+        return [batch.shared.spread(found[name]) if name in self._shared else found[name] for name in self._names]  # type: ignore[union-attr]
 
     def logits(self, batch: TowerBatch) -> Tensor:
         """(B,) logits."""

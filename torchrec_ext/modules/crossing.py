@@ -12,9 +12,10 @@ from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.layers import Activation, Normalization, mlp
 from torchrec_ext.modules.pairs import cross_product, equal_width, over_pairs, query_and_candidate
+from torchrec_ext.modules.recorded import Recorded
 
 
-class DeepCross(nn.Module):
+class DeepCross(Recorded, nn.Module):
     """Deep & Cross Network V2 in its stacked form: the concatenation x, layers x * (W x_l + b) + x_l, an MLP (Wang et al. 2021).
 
     Args:
@@ -63,7 +64,7 @@ class DeepCross(nn.Module):
         return self.forward([pairs.flatten(0, 1)]).view(pairs.shape[:2])
 
 
-class FactorizationMachine(nn.Module):
+class FactorizationMachine(Recorded, nn.Module):
     """A bias, a linear term, and the dot products of all pairs of towers (Rendle 2010): sum over i < j of <x_i, x_j>.
 
     TorchRec's module, given the (B, T x D) concatenation, multiplies every number with every other, those of one tower and of
@@ -96,7 +97,7 @@ class FactorizationMachine(nn.Module):
         return products.view(columns.shape[:2]).sum(dim=1)  # type: ignore[no-any-return]
 
 
-class DeepFM(nn.Module):
+class DeepFM(Recorded, nn.Module):
     """A factorisation machine and a deep half over the same outputs, added (Guo et al. 2017).
 
     TorchRec's ``DeepFM`` is the deep half alone: a concatenation and a module of one's choice, which :class:`TopMLP` is too.
@@ -107,6 +108,7 @@ class DeepFM(nn.Module):
         activation: over the concatenation and between the layers of the deep half.
         normalization: before each activation.
         dropout: after each activation.
+        activate_input: of the deep half, see :class:`TopMLP`.
     """
 
     def __init__(
@@ -117,10 +119,13 @@ class DeepFM(nn.Module):
         activation: Activation = "relu",
         normalization: Normalization = "none",
         dropout: float = 0.0,
+        activate_input: bool = True,
     ) -> None:
         super().__init__()
         self.machine = FactorizationMachine(widths)
-        self.deep = TopMLP(widths, hidden, activation=activation, normalization=normalization, dropout=dropout)
+        self.deep = TopMLP(
+            widths, hidden, activation=activation, normalization=normalization, dropout=dropout, activate_input=activate_input
+        )
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """(B,) logits from the towers' outputs, each (B, D)."""

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
 from torchrec_ext.modules.layers import Activation, Normalization, activation_layer, mlp
-from torchrec_ext.modules.pairs import equal_width, over_pairs, query_and_candidate
+from torchrec_ext.modules.pairs import cross_product, equal_width, over_pairs, query_and_candidate
+from torchrec_ext.modules.recorded import Recorded
 
 
-class DotProduct(nn.Module):
+class DotProduct(Recorded, nn.Module):
     """The dot product of a query tower's and a candidate tower's output.
 
     Args:
@@ -32,7 +33,7 @@ class DotProduct(nn.Module):
         return query @ candidates.T
 
 
-class Cosine(nn.Module):
+class Cosine(Recorded, nn.Module):
     """The cosine of the angle between a query tower's and a candidate tower's output, divided by a temperature.
 
     Args:
@@ -56,7 +57,7 @@ class Cosine(nn.Module):
         return normalize(query) @ normalize(candidates).T / self.temperature
 
 
-class GeneralizedMF(nn.Module):
+class GeneralizedMF(Recorded, nn.Module):
     """Generalised matrix factorisation: a weighted dot product and a bias (He et al. 2017, equation 9).
 
     Args:
@@ -76,15 +77,16 @@ class GeneralizedMF(nn.Module):
         return (query * self.linear.weight) @ candidates.T + self.linear.bias
 
 
-class TopMLP(nn.Module):
+class TopMLP(Recorded, nn.Module):
     """The network on top (YouTube's shape): the towers' outputs concatenated, an activation, an MLP, one logit.
 
     Args:
         widths: D of each tower, in order.
         hidden: widths of the hidden layers.
-        activation: over the concatenation, whose towers end in a linear layer, and between the layers.
+        activation: over the concatenation, where towers end in a linear layer, and between the layers.
         normalization: before each activation between the layers.
         dropout: after each activation.
+        activate_input: False for towers without layers: half of what an embedding says would be cut off.
     """
 
     def __init__(
@@ -95,11 +97,12 @@ class TopMLP(nn.Module):
         activation: Activation = "relu",
         normalization: Normalization = "none",
         dropout: float = 0.0,
+        activate_input: bool = True,
     ) -> None:
         super().__init__()
         self.widths = list(query_and_candidate("TopMLP", widths))
         self.mlp = mlp(sum(widths), [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
-        self.activation = activation_layer(activation)
+        self.activation = activation_layer(activation) if activate_input else nn.Identity()
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """(B,) logits from the towers' outputs, each (B, D) with a D of its own."""
@@ -120,3 +123,40 @@ class TopMLP(nn.Module):
         """(b, n) from the two halves of the first layer, (b, 1, H) and (1, n, H)."""
         hidden = query + candidate
         return self.mlp[1:](hidden.flatten(0, 1)).view(hidden.shape[:2])  # type: ignore[no-any-return]
+
+
+class Reordered(Recorded, nn.Module):
+    """An interaction whose inputs come in another order, such as with the candidate last, which was trained in the middle.
+
+    Args:
+        interaction: over outputs in its own order.
+        order: the place among what comes of each input of ``interaction``.
+        widths: D of each output, in the order in which they come.
+
+    Raises:
+        ValueError: an order that does not name each place once.
+
+    Example:
+        >>> outputs = [torch.ones(2, 4), torch.zeros(2, 4)]
+        >>> top = TopMLP([4, 4])
+        >>> bool(torch.equal(Reordered(top, [1, 0], [4, 4])(outputs), top(outputs[::-1])))
+        True
+    """
+
+    def __init__(self, interaction: nn.Module, order: Sequence[int], widths: Sequence[int]) -> None:
+        super().__init__()
+        if sorted(order) != list(range(len(widths))):
+            raise ValueError(f"order={list(order)}: must name each of the {len(widths)} outputs once, by its place from 0")
+        self.interaction, self.order, self.widths = interaction, list(order), list(widths)
+
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """(B,) logits from the towers' outputs, each (B, D) with a D of its own."""
+        return self.interaction([outputs[place] for place in self.order])  # type: ignore[no-any-return]
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2)."""
+        return over_pairs(query, candidates, self._pairs, sum(self.widths))
+
+    def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
+        pairs = cross_product(query, candidate)
+        return self.forward(list(torch.split(pairs.flatten(0, 1), self.widths, dim=1))).view(pairs.shape[:2])

@@ -19,6 +19,7 @@ _PLAIN: dict[str, Callable[..., nn.Module]] = {
     "fm": FactorizationMachine,
 }
 _LAYERED: dict[str, Callable[..., nn.Module]] = {"top_nn": TopMLP, "dcn": DeepCross, "deepfm": DeepFM}
+_ACTIVATES_INPUT = ("top_nn", "deepfm")
 
 
 def interaction_layer(
@@ -29,6 +30,7 @@ def interaction_layer(
     activation: Activation = "relu",
     normalization: Normalization = "none",
     dropout: float = 0.0,
+    activate_input: bool = True,
 ) -> nn.Module:
     """The interaction of that name over towers of ``widths``.
 
@@ -40,6 +42,7 @@ def interaction_layer(
         activation: between these.
         normalization: before each activation.
         dropout: after each activation.
+        activate_input: whether ``top_nn`` and ``deepfm`` begin with an activation; not over towers without layers.
 
     Raises:
         ValueError: another name, or widths that do not fit.
@@ -48,4 +51,5 @@ def interaction_layer(
         raise ValueError(f"interaction={name!r}: must be one of {', '.join(get_args(Interaction))}")
     if name in _PLAIN:
         return _PLAIN[name](widths)
-    return _LAYERED[name](widths, hidden, activation=activation, normalization=normalization, dropout=dropout)
+    options: dict[str, bool] = {"activate_input": activate_input} if name in _ACTIVATES_INPUT else {}
+    return _LAYERED[name](widths, hidden, activation=activation, normalization=normalization, dropout=dropout, **options)

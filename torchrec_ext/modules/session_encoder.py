@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 
 from torchrec_ext.modules.jagged_attention import Attention, Packing, attend
+from torchrec_ext.modules.recorded import Recorded
 from torchrec_ext.modules.tower import Activation, activation_layer
 
 Position = Literal["start", "end", "none"]
@@ -54,7 +55,7 @@ class TransformerLayer(nn.Module):
         return self.dropout(self.second(self.dropout(self.activation(self.first(steps)))))  # type: ignore[no-any-return]
 
 
-class SessionEncoder(nn.Module):
+class SessionEncoder(Recorded, nn.Module):
     """Positions are added to packed steps, then come transformer layers.
 
     Args:

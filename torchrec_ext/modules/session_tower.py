@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.modules.jagged_attention import Attention, Packing
+from torchrec_ext.modules.recorded import Recorded
 from torchrec_ext.modules.session_encoder import Position, SessionEncoder
 from torchrec_ext.modules.tower import Activation, Lent, by_table, mlp
 
@@ -19,7 +20,7 @@ Pooling = Literal["flatten", "last", "mean"]
 BST_WIDTHS = (1024, 512, 256)
 
 
-class SessionTower(nn.Module):
+class SessionTower(Recorded, nn.Module):
     """What a user did before, then the target item, as one sequence through a transformer; then an MLP.
 
     A tower like :class:`torchrec_ext.modules.tower.Tower`, so that a TowerModel takes it beside others; its tables are an

@@ -17,13 +17,14 @@ from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
 from torchrec_ext.modules.pooling import BagAttention, RowPooling
+from torchrec_ext.modules.recorded import Recorded
 
 Found = TypeVar("Found")
 # By ``feature@table`` what tables outside a tower hold for it: pooled bags (B, width), or rows (sum of lengths, width) in bags.
 Lent = Mapping[str, Tensor | JaggedTensor]
 
 
-class Tower(nn.Module):
+class Tower(Recorded, nn.Module):
     """One sub-network: tables looked up together, concatenated with dense columns, then an MLP.
 
     TorchRec's ``EmbeddingTower`` is embeddings plus an interaction pinned to one host; this tower is neither sharded nor placed: it

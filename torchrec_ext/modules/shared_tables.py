@@ -14,6 +14,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.tower import Lent, by_table
+from torchrec_ext.modules.towers import Towers
+from torchrec_ext.schema.features import Joint as Joint
 from torchrec_ext.schema.features import joints, merged
 
 
@@ -51,6 +53,7 @@ class SharedTables(nn.Module):
         self._shared = frozenset(shared)
         found = joints(tables, shared, weights)
         self._pairs = {**found.plain, **found.weighted}
+        self._joint = list(found.plain)
         self._tables: dict[str, list[BaseEmbeddingConfig]] = {}
         self._rows: dict[str, str] = {}
         self._readers: dict[str, set[str]] = {}
@@ -65,6 +68,12 @@ class SharedTables(nn.Module):
             self._tables.setdefault(part, []).append(table)
         self.collections = nn.ModuleDict({part: _collection(own, part, device) for part, own in self._tables.items()})
         self.halves = _Halves()
+        self.stood_at = ""  # of look-ups that a plan has moved to a tower: the path where they were
+
+    @property
+    def joint(self) -> tuple[Joint, ...]:
+        """The keys of ``batch.joint`` that are looked up."""
+        return tuple(dict.fromkeys(pair for table in self._joint for pair in self._pairs[table]))
 
     def _rows_of(self, table: BaseEmbeddingConfig, weighted: Collection[str]) -> str:
         """Which rows of a batch its bags stand in."""
@@ -136,23 +145,39 @@ def shared_tables(
     Raises:
         ValueError: tables of one name that differ, of a tower that lends none, or read id by id and pooled by weights.
     """
-    readers: dict[str, list[str]] = {}
-    for name, tower in towers.items():
-        for table in tower.tables:
-            readers.setdefault(table.name, []).append(name)
+    of_table = readers(towers)
     tables = merged(table for tower in towers.values() for table in tower.tables)
-    alone = [table for table in tables if len(readers[table.name]) == 1 and set(weights).isdisjoint(table.feature_names)]
+    alone = [table for table in tables if len(of_table[table.name]) == 1 and set(weights).isdisjoint(table.feature_names)]
     tables = [table for table in tables if every or table not in alone]
     if not tables:
         return None
-    readers = {table.name: list(dict.fromkeys(readers[table.name])) for table in tables}
+    of_table = {table.name: of_table[table.name] for table in tables}
     for table in tables:
-        _check_lendable(table, {name: towers[name] for name in readers[table.name]}, weights)
-    lenders = list(dict.fromkeys(name for names in readers.values() for name in names))
+        _check_lendable(table, {name: towers[name] for name in of_table[table.name]}, weights)
+    lenders = list(dict.fromkeys(name for names in of_table.values() for name in names))
     device = towers[lenders[0]].device
     for name in lenders:
-        towers[name].lend([table.name for table in towers[name].tables if table.name in readers])
-    return SharedTables(tables, shared, readers, weights, device)
+        towers[name].lend([table.name for table in towers[name].tables if table.name in of_table])
+    return SharedTables(tables, shared, of_table, weights, device)
+
+
+def readers(towers: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By table the towers that read it."""
+    found: dict[str, list[str]] = {}
+    for name, tower in towers.items():
+        for table in tower.tables:
+            found.setdefault(table.name, []).append(name)
+    return {table: list(dict.fromkeys(names)) for table, names in found.items()}
+
+
+def look_ups(towers: Towers, names: Sequence[str]) -> SharedTables:
+    """Of the tables that the towers ``names`` do not hold, on the meta device."""
+    own: dict[str, Any] = {name: towers[name] for name in names}
+    lent = {table for tower in own.values() for table in tower.lent}
+    tables = [table for table in merged(table for tower in own.values() for table in tower.tables) if table.name in lent]
+    found = readers(own)
+    of_table = {table.name: found[table.name] for table in tables}
+    return SharedTables(tables, towers.columns(shared=True), of_table, (), torch.device("meta"))
 
 
 def _check_lendable(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weights: Collection[str]) -> None:
