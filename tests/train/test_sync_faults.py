@@ -70,7 +70,7 @@ def test_a_gradient_that_is_no_number_on_one_rank_ends_all_and_names_it(two_rank
     first, second = (rank[f"gradient, {sharding}"] for rank in two_ranks)
     assert first == second
     assert (first["step"], first["finite"]) == (4, True)
-    assert first["told"].startswith("the gradient of towers.user.mlp.0.bias is not finite on rank 1 at step 4 of epoch 0; no dense")
+    assert first["told"].startswith("the gradient of towers.user.mlp.0.bias is not finite on rank 1 at step 4 of epoch 0; no")
 
 
 def evaluated(runtime: Runtime) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Mixed precision: dense layers compute in bfloat16, weights, tables, sums over bags and the loss stay what they are."""
+"""Mixed precision: dense layers compute in 16 bits, weights, tables, sums over bags and the loss stay what they are."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any, Literal
 
 import torch
 
-Amp = Literal["off", "bf16"]
+Amp = Literal["off", "bf16", "fp16"]
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 def forward_context(amp: Amp, device: torch.device) -> Context:
-    """What a training forward runs in; bfloat16 has float32's range, so its gradients need no loss scaling.
+    """What a training forward runs in.
+
+    bfloat16 has float32's range, so its gradients need no loss scaling; those of float16 do, see :class:`LossScaling`.
 
     Args:
-        amp: ``off`` or ``bf16``.
+        amp: ``off``, ``bf16`` or ``fp16``.
         device: of the model.
     """
     if amp == "off":
         return nullcontext
-    return partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    return partial(torch.autocast, device.type, dtype=_TYPES[amp])

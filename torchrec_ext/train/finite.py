@@ -18,11 +18,13 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.train.amp import Context
+from torchrec_ext.train.gradient_gate import GradientGate, holding
 
 BLOCK_ROWS = 65536
 _DATA = "mend the column, or fill its missing values in preprocessing"
 _RATES = "lower optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for extreme values in the steps before"
 _AFTER_GRADIENT = "no dense layer and no data_parallel table was changed by this step, sharded tables were"
+_NOTHING = "nothing was written by this step"
 _OVERFLOW = "labels and dense columns are finite, so the forward overflowed"
 
 
@@ -72,9 +74,9 @@ class FiniteLoss:
         ranks: how the ranks are kept alike; in every step where not given.
         stop: whether this rank was asked to stop; the answers travel with the losses, for :attr:`stop_asked`.
         context: of the forward, see :func:`forward_context`.
-
-        leave_out: tells the optimizer that the next step moves nothing; with it, a step with a bad loss is left out on all ranks,
-            and the run goes on. Every step then waits for its answer, on CUDA too.
+        leave_out: tells the optimizer that the next step moves nothing; with it, a step with a bad loss, or one that the gate
+            refuses, is left out on all ranks, and the run goes on. Every step then waits for its answer, on CUDA too.
+        gate: looks at the gradients of each step before they reach a table; where there is none, the optimizer alone does.
 
     Attributes:
         left_out: why the last step was; empty where it was not.
@@ -92,9 +94,10 @@ class FiniteLoss:
         stop: Callable[[], bool] | None = None,
         context: Context = nullcontext,
         leave_out: Callable[[], None] | None = None,
+        gate: GradientGate | None = None,
     ) -> None:
         self._model, self._runtime, self._steps_per_epoch = model, runtime, steps_per_epoch
-        self._stop, self.stop_asked, self._context = stop, False, context
+        self._stop, self.stop_asked, self._context, self._gate = stop, False, context, gate
         self._ranks, self._leave_out, self.left_out = ranks or EveryStep(), leave_out, ""
         self._late = (leave_out is None and runtime.device.type == "cuda") if late is None else late
         self._pending: _Seen | None = None
@@ -107,12 +110,25 @@ class FiniteLoss:
         Raises:
             TrainingDivergedError: the loss of this step or, where read late, of the step before is not finite on some rank.
         """
-        with self._context():
+        with self._context(), holding(self._gate):
             loss, output = self._model(batch)
         self.left_out = ""
         self.look(loss, batch)
         # A backward from here reaches no table and no layer: those in it move, even by a gradient of 0.
         return torch.zeros_like(loss, requires_grad=True) if self.left_out else loss, output
+
+    def before_tables(self) -> None:
+        """Half of the backward has run: lets the other half run, in which tables are moved. All ranks call it.
+
+        Raises:
+            GradientNotFiniteError: a gradient is not finite on some rank.
+        """
+        if self._gate is None or self.left_out or not (told := self._gate.open()):
+            return
+        if self._leave_out is None:
+            raise GradientNotFiniteError(told, in_time=True)
+        self.left_out = f"{told} at {self.where(self.step)}; {_NOTHING}; {_RATES}"
+        self._leave_out()
 
     def look(self, loss: Tensor, batch: TowerBatch | DrawnStep, *, written: bool = False) -> None:
         """Looks at the loss of a step; one that is ``written`` already is read a step late everywhere.
@@ -183,7 +199,8 @@ class FiniteLoss:
         if isinstance(error, TrainingDivergedError):
             return error
         step = error.step or self.step
-        return TrainingDivergedError(f"{error} at {self.where(step)}; {_AFTER_GRADIENT}; {_RATES}", step)
+        written = _NOTHING if error.in_time else _AFTER_GRADIENT
+        return TrainingDivergedError(f"{error} at {self.where(step)}; {written}; {_RATES}", step)
 
     def where(self, step: int) -> str:
         """How a message names a step."""
@@ -210,7 +227,7 @@ class FiniteLoss:
         in_data = [f"{text} on rank {rank}" for rank, (_, texts, *_) in enumerate(ranks) for text in texts]
         causes = in_data or list(dict.fromkeys(text for _, _, texts, _ in ranks for text in texts)) or [_OVERFLOW]
         more = f" and {len(causes) - 3} more" if len(causes) > 3 else ""
-        written = "the update of this step was written" if self._late else "nothing was written by this step"
+        written = "the update of this step was written" if self._late else _NOTHING
         step = min(ranks[rank][3] for rank in lost)
         message = (
             f"the loss is {ranks[lost[0]][0]} on rank(s) {lost} at {self.where(step)}: {'; '.join(causes[:3])}{more}; "

@@ -23,6 +23,8 @@ from torchrec_ext.train.early_stop import EarlyStop, EarlyStopWatch
 from torchrec_ext.train.even_steps import check_even, exactly
 from torchrec_ext.train.finite import FiniteLoss, RunStoppedError
 from torchrec_ext.train.finite import TrainingDivergedError as TrainingDivergedError
+from torchrec_ext.train.gradient_gate import GradientGate, gate_for
+from torchrec_ext.train.loss_scaling import LossScaling
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 from torchrec_ext.train.progress import Progress, Window
 from torchrec_ext.train.schedule import Schedule, rates, scheduler
@@ -59,15 +61,19 @@ class TrainConfig:
         tables_schedule: how the tables' learning rates change over the run.
         dense_schedule: how the dense layers' do.
         early_stop: after which evaluations the run ends before its last epoch.
-        on_nan: what a loss that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the step on all ranks, which
-            then moves nothing; a record of kind ``left_out`` says why.
+        on_nan: what a loss or gradient that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the step on all
+            ranks, which then moves nothing; a record of kind ``left_out`` says why.
+        check_gradients: look at each step's gradients before they reach a sharded table, see :class:`GradientGate`: ``on``, ``off``
+            or ``auto``, which is on where it costs no wait for the device: on the CPU, and with ``on_nan=skip``. Where it is off, a
+            gradient that is no number is found after sharded tables were moved by it. A captured step is not looked at.
         hang_s: seconds without a step after which a rank writes its stacks and ends the job; more than the slowest step takes. 0
             for never: collectives then fail after five minutes.
         trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank that no other
             waits for: ``auto`` where the rest of the run is long enough to pay for it and the model allows it, ``off``, or
             ``require``: an error where it is not possible. The result is the same to rounding; see :class:`Steps`.
-        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay what they are.
+        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay what they are. ``fp16`` in
+            float16, for devices without the other, with its loss scaled; see :class:`LossScaling`.
         threads: ``auto`` measures on the first steps, for two seconds, how many compute threads a process should have, and pins it
             to its share of the cores; ``given`` keeps those that it was started with.
     """
@@ -80,6 +86,7 @@ class TrainConfig:
     dense_schedule: Schedule = field(default_factory=Schedule)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     on_nan: Literal["stop", "skip"] = "stop"
+    check_gradients: Literal["auto", "on", "off"] = "auto"
     hang_s: float = 240.0
     trace_steps: int = 0
     compile: Compile = "auto"
@@ -94,7 +101,8 @@ class TrainConfig:
             raise ValueError(f"hang_s={self.hang_s}: must be 0 seconds or more")
         if self.trace_steps < 0:
             raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")
-        for name, choices in (("compile", get_args(Compile)), ("amp", get_args(Amp)), ("on_nan", ("stop", "skip"))):
+        checked = ("compile", get_args(Compile)), ("amp", get_args(Amp)), ("on_nan", ("stop", "skip"))
+        for name, choices in (*checked, ("check_gradients", ("auto", "on", "off"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
 
@@ -189,13 +197,17 @@ class _Run:
         self.at = checkpoints.restore(self) if checkpoints is not None else Position()
         self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
         context = forward_context(config.amp, runtime.device)
-        self.forward = FiniteLoss(
-            model, runtime, len(loader), ranks=ranks, stop=stop, context=context, leave_out=_leave_out(config, sync, optimizer)
-        )
+        looks: dict[str, Any] = {"leave_out": _leave_out(config, sync, optimizer), "gate": _gate(config, model, optimizer, runtime)}
+        self.forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, stop=stop, context=context, **looks)
         ranks.checks.append(self.forward.settle)
-        self.pipeline = make_pipeline(model, optimizer, runtime.device, forward=self.forward, sync=sync)
-        way, left = _compile(config, sync), steps - self.at.step
-        chosen: dict[str, Any] = {"compile": way, "total": left, "context": context, "threads": config.threads}
+        scaling = _scaling(config, sync, optimizer, runtime)
+        piped_forward: Any = self.forward if scaling is None else scaling.around(self.forward)
+        through: dict[str, Any] = {"forward": piped_forward, "before_tables": self.forward.before_tables, "sync": sync}
+        self.pipeline = make_pipeline(model, scaling or optimizer, runtime.device, **through)
+        piped, left = _piped(config, sync), steps - self.at.step
+        way = "off" if config.compile == "auto" and piped else config.compile
+        chosen: dict[str, Any] = {"compile": way, "total": left, "piped": piped, "context": context, "threads": config.threads}
+        chosen["scaling"] = scaling
         chosen["take_time"] = self._take_time
         self.ways = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, **chosen)
         self._resume()
@@ -237,7 +249,7 @@ class _Run:
             self.window.add(output.loss, output.weights)
         if self.trace is not None and (overlap := self.trace.step()) is not None:
             self._keep({"kind": "timeline", "epoch": self.at.epoch, "step": step, **overlap})
-        if self.progress.first and self.runtime.is_main:
+        if self.progress.first and self.runtime.is_main and self.ways.piped:
             _warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self.forward.settle()
@@ -317,12 +329,31 @@ def _leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer)
     return partial(setattr, optimizer, "leave_out", True)
 
 
-def _compile(config: TrainConfig, sync: SyncConfig) -> Compile:
-    """What only the pipeline's steps can do, "auto" leaves to them: a timeline, semi-sync, leaving a step out."""
+def _scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime) -> LossScaling | None:
+    if config.amp != "fp16":
+        return None
+    if sync.mode != "every_step" or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
+        raise ValueError(
+            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: a step whose gradients overflow is left "
+            "out, on which ranks must agree; set sync.mode=every_step and train.on_nan=stop, or train.amp=bf16"
+        )
+    return LossScaling(optimizer, runtime.device)
+
+
+def _gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runtime: Runtime) -> GradientGate | None:
+    skips = config.on_nan == "skip"
+    if not isinstance(optimizer, HybridOptimizer) or config.check_gradients == "off":
+        return None
+    if config.check_gradients == "auto" and runtime.device.type == "cuda" and not skips:
+        return None
+    return gate_for(model, optimizer, runtime, always=skips)
+
+
+def _piped(config: TrainConfig, sync: SyncConfig) -> bool:
+    """Whether the run has what only the pipeline's steps can do: a timeline, semi-sync, leaving a step out."""
     if config.compile == "require" and sync.mode == "semi_sync":
         raise ValueError("train.compile=require with sync.mode=semi_sync: look-ups a step ahead are the pipeline's; choose one")
-    piped = config.trace_steps or sync.mode == "semi_sync" or config.on_nan == "skip"
-    return "off" if config.compile == "auto" and piped else config.compile
+    return bool(config.trace_steps) or sync.mode == "semi_sync" or config.on_nan == "skip"
 
 
 def _warn_unpipelined(paths: list[str]) -> None:

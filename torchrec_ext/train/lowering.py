@@ -1,4 +1,4 @@
-"""Tables of a sharded model, on one rank, as plain matrices: what a captured step computes with in TorchRec's place.
+"""Tables of a sharded model, on one rank, as plain matrices: what a captured or a plain step computes with in TorchRec's place.
 
 TorchRec's collections read their offsets while they run, so a graph over them breaks at every one. Here a collection is a
 LoweredBags that reads rows of matrices at offsets known beforehand: one index_select for a feature with one id per bag. The
@@ -22,10 +22,31 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_ext.distributed.tables import collections, table_configs
 
 Read = Callable[[str, Tensor], Tensor]  # (name of a table, (n,) rows) -> (n, D)
+Lower = Callable[[str, nn.Module], nn.Module]  # (path of a collection, the collection) -> what stands in its place
 
 
 class CannotCaptureError(ValueError):
     """A step cannot be captured; the message names what stands in the way."""
+
+
+class Pooled(KeyedTensor):
+    """TorchRec's KeyedTensor over tensors that lie apart: side by side only for who asks for that."""
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        self._by_name = dict(zip(names, tensors, strict=True))
+        self._keys, self._length_per_key = list(names), [tensor.shape[1] for tensor in tensors]
+        self._key_dim, self._offset_per_key, self._index_per_key = 1, None, None
+
+    @property
+    def _values(self) -> Tensor:
+        return torch.cat(list(self._by_name.values()), dim=1)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """By name, (B, D) each."""
+        return dict(self._by_name)
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._by_name[key]
 
 
 class LoweredBags(nn.Module):
@@ -49,7 +70,7 @@ class LoweredBags(nn.Module):
             for feature, name in zip(table.feature_names, own, strict=True):
                 pooled.append(_pooled(table, features, feature, self._read))
                 names.append(name)
-        return KeyedTensor(keys=names, length_per_key=[part.shape[1] for part in pooled], values=torch.cat(pooled, dim=1))
+        return Pooled(names, pooled)
 
 
 def _pooled(table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str, read: Read) -> Tensor:
@@ -69,21 +90,30 @@ def _pooled(table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str
     return pooled / lengths.clamp(min=1)[:, None] if table.pooling == PoolingType.MEAN else pooled
 
 
-def lowered(model: nn.Module, read: Read) -> nn.Module:
-    """A copy of the unwrapped ``model`` with LoweredBags for its collections; it shares every parameter that is no table.
-
-    Raises:
-        CannotCaptureError: a collection that does not pool by sum or mean in fp32.
-    """
+def lowered(model: nn.Module, lower: Lower) -> nn.Module:
+    """A copy of the unwrapped ``model`` with other modules for its collections; it shares every parameter that is no table."""
     plain: nn.Module = get_unwrapped_module(model)
     for path, collection in collections(model):
+        plain = _with(plain, path, lower(path, collection))
+    return plain
+
+
+def static_bags(read: Read) -> Lower:
+    """LoweredBags for collections whose shapes do not depend on the batch's ids.
+
+    Raises:
+        CannotCaptureError: when called with any other.
+    """
+
+    def lower(path: str, collection: nn.Module) -> nn.Module:
         if not isinstance(collection, (EmbeddingBagCollection, ShardedEmbeddingBagCollection)):
             raise CannotCaptureError(
                 f"the {type(collection).__name__} '{path}' returns a row for each id, so its shapes depend on the batch"
             )
         tables: list[EmbeddingBagConfig] = table_configs(collection)
-        plain = _with(plain, path, LoweredBags(tables, read))
-    return plain
+        return LoweredBags(tables, read)
+
+    return lower
 
 
 def _with(module: nn.Module, path: str, new: nn.Module) -> nn.Module:

@@ -53,11 +53,7 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Moved
         CannotCaptureError: a table that is split, not fp32, or moved by a rule that is not in :data:`UPDATES`.
     """
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    owners: dict[str, list[Any]] = {}
-    prefixes = {name for name, _ in optimizer.optimizers if name}
-    for key, parameter in optimizer.params.items():
-        first, _, rest = key.partition(".")  # TorchRec puts the name of an optimizer among several before that of a parameter
-        owners.setdefault(rest if first in prefixes else key, []).append(parameter)
+    by_name = owners(optimizer)
     shards = list(local_shards(model))
     found = []
     for name, weight, choice, config in _named(model, optimizer, shards):
@@ -66,7 +62,7 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Moved
             raise CannotCaptureError(
                 f"'{name}' is moved by {choice.kind}, which has no captured form; those with one: {list(UPDATES)}"
             )
-        own = owners.get(fqn, [])
+        own = by_name.get(fqn, [])
         group = next((groups[id(parameter)] for parameter in own if id(parameter) in groups), None)
         if group is None:
             raise CannotCaptureError(f"no optimizer moves '{fqn}'")
@@ -79,6 +75,16 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Moved
             )
         sharded = config is not None and isinstance(own[0], ShardedTensor)
         found.append(Moved(name, config is not None, sharded, weight.detach(), state, steps, group, choice))
+    return found
+
+
+def owners(optimizer: HybridOptimizer) -> dict[str, list[Any]]:
+    """What ``optimizer`` moves by its name in the unwrapped model; of two, the kernel's is first."""
+    found: dict[str, list[Any]] = {}
+    prefixes = {name for name, _ in optimizer.optimizers if name}
+    for key, parameter in optimizer.params.items():
+        first, _, rest = key.partition(".")  # TorchRec puts the name of an optimizer among several before that of a parameter
+        found.setdefault(rest if first in prefixes else key, []).append(parameter)
     return found
 
 

@@ -24,6 +24,7 @@ def make_pipeline(
     *,
     forward: Callable[[TowerBatch], tuple[Tensor, Any]] | None = None,
     sync: SyncConfig | None = None,
+    before_tables: Callable[[], None] = lambda: None,
 ) -> TrainPipelineSparseDist[TowerBatch, Any]:
     """TorchRec's pipeline that overlaps copy, input dist and forward of three successive batches.
 
@@ -34,12 +35,14 @@ def make_pipeline(
         forward: calls the model in its place, such as :class:`FiniteLoss`.
         sync: its mode ``semi_sync`` takes TrainPipelineSemiSync; every other one is the same pipeline. Copies of tables are
             averaged at its interval.
+        before_tables: called in each step when the loss's backward has come to its end, such as that of :class:`FiniteLoss`.
     """
     sync = sync or SyncConfig()
     if sync.mode == "semi_sync":
         refuse_placed_towers(model, sync)
-        return semi_sync_pipeline(model, optimizer, device, sync, forward)
-    return TrainPipelineSparseDist(
+        return semi_sync_pipeline(model, optimizer, device, sync, forward, before_tables)
+    return GatedPipeline(
+        before_tables,
         model,
         optimizer,
         device,
@@ -47,6 +50,24 @@ def make_pipeline(
         custom_model_fwd=forward,
         dmp_collection_sync_interval_batches=sync.tables_every,
     )
+
+
+class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
+    """TorchRec's, with something to do between the backward of the dense layers and that of the tables.
+
+    Args:
+        before_tables: called after the loss's backward, which a :class:`GradientGate` may have ended before the tables.
+        positional: of TorchRec's.
+        named: likewise.
+    """
+
+    def __init__(self, before_tables: Callable[[], None], *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        self._before_tables = before_tables
+
+    def _backward(self, losses: Tensor) -> None:
+        super()._backward(losses)
+        self._before_tables()
 
 
 def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module) -> list[str]:

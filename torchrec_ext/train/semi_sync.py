@@ -42,7 +42,26 @@ class ForwardOnCpu(EmbeddingPipelinedForward):
         self._context.detached_embedding_tensors.append([embeddings._values])
 
 
-class SemiSyncOnCpu(TrainPipelineSemiSync[TowerBatch, Any]):
+class GatedSemiSync(TrainPipelineSemiSync[TowerBatch, Any]):
+    """TorchRec's, with something to do between the backward of the dense layers and that of the tables.
+
+    Args:
+        before_tables: called after the loss's backward, which ends before the tables.
+        positional: of TorchRec's.
+        named: likewise.
+    """
+
+    def __init__(self, before_tables: Callable[[], None], *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        self._before_tables = before_tables
+
+    def embedding_backward(self, context: EmbeddingTrainPipelineContext) -> None:
+        """The other half of the backward."""
+        self._before_tables()
+        super().embedding_backward(context)
+
+
+class SemiSyncOnCpu(GatedSemiSync):
     """The same without streams and events."""
 
     _pipelined_forward_type = ForwardOnCpu
@@ -62,6 +81,7 @@ def semi_sync_pipeline(
     device: torch.device,
     sync: SyncConfig,
     forward: Callable[[TowerBatch], tuple[Tensor, Any]] | None = None,
+    before_tables: Callable[[], None] = lambda: None,
 ) -> TrainPipelineSemiSync[TowerBatch, Any]:
     """TorchRec's pipeline that looks up the rows of batch B + 1 before the backward of B has moved them.
 
@@ -71,6 +91,7 @@ def semi_sync_pipeline(
         device: of the model.
         sync: ``warmup``, batches before it begins, and ``stash_gradients``.
         forward: calls the model in its place.
+        before_tables: called in each step before the tables' backward.
 
     Raises:
         ValueError: a table is data_parallel: its DDP takes one forward before each backward; or ``stash_gradients`` with tables
@@ -87,8 +108,9 @@ def semi_sync_pipeline(
             "sync.stash_gradients: no kernel runs this device's adam or lazy_adam, and a table's step cannot be left out, as "
             "TorchRec leaves out the first; set optimizer.tables to adagrad, row_wise_adagrad or sgd, or sync.stash_gradients=false"
         )
-    make = SemiSyncOnCpu if device.type == "cpu" else TrainPipelineSemiSync
+    make = SemiSyncOnCpu if device.type == "cpu" else GatedSemiSync
     return make(
+        before_tables,
         model,
         optimizer,
         device,

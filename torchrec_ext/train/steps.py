@@ -1,4 +1,4 @@
-"""Steps: which way each step of a run goes: TorchRec's pipeline, or a captured step where that is possible and pays off."""
+"""Steps: which way each step of a run goes: TorchRec's pipeline, a plain step on one rank, or a captured one where it pays off."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.train.amp import Context
-from torchrec_ext.train.captured import CapturedStep
+from torchrec_ext.train.captured import CapturedStep, RareShapeError
 from torchrec_ext.train.engines import Engine, engine_for
 from torchrec_ext.train.finite import FiniteLoss
+from torchrec_ext.train.loss_scaling import LossScaling
 from torchrec_ext.train.lowering import CannotCaptureError
+from torchrec_ext.train.plain_step import PlainStep
 from torchrec_ext.train.threads import Threads, with_best_threads
 
 Compile = Literal["auto", "off", "require"]
 WATCHED = 12  # steps of the pipeline that are timed before "auto" decides
 PAYS_S = {"cpu": 60.0, "cuda": 10.0}  # seconds that the rest of a run must take for a capture to pay off
+PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too
 Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
@@ -34,9 +37,10 @@ Made = TypeVar("Made")
 class Steps:
     """Trains on one batch after the other.
 
-    ``compile="auto"``: the first steps go through the pipeline; where the rest of the run would take longer than :data:`PAYS_S` and
-    the step can be captured, the rest is captured. A rank trains captured steps where no other waits for it: on one rank, or while
-    ranks are apart under local SGD.
+    On one rank and a CPU, with tables that every rank holds whole, eager steps are :class:`PlainStep`'s, else the pipeline's.
+    ``compile="auto"``: the first steps are eager; where the rest of the run would take longer than :data:`PAYS_S` and the step can
+    be captured, the rest is captured. A rank trains captured steps where no other waits for it: on one rank, or while ranks are
+    apart under local SGD.
 
     Args:
         model: from :func:`hybrid_parallel`.
@@ -47,7 +51,9 @@ class Steps:
         ranks: how ranks are kept alike.
         compile: ``auto``, ``off`` or ``require``.
         total: steps of the run.
+        piped: leave every step to the pipeline.
         context: of a captured step's forward, as the pipeline's has it.
+        scaling: of the loss, as the pipeline's forward and optimizer have it; such steps are not captured.
         threads: ``auto`` measures the right number on the first steps, on a CPU.
         take_time: called before what may take minutes.
 
@@ -66,7 +72,9 @@ class Steps:
         *,
         compile: Compile,  # noqa: A002 -- the setting's name
         total: int,
+        piped: bool = False,
         context: Context = nullcontext,
+        scaling: LossScaling | None = None,
         threads: Threads = "given",
         take_time: Callable[[], None] = lambda: None,
     ) -> None:
@@ -78,6 +86,8 @@ class Steps:
         self._told: set[str] = set()
         self._take_time = take_time
         self._threads = threads if runtime.device.type == "cpu" else "given"
+        self._scaling = scaling
+        self._plain = None if piped else self._plain_step()
         ranks.checks.append(self.settle)
         if compile == "require":
             self._attempt(self._engine)
@@ -107,11 +117,28 @@ class Steps:
         if self._step is not None:
             self._step.settle()
 
+    @property
+    def piped(self) -> bool:
+        """Whether steps that are not captured are the pipeline's."""
+        return self._plain is None
+
+    def _plain_step(self) -> PlainStep | None:
+        if self._runtime.world_size > 1 or self._runtime.device.type != "cpu" or not isinstance(self._optimizer, HybridOptimizer):
+            return None
+        try:
+            return PlainStep(self._model, self._optimizer, self._forward, context=self._context, scaling=self._scaling)
+        except CannotCaptureError:
+            return None  # the pipeline does the same, slower
+
     def _watched(self) -> int:
         return WATCHED if self._compile == "auto" else 2
 
     def _eager(self, items: Iterable[Step]) -> Iterator[Any]:
         batches = (item.batch() if isinstance(item, DrawnStep) else item for item in items)
+        if self._plain is not None:
+            self._plain.begin()
+            yield from map(self._plain, batches)
+            return
         while True:
             try:
                 yield self._pipeline.progress(batches)
@@ -147,13 +174,18 @@ class Steps:
 
     def _capture(self) -> CapturedStep:
         engine, doing = self._engine()
-        step = CapturedStep(self._model, self._optimizer, engine, autocast=self._context, take_time=self._take_time)
+        patience = PATIENCE if self._compile == "auto" else 0
+        step = CapturedStep(
+            self._model, self._optimizer, engine, autocast=self._context, take_time=self._take_time, patience=patience
+        )
         self._say(f"{doing} ...")
         return step
 
     def _engine(self) -> tuple[Engine, str]:
         if not isinstance(self._optimizer, HybridOptimizer):
             raise CannotCaptureError(f"the optimizer is a {type(self._optimizer).__name__}, not that of hybrid_parallel()")
+        if self._scaling is not None:
+            raise CannotCaptureError("train.amp=fp16 leaves out steps whose gradients overflow; bf16 needs no such look at them")
         return engine_for(self._runtime.device)
 
     def _attempt(self, make: Callable[[], Made]) -> Made | None:
@@ -169,7 +201,8 @@ class Steps:
             try:
                 loss, output = step(item)
             except CannotCaptureError as error:
-                self._refuse(error)
+                if not isinstance(error, RareShapeError):
+                    self._refuse(error)
                 step.settle()
                 yield from self._eager([item])
                 step.reload()

@@ -5,10 +5,11 @@ The rules are those of torch.optim, of FBGEMM's kernels and of :class:`RowAdam`;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
-from torch import where as torch_where
 
 from torchrec_ext.distributed.choices import Choice
 
@@ -22,8 +23,13 @@ def _adam(
     (beta1, beta2), (first, second) = choice.betas, state
     first = first + (grad - first) * (1 - beta1)
     second = second * beta2 + grad * grad * (1 - beta2)
-    root = (second / (1 - beta2**step)).sqrt() + choice.eps
-    return values - lr / (1 - beta1**step) * first / root, [first, second]
+    root = (second / _debiased(beta2, step)).sqrt() + choice.eps
+    return values - lr / _debiased(beta1, step) * first / root, [first, second]
+
+
+def _debiased(beta: float, step: Tensor) -> Tensor | float:
+    """1 - beta^step: by a subtraction float32 would keep four digits of it in the first steps, as beta is nearly 1."""
+    return -torch.expm1(step * math.log(beta)) if beta else 1.0
 
 
 def _lazy_adam(
@@ -31,7 +37,7 @@ def _lazy_adam(
 ) -> tuple[Tensor, list[Tensor]]:
     moved, moments = _adam(values, grad, state, step, lr, choice)
     live = touched(grad)
-    return torch_where(live, moved, values), [torch_where(live, new, old) for new, old in zip(moments, state, strict=True)]
+    return torch.where(live, moved, values), [torch.where(live, new, old) for new, old in zip(moments, state, strict=True)]
 
 
 def _adagrad(
@@ -73,7 +79,7 @@ def touched(grad: Tensor) -> Tensor:
 def stepped(
     values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice, *, table: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Weight decay, then the rule. Of a table only rows that have a gradient decay.
+    """Weight decay, then the rule, its gradient with that of ``l2``. Of a table only rows that have a gradient decay.
 
     Args:
         values: (n, ...) of a parameter or of rows of a table.
@@ -86,5 +92,7 @@ def stepped(
     """
     if choice.weight_decay:
         decayed = values * (1 - lr * choice.weight_decay)
-        values = torch_where(touched(grad), decayed, values) if table else decayed
+        values = torch.where(touched(grad), decayed, values) if table else decayed
+    if choice.l2:
+        grad = grad + choice.l2 * values
     return UPDATES[choice.kind](values, grad, state, step, lr, choice)

@@ -24,7 +24,8 @@ class Watchdog:
     The rank calls :meth:`beat` at each step and :meth:`pause` before whatever may take long. Where no beat comes for ``after_s``,
     the stacks of all threads go to ``folder / stacks-rankR.txt`` and ``end`` is called with one line: since when, and in which
     collective the rank waits, or where else it is. A rank that waits in a collective says so some seconds later than one that does
-    not: that one is the cause. Where a thread holds the interpreter, Python's own fault handler still writes the stacks.
+    not: that one is the cause. In a pause a rank may compute as long as it likes, but not wait longer in one collective. Where a
+    thread holds the interpreter, Python's own fault handler still writes the stacks.
 
     Args:
         rank: for the line and the file.
@@ -44,6 +45,8 @@ class Watchdog:
         self._main = threading.get_ident()
         self._last: float | None = None
         self._where = ""
+        self._call: FrameType | None = None  # the collective that the rank was last seen in, and
+        self._since = 0.0  # since when
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._file: IO[str] | None = None
@@ -74,18 +77,18 @@ class Watchdog:
     def _watch(self) -> None:
         assert self._file is not None
         while not self._over.wait(min(_POLL_S, self._after_s / 4)):
-            last = self._last
+            now, last, call = time.monotonic(), self._last, _collective(sys._current_frames().get(self._main))
+            if call is None or call is not self._call:
+                self._call, self._since = call, now
             if last is None:
                 faulthandler.cancel_dump_traceback_later()
-                continue
-            # Armed anew each time: it fires by itself where this thread cannot run.
-            faulthandler.dump_traceback_later(self._after_s + _PATIENCE_S, file=self._file)
-            silent = time.monotonic() - last
-            if silent > self._after_s:
-                collective = waits_in(sys._current_frames().get(self._main))
-                if not collective or silent > self._after_s + _PATIENCE_S:
-                    self._tell(self._file, silent, collective)
-                    return
+                last = now if call is None else self._since
+            else:
+                # Armed anew each time: it fires by itself where this thread cannot run.
+                faulthandler.dump_traceback_later(self._after_s + _PATIENCE_S, file=self._file)
+            if now - last > self._after_s + (0 if call is None else _PATIENCE_S):
+                self._tell(self._file, now - last, _name(call))
+                return
 
     def _tell(self, file: IO[str], silent: float, collective: str) -> None:
         place = f"it waits for other ranks in {collective}" if collective else "it waits for no other rank"
@@ -95,19 +98,30 @@ class Watchdog:
             place += f"; its last line is {Path(last.filename).name}:{last.lineno}, in {last.name}"
         faulthandler.dump_traceback(file, all_threads=True)
         file.flush()
+        what = "made no step" if self._last is not None else "stood still"
         self._end(
-            f"rank {self._rank} has made no step for {silent:.0f} s since {self._where}: {place}; the stacks of its threads are in "
-            f"{self._path}; go on with --resume auto, and raise train.hang_s if a step may take as long"
+            f"rank {self._rank} has {what} for {silent:.0f} s since {self._where or 'its start'}: {place}; the stacks of its "
+            f"threads are in {self._path}; go on with --resume auto, and raise train.hang_s if a step may take as long"
         )
 
 
 def waits_in(frame: FrameType | None) -> str:
     """The public function of torch.distributed that a stack stands in, such as ``all_reduce``; empty where it is in none."""
-    while frame is not None:
-        module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
-        if module == "torch.distributed.distributed_c10d" and not name.startswith("_"):
-            return name
-        if module.startswith(("torch.distributed", "torchrec.distributed")) and name in ("wait", "_wait_impl"):
-            return f"{module.rpartition('.')[2]}.{name}"
+    return _name(_collective(frame))
+
+
+def _collective(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not _name(frame):
         frame = frame.f_back
+    return frame
+
+
+def _name(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+    if module == "torch.distributed.distributed_c10d" and not name.startswith("_"):
+        return name
+    if module.startswith(("torch.distributed", "torchrec.distributed")) and name in ("wait", "_wait_impl"):
+        return f"{module.rpartition('.')[2]}.{name}"
     return ""

@@ -1,7 +1,6 @@
 """What is damaged is found and named, what is half written is none, and nothing in a checkpoint runs."""
 
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.contracts import _CONTEXT
 from tests.examples import small_model
 from torchrec_ext.distributed.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
@@ -83,6 +83,21 @@ def test_every_flipped_bit_and_every_cut_is_found_and_the_one_before_used(two: P
             assert victim.name in lines[-1], lines[-1]
             assert lines[-1].endswith("the one before it is used")
     assert len(lines) >= 95
+
+
+def test_what_is_saved_is_as_it_was_when_the_save_began(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(str(tmp_path), HERE)
+    model, position = filled(1), {"step": 1, "history": [{"loss": 0.5}]}
+    checkpointer.save(1, model_state(model), content={"position": position})
+    with torch.no_grad():  # as a run that goes on does, while the thread writes
+        for parameter in model.parameters():
+            parameter.fill_(2)
+    position["step"] = 2
+    position["history"].append({"loss": 0.4})  # type: ignore[attr-defined]
+    checkpointer.close()
+    saved = checkpointer.load(checkpointer.folder.path(1), model_state(found := filled(0)))
+    assert saved["content"]["position"] == {"step": 1, "history": [{"loss": 0.5}]}
+    assert values(found) == {1.0}
 
 
 def test_a_file_of_another_step_is_found(two: Path, tmp_path: Path) -> None:
@@ -224,11 +239,11 @@ def _save_for_ever(folder: str, state: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_the_former_or_the_new_one_is_there(tmp_path: Path) -> None:
-    draw, context = random.Random(0), multiprocessing.get_context("spawn")
+    draw = random.Random(0)
     found: set[int] = set()
     for trial in range(50):
         folder = tmp_path / str(trial)
-        process = context.Process(target=_save_for_ever, args=(str(folder), {}), daemon=True)
+        process = _CONTEXT.Process(target=_save_for_ever, args=(str(folder), {}), daemon=True)
         process.start()
         while not list(folder.glob("step-*/manifest.json")):
             time.sleep(0.01)

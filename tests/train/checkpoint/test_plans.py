@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec.distributed.model_parallel import DMPCollection
 
 from tests.contracts import run_ranks
 from tests.examples import DIM, META, batches, small_model
@@ -28,8 +29,13 @@ Case = tuple[str, str]
 def made(runtime: Runtime, sharding: str, kind: str) -> Any:
     model = small_model(META)
     optimizer = OptimizerConfig(tables=kind, tables_lr=0.05)  # type: ignore[arg-type]
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizer)  # type: ignore[arg-type]
-    return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=runtime.world_size)
+    config, copies = PlanConfig(sharding=sharding) if sharding in SHARDINGS else PlanConfig(sharding="row_wise"), 1  # type: ignore[arg-type]
+    if sharding == "placed towers":
+        config = PlanConfig(sharding="row_wise", towers="user:0,item:1" if runtime.world_size == 2 else "user:0-2,item:3")
+    if sharding == "two copies":
+        copies = 2
+    plan = plan_sharding(model, runtime, config, optimizer=optimizer, table_copies=copies)
+    return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=runtime.world_size, table_copies=copies)
 
 
 def losses(runtime: Runtime, model: Any, optimizer: Any, count: int, seed: int) -> list[float]:
@@ -39,6 +45,8 @@ def losses(runtime: Runtime, model: Any, optimizer: Any, count: int, seed: int) 
         optimizer.zero_grad()
         loss = model(batch)[0]
         loss.backward()
+        if isinstance(model, DMPCollection):
+            model.sync()
         optimizer.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
@@ -68,6 +76,13 @@ def whole(state: ModelState) -> dict[str, Tensor]:
     return found
 
 
+def row_widths(state: ModelState) -> dict[str, tuple[int, ...]]:
+    """Of the parts of each row state that some rank holds."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, {name: own.widths for name, own in state.row_states.items()})
+    return {name: widths for rank in ranks for name, widths in rank.items()}
+
+
 def save_all(runtime: Runtime, cases: list[Case], folder: str) -> Any:
     """Trains, saves and goes on, under each case; what was saved, and the losses after it."""
     found = {}
@@ -77,7 +92,7 @@ def save_all(runtime: Runtime, cases: list[Case], folder: str) -> Any:
         checkpointer = Checkpointer(f"{folder}/{runtime.world_size}-{sharding}-{kind}", runtime)
         state = model_state(model, optimizer)
         checkpointer.save(5, state, content={"kind": kind})
-        saved, widths = whole(state), {name: own.widths for name, own in state.row_states.items()}
+        saved, widths = whole(state), row_widths(state)
         after = losses(runtime, model, optimizer, 10, seed=2)  # while it is being written
         checkpointer.close()
         found[sharding, kind] = saved, widths, after
@@ -97,7 +112,7 @@ def load_all(runtime: Runtime, cases: list[Case], sources: list[str], folder: st
             assert path is not None
             state = model_state(model, optimizer)
             assert checkpointer.load(path, state)["content"] == {"kind": kind}
-            loaded, widths = whole(state), {name: own.widths for name, own in state.row_states.items()}
+            loaded, widths = whole(state), row_widths(state)
             found[sharding, kind, source] = loaded, widths, losses(runtime, model, optimizer, 10, seed=2)
             checkpointer.close()
     return found
@@ -132,7 +147,7 @@ def assert_loaded(source: str, target: str, saved: Any, loaded: Any) -> None:
         assert torch.equal(after[name], expected), (source, target, name)
     if source == target:
         assert found_losses == next_losses, (source, target)
-    elif not split:
+    elif not split and ("two copies" in source) == ("two copies" in target):  # of copies, Adagrad's sums are means of two
         assert found_losses == pytest.approx(next_losses, abs=1e-5), (source, target)
 
 
@@ -142,6 +157,16 @@ def test_any_plan_loads_into_any_other(tmp_path: Path) -> None:
         assert_loaded(*pair)
         count += 1
     assert count == 4 * 4
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_copies_of_tables_and_placed_towers_load_as_any_other(world_size: int, tmp_path: Path) -> None:
+    count = 0
+    kinds = ("row_wise_adagrad",) if world_size == 2 else ("sgd", "adagrad", "row_wise_adagrad")
+    for pair in pairs(tmp_path, (world_size,), ("placed towers", "two copies", "column_wise"), kinds):
+        assert_loaded(*pair)
+        count += 1
+    assert count == 9 * len(kinds)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -69,7 +70,7 @@ class Checkpointer:
             "world_size": self._runtime.world_size,
             "tables": state.tables,
             "paths": state.paths,
-            "content": content or {},
+            "content": json.loads(json.dumps(content or {})),  # as it is now: it is written while the run goes on
             **self._of_all_ranks(state),
         }
         self._running = self._thread.submit(self._write, step, copies, described)

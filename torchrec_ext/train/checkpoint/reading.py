@@ -14,6 +14,17 @@ from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 from torchrec_ext.train.checkpoint.together import Together
 
+_CONTENT = {
+    "step": int,
+    "world_size": int,
+    "tables": dict,
+    "paths": dict,
+    "layers": list,
+    "row_parts": dict,
+    "content": dict,
+    "files": dict,
+}
+
 
 def read_manifest(path: str) -> dict[str, Any]:
     """What a checkpoint says of itself.
@@ -21,7 +32,12 @@ def read_manifest(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or it is damaged or of a newer format.
     """
-    return manifest.opened(_bytes(f"{path}/{manifest.NAME}", f"; is '{path}' a checkpoint?"), f"{path}/{manifest.NAME}")
+    where = f"{path}/{manifest.NAME}"
+    saved = manifest.opened(_bytes(where, f"; is '{path}' a checkpoint?"), where)
+    lacks = [name for name, kind in _CONTENT.items() if not isinstance(saved.get(name), kind)]
+    if lacks:
+        raise CheckpointError(f"{where} is no manifest of a checkpoint: it lacks {', '.join(lacks)}")
+    return saved
 
 
 def read_index(path: str) -> Metadata:

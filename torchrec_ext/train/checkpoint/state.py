@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from torchrec_ext.distributed.row_decay import kernels_of
 from torchrec_ext.distributed.tables import collections, local_shards, table_configs
+from torchrec_ext.distributed.tower_lookups import unhosted
 from torchrec_ext.train.checkpoint.parts import Part, Parts, State
 
 
@@ -88,7 +90,7 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
     for name, parts in held.items():
         tensors[f"tables.{name}.weight"] = Parts(tables[name][:2], parts)
     for key, value in get_unwrapped_module(model).state_dict().items():
-        if key not in configs and isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
+        if key not in configs and isinstance(value, Tensor) and not isinstance(value, (ShardedTensor, DTensor)):
             tensors[f"dense.{key}"] = value.detach()
     rows: dict[str, RowState] = {}
     for each in _single(optimizer):
@@ -101,7 +103,7 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
                     tensors[f"dense.{key}@{slot}"] = value
     moved = {name.split(".")[1] for name in tensors if name.endswith(".exp_avg")}
     kernels = {f"tables.{name}.step": kernel for name, kernel in _kernels(model) if name in moved}
-    paths = {config.name: path for path, config in configs.items()}
+    paths = {config.name: unhosted(get_unwrapped_module(model), path) for path, config in configs.items()}
     return ModelState(tensors, rows, tables, paths, {name: kernel for name, kernel in kernels.items() if name not in tensors})
 
 
@@ -157,10 +159,10 @@ def _add_of_table(
     name, shape = f"tables.{config.name}.{slot}", (config.num_embeddings, config.embedding_dim)
     if slot == "step":
         tensors[name] = value
-    elif isinstance(value, ShardedTensor):
-        places = [tuple(shard.metadata.shard_offsets) for shard in weight.local_shards()]
-        own = [shard.tensor for shard in value.local_shards()]
-        if value.metadata().size == weight.metadata().size:
+    elif isinstance(value, (ShardedTensor, DTensor)):
+        # Of a table with copies the state is a DTensor, its weight a ShardedTensor of one copy all the same.
+        places, own = [at for _, at in _pieces(weight)], [tensor for tensor, _ in _pieces(value)]
+        if value.size() == weight.size():
             tensors[name] = Parts(shape, [Part(tensor, at) for tensor, at in zip(own, places, strict=True)])
         else:
             rows[name] = _row_state(config, weight, zip(own, places, strict=True))
@@ -168,6 +170,14 @@ def _add_of_table(
         tensors[name] = Parts(shape, [Part(value, (0, 0))])
     else:
         rows[name] = RowState((config.embedding_dim,), config.num_embeddings, [Part(value.view(-1, 1), (0, 0))])
+
+
+def _pieces(held: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """(tensor, where it begins) of what this rank holds."""
+    if isinstance(held, ShardedTensor):
+        return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in held.local_shards()]
+    local: Any = held.to_local()  # TorchRec's LocalShardsWrapper; a rank without a shard has one offset all the same
+    return [(tensor, tuple(at)) for tensor, at in zip(local.local_shards(), local.local_offsets(), strict=False)]
 
 
 def _row_state(config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[tuple[Tensor, tuple[int, ...]]]) -> RowState:

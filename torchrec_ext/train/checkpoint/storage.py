@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # torch has no public name for them
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 # All that a `.metadata` of tensors names. Anything else in one was put there to be run.
 _ALLOWED = {
@@ -39,11 +40,30 @@ def cause(error: BaseException) -> str:
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
-class _Unpickler(pickle.Unpickler):
+# Codes of pickle's that no index has: some reserve as much memory as the file says, others call more than `_ALLOWED` names.
+_REFUSED = {pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.PERSID, pickle.BINPERSID, pickle.INST, pickle.OBJ}
+_REFUSED |= {pickle.EXT1, pickle.EXT2, pickle.EXT4}
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's own that is written in Python: by a number in the file the other one fills gigabytes for what it remembers."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        """Of objects: it could as well change an attribute of a class for the whole process."""
+        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__} itself")  # type: ignore[attr-defined]
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
@@ -60,9 +80,38 @@ def read_metadata(data: bytes, where: str) -> Metadata:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{where} is not the index of a checkpoint: {error}; do not load it") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where} is not the index of a checkpoint: it holds a {type(metadata).__name__}; do not load it")
+    if not _is_whole(metadata):
+        raise CheckpointError(f"{where} is not the index of a checkpoint: a part of it is of another kind; do not load it")
     return metadata
+
+
+def _is_whole(metadata: Metadata) -> bool:
+    """Whether every tensor in it has a shape, a dtype and parts that lie in files beside it."""
+    try:
+        tensors: dict[str, Any] = metadata.state_dict_metadata
+        places: dict[Any, Any] = metadata.storage_data
+        shapes = [
+            size
+            for name, held in tensors.items()
+            if isinstance(name, str) and isinstance(held, TensorStorageMetadata) and isinstance(held.properties.dtype, torch.dtype)
+            for size in (held.size, *(size for chunk in held.chunks for size in (chunk.offsets, chunk.sizes)))
+        ]
+        files = [
+            (place.relative_path, place.offset, place.length)
+            for index, place in places.items()
+            if isinstance(index, MetadataIndex) and index.fqn in tensors
+        ]
+        expected: int = sum(1 + 2 * len(held.chunks) for held in tensors.values())
+        return (
+            len(files) == len(places)
+            and len(shapes) == expected
+            and all(isinstance(size, torch.Size) and all(number >= 0 for number in size) for size in shapes)
+            and all(isinstance(name, str) and "/" not in name and offset >= 0 and length >= 0 for name, offset, length in files)
+        )
+    except (AttributeError, TypeError, ValueError):
+        return False
 
 
 class _Guarded:

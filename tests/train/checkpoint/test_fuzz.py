@@ -1,0 +1,163 @@
+"""Whatever stands in a file: it is read, or refused in words; nothing of it runs, and nothing hangs or takes the memory."""
+
+import contextlib
+import pickle
+import resource
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tests.train.checkpoint.test_files import HERE, filled, saved
+from torchrec_ext.train.checkpoint import manifest
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.reading import read_index, read_manifest
+from torchrec_ext.train.checkpoint.state import model_state
+from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
+from torchrec_ext.train.checkpoint.vectors import read_vectors
+
+pytestmark = pytest.mark.unit
+SUFFIXES = (".npy", ".npz", ".safetensors", ".parquet")
+EDITS = st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=9), st.integers(0, 9)), min_size=1, max_size=4)
+
+
+def edited(data: bytes, edits: list[tuple[int, bytes, int]]) -> bytes:
+    """``data`` with some bytes put in place of others."""
+    for place, new, old in edits:
+        at = place % (len(data) + 1)
+        data = data[:at] + new + data[at + old :]
+    return data
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(saved(tmp_path_factory.mktemp("fuzz"), 1)[0])
+
+
+def fuzzed(examples: int, *strategies: Any) -> Callable[[Any], Any]:
+    chosen = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    return lambda test: chosen(given(*strategies)(test))
+
+
+def index_survives(data: bytes) -> None:
+    with contextlib.suppress(CheckpointError):
+        assert isinstance(read_metadata(data, "i"), Metadata)
+
+
+@pytest.mark.parametrize("examples", [100, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_an_index_with_other_bytes_in_it(checkpoint: Path, examples: int) -> None:
+    whole = (checkpoint / ".metadata").read_bytes()
+    assert isinstance(read_metadata(whole, "i"), Metadata)
+    fuzzed(examples, EDITS)(lambda edits: index_survives(edited(whole, edits)))()
+
+
+CRAFTED = {
+    "a name far away": b"\x80\x04\x8c\x01ar" + struct.pack("<I", 2**31 - 1) + b".",
+    "an array of a terabyte": b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"x.",
+    "bytes of a terabyte": b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.",
+    "a class that is changed": b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n}\x8c\x08__init__K\x01s\x86" + b"b.",
+    "a deep tuple": b"\x80\x04" + b")" + b"\x85" * 200_000 + b".",
+    "an extension": b"\x80\x02\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_crafted_index_takes_no_memory_and_changes_nothing(name: str) -> None:
+    before, made = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, Metadata.__init__
+    with pytest.raises(CheckpointError, match="i is not the index of a checkpoint"):
+        read_metadata(CRAFTED[name], "i")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+    assert Metadata.__init__ is made
+
+
+@pytest.mark.parametrize("lost", ["step", "tables", "row_parts", "files", "layers"])
+def test_a_sealed_manifest_that_lacks_a_part(checkpoint: Path, tmp_path: Path, lost: str) -> None:
+    whole = read_manifest(str(checkpoint))
+    for content in ({name: value for name, value in whole.items() if name != lost}, {**whole, lost: "x"}):
+        (tmp_path / manifest.NAME).write_bytes(manifest.sealed(content))
+        with pytest.raises(CheckpointError, match=f"is no manifest of a checkpoint: it lacks {lost}"):
+            read_manifest(str(tmp_path))
+
+
+@pytest.mark.parametrize("examples", [30, pytest.param(3_000, marks=pytest.mark.slow)])
+def test_tensors_with_other_bytes_in_them(checkpoint: Path, examples: int, tmp_path: Path) -> None:
+    # Behind the digests, which find every change: as of a file whose manifest was made for it.
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    victim = next(tmp_path.glob("*.distcp"))
+    whole, checkpointer = victim.read_bytes(), Checkpointer(str(tmp_path / "other"), HERE)
+    places = [place for place in read_index(str(tmp_path)).storage_data.values() if place.relative_path == victim.name]
+    assert places
+
+    def survives(edits: list[tuple[int, bytes, int]], number: int) -> None:
+        place = places[number % len(places)]
+        part = whole[place.offset : place.offset + place.length]
+        changed = edited(part, edits)[: len(part)].ljust(len(part), b"\0")
+        victim.write_bytes(whole[: place.offset] + changed + whole[place.offset + place.length :])
+        with contextlib.suppress(CheckpointError):
+            checkpointer.load(str(tmp_path), model_state(filled(0)))
+
+    fuzzed(examples, EDITS, st.integers(0, 99))(survives)()
+    checkpointer.close()
+
+
+def vectors(folder: Path, suffix: str) -> Path:
+    path, values = folder / f"v{suffix}", np.arange(64, dtype=np.float32).reshape(8, 8)
+    if suffix == ".npy":
+        np.save(path, values)
+    elif suffix == ".npz":
+        np.savez(path, ids=np.arange(8), vectors=values)
+    elif suffix == ".safetensors":
+        save_file({"ids": torch.arange(8), "vectors": torch.from_numpy(values)}, path)
+    else:
+        pq.write_table(pa.table({"id": np.arange(8), "vector": list(values)}), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_vectors_with_other_bytes_in_them(suffix: str, examples: int, tmp_path: Path) -> None:
+    path = vectors(tmp_path, suffix)
+    whole = path.read_bytes()
+
+    def survives(edits: list[tuple[int, bytes, int]]) -> None:
+        path.write_bytes(edited(whole, edits))
+        with contextlib.suppress(CheckpointError):
+            for ids, block in read_vectors(path):
+                assert ids.dtype == torch.int64
+                assert block.dtype == torch.float32
+
+    fuzzed(examples, EDITS)(survives)()
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('ran')",)
+
+
+def bombs(path: Path) -> Iterator[Path]:
+    """Files of numpy's that hold an object."""
+    for suffix in (".npy", ".npz"):
+        file = path / f"bomb{suffix}"
+        content = np.array([Bomb()], dtype=object)
+        with file.open("wb") as stream:
+            (np.save if suffix == ".npy" else lambda s, c, **k: np.savez(s, vectors=c))(stream, content, allow_pickle=True)
+        yield file
+
+
+def test_an_object_among_vectors_does_not_run(tmp_path: Path) -> None:
+    for file in bombs(tmp_path):
+        with pytest.raises(CheckpointError, match="holds no vectors"):
+            list(read_vectors(file))
+    with pytest.raises(CheckpointError, match=r"names builtins\.exec, which no checkpoint needs"):
+        read_metadata(pickle.dumps(Bomb()), "i")

@@ -1,0 +1,209 @@
+"""Killed by force at any moment and resumed on other ranks, a run has seen the same samples and ends with the same figures."""
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.contracts import _CONTEXT, gather_state
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.loader import LoaderConfig, training_loader
+from torchrec_ext.data.synthetic import checkerboard
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.config import CheckpointConfig
+from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
+from torchrec_ext.train.loop import TrainConfig, train
+from torchx_apps.recipes import TwoTowerConfig, build_two_tower
+
+TRIALS, EPOCHS, LOGGED = 20, 6, 5
+CONFIG = CheckpointConfig(steps=3)
+PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
+Step = tuple[int, int]  # of which epoch, and of which step of it
+
+
+class Noted:
+    """A loader that writes down the rows of each step before it hands them out."""
+
+    def __init__(self, loader: Any, file: Path) -> None:
+        self._loader, self._file = loader, file
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        state = self._loader.state_dict()
+        with self._file.open("a") as file:
+            for step, batch in enumerate(self._loader, state["step"]):
+                users, items = (batch.bags(name).to_dense() for name in ("user_id", "item_id"))
+                owners = batch.shared.index.tolist() if batch.shared is not None else range(len(batch))
+                rows = zip(owners, items, batch.labels.tolist(), batch.weights.tolist(), strict=True)
+                own = [(*users[owner].tolist(), *item.tolist(), int(label)) for owner, item, label, weight in rows if weight]
+                file.write(json.dumps([state["epoch"], step, own]) + "\n")
+                file.flush()
+                yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        self._loader.set_epoch(epoch)
+
+    def state_dict(self, *, step: int | None = None) -> Any:
+        return self._loader.state_dict(step=step)
+
+    def load_state_dict(self, state: Any) -> None:
+        self._loader.load_state_dict(state)
+
+
+def run(runtime: Runtime, folder: Path, name: str, plan: str, resume: bool) -> Any:
+    data = checkerboard(users=20, items=28)
+    torch.manual_seed(3)
+    model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=0.0), data)
+    optimizers = OptimizerConfig(tables="adagrad", tables_lr=0.1)
+    chosen = plan_sharding(model, runtime, PlanConfig(sharding=plan), optimizer=optimizers)  # type: ignore[arg-type]
+    parallel, optimizer = hybrid_parallel(model, runtime, plan=chosen, optimizer=optimizers, seed=3)
+    config = LoaderConfig(batch_size=16, negatives=2)
+    loader = training_loader(data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size)
+    checkpointer = Checkpointer(str(folder / "checkpoints"), runtime)
+    if runtime.is_main:
+        checkpointer.folder.clean()
+    path = checkpointer.last_good() if resume else None
+    assert (path is None) != resume
+    history = train(
+        parallel,
+        optimizer,
+        Noted(loader, folder / f"{name}-{runtime.rank}.jsonl"),
+        runtime,
+        TrainConfig(epochs=EPOCHS, log_every=LOGGED, compile="off"),
+        checkpoints=RunCheckpoints(checkpointer, CONFIG, resume=path),
+    )
+    return {"losses": {record["step"]: record["loss"] for record in history}, "state": gather_state(parallel), "steps": len(loader)}
+
+
+def rank(number: int, world_size: int, folder: Path, name: str, plan: str, resume: bool) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"{name}.store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=world_size)
+    runtime = Runtime(rank=number, local_rank=number, world_size=world_size, local_world_size=world_size)
+    found = run(runtime, folder, name, plan, resume)
+    if number == 0:
+        (folder / f"{name}.part").write_bytes(pickle.dumps(found))
+        os.replace(folder / f"{name}.part", folder / f"{name}.end")
+    dist.destroy_process_group()
+
+
+class Attempt:
+    """Ranks of a run, as processes."""
+
+    def __init__(self, folder: Path, name: str, world_size: int, plan: str, *, resume: bool) -> None:
+        self.folder, self.name, self.world_size = folder, name, world_size
+        arguments = [(number, world_size, folder, name, plan, resume) for number in range(world_size)]
+        self.processes = [_CONTEXT.Process(target=rank, args=own, daemon=True) for own in arguments]
+        for process in self.processes:
+            process.start()
+
+    def until(self, condition: Any, seconds: float = 90) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"not after {seconds} s"
+            time.sleep(0.01)
+
+    def ended(self) -> bool:
+        """Whether it came to its end."""
+        return (self.folder / f"{self.name}.end").exists()
+
+    def over(self) -> bool:
+        """Whether no rank runs any more."""
+        return all(process.exitcode is not None for process in self.processes)
+
+    def result(self) -> Any:
+        """What it came to."""
+        self.until(self.over)
+        assert self.ended(), f"ranks of {self.name} ended with {[process.exitcode for process in self.processes]}"
+        return pickle.loads((self.folder / f"{self.name}.end").read_bytes())
+
+    def kill(self, numbers: list[int]) -> None:
+        """By force; the others have to end by themselves."""
+        for number in numbers:
+            os.kill(self.processes[number].pid or 0, signal.SIGKILL)
+        self.until(self.over)
+
+    def steps(self) -> dict[Step, list[tuple[int, ...]]]:
+        """The rows of each step that every rank has come to, in the order in which it came to them."""
+        found: list[dict[Step, Any]] = []
+        for number in range(self.world_size):
+            lines = (self.folder / f"{self.name}-{number}.jsonl").read_text().splitlines(keepends=True)
+            found.append({(epoch, step): own for epoch, step, own in (json.loads(line) for line in lines if line.endswith("\n"))})
+        return {
+            step: sorted(tuple(row) for own in found for row in own[step]) for step in found[0] if all(step in own for own in found)
+        }
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def digest(steps: dict[Step, list[tuple[int, ...]]]) -> str:
+    return hashlib.sha256(repr(sorted(steps.items())).encode()).hexdigest()
+
+
+@pytest.mark.slow
+def test_killed_at_a_random_moment_and_resumed_on_other_ranks_nothing_differs(tmp_path: Path) -> None:
+    draw, first_seconds = random.Random(0), {}
+    wholes = {}
+    for world_size in (1, 2, 4):
+        folder = tmp_path / f"whole{world_size}"
+        folder.mkdir()
+        with Attempt(folder, "whole", world_size, "row_wise", resume=False) as attempt:
+            attempt.until(lambda folder=folder: list((folder / "checkpoints").glob("step-*[0-9]")))
+            start = time.monotonic()
+            wholes[world_size] = attempt.result(), attempt.steps()
+            first_seconds[world_size] = time.monotonic() - start
+    expected, seen = wholes[1]
+    resumed_at, kills = set(), 0
+    for trial in range(3 * TRIALS):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        before, after = draw.sample([1, 2, 4], 2)
+        plans = draw.choices(PLANS, k=2)
+        with Attempt(folder, "killed", before, plans[0], resume=False) as attempt:
+            attempt.until(lambda folder=folder: list((folder / "checkpoints").glob("step-*[0-9]/manifest.json")))
+            time.sleep(draw.random() * 0.8 * first_seconds[before])
+            if attempt.ended():
+                continue  # too late to be killed: not a trial
+            attempt.kill(list(range(before)) if draw.random() < 0.5 else [draw.randrange(before)])
+            lost = attempt.steps()
+        with Attempt(folder, "resumed", after, plans[1], resume=True) as attempt:
+            found, gone_on = attempt.result(), attempt.steps()
+        begin = next(iter(gone_on))
+        resumed_at.add(begin)
+        lineage = {step: rows for step, rows in lost.items() if step < begin} | gone_on
+        assert digest(lineage) == digest(seen), (trial, before, after, plans, begin)
+        assert found["losses"].keys() == expected["losses"].keys()
+        since = begin[0] * expected["steps"] + begin[1] + LOGGED  # on other ranks a record begins anew where it was cut off
+        for step, loss in expected["losses"].items():
+            if step >= since:
+                assert found["losses"][step] == pytest.approx(loss, rel=1e-4), (trial, before, after, plans, begin)
+        for name, value in expected["state"].items():
+            torch.testing.assert_close(found["state"][name], value, rtol=0, atol=1e-4)
+        kills += 1
+        print(f"{kills}: {before} ranks, {plans[0]}, killed; {after} ranks, {plans[1]}, from step {begin}: the same", flush=True)
+        if kills == TRIALS:
+            break
+    assert kills == TRIALS
+    assert len(resumed_at) > TRIALS // 3

@@ -1,0 +1,186 @@
+"""A plain step trains what the pipeline's step of the sharded model trains, and leaves to it what it cannot do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import ITEMS, META, batches, small_model
+from tests.train.test_captured import distance, farthest, stepped, whole
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.tower_model import Prediction
+from torchrec_ext.train.finite import FiniteLoss, TrainingDivergedError
+from torchrec_ext.train.loop import TrainConfig, train
+from torchrec_ext.train.lowering import CannotCaptureError
+from torchrec_ext.train.plain_step import PlainStep
+
+OPTIMIZERS: dict[str, OptimizerConfig] = {
+    "adam": OptimizerConfig(tables="adam", tables_lr=0.01, tables_l2=0.01),
+    "sgd": OptimizerConfig(tables="sgd", tables_lr=0.1, dense="sgd", tables_weight_decay=0.1, dense_weight_decay=0.1),
+    "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.01, dense="adagrad", clip_norm=0.1),
+    "lazy_adam": OptimizerConfig(tables="lazy_adam", tables_lr=0.01),
+}
+
+
+class Weighted(nn.Module):
+    """Weighted bags beside plain ones."""
+
+    def __init__(self, pooling: PoolingType = PoolingType.SUM) -> None:
+        super().__init__()
+        weighted, plain = (
+            EmbeddingBagConfig(name=name, feature_names=["history"], num_embeddings=ITEMS, embedding_dim=4, pooling=how)
+            for name, how in (("weighted", pooling), ("plain", PoolingType.MEAN))
+        )
+        self.weighted = EmbeddingBagCollection(tables=[weighted], is_weighted=True, device=META)
+        self.plain = EmbeddingBagCollection(tables=[plain], device=META)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, batch: TowerBatch) -> Any:
+        pooled = self.weighted(batch.weighted).values() + self.plain(batch.sparse)["history"]
+        logits = self.head(pooled).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
+
+
+def weighted_batches(count: int) -> Iterator[TowerBatch]:
+    generator = torch.Generator().manual_seed(0)
+    for batch in batches(count):
+        sparse = batch.sparse
+        weights = torch.rand(sparse.values().shape, generator=generator)
+        batch.weighted = type(sparse)(keys=sparse.keys(), values=sparse.values(), lengths=sparse.lengths(), weights=weights)
+        yield batch
+
+
+def compared(runtime: Runtime, made: Any, given: list[TowerBatch], config: OptimizerConfig) -> dict[str, float]:
+    """How far losses, weights and state of plain steps are from those of the sharded model."""
+    found = []
+    for plain in (False, True):
+        torch.manual_seed(0)
+        unsharded = made()
+        plan = plan_sharding(unsharded, runtime, PlanConfig(sharding="data_parallel"), optimizer=config)
+        model, optimizer = hybrid_parallel(unsharded, runtime, plan=plan, optimizer=config)
+        if plain:
+            step = PlainStep(model, optimizer, FiniteLoss(model, runtime, len(given)))
+            step.begin()
+            losses = [step(batch).loss for batch in given[:-1]]
+            losses.append(stepped(model, optimizer, given[-1]))  # and the sharded model goes on from there
+        else:
+            losses = [stepped(model, optimizer, batch) for batch in given]
+        states = {name: optimizer.state.get(parameter, {}) for name, parameter in optimizer.params.items()}
+        found.append((losses, gather_state(model), states))
+    (losses, state, own), (other_losses, other_state, others) = found
+    pairs = [(own[name][part], others[name][part]) for name in own for part in own[name]]
+    return {
+        "loss": max(abs(float(one - other)) for one, other in zip(losses, other_losses, strict=True)),
+        "weights": farthest(state, other_state),
+        "state": max((distance(whole(one), whole(other)) for one, other in pairs), default=0.0),
+    }
+
+
+class Twice:
+    """Given batches as a loader."""
+
+    def __init__(self, given: list[TowerBatch]) -> None:
+        self._given = given
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+def bad_batch(runtime: Runtime) -> tuple[str, dict[str, Tensor] | None, dict[str, Tensor] | None]:
+    """A label that is no number: the error, and the state before and after its step."""
+    model, optimizer = hybrid_parallel(small_model(META), runtime, optimizer=OPTIMIZERS["adam"])
+    step, (batch, bad) = PlainStep(model, optimizer, FiniteLoss(model, runtime, 2)), batches(2)
+    step.begin()
+    step(batch)
+    before = {name: value.clone() for name, value in (gather_state(model) or {}).items()}
+    bad.labels[3] = float("nan")
+    with pytest.raises(TrainingDivergedError) as told:
+        step(bad)
+    return str(told.value), before, gather_state(model)
+
+
+def of_a_run(runtime: Runtime) -> tuple[Any, Any, str]:
+    """The same run with plain steps and with the pipeline's, of which a run with a timeline consists."""
+    found, said = [], io.StringIO()
+    for options in ({}, {"trace_steps": 2}):
+        model, optimizer = hybrid_parallel(small_model(META), runtime, optimizer=OPTIMIZERS["adam"])
+        config = TrainConfig(epochs=2, compile="off", **options)  # type: ignore[arg-type]
+        with contextlib.redirect_stderr(said):
+            history = train(model, optimizer, Twice(list(batches(8))), runtime, config)
+        found.append((gather_state(model), [record["loss"] for record in history if record["kind"] == "train"]))
+    return *found, said.getvalue()
+
+
+def laws(runtime: Runtime) -> dict[str, Any]:
+    given = list(batches(200))
+    return {
+        "by optimizer": {
+            name: compared(runtime, lambda: small_model(META), given if name == "adam" else given[:30], config)
+            for name, config in OPTIMIZERS.items()
+        },
+        "weighted": compared(runtime, Weighted, list(weighted_batches(20)), OPTIMIZERS["adagrad"]),
+        "bad": bad_batch(runtime),
+        "run": of_a_run(runtime),
+        "refused": refused(runtime),
+    }
+
+
+def refused(runtime: Runtime) -> list[str]:
+    found = []
+    for model, sharding in ((small_model(META), "table_wise"), (Weighted(PoolingType.MEAN), "data_parallel")):
+        plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
+        parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
+        with pytest.raises(CannotCaptureError) as told:
+            PlainStep(parallel, optimizer, FiniteLoss(parallel, runtime, 1))
+        found.append(str(told.value))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(laws, 1, timeout_s=300)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_plain_steps_equal_those_of_the_sharded_model_200_with_adam(found: dict[str, Any], name: str) -> None:
+    assert max(found["by optimizer"][name].values()) < 1e-5
+
+
+def test_weighted_bags_are_what_torchrec_makes_of_them(found: dict[str, Any]) -> None:
+    assert max(found["weighted"].values()) < 1e-5
+
+
+def test_a_loss_that_is_no_number_writes_nothing(found: dict[str, Any]) -> None:
+    told, before, after = found["bad"]
+    assert "the label is nan in row 3 of the batch on rank 0; nothing was written by this step" in told
+    assert farthest(before, after) == 0
+
+
+def test_a_run_of_plain_steps_is_the_pipelines(found: dict[str, Any]) -> None:
+    (plain, losses), (piped, other_losses), said = found["run"]
+    assert farthest(plain, piped) < 1e-5
+    assert losses == pytest.approx(other_losses, abs=1e-5)
+    assert "not pipelined" not in said
+
+
+def test_what_kernels_do_otherwise_is_left_to_them(found: dict[str, Any]) -> None:
+    assert found["refused"] == ["table 'user_id' is sharded, or not fp32", "'weighted' takes means of weighted rows"]

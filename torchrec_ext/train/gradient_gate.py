@@ -1,0 +1,134 @@
+"""GradientGate: no backward moves a row of a sharded table before all ranks know that every gradient is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import collections
+
+
+class GradientGate:
+    """Cuts the backward in two where looked-up vectors enter the dense layers, and looks at the gradients in between.
+
+    Kernels move the rows of a sharded table while the backward runs, and a gradient that is no number on one rank goes by the
+    exchange to rows of all. The first half of the backward ends at the vectors: by then the gradients of the dense layers have been
+    averaged, and nothing has moved. The ranks agree by one all-reduce of a number, then the second half runs, through the exchange
+    into the kernels. It costs that all-reduce, a sum over the vectors' gradient and the norm of the layers', and the averaging of
+    the layers' gradients no longer overlaps with the tables' backward.
+
+    Args:
+        model: from :func:`hybrid_parallel`.
+        optimizer: likewise.
+        runtime: this process's place in the job.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime) -> None:
+        self._optimizer, self._runtime = optimizer, runtime
+        self._collections = {path: collection for path, collection in collections(model) if _sharded(collection)}
+        self._held: list[tuple[str, Tensor, Tensor]] = []  # (path, vectors, what the dense layers were given in their place)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """The backward of a forward inside it ends at the gate."""
+        self._held = []
+        hooks = [module.register_forward_hook(self._cutting(path)) for path, module in self._collections.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def open(self) -> str:
+        """Runs the second half of the backward; all ranks call it after the first half.
+
+        Returns:
+            What is not finite on some rank, the same text on every rank; the second half has then not run. Empty where it has.
+        """
+        held, self._held = self._held, []
+        arrived = [(path, vectors, given.grad) for path, vectors, given in held if given.grad is not None]
+        bad = list(dict.fromkeys(path for path, _, gradient in arrived if not _finite(gradient)))
+        if told := self._agreed(bad, self._optimizer.bad_gradients()):
+            return told
+        torch.autograd.backward([vectors for _, vectors, _ in arrived], [gradient for *_, gradient in arrived])
+        return ""
+
+    def _agreed(self, paths: list[str], parameters: list[str]) -> str:
+        ranks: list[Any] = [(paths, parameters)]
+        if self._runtime.world_size > 1:
+            worst = torch.tensor(float(bool(paths or parameters)), device=self._runtime.device)
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            if not worst:
+                return ""
+            ranks = [None] * self._runtime.world_size
+            dist.all_gather_object(ranks, (paths, parameters))
+        return _told(ranks)
+
+    def _cutting(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            assert isinstance(output, LazyAwaitable)
+            output.callbacks.append(lambda found: self._cut(path, found))
+
+        return hook
+
+    def _cut(self, path: str, found: Any) -> Any:
+        for part in found.values() if isinstance(found, dict) else [found]:
+            assert isinstance(part, (JaggedTensor, KeyedTensor))
+            vectors = part.values()
+            if vectors.requires_grad:
+                part._values = vectors.detach().requires_grad_()  # as TorchRec's semi-sync pipeline cuts
+                self._held.append((path, vectors, part._values))
+        return found
+
+
+def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, always: bool) -> GradientGate | None:
+    """A gate where a kernel moves some table on some rank; all ranks call it.
+
+    Args:
+        model: from :func:`hybrid_parallel`.
+        optimizer: likewise.
+        runtime: this process's place in the job.
+        always: also where none does: the optimizer refuses a gradient of what each rank holds whole by itself, with an error.
+    """
+    gate = GradientGate(model, optimizer, runtime)
+    needed = torch.tensor(float(always or bool(gate._collections)), device=runtime.device)
+    dist.all_reduce(needed, dist.ReduceOp.MAX)  # where towers are placed, ranks hold different ones
+    return gate if needed else None
+
+
+def holding(gate: GradientGate | None) -> AbstractContextManager[None]:
+    """See :meth:`GradientGate.holding`; nothing where there is no gate."""
+    return nullcontext() if gate is None else gate.holding()
+
+
+def _sharded(collection: nn.Module) -> bool:
+    return any(isinstance(weight, (ShardedTensor, DTensor)) for weight in collection.state_dict().values())
+
+
+def _finite(gradient: Tensor) -> bool:
+    """By the sum first, which one pass gives: a finite one has only finite parts, another may have overflowed."""
+    return bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
+
+
+def _told(ranks: list[tuple[list[str], list[str]]]) -> str:
+    """The same on every rank; empty where nothing is wrong."""
+    said = []
+    for prefix, found in (("vectors of ", [own for own, _ in ranks]), ("", [own for _, own in ranks])):
+        names = list(dict.fromkeys(name for own in found for name in own))
+        at = [str(rank) for rank, own in enumerate(found) if own]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        where = f" on rank {', '.join(at)}" if len(at) < len(ranks) else ""
+        if names:
+            said.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{where}")
+    return "; ".join(reversed(said))

@@ -1,0 +1,71 @@
+"""LossScaling: the steps of mixed precision in float16, whose range is too small for the gradients of most losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
+
+Forward = Callable[[TowerBatch], tuple[Tensor, Any]]
+
+
+class LossScaling:
+    """torch's GradScaler around a HybridOptimizer: the loss times a factor, the gradients divided by it before they move anything.
+
+    A step whose gradients overflow moves nothing and halves the factor; 2,000 steps without one double it. Where gradients are the
+    mean of all ranks, all ranks see the same overflow. A resumed run begins with the first factor again.
+
+    Args:
+        optimizer: from :func:`hybrid_parallel`.
+        device: of the model.
+        first: the first factor.
+
+    Raises:
+        ValueError: a table that its kernel moves inside the backward, where its gradient is still multiplied.
+    """
+
+    def __init__(self, optimizer: HybridOptimizer, device: torch.device, *, first: float = 65536.0) -> None:
+        self._optimizer = optimizer
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=first)
+        sharded = [name for name in optimizer.of_tables if not any(f".{name}." in key for key in self._replicated())]
+        if sharded:
+            raise ValueError(
+                f"train.amp=fp16: table '{sharded[0]}' is sharded, and moved inside the backward by a gradient that is still "
+                "multiplied with the factor of the loss; set train.amp=bf16, which needs none, or plan.sharding=data_parallel"
+            )
+
+    def _replicated(self) -> list[str]:
+        held = {id(table) for table in self._optimizer.replicated_tables}
+        return [key for key, table in self._optimizer.params.items() if id(table) in held]
+
+    @property
+    def factor(self) -> float:
+        """What the next loss is multiplied with; waits for the device."""
+        return float(self._scaler.get_scale())
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss, (), times the factor."""
+        return self._scaler.scale(loss)
+
+    def around(self, forward: Forward) -> Forward:
+        """``forward`` with its loss scaled, for a pipeline."""
+
+        def scaled(batch: TowerBatch) -> tuple[Tensor, Any]:
+            loss, output = forward(batch)
+            return self.scale(loss), output
+
+        return scaled
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See :class:`torch.optim.Optimizer`."""
+        self._optimizer.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        """A step of the optimizer by the gradients as they would be without the factor, unless one of them has overflowed."""
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
