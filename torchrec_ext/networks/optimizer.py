@@ -126,6 +126,28 @@ class StackedOptimizer:
                 group["lr"] = group["choice"].lr * group["schedule"].factor(self._step, group["steps"])
         self._step += 1
 
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Makes the state that the first step would make, for a checkpoint to write into: by one without rates and gradients."""
+        for optimizer in self._optimizers:
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            kept = [parameter.grad for parameter in held], [group["lr"] for group in optimizer.param_groups]
+            for parameter in held:
+                parameter.grad = torch.zeros_like(parameter)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            optimizer.step()
+            for group, rate in zip(optimizer.param_groups, kept[1], strict=True):
+                group["lr"] = rate
+            for parameter, gradient in zip(held, kept[0], strict=True):
+                parameter.grad = gradient
+                if "step" in optimizer.state[parameter]:
+                    optimizer.state[parameter]["step"].zero_()
+
+    def go_on(self, steps: int) -> None:
+        """Schedules go on after so many steps."""
+        self._step = steps
+
     def entries(self) -> list[tuple[dict[str, Any], Moved, dict[str, Tensor]]]:
         """What is moved: the settings by which, which weights, and their state."""
         return [(group, moved, self._owner(moved.parameter).state[moved.parameter]) for group, moved in self._moved]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ def rewrite(graph: GraphModule) -> GraphModule:
     zeros for each piece and their sum; rows are picked and their gradients added row by row, not number by number; a bias is added
     inside the product. Every node keeps the ``val`` of its meta, which tells its shape.
     """
-    for change in (_same, _joined_gradients, _cut_of_joined, _same, _rows_picked, _rows_added, _bias_inside):
+    for change in (_cut, _same, _joined_gradients, _cut_of_joined, _same, _rows_picked, _rows_added, _bias_inside, _outer):
         for node in list(graph.graph.nodes):
             if node.op == "call_function":
                 change(node)
@@ -60,6 +61,15 @@ def _same(node: Any) -> None:
         inner: Any = node.args[0]
         if inner.op == "call_function" and inner.target is _aten.transpose.int and inner.args[1:] == node.args[1:]:
             node.replace_all_uses_with(inner.args[0])
+
+
+def _cut(node: Any) -> None:
+    """A piece of what is cut into pieces is a slice of it."""
+    if node.target is not operator.getitem or node.args[0].target is not _aten.split_with_sizes.default:
+        return
+    source, sizes, *dims = node.args[0].args
+    dim, start = dims[0] if dims else 0, sum(sizes[: node.args[1]])
+    _replace(node, _aten.slice.Tensor, source, dim % len(_shape(source)), start, start + sizes[node.args[1]])
 
 
 def _joined_gradients(node: Any) -> None:
@@ -179,3 +189,9 @@ def _bias_inside(node: Any) -> None:
     alone = product.target is _aten.bmm.default and len(product.users) == 1
     if alone and bias.target is _aten.view.default and len(_shape(bias)) == 3 and _shape(bias)[1] == 1:
         _replace(node, _aten.baddbmm.default, bias, *product.args)
+
+
+def _outer(node: Any) -> None:
+    """A product over an axis of one element is no sum."""
+    if node.target is _aten.bmm.default and _shape(node.args[0])[2] == 1:
+        _replace(node, _aten.mul.Tensor, *node.args)

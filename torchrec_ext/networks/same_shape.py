@@ -10,7 +10,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# How a module was made (Recorded) is in what it became, but for dropout, of which a member may have a rate of its own.
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "arguments", "made_of"})
 _OF_A_TABLE = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling", "data_type")
 
 

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.modules.codistillation import codistillation
+from torchrec_ext.train.lowering import Pooled
 
 _FIELDS = ("dense", "labels", "weights", "total_weight", "log_q", "targets")
 _SHARED = ("dense", "index")
@@ -49,35 +50,20 @@ def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+class _MembersRows(SharedRows):
+    """Picks rows by an index, which vmap lays out for all members at once; of index_select it makes a loop over them."""
+
+    def spread(self, rows: Tensor) -> Tensor:
+        return rows[self.index]
+
+
 def batch_of(tensors: Mapping[str, Tensor]) -> TowerBatch:
     """A batch of ``tensors``, its ids :class:`Part`s."""
     shared: Any = None
     if "shared.index" in tensors:
-        shared = SharedRows(Part("shared.sparse"), *(tensors[f"shared.{name}"] for name in _SHARED))
+        shared = _MembersRows(Part("shared.sparse"), *(tensors[f"shared.{name}"] for name in _SHARED))
     own: dict[str, Any] = {name: tensors.get(name) for name in _FIELDS}
     return TowerBatch(sparse=Part("sparse"), shared=shared, joint=Part("joint"), weighted=Part("weighted"), **own)
-
-
-class _Pooled(KeyedTensor):
-    """TorchRec's KeyedTensor over tensors that lie apart: side by side only for who asks for that."""
-
-    def __init__(self, names: list[str], tensors: Sequence[Tensor]) -> None:
-        self._by_name = dict(zip(names, tensors, strict=True))
-
-    def keys(self) -> list[str]:
-        return list(self._by_name)
-
-    def values(self) -> Tensor:
-        return torch.cat(list(self._by_name.values()), dim=1)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        return dict(self._by_name)
-
-    def length_per_key(self) -> list[int]:
-        return [tensor.shape[1] for tensor in self._by_name.values()]
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._by_name[key]
 
 
 class _Tables(nn.Module):
@@ -95,12 +81,12 @@ class _Tables(nn.Module):
 
     def forward(self, features: Part) -> KeyedTensor:
         if self.pooled is not None:
-            return _Pooled(self.names, self.pooled)
+            return Pooled(self.names, self.pooled)
         if self.reads:
             raise StackError(f"the network looks up '{self.path}' more than once a step: it cannot be stacked; train it alone")
         self.reads = features.name
         rows = self.strides[features.name]
-        return _Pooled(self.names, [torch.zeros(rows, width, device=self.device) for width in self.widths])
+        return Pooled(self.names, [torch.zeros(rows, width, device=self.device) for width in self.widths])
 
 
 class _Dropout(nn.Module):

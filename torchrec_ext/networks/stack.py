@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.networks.allocator import keep_freed_memory
 from torchrec_ext.networks.lookups import StackedTables
 from torchrec_ext.networks.same_shape import difference
 from torchrec_ext.networks.skeleton import Skeleton, StackError, part_of, tensors_of
@@ -68,6 +69,7 @@ class Stack(nn.Module):
                 f"{differs}: a stack holds networks of one shape; give both the same, or train them beside each other on rank "
                 "groups"
             )
+        keep_freed_memory()
         self.networks = dict(networks)  # not as submodules: their weights are views of the stack's
         self.generators = {name: torch.Generator().manual_seed((seeds or {}).get(name, 0)) for name in networks}
         self.tables = self._lay_tables_below_one_another()
