@@ -13,7 +13,7 @@ TORCH = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
 
 # A unit is a module or subpackage of torchrec_ext, or one of the two folders beside it. Each may import itself and what stands
 # here; "modules.tower" is one module of a unit. `needs_torch` is open to all of torchrec_ext and torchx_apps.
-BASE = {"schema", "batch", "timing"}
+BASE = {"schema", "batch", "timing", "tensor_file"}
 SET_UP = {"stack", "needs_torch", "install", "probe", "doctor"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "stack": set(),
@@ -24,13 +24,15 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "schema": BASE,
     "batch": BASE,
     "timing": BASE,
+    "tensor_file": set(),
     "data": BASE,
     "modules": BASE,
     "models": BASE | {"modules"},
-    "distributed": {"batch", "timing", "modules.tower", "modules.towers"},
-    "train": {"distributed", "batch", "timing"},
+    "distributed": {"batch", "timing", "modules.tower", "modules.towers", "modules.shared_tables"},
+    "train": {"distributed", "batch", "timing", "tensor_file"},
     "networks": {"train", "distributed", "modules", "batch", "timing"},
-    "retrieval": {"schema", "batch", "modules"},
+    # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone.
+    "retrieval": {"schema", "batch", "modules", "models", "tensor_file", "data.preprocess", "distributed.tables"},
     "diagnose": {"timing"},
     "torchx_apps": BASE | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "diagnose", "stack"},
     "components": set(),
@@ -151,8 +153,14 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
     [
         ("torchrec_ext.train.loop", "from torchrec_ext.models.tower_model import TowerModel", "train may import batch, distr"),
         ("torchrec_ext.train.loop", "def f():\n    import torchrec_ext.data.loader", "train may import"),
-        ("torchrec_ext.data.loader", "from torchrec_ext import modules", "data may import batch, schema, timing"),
+        ("torchrec_ext.data.loader", "from torchrec_ext import modules", "data may import batch, schema, tensor_file, timing"),
         ("torchrec_ext.data.loader", "from ..modules import tower", "data may import"),
+        ("torchrec_ext.retrieval.bundle", "from torchrec_ext.train.loop import train", "retrieval may import"),
+        (
+            "torchrec_ext.retrieval.bundle",
+            "from torchrec_ext.data.loader import ChunkLoader",
+            "data.preprocess, distributed.tables",
+        ),
         ("torchrec_ext.distributed.planning", "import torchrec_ext.modules.losses", "modules.tower"),
         ("torchrec_ext.modules.tower", "from torchrec_ext import Tower", "modules may import"),
         ("torchrec_ext.batch", "import torchx_apps.train", "batch may import"),
@@ -179,6 +187,7 @@ def test_the_checker_finds_a_made_up_violation(module: str, statement: str, why:
         ("torchrec_ext.models.tower_model", "from torchrec_ext.modules import losses"),
         ("torchrec_ext.modules.losses", "from . import interaction"),
         ("torchrec_ext.batch", "import torchrec_ext.needs_torch"),
+        ("torchrec_ext.retrieval.bundle", "from torchrec_ext.data.preprocess.fitted import FittedPreprocessor"),
         ("torchrec_ext", "from torchrec_ext.models.tower_model import TowerModel"),
         ("components.train", "from torchx.components import dist"),
     ],

@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from torchrec_ext.modules.compression import Compression
     from torchrec_ext.modules.session_tower import SessionTower
     from torchrec_ext.modules.tower import Tower
+    from torchrec_ext.retrieval.bundle import Bundle
+    from torchrec_ext.retrieval.scorer import Scorer
     from torchrec_ext.schema import BatchSchema
 
 # `train` is not here: a name shared with the subpackage would be the function or the module, whichever was imported last.
 _EXPORTS: dict[str, str] = {
     "ArrowSource": "torchrec_ext.data.source",
     "BatchSchema": "torchrec_ext.schema",
+    "Bundle": "torchrec_ext.retrieval.bundle",
     "ChunkLoader": "torchrec_ext.data.loader",
     "Compression": "torchrec_ext.modules.compression",
     "ContextualNCF": "torchrec_ext.models.ncf",
@@ -44,6 +47,7 @@ _EXPORTS: dict[str, str] = {
     "PlanConfig": "torchrec_ext.distributed.planning",
     "RetrievalModel": "torchrec_ext.models.retrieval",
     "Runtime": "torchrec_ext.distributed.runtime",
+    "Scorer": "torchrec_ext.retrieval.scorer",
     "SessionTower": "torchrec_ext.modules.session_tower",
     "Tower": "torchrec_ext.modules.tower",
     "TowerBatch": "torchrec_ext.batch",
@@ -60,6 +64,7 @@ _EXPORTS: dict[str, str] = {
 __all__ = [
     "ArrowSource",
     "BatchSchema",
+    "Bundle",
     "ChunkLoader",
     "Compression",
     "ContextualNCF",
@@ -71,6 +76,7 @@ __all__ = [
     "PlanConfig",
     "RetrievalModel",
     "Runtime",
+    "Scorer",
     "SessionTower",
     "Tower",
     "TowerBatch",

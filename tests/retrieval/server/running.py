@@ -1,0 +1,88 @@
+"""A service in this process on a free port of loopback, and a client that keeps its connection."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.server.application import application
+from torchrec_ext.retrieval.server.service import Service
+from torchrec_ext.retrieval.server.settings import Settings
+from torchrec_ext.retrieval.server.telemetry import Log
+from torchrec_ext.retrieval.vectors import UserVectors
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def told(self) -> str:
+        return str(self.json["error"]["message"])
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, port: int) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+
+    def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if content is not None:
+            named.setdefault("Content-Type", "application/json")
+        self.connection.request(method, path, content, named)
+        answer = self.connection.getresponse()
+        return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        return self("POST", path, body, **headers)
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self("GET", path, **headers)
+
+
+@dataclass
+class Running:
+    service: Service
+    port: int
+    log: io.StringIO
+
+    def client(self) -> Client:
+        return Client(self.port)
+
+
+@contextmanager
+def serving(bundle: Bundle, *, vectors: Sequence[UserVectors] = (), **settings: Any) -> Iterator[Running]:
+    """A service of ``bundle`` until the block ends."""
+    log = io.StringIO()
+    service = Service(Settings(bundle=Path("unused"), **settings), bundle, vectors=vectors, log=Log(log))
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(application(service), lifespan="off", log_config=None, access_log=False, server_header=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    try:
+        yield Running(service, listening.getsockname()[1], log)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        service.close()

@@ -1,0 +1,341 @@
+"""The HTTP service over a bundle in memory: answers, refusals that say which limit, health, metrics, logs without users."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
+
+from tests.retrieval.served import Made
+from tests.retrieval.server.running import Running, serving
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.requests import RecommendRequest
+from torchrec_ext.retrieval.server.settings import Limits, Settings
+from torchrec_ext.retrieval.server.telemetry import resident_bytes
+
+pytestmark = pytest.mark.unit
+USER = 7
+LIMITS = Limits(body_bytes=20_000, k=20, candidates=30, rows=3, queue=2, time_ms=3_000)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return Made(tmp_path_factory.mktemp("made") / "bundle").bundle
+
+
+@pytest.fixture(scope="module")
+def running(bundle: Bundle) -> Iterator[Running]:
+    with serving(bundle, limits=LIMITS) as found:
+        yield found
+
+
+def test_recommend_answers_what_the_scorer_does(running: Running) -> None:
+    answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}, "k": 3, "titles": True, "liked": 2})
+    expected = running.service.scorer.recommend(RecommendRequest(user={"user_id": USER}, k=3, titles=True, liked=2))
+    assert answer.status == 200
+    assert answer.json == {
+        "items": expected.items,
+        "scores": expected.scores,
+        "unknown_user": False,
+        "unknown_features": [],
+        "vector": "live",
+        "unknown_items": [],
+        "bundle": running.service.scorer.bundle.manifest.digest,
+        "asked": 3,
+        "answered": 3,
+        "titles": expected.titles,
+        "liked": expected.liked,
+        "liked_titles": expected.liked_titles,
+    }
+
+
+def test_score_and_embed(running: Running) -> None:
+    client = running.client()
+    scores = client.post("/v1/score", {"user": {"user_id": 9_999}, "items": [1_001, 5]})
+    assert (scores.status, scores.json["unknown_user"], scores.json["unknown_items"], len(scores.json["scores"])) == (
+        200,
+        True,
+        [5],
+        2,
+    )
+    vectors = client.post("/v1/embed", {"rows": [{"user_id": USER}]})
+    assert (vectors.status, len(vectors.json["vectors"][0])) == (200, 8)
+    items = client.post("/v1/embed", {"rows": [{"item_id": 3, "price": 0.1}], "side": "candidate"})
+    assert (items.status, items.json["unknown_features"]) == (200, [[]])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "told"),
+    [
+        ("recommend", b"{", 400, "the body is no JSON"),
+        ("recommend", b"\xff\xfe{", 400, "the body is no JSON"),
+        ("recommend", b"[" * 5_000, 400, "no JSON"),
+        ("recommend", [], 422, "the body: it is a list; send a JSON object"),
+        ("recommend", {}, 422, "user: it is missing"),
+        ("recommend", {"user": 7}, 422, "user: it is a whole number; must be an object of features"),
+        ("recommend", {"usr": {}}, 422, "usr: there is no such field; did you mean 'user'?"),
+        ("recommend", {"user": {"user_id": USER}, "k": "10"}, 422, "k: it is a string; must be a whole number"),
+        ("recommend", {"user": {"user_id": USER}, "k": True}, 422, "k: it is true or false"),
+        ("recommend", {"user": {"user_id": USER}, "k": None}, 422, "k: null"),
+        ("recommend", {"user": {"user_id": USER}, "k": 0}, 422, "k: 0: must be 1 or more"),
+        ("recommend", {"user": {"user_id": USER}, "k": 21}, 422, "k: 21; the limit is 20: ask for fewer"),
+        ("recommend", {"user": {"user_id": USER}, "candidates": []}, 422, "candidates: the list is empty"),
+        ("recommend", {"user": {"user_id": USER}, "candidates": [1_001] * 2}, 422, "candidates: 1001 more than once"),
+        ("recommend", {"user": {"user_id": USER}, "candidates": list(range(31))}, 422, "31 entries; the limit is 30: send fewer"),
+        ("recommend", {"user": {"user_id": USER}, "candidates": [1, "2"]}, 422, "must be ids, all whole numbers or all strings"),
+        ("recommend", {"user": {"user_id": USER}, "candidates": [1.5]}, 422, "candidates: it holds a number"),
+        ("recommend", {"user": {"user_id": USER}, "candidates": [2**63]}, 422, "an id is beyond 64 bits"),
+        ("recommend", {"user": {"user_id": USER}, "candidates": ["a"]}, 422, "candidates: 'a' is a string"),
+        ("recommend", {"user": {"user_id": USER}, "categories": ["Western"]}, 422, "'Western' is no category of this catalogue"),
+        (
+            "recommend",
+            {"user": {"user_id": USER}, "exclude_seen": 1},
+            422,
+            "exclude_seen: it is a whole number; must be true or false",
+        ),
+        ("recommend", {"user": {"user_id": USER}, "vector": "old"}, 422, "must be 'auto' or 'live'"),
+        ("recommend", {"user": {"user_id": USER, "age": {}}}, 422, "user.age: must be a value or a list of values"),
+        ("recommend", {"user": {"age": 0.5}}, 422, "user.history: it is missing"),
+        (
+            "recommend",
+            {"user": {"user_id": USER, "agee": 0.5}},
+            422,
+            "user.agee: the model reads no such column; did you mean 'age'?",
+        ),
+        ("recommend", b'{"user": {"user_id": 7, "age": NaN}}', 422, "user.age: nan: must be a finite number"),
+        ("recommend", b'{"user": {"user_id": 7, "age": 1e999}}', 422, "user.age: inf: must be a finite number"),
+        ("recommend", {"user": {"user_id": 2**70}}, 422, "user.user_id: "),
+        ("recommend", {"user": {"user_id": "\ud800"}}, 422, "user.user_id: "),
+        ("score", {"user": {"user_id": USER}}, 422, "items: it is missing"),
+        ("score", {"user": {"user_id": USER}, "items": []}, 422, "items: the list is empty"),
+        ("embed", {"rows": [{"user_id": USER}] * 4}, 422, "rows: 4 entries; the limit is 3"),
+        ("embed", {"rows": [{"user_id": USER}, {"user_id": USER, "history": [1.5, "x"]}]}, 422, "rows"),
+        ("recommend", b" " * 20_001, 413, "the body is longer than 20000 bytes, which is the limit"),
+    ],
+)
+def test_a_mistake_is_told_with_its_status(running: Running, path: str, body: Any, status: int, told: str) -> None:
+    answer = running.client().post(f"/v1/{path}", body)
+    assert (answer.status, told in answer.told) == (status, True), answer.content
+
+
+def test_a_limit_is_told_with_its_name_and_value(running: Running) -> None:
+    answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}, "k": 21})
+    assert answer.json["error"] == {"code": "over_limit", "message": answer.told, "field": "k", "limit": {"name": "k", "value": 20}}
+
+
+def test_pages_that_are_not_there_and_methods_that_are_not_allowed(running: Running) -> None:
+    client = running.client()
+    assert client.get("/v2").status == 404
+    wrong = client.get("/v1/recommend")
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+    assert client.post("/v1/recommend", b"a=1", Content_Type="text/plain").status == 415
+
+
+class Slow:
+    """Holds the scorer up until it is let go."""
+
+    def __init__(self, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.let = threading.Event(), threading.Event()
+        answer = running.service.scorer.answer
+
+        def held(requests: Sequence[Any]) -> Any:
+            self.begun.set()
+            self.let.wait(20)
+            return answer(requests)
+
+        monkeypatch.setattr(running.service.scorer, "answer", held)
+
+
+def in_background(running: Running, *bodies: Any) -> tuple[list[Any], list[threading.Thread]]:
+    answers: list[Any] = [None] * len(bodies)
+
+    def ask(place: int) -> None:
+        answers[place] = running.client().post("/v1/recommend", bodies[place])
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    return answers, threads
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_full_queue_is_429_and_what_waits_is_answered(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}, "k": 3}
+    first, one = in_background(running, asked)
+    assert slow.begun.wait(20)
+    rest, others = in_background(running, asked, asked)
+    until(lambda: running.service.waiting() == 2)
+    refused = running.client().post("/v1/recommend", asked)
+    assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json["error"]["limit"] == {"name": "queue", "value": 2}
+    assert running.client().get("/healthz").status == 200
+    slow.let.set()
+    for thread in (*one, *others):
+        thread.join(20)
+    assert [answer.status for answer in first + rest] == [200, 200, 200]
+
+
+def test_a_client_that_goes_away_leaves_the_queue(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}, "k": 3}
+    answers, threads = in_background(running, asked)
+    assert slow.begun.wait(20)
+    body = json.dumps(asked).encode()
+    for _ in range(3):  # more than the queue takes
+        with socket.create_connection(("127.0.0.1", running.port)) as raw:
+            raw.sendall(b"POST /v1/recommend HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            until(lambda: running.service.in_flight == 2)
+        until(lambda: running.service.in_flight == 1)
+    slow.let.set()
+    threads[0].join(20)
+    assert answers[0].status == 200
+    assert '"status": 499' in running.log.getvalue()
+    assert running.client().post("/v1/recommend", asked).status == 200
+
+
+def test_a_store_that_is_cut_off_under_the_service_is_503_and_ends_nothing(tmp_path: Path) -> None:
+    made = Made(tmp_path / "bundle")
+    with serving(made.bundle) as running:
+        rows = next((tmp_path / "bundle" / "store").glob("*/rows.bin"))
+        os.truncate(rows, 8)
+        answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}})
+        assert (answer.status, answer.json["error"]["code"]) == (503, "unavailable")
+        assert "changed in place" in answer.told
+        assert running.client().get("/healthz").status == 200
+
+
+def test_what_takes_too_long_is_503(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(bundle, limits=Limits(time_ms=50)) as running:
+        slow = Slow(running, monkeypatch)
+        answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}})
+        assert (answer.status, answer.json["error"]["limit"]) == (503, {"name": "time_ms", "value": 50})
+        assert "retry-after" in answer.headers
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:  # a body that never comes
+            raw.sendall(b"POST /v1/recommend HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+            assert raw.recv(100).startswith(b"HTTP/1.1 503")
+        slow.let.set()
+
+
+def test_a_body_of_100_mb_is_refused_and_not_kept(running: Running) -> None:
+    client, before = running.client(), resident_bytes()
+    declared = client.post("/v1/recommend", bytes(100_000_000))
+    assert (declared.status, declared.json["error"]["limit"]) == (413, {"name": "body_bytes", "value": 20_000})
+    connection = running.client().connection
+    connection.request("POST", "/v1/recommend", (bytes(1_000_000) for _ in range(100)), encode_chunked=True)
+    assert connection.getresponse().status == 413
+    assert resident_bytes() - before < 60_000_000
+    assert client.get("/healthz").status == 200
+
+
+def test_a_token_is_asked_of_callers_and_not_of_probes(bundle: Bundle) -> None:
+    with serving(bundle, token="a secret of some length") as running:
+        client, asked = running.client(), {"user": {"user_id": USER}}
+        missing = client.post("/v1/recommend", asked)
+        assert (missing.status, missing.headers["www-authenticate"]) == (401, "Bearer")
+        for wrong in ("Bearer another", "a secret of some length", "Bearer a secret of some lengthh", "Bearer \xe9"):
+            assert client.post("/v1/recommend", asked, Authorization=wrong).status == 401
+        assert client.get("/metrics").status == 401
+        assert client.post("/v1/recommend", asked, Authorization="Bearer a secret of some length").status == 200
+        assert [client.get(path).status for path in ("/healthz", "/readyz", "/", "/openapi.json")] == [200] * 4
+        assert "secret" not in running.log.getvalue()
+        assert "secret" not in repr(running.service.settings)
+    with pytest.raises(ValueError, match="the token is empty"):
+        Settings(bundle=running.service.settings.bundle, token=" ")
+
+
+def test_ready_says_what_is_served_and_what_was_refused(running: Running, bundle: Bundle) -> None:
+    client = running.client()
+    assert client.get("/readyz").json == {"status": "ready", "bundle": bundle.manifest.digest, "refused": None, "vectors": {}}
+    running.service.refuse("store: of another tower")
+    assert client.get("/readyz").json["refused"] == "store: of another tower"
+    assert client.post("/v1/recommend", {"user": {"user_id": USER}}).status == 200
+    running.service.serve(running.service.scorer.bundle)
+    assert client.get("/readyz").json["refused"] is None
+
+
+def test_a_drain_refuses_new_requests_and_finishes_those_it_has(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(bundle) as running:
+        slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}}
+        answers, threads = in_background(running, asked)
+        assert slow.begun.wait(20)
+        running.service.draining = True
+        refused = running.client().post("/v1/recommend", asked)
+        assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (503, "1", "close")
+        ready = running.client().get("/readyz")
+        assert (ready.status, ready.json["status"]) == (503, "draining")
+        slow.let.set()
+        threads[0].join(20)
+        assert answers[0].status == 200
+
+
+def samples(running: Running) -> dict[str, float]:
+    lines = running.client().get("/metrics").content.decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+
+
+def test_metrics_count_what_was_asked(running: Running) -> None:
+    name = 'serve_requests_total{route="/v1/recommend",status="200"}'
+    before = samples(running)
+    for _ in range(3):
+        running.client().post("/v1/recommend", {"user": {"user_id": 9_999}})
+    running.client().get("/v3/users/12345")
+    after = samples(running)
+    assert after[name] - before[name] == 3
+    assert after["serve_cold_starts_total"] - before["serve_cold_starts_total"] == 3
+    assert after['serve_requests_total{route="other",status="404"}'] >= 1
+    assert after['serve_request_seconds_count{route="/v1/recommend"}'] >= 3
+
+
+def test_an_error_of_ours_is_500_and_told_in_the_log_without_its_words(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(requests: Sequence[Any]) -> Any:
+        raise KeyError("user 4711")
+
+    monkeypatch.setattr(running.service.scorer, "answer", broken)
+    answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}})
+    assert (answer.status, answer.json["error"]["code"]) == (500, "internal")
+    assert "4711" not in answer.content.decode() + running.log.getvalue()
+    line = next(json.loads(line) for line in running.log.getvalue().splitlines() if '"event": "error"' in line)
+    assert line["error"] == "KeyError"
+    assert any("broken" in frame for frame in line["at"])
+
+
+def test_logs_are_json_and_hold_nothing_of_users(running: Running) -> None:
+    asked = {"user": {"user_id": 73_219_001, "age": 0.73219002, "history": [73_219_003]}, "exclude": [73_219_004]}
+    client = running.client()
+    assert client.post("/v1/recommend", asked).status == 200
+    for path in ("/v1/users/73219005", "/?user=73219006"):
+        client.get(path)
+    client.post("/v1/recommend", {"user": {"73219007": 1}})
+    lines = running.log.getvalue().splitlines()
+    assert {"time", "event", "pid"} <= set(json.loads(lines[-1]))
+    assert json.loads(lines[-1])["route"] == "/v1/recommend"
+    assert "73219" not in running.log.getvalue()
+
+
+def test_pages_come_with_a_policy_and_name_nothing_elsewhere(running: Running) -> None:
+    client = running.client()
+    for path in ("/", "/docs", "/static/page.css", "/static/page.js", "/static/docs.js", "/static/icon.svg"):
+        answer = client.get(path)
+        assert answer.status == 200
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        text = answer.content.decode().replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert "http:" not in text
+        assert "https:" not in text
+        assert "style=" not in text
+        assert "innerHTML" not in text

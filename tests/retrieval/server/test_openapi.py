@@ -1,0 +1,80 @@
+"""The service against its own description: whatever schemathesis makes of it, nothing is a 5xx."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
+
+from tests.retrieval.served import Made
+from tests.retrieval.server.running import Running, serving
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.server.openapi import document
+from torchrec_ext.retrieval.server.settings import Limits, Settings
+
+LIMITS = Limits(k=50, candidates=40, rows=4)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return Made(tmp_path_factory.mktemp("made") / "bundle").bundle
+
+
+@pytest.mark.unit
+def test_the_description_has_the_columns_ids_and_limits_of_the_bundle(bundle: Bundle) -> None:
+    found = document(bundle, Settings(bundle=Path("b"), limits=LIMITS, token="t" * 32))
+    body = found["paths"]["/v1/recommend"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert set(body["properties"]["user"]["properties"]) == {"user_id", "age", "history"}
+    assert body["properties"]["candidates"]["maxItems"] == 40
+    assert body["properties"]["categories"]["items"]["enum"] == ["Comedy", "Drama", "War"]
+    assert found["paths"]["/v1/score"]["post"]["security"] == [{"token": []}]
+    assert "security" not in found["paths"]["/healthz"]["get"]
+
+
+def fuzz(running: Running, examples: int) -> int:
+    """Schemathesis' cases for every operation; how many were sent."""
+    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
+    from hypothesis import HealthCheck, Phase, given, settings
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
+    url = f"http://127.0.0.1:{running.port}"
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+    sent = 0
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            if operation.body or mode is GenerationMode.POSITIVE:
+
+                @settings(
+                    max_examples=examples if operation.body else 2,
+                    deadline=None,
+                    database=None,
+                    derandomize=True,
+                    suppress_health_check=list(HealthCheck),
+                    phases=[Phase.generate],
+                )
+                @given(case=operation.as_strategy(generation_mode=mode))
+                def check(case: Any) -> None:
+                    nonlocal sent
+                    case.call_and_validate(base_url=url, checks=checks, timeout=20)
+                    sent += 1
+
+                check()
+    return sent
+
+
+@pytest.mark.parametrize("examples", [25, pytest.param(200, marks=pytest.mark.slow)])
+def test_schemathesis_finds_no_5xx_and_no_answer_that_is_not_described(bundle: Bundle, examples: int) -> None:
+    with serving(bundle, limits=LIMITS) as running:
+        assert fuzz(running, examples) > examples
+        assert '"status": 5' not in running.log.getvalue()

@@ -1,0 +1,85 @@
+"""The page in headless Chromium: what a user liked, what is recommended, the certificate; and what it says when it cannot."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
+
+from tests.retrieval.served import Made
+from tests.retrieval.server.running import Running, serving
+from torchrec_ext.retrieval.bundle import Bundle
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.launch, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome on the PATH")]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return Made(tmp_path_factory.mktemp("made") / "bundle").bundle
+
+
+@pytest.fixture(scope="module")
+def running(bundle: Bundle) -> Iterator[Running]:
+    with serving(bundle) as found:
+        yield found
+
+
+def shown(running: Running, path: str, profile: Path) -> str:
+    """The page's elements when its requests have been answered; refused by no policy, with no error of a script."""
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
+    flags += ["--enable-logging=stderr", "--virtual-time-budget=20000", "--dump-dom"]
+    url = f"http://127.0.0.1:{running.port}{path}"
+    done = subprocess.run([str(CHROMIUM), *flags, url], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "status of 4" not in line and "[DOM]" not in line]
+    assert console == []
+    return done.stdout
+
+
+def texts(dom: str, name: str) -> list[str]:
+    return [unescape(re.sub(r"<[^>]*>", "", found)) for found in re.findall(rf'<span class="{name}"[^>]*>(.*?)</span>', dom)]
+
+
+def test_a_user_sees_what_was_liked_and_what_is_recommended(running: Running, tmp_path: Path) -> None:
+    dom = shown(running, "/#user=7&k=4", tmp_path)
+    recommended, liked = (re.search(rf'<ol id="{part}".*?</ol>', dom, re.DOTALL)[0] for part in ("items", "liked"))  # type: ignore[index]
+    answer = running.client().post("/v1/recommend", {"user": {"user_id": 7}, "k": 4, "titles": True, "liked": 10}).json
+    assert texts(recommended, "name") == answer["titles"], "as text: titles with markup in them stay text"
+    assert texts(recommended, "score") == [f"{score:.3f}" for score in answer["scores"]]
+    assert texts(liked, "name") == answer["liked_titles"]
+    assert "4 recommendations." in dom
+    assert re.search(r'id="latency"[^>]*>[\d.]+ ms', dom)
+    assert f'"digest": "{answer["bundle"]}"' in unescape(dom), "the manifest"
+    assert re.search(r"Greatest difference from the trained model</dt><dd>[-\d.e]+ over \d+ pairs<", dom)
+
+
+def test_an_unknown_user_is_said_and_a_wrong_id_is_an_error_in_words(running: Running, tmp_path: Path) -> None:
+    assert "This user is unknown: the answer is the model's for someone new" in shown(running, "/#user=99999", tmp_path)
+    wrong = shown(running, "/#user=anna", tmp_path)
+    status = re.search(r'<p id="status"[^>]*>(.*?)</p>', wrong)
+    assert status
+    assert "error" in status[0]
+    assert "anna" in status[1]
+
+
+def test_a_token_is_asked_for(bundle: Bundle, tmp_path: Path) -> None:
+    with serving(bundle, token="a token of this test") as running:
+        dom = shown(running, "/", tmp_path)
+    assert "This server asks for a token" in dom
+    assert re.search(r'<div class="field" id="token-field">', dom)
+
+
+def test_the_interface_is_described_without_the_internet(running: Running, tmp_path: Path) -> None:
+    dom = shown(running, "/docs", tmp_path)
+    for said in ("POST /v1/recommend", "GET /readyz", "exclude_seen", "entries at most 10000"):
+        assert said in dom

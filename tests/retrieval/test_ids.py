@@ -1,0 +1,106 @@
+"""IdMap: there and back for every id, unknown ones, wrong ones, and the same map read from its files."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_ext.retrieval.ids import IdMap
+from torchrec_ext.retrieval.string_hash import hashed
+
+pytestmark = pytest.mark.unit
+TEXT = st.text(st.characters(codec="utf-8"), max_size=6)
+BORDERS = [-(2**63), -1, 0, 2**63 - 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), unique=True), asked=st.lists(st.integers(-9, 20)))
+def test_integers_as_a_dict_has_them(ids: list[int], asked: list[int]) -> None:
+    where = {own: position for position, own in enumerate(ids)}
+    made = IdMap.build(np.array(ids, np.int64))
+    assert made.positions(np.array([*ids, *asked, *BORDERS], np.int64)).tolist() == [
+        where.get(one, -1) for one in [*ids, *asked, *BORDERS]
+    ]
+    assert made.ids(np.arange(len(ids))).tolist() == ids
+
+
+@settings(max_examples=30, deadline=None)
+@given(ids=st.lists(TEXT, unique=True, min_size=1, max_size=9), asked=st.lists(TEXT, max_size=5))
+def test_strings_as_a_dict_has_them(ids: list[str], asked: list[str]) -> None:
+    where = {own: position for position, own in enumerate(ids)}
+    made = IdMap.build(np.array(ids, object))
+    assert made.positions(np.array([*ids, *asked], object)).tolist() == [where.get(one, -1) for one in [*ids, *asked]]
+    assert made.ids(range(len(ids))).tolist() == ids == made.ids().tolist()
+
+
+@pytest.mark.parametrize("ids", [[5, 6, 7, 8], [3, 9, 12, 40], [40, -3, 12, 0], ["b", "", "a\u20ac", "item-7"]])
+def test_opened_as_built_and_memory_mapped(ids: list[Any], tmp_path: Path) -> None:
+    built = IdMap.build(np.array(ids))
+    built.save(tmp_path)
+    opened = IdMap.open(tmp_path)
+    assert opened.positions(ids).tolist() == [0, 1, 2, 3] == built.positions(ids).tolist()
+    assert opened.ids([2, 0]).tolist() == [ids[2], ids[0]]
+    assert all(not array.flags.owndata and not array.flags.writeable for array in opened.arrays.values())
+
+
+def test_extended_at_the_end() -> None:
+    for first, more in (([7, 3], [5]), (["x", "y"], ["a"])):
+        made = IdMap.build(np.array(first)).extended(np.array(more))
+        assert made.positions([*first, *more]).tolist() == [0, 1, 2]
+        assert IdMap.build([]).extended(np.array(more)).positions(more).tolist() == [0]
+    with pytest.raises(ValueError, match="a and 0 more are no int64"):
+        IdMap.build([1]).extended(["a"])
+
+
+def test_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under seed 0 all strings have one hash; the next seed parts them."""
+    real = hashed
+    monkeypatch.setattr(
+        "torchrec_ext.retrieval.ids.hashed", lambda o, c, seed: real(o, c, seed) if seed else np.zeros(len(o) - 1, np.uint64)
+    )
+    made = IdMap.build(["a", "b", "c"])
+    assert made.seed == 1
+    assert made.positions(["c", "a", "zz"]).tolist() == [2, 0, -1]
+    with pytest.raises(ValueError, match="ids: b stands at rows 1 and 3"):
+        IdMap.build(["a", "b", "c", "b"])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([4, 5, 4], "ids: 4 stands at rows 0 and 2"),
+        (["u", "v", "v"], "ids: v stands at rows 1 and 2"),
+        ([1.0, 2.5], "ids of type float64: 1.0 is no id; ids are int64 or str"),
+        ([True, False], "ids of type bool"),
+        (np.array([2**64 - 1], np.uint64), "18446744073709551615 is beyond int64; give such ids as str"),
+        (np.array(["a", None], object), "ids: row 1 has none"),
+        (np.array(["a", 7], object), "all ids must be int64, or all str"),
+        ([[1, 2]], r"ids: shape \(1, 2\); must be \(N,\)"),
+        (["x" * 1025], "row 0 has 1,025 bytes; an id may have 1,024"),
+    ],
+)
+def test_refused(ids: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        IdMap.build(ids)
+
+
+def test_ids_of_the_other_type_are_refused_and_none_are_none() -> None:
+    integers, strings = IdMap.build([1, 2]), IdMap.build(["1", "2"])
+    with pytest.raises(ValueError, match="1 and 0 more are str, this catalogue's are int64"):
+        integers.positions(["1"])
+    with pytest.raises(ValueError, match="2 and 1 more are int64, this catalogue's are str"):
+        strings.positions([2, 3])
+    assert len(strings.positions([])) == len(integers.positions([])) == 0
+    assert IdMap.build([]).positions([3]).tolist() == [-1]
+    with pytest.raises(ValueError, match=r"positions: 2 is not a row of this catalogue, which has 2 \(0 to 1\)"):
+        integers.ids([0, 2])
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    IdMap.build([3, 1]).save(tmp_path)
+    (tmp_path / "ids_sorted.npy").write_bytes(b"short")
+    with pytest.raises(ValueError, match=f"the id map in '{tmp_path}' cannot be read"):
+        IdMap.open(tmp_path)

@@ -1,0 +1,120 @@
+"""The Redis store against a real server: batches, expiry, versions, a server that goes away and comes back."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.retrieval.redis_server import RedisServer
+from torchrec_ext.retrieval.redis_store import RedisStore, StoreUnreachable
+from torchrec_ext.retrieval.snapshots import StoreError
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    made = RedisServer(tmp_path_factory.mktemp("redis"))
+    made.start()
+    yield made
+    made.stop()
+
+
+def store(server: RedisServer, tower: str, **options: object) -> RedisStore:
+    return RedisStore(server.url, tower=tower, **({"timeout_s": 5.0} | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1_000])
+def test_found_as_put_in_any_batches(server: RedisServer, batch: int) -> None:
+    mine, ids, vectors = store(server, f"a{batch}", batch=batch), list(range(50)), torch.randn(50, 6)
+    mine.put(ids, vectors)
+    found, there = mine.find([3, 999, 49, 3])
+    assert there.tolist() == [True, False, True, True]
+    assert torch.equal(found, torch.stack([vectors[3], torch.zeros(6), vectors[49], vectors[3]]))
+    mine.put([3], vectors[:1])
+    assert torch.equal(mine.find([3])[0], vectors[:1])
+    assert mine.delete([3, 4, 999]) == 2
+    assert mine.find([3, 4, 5])[1].tolist() == [False, False, True]
+    assert mine.find([])[1].tolist() == []
+
+
+def test_towers_do_not_mix_and_the_writer_says_which_is_complete(server: RedisServer) -> None:
+    old, new = store(server, "old", name="v"), store(server, "new", name="v")
+    old.put(["ann"], torch.ones(1, 4))
+    assert old.current_tower() is None
+    old.make_current()
+    assert new.current_tower() == "old"
+    assert not new.find(["ann"])[1].any()
+    new.put(["ann"], torch.zeros(1, 2))
+    new.make_current()
+    assert old.current_tower() == "new"
+    assert torch.equal(old.find(["ann"])[0], torch.ones(1, 4))
+
+
+def test_a_vector_expires(server: RedisServer) -> None:
+    brief = store(server, "brief", expiry_s=0.2)
+    brief.put([1], torch.ones(1, 2))
+    assert brief.find([1])[1].all()
+    end = time.monotonic() + 20
+    while brief.find([1])[1].any() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not brief.find([1])[1].any()
+    lasting = store(server, "lasting", expiry_s=None)
+    lasting.put([1], torch.ones(1, 2))
+    assert lasting._redis.pttl(f"{lasting._prefix}1") == -1
+
+
+def test_values_of_two_widths_are_damage(server: RedisServer) -> None:
+    mine = store(server, "w")
+    mine.put([1], torch.ones(1, 2))
+    mine.put([2], torch.ones(1, 3))
+    with pytest.raises(StoreError, match=r"have \[8, 12\] bytes; one tower has one width"):
+        mine.find([1, 2])
+
+
+def test_refused(server: RedisServer) -> None:
+    with pytest.raises(ValueError, match="tower='': must be the digest"):
+        store(server, "")
+    with pytest.raises(ValueError, match="timeout_s=0: must be greater than 0"):
+        store(server, "t", timeout_s=0)
+    with pytest.raises(ValueError, match="url='nowhere': "):
+        RedisStore("nowhere", tower="t")
+    with pytest.raises(ValueError, match=r"vectors: shape \(1, 2\) for 2 ids"):
+        store(server, "t").put([1, 2], torch.ones(1, 2))
+    with pytest.raises(ValueError, match="finite numbers"):
+        store(server, "t").put([1], torch.full((1, 2), torch.nan))
+
+
+def test_a_server_that_goes_away_is_told_at_once_and_one_that_comes_back_is_used_again(tmp_path: Path) -> None:
+    own = RedisServer(tmp_path)
+    mine = RedisStore(own.url.replace("//", "//user:secret@"), tower="t", timeout_s=5.0)
+    with pytest.raises(StoreUnreachable, match="does not answer") as error:
+        mine.find([1])  # before it was ever there
+    assert "secret" not in str(error.value)
+    mine = RedisStore(own.url, tower="t", timeout_s=5.0)
+    own.start()
+    try:
+        for round_number in range(2):
+            mine.put([1], torch.full((1, 2), float(round_number)))
+            assert mine.find([1])[0].tolist() == [[float(round_number)] * 2]
+            own.stop()
+            with pytest.raises(StoreUnreachable):
+                mine.find([1])
+            with pytest.raises(ConnectionError):
+                mine.put([1], torch.ones(1, 2))
+            own.start()
+            assert not mine.find([1])[1].any()  # empty, as it came back, and by the same object
+    finally:
+        own.stop()
+
+
+def test_a_server_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:
+    own = RedisServer(tmp_path)
+    own.start()
+    try:
+        mine = RedisStore(own.url, tower="t", timeout_s=0.1)
+        own.process.send_signal(19)  # type: ignore[union-attr]  # SIGSTOP
+        with pytest.raises(StoreUnreachable, match="Timeout"):
+            mine.find([1])
+    finally:
+        own.stop()

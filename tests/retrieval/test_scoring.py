@@ -1,0 +1,102 @@
+"""Scoring given positions: compiled or not, of whatever dtype and count, as the whole network scores."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchrec_ext.models.ncf import NCFHead
+from torchrec_ext.modules.crossing import DeepCross
+from torchrec_ext.modules.interaction import Cosine, DotProduct, TopMLP
+from torchrec_ext.retrieval.projection import projection
+from torchrec_ext.retrieval.scoring import CandidateScorer
+from torchrec_ext.retrieval.snapshots import StoreError
+from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.writer import write_store
+
+ITEMS = 400
+INTERACTIONS = {
+    "top": lambda: TopMLP([24, 8, 16], (16, 8), normalization="layer"),
+    "wide": lambda: TopMLP([32, 16], (32,)),
+    "ncf": lambda: NCFHead(6, (10, 5)),
+    "dot": lambda: DotProduct([16, 16]),
+    "cosine": lambda: Cosine([16, 16]),
+    "cross": lambda: DeepCross([16, 16], (8,)),
+}
+QUERIES = {"top": 32, "wide": 32}
+
+
+def case(name: str, folder: Path, dtype: str = "fp32") -> tuple[nn.Module, torch.Tensor, torch.Tensor, EmbeddingStore]:
+    torch.manual_seed(3)
+    interaction = INTERACTIONS[name]().eval()
+    candidates, query = torch.randn(ITEMS, 16), torch.randn(QUERIES.get(name, 16))
+    store = write_store(folder, [(np.arange(ITEMS), projection(interaction, 16).candidates(candidates))], dtype=dtype)
+    return interaction, query, candidates, store
+
+
+@pytest.mark.parametrize("name", INTERACTIONS)
+def test_as_the_whole_network(name: str, tmp_path: Path) -> None:
+    interaction, query, candidates, store = case(name, tmp_path)
+    made = projection(interaction, 16)
+    expected = interaction.score_all(query[None], candidates)[0].detach()
+    scorer = CandidateScorer(made, store, compile="off")
+    for count in (0, 1, 2, 300, 7):
+        positions = torch.randint(ITEMS, (count,))
+        assert torch.allclose(scorer(made.query(query), positions), expected[positions], atol=1e-5)
+
+
+SLOW = [pytest.param(name, dtype, marks=pytest.mark.slow) for name, dtype in (("ncf", "int8"), ("dot", "fp16"))]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("top", "fp32"), *SLOW])
+def test_compiled_as_not_compiled(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every count, padded or in pieces; a result is not overwritten by the next."""
+    monkeypatch.setattr("torchrec_ext.retrieval.scoring._COUNTS", (16,))
+    interaction, query, _, store = case(name, tmp_path, dtype)
+    made = projection(interaction, 16)
+    plain, compiled = (CandidateScorer(made, store, compile=mode) for mode in ("off", "auto"))
+    if not compiled.compiled:
+        pytest.skip("no C++ compiler")
+    with torch.inference_mode():  # where the memory that it keeps is made the first time
+        compiled(made.query(query), torch.tensor([ITEMS - 1]))
+    kept = []
+    for count in (1, 15, 16, 17, 64, 300):
+        positions = torch.randint(ITEMS, (count,))
+        asked = made.query(query)
+        kept.append((compiled(asked, positions), plain(asked, positions)))
+    assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in kept)
+    with pytest.raises(ValueError, match="positions: 400 is not a row of this store, which has 400"):
+        compiled(asked, torch.tensor([0, 400]))
+
+
+def test_without_a_compiler_it_says_so_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interaction, query, candidates, store = case("wide", tmp_path)
+    made = projection(interaction, 16)
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler\nlong story")
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", fails)
+    with pytest.warns(UserWarning, match="the top NN runs uncompiled: RuntimeError: no compiler$"):
+        scorer = CandidateScorer(made, store)
+    assert not scorer.compiled
+    expected = interaction.score_all(query[None], candidates)[0].detach()
+    assert torch.allclose(scorer(made.query(query), torch.arange(ITEMS)), expected, atol=1e-5)
+
+
+def test_refused(tmp_path: Path) -> None:
+    interaction, query, _, store = case("wide", tmp_path)
+    made = projection(interaction, 16)
+    scorer = CandidateScorer(made, store, compile="off")
+    with pytest.raises(ValueError, match="positions: -1 is not a row"):
+        scorer(made.query(query), torch.tensor([3, -1]))
+    with pytest.raises(ValueError, match="store: rows are 16 wide, the projection's 4"):
+        CandidateScorer(projection(TopMLP([8, 16], (4,)), 16), store)
+    with pytest.raises(ValueError, match="compile='yes': must be auto or off"):
+        CandidateScorer(made, store, compile="yes")  # type: ignore[arg-type]
+    with (store.folder / "rows.bin").open("r+b") as stream:
+        stream.truncate(100)
+    with pytest.raises(StoreError, match="was changed in place"):
+        scorer(made.query(query), torch.tensor([3]))

@@ -1,0 +1,174 @@
+"""Modules as JSON and back: the class by its name in a list, the constructor's arguments as numbers, names and lists.
+
+What a file says is checked against that list and against limits before anything is made, and modules are made on the meta device:
+a file can name no import, run no code and take no memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+from torchrec_ext.models.ncf import NCFHead, NCFTower
+from torchrec_ext.models.session_model import NextItemTower
+from torchrec_ext.modules.compression import Compression
+from torchrec_ext.modules.crossing import DeepCross, DeepFM, FactorizationMachine
+from torchrec_ext.modules.interaction import Cosine, DotProduct, GeneralizedMF, Reordered, TopMLP
+from torchrec_ext.modules.multi_task import MultiTaskTop
+from torchrec_ext.modules.recorded import Made, Recorded, how_made
+from torchrec_ext.modules.session_encoder import SessionEncoder
+from torchrec_ext.modules.session_tower import SessionTower
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.retrieval.errors import BundleError
+
+TOWERS: tuple[type[nn.Module], ...] = (Tower, NCFTower, SessionTower, NextItemTower)
+INTERACTIONS: tuple[type[nn.Module], ...] = (
+    DotProduct, Cosine, GeneralizedMF, TopMLP, MultiTaskTop, DeepCross, FactorizationMachine, DeepFM, NCFHead, Reordered
+)  # fmt: skip
+_MODULES = {kind.__name__: kind for kind in (*TOWERS, *INTERACTIONS, SessionEncoder)}
+_TABLES = {kind.__name__: kind for kind in (EmbeddingBagConfig, EmbeddingConfig)}
+_TABLE_FIELDS = ("name", "feature_names", "num_embeddings", "embedding_dim", "data_type", "pooling")
+# Of a table's first values, which are not needed again.
+_INITIAL = ("init_fn", "weight_init_max", "weight_init_min")
+_REPEATED = ("layers", "tasks", "heads")  # arguments by which modules are made in a loop
+_MOST_REPEATED, _WIDEST, _LONGEST, _DEEPEST = 256, 2**24, 4096, 16
+_MOST_ROWS = 2**48
+
+
+def describe(module: nn.Module | Made, *, also: Sequence[type[nn.Module]] = ()) -> dict[str, Any]:
+    """A module as JSON values: its class by name, and the arguments it was made with.
+
+    Args:
+        module: of a class of this package's towers and interactions, or how such a one was made.
+        also: classes of your own that may occur, each ``Recorded``; to be given to :func:`rebuild` too.
+
+    Raises:
+        BundleError: another class, or an argument that cannot be written down; both are named, with what helps.
+    """
+    made = module if isinstance(module, Made) else how_made(module)
+    name = made.kind.__name__
+    if _known(also).get(name) is not made.kind:
+        raise BundleError(
+            f"module {made.kind.__module__}.{made.kind.__qualname__}: not one of the classes that a bundle can name "
+            f"({', '.join(sorted(_MODULES))}); put Recorded before nn.Module among its bases, and give it to the export and to "
+            f"Bundle.load as also=[{name}]"
+        )
+    if made.arguments is None:
+        raise BundleError(
+            f"module {name}: does not remember its arguments; put torchrec_ext.modules.recorded.Recorded before nn.Module among "
+            "its bases"
+        )
+    arguments = {key: _written(f"{name}({key}=", value, also) for key, value in made.arguments.items() if key != "device"}
+    return {"class": name, "arguments": arguments}
+
+
+def rebuild(description: Any, *, also: Sequence[type[nn.Module]] = ()) -> nn.Module:
+    """The module of a description, on the meta device: without weights, and without memory.
+
+    Args:
+        description: from :func:`describe`, perhaps from a file of a stranger.
+        also: classes of your own that it may name.
+
+    Raises:
+        BundleError: it names another class, or what it says is none of this class's arguments, or beyond a limit.
+    """
+    found = _read("architecture", description, also, 0)
+    if not isinstance(found, nn.Module):
+        raise BundleError(f"architecture: {_short(description)} describes no module; export the bundle again")
+    return found
+
+
+def _known(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Module]]:
+    for kind in also:
+        if kind.__name__ in _MODULES or not issubclass(kind, Recorded):
+            taken = ", ".join(sorted(_MODULES))
+            raise BundleError(f"also: {kind.__name__} must be Recorded, and have a name of its own (not {taken})")
+    return {**_MODULES, **{kind.__name__: kind for kind in also}}
+
+
+def _written(where: str, value: Any, also: Sequence[type[nn.Module]]) -> Any:
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, nn.Module):
+        return describe(value, also=also)
+    if isinstance(value, EmbeddingBagConfig | EmbeddingConfig):
+        return _written_table(where, value)
+    if isinstance(value, Compression):
+        return {"class": "Compression", "arguments": dataclasses.asdict(value)}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"mapping": {key: _written(where, each, also) for key, each in value.items()}}
+    if isinstance(value, list | tuple):
+        return [_written(where, each, also) for each in value]
+    raise BundleError(f"{where}{_short(value)}): a {type(value).__name__} cannot be written down; use numbers, names and lists")
+
+
+def _written_table(where: str, table: EmbeddingBagConfig | EmbeddingConfig) -> dict[str, Any]:
+    plain = type(table)(num_embeddings=1, embedding_dim=1, feature_names=[])
+    for field in dataclasses.fields(table):
+        if field.name not in (*_TABLE_FIELDS, *_INITIAL) and getattr(table, field.name) != getattr(plain, field.name):
+            raise BundleError(
+                f"{where} table '{table.name}' has {field.name}={getattr(table, field.name)!r}, which a bundle cannot hold; "
+                "serve it from a copy of the table without"
+            )
+    fields = {name: getattr(table, name) for name in _TABLE_FIELDS if hasattr(table, name)}
+    fields |= {name: fields[name].value for name in ("data_type", "pooling") if name in fields}
+    return {"class": type(table).__name__, "arguments": fields}
+
+
+def _read(where: str, value: Any, also: Sequence[type[nn.Module]], depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise BundleError(f"{where}: nested deeper than {_DEEPEST}; export the bundle again")
+    if isinstance(value, list):
+        if len(value) > _LONGEST:
+            raise BundleError(f"{where}: a list of {len(value):,} entries, at most {_LONGEST:,} are read; export the bundle again")
+        return [_read(where, each, also, depth + 1) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"mapping"} and isinstance(value["mapping"], dict):
+        return {key: _read(f"{where}.{key}", each, also, depth + 1) for key, each in value["mapping"].items()}
+    if set(value) != {"class", "arguments"} or not isinstance(value["class"], str) or not isinstance(value["arguments"], dict):
+        raise BundleError(f"{where}: {_short(value)} is neither a class with arguments nor a mapping; export the bundle again")
+    name = value["class"]
+    arguments = {key: _read(f"{where}.{name}.{key}", each, also, depth + 1) for key, each in value["arguments"].items()}
+    return _made(where, name, arguments, _known(also))
+
+
+def _made(where: str, name: str, arguments: dict[str, Any], known: Mapping[str, type[nn.Module]]) -> Any:
+    kind: Any = known.get(name) or {**_TABLES, "Compression": Compression}.get(name)
+    if kind is None:
+        raise BundleError(
+            f"{where}: class {name!r} is not one that a bundle may name ({', '.join(sorted({*known, *_TABLES, 'Compression'}))}); "
+            "if it is your own, give it to Bundle.load as also=[...]"
+        )
+    _check_sizes(f"{where}.{name}", arguments, table=name in _TABLES)
+    try:
+        if name in _TABLES:
+            arguments["data_type"] = DataType(arguments["data_type"])
+            arguments |= {"pooling": PoolingType(arguments["pooling"])} if "pooling" in arguments else {}
+        elif "device" in inspect.signature(kind).parameters:
+            arguments["device"] = torch.device("meta")
+        with torch.device("meta"):
+            return kind(**arguments)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError, ZeroDivisionError) as error:
+        raise BundleError(f"{where}: {name} cannot be made of {_short(arguments)}: {error}; export the bundle again") from None
+
+
+def _check_sizes(where: str, arguments: Mapping[str, Any], *, table: bool) -> None:
+    for key, value in arguments.items():
+        numbers = value if isinstance(value, list) else [value]
+        most = _MOST_ROWS if table and key == "num_embeddings" else _MOST_REPEATED if key in _REPEATED else _WIDEST
+        for number in numbers:
+            if isinstance(number, int) and abs(number) > most:
+                raise BundleError(f"{where}: {key}={number:,} is beyond the {most:,} that are read; export the bundle again")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,143 @@
+"""The audit: pairs of a query and a candidate whose logits a bundle must reproduce, kept in it with what it makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from torchrec_ext.retrieval.columns import Columns, Read
+from torchrec_ext.retrieval.errors import BundleError
+from torchrec_ext.retrieval.ids import IdMap
+from torchrec_ext.retrieval.live import LiveModel
+from torchrec_ext.retrieval.sides import Side
+from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.tables import read_table, write_table
+
+PAIRS = 256
+# Of a logit beside the greatest of the batch: float32 sums in another order, such as on other threads or another machine.
+TOLERANCE = 1e-5
+FOLDER = "audit"
+_QUERIES, _CANDIDATES, _EXPECTED = (f"{FOLDER}/{name}.arrow" for name in ("queries", "candidates", "expected"))
+
+
+@dataclass(frozen=True)
+class Audit:
+    """P pairs.
+
+    Args:
+        queries: P rows of raw columns of the query towers.
+        candidates: P rows of raw columns of the candidate tower.
+        positions: (P,) int64 where these candidates stand in the catalogue.
+        ids: (P,) what they are called.
+    """
+
+    queries: pa.Table
+    candidates: pa.Table
+    positions: NDArray[np.int64]
+    ids: NDArray[Any]
+
+    @classmethod
+    def choose(cls, queries: pa.Table, candidates: pa.Table, ids: IdMap, pairs: int = PAIRS) -> Audit:
+        """Pairs evenly over both tables, the last row of each among them; the same wherever it is called."""
+        rows = np.linspace(0, len(queries) - 1, pairs).round().astype(np.int64)
+        places = np.linspace(0, len(candidates) - 1, pairs).round().astype(np.int64)
+        mixed = places[np.random.default_rng(0).permutation(pairs)]
+        return cls(queries.take(pa.array(rows)), candidates.take(pa.array(mixed)), mixed, ids.ids(mixed))
+
+    def of_model(self, live: LiveModel, query: Columns, candidate: Columns) -> Tensor:
+        """(P,) logits of the model as it was trained; where it is sharded, every rank calls it."""
+        one, other = query.read(self.queries.to_pydict()), candidate.read(self.candidates.to_pydict())
+        batch = live.schema().assemble(
+            {**one.sparse, **other.sparse}, {**one.dense, **other.dense}, labels=torch.zeros(len(self.positions))
+        )
+        return live.logits(batch)
+
+    def of_towers(self, query: Side, candidate: Side, interaction: nn.Module) -> tuple[Tensor, Tensor]:
+        """(P,) logits of a bundle's towers, and (P, Dc) the candidates' vectors."""
+        vectors = candidate.embed(self.candidates.to_pydict())
+        return logits(query, query.read(self.queries.to_pydict()), vectors, interaction), vectors
+
+    def write(self, folder: Path, expected: Tensor) -> None:
+        """Writes the pairs with the logits that the bundle's own towers gave."""
+        (folder / FOLDER).mkdir()
+        write_table(folder / _QUERIES, self.queries)
+        write_table(folder / _CANDIDATES, self.candidates)
+        write_table(folder / _EXPECTED, pa.table({"id": pa.array(self.ids), "position": self.positions, "logit": expected.numpy()}))
+
+    @classmethod
+    def open(cls, folder: Path) -> tuple[Audit, Tensor]:
+        """The pairs and their expected logits."""
+        queries, candidates, expected = (read_table(folder / name) for name in (_QUERIES, _CANDIDATES, _EXPECTED))
+        if not len(queries) == len(candidates) == len(expected) or expected.column_names != ["id", "position", "logit"]:
+            raise BundleError(f"{folder / FOLDER}: its files have different numbers of rows; export the bundle again")
+        ids, positions, known = (expected[name].to_numpy() for name in ("id", "position", "logit"))
+        return cls(queries, candidates, positions.copy(), ids), torch.from_numpy(known.astype(np.float32))
+
+
+@torch.no_grad()
+def logits(query: Side, read: Read, candidates: Tensor, interaction: nn.Module) -> Tensor:
+    """(B,) logits of rows with a candidate's vector (B, Dc) each."""
+    outputs = [output.float() for output in query.model.outputs(query.batch(read))]
+    return interaction([*outputs, candidates]).float()  # type: ignore[no-any-return]
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The greatest difference; infinite where a number is not finite."""
+    if not bool(torch.isfinite(found).all()) or not bool(torch.isfinite(expected).all()):
+        return float("inf")
+    return float((found - expected).abs().max())
+
+
+def tolerance(expected: Tensor, share: float = TOLERANCE) -> float:
+    """What logits of this size may differ by."""
+    return share * max(1.0, float(expected.abs().max()))
+
+
+def check_logits(where: str, found: Tensor, expected: Tensor, remedy: str) -> float:
+    """The greatest difference.
+
+    Raises:
+        BundleError: it is beyond the tolerance.
+    """
+    apart, allowed = difference(found, expected), tolerance(expected)
+    if not apart <= allowed:
+        raise BundleError(
+            f"{where}: {len(expected)} logits differ by up to {apart:.3g}, at most {allowed:.3g} is rounding; {remedy}"
+        )
+    return apart
+
+
+def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tensor, lost: float) -> None:
+    """Refuses a store that does not hold, under the ids of the audit's candidates, what is made of them.
+
+    Args:
+        where: the store, for the message.
+        store: of the bundle.
+        audit: its pairs.
+        vectors: (P, width) that it should hold.
+        lost: by how much it differed from them at the export, because of its type.
+
+    Raises:
+        BundleError: the store is of another tower, of another catalogue, or its ids are of other rows.
+    """
+    found = store.ids.positions(audit.ids)
+    if not np.array_equal(found, audit.positions):
+        at = int((found != audit.positions).argmax())
+        raise BundleError(
+            f"{where}: item {audit.ids[at]} is at position {found[at]}, in this catalogue at {audit.positions[at]}: the id "
+            "map is of another catalogue; write the store with this catalogue, and export the bundle again"
+        )
+    apart, allowed = difference(store.rows(torch.from_numpy(audit.positions)), vectors), 1.01 * float(lost) + tolerance(vectors)
+    if not apart <= allowed:
+        raise BundleError(
+            f"{where}: the vectors of {len(audit.positions)} audited items differ by up to {apart:.3g} from what this bundle makes "
+            f"of them (at most {allowed:.3g} is rounding): the store is of another tower or catalogue, or stale; embed the "
+            "catalogue again, and export"
+        )

@@ -1,0 +1,123 @@
+"""MicroBatcher: what concurrent callers ask for goes through one function together; the queue before it is bounded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
+
+
+class QueueFullError(RuntimeError):
+    """As many callers wait as may; ``capacity`` says how many."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(f"{capacity} requests wait already; come back later, or give the server more workers")
+        self.capacity = capacity
+
+
+class MicroBatcher(Generic[Asked, Answered]):
+    """A thread that answers in batches.
+
+    While one batch runs, the next collects, so batches grow with the load and a lone caller waits for nobody. ``max_wait_ms`` makes
+    every batch wait for company; it pays only where one more in a batch costs next to nothing.
+
+    Args:
+        answer: from a batch to one answer each, in order; an answer that is an exception is raised where it was asked for.
+        max_batch: requests that go together; 1 or more.
+        max_wait_ms: how long the first of a batch waits for others; 0 or more.
+        capacity: requests that may wait; 1 or more.
+
+    Raises:
+        ValueError: one of these is out of range.
+
+    Example:
+        >>> batcher = MicroBatcher(lambda asked: [2 * number for number in asked])
+        >>> batcher.submit(21).result()
+        42
+        >>> batcher.close()
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Sequence[Asked]], Sequence[Answered | Exception]],
+        *,
+        max_batch: int = 32,
+        max_wait_ms: float = 0.0,
+        capacity: int = 256,
+    ) -> None:
+        for name, value, least in (("max_batch", max_batch, 1), ("max_wait_ms", max_wait_ms, 0), ("capacity", capacity, 1)):
+            if not value >= least:
+                raise ValueError(f"{name}={value}: must be {least} or more")
+        self._answer, self._max_batch, self._max_wait_s, self._capacity = answer, max_batch, max_wait_ms / 1e3, capacity
+        self._waiting: deque[tuple[Asked, Future[Answered]]] = deque()
+        self._change = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="micro-batcher", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def submit(self, asked: Asked) -> Future[Answered]:
+        """The answer to come. Cancelling it while it waits takes it out of the queue.
+
+        Raises:
+            QueueFullError: as many wait as may.
+            RuntimeError: the batcher is closed.
+        """
+        future: Future[Answered] = Future()
+        with self._change:
+            if self._closing:
+                raise RuntimeError("the batcher is closed")
+            if len(self._waiting) >= self._capacity:
+                self._waiting = deque(pair for pair in self._waiting if not pair[1].cancelled())
+            if len(self._waiting) >= self._capacity:
+                raise QueueFullError(self._capacity)
+            self._waiting.append((asked, future))
+            self._change.notify()
+        return future
+
+    def close(self) -> None:
+        """Answers what waits, then ends."""
+        with self._change:
+            self._closing = True
+            self._change.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while batch := self._next():
+            asked, futures = zip(*batch, strict=True)
+            try:
+                answers: Sequence[Answered | Exception] = self._answer(asked)
+                assert len(answers) == len(asked), "one answer each"
+            except Exception as error:
+                answers = [error] * len(asked)
+            for future, answer in zip(futures, answers, strict=True):
+                if isinstance(answer, Exception):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+
+    def _next(self) -> list[tuple[Asked, Future[Answered]]]:
+        """The next batch of those that still want an answer, or nothing at the end."""
+        with self._change:
+            while True:
+                self._change.wait_for(lambda: self._waiting or self._closing)
+                if self._max_wait_s and not self._closing:
+                    end = time.monotonic() + self._max_wait_s
+                    full = lambda: len(self._waiting) >= self._max_batch or self._closing  # noqa: E731
+                    self._change.wait_for(full, timeout=max(0.0, end - time.monotonic()))
+                batch: list[tuple[Asked, Future[Answered]]] = []
+                while self._waiting and len(batch) < self._max_batch:
+                    pair = self._waiting.popleft()
+                    if pair[1].set_running_or_notify_cancel():
+                        batch.append(pair)
+                if batch or (self._closing and not self._waiting):
+                    return batch

@@ -1,0 +1,215 @@
+"""Bundle: what was trained as it is served: towers apart, top NN, preprocessing, stored vectors, index; nothing that is alien."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from torchrec_ext.retrieval import audit as audits
+from torchrec_ext.retrieval.columns import Rows
+from torchrec_ext.retrieval.errors import BundleError
+from torchrec_ext.retrieval.indexes import open_index
+from torchrec_ext.retrieval.manifest import Manifest, check_files
+from torchrec_ext.retrieval.projection import Projection, projection
+from torchrec_ext.retrieval.sides import (
+    Architecture,
+    open_interaction,
+    open_preprocessor,
+    open_side,
+    projection_digest,
+    tower_digest,
+)
+from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.tables import ItemTable, UserTable, read_table
+from torchrec_ext.schema import BatchSchema
+
+STORE, PROJECTED, USERS, ITEMS = "store", "projected", "users", "items.arrow"
+_ANEW = "export the bundle again"
+
+
+class Bundle:
+    """A bundle that was loaded; nothing of it changes, and any number of threads may read it.
+
+    It needs no process group, no GPU, and FAISS only where its index is one of FAISS's.
+
+    Attributes:
+        folder: where it lies.
+        manifest: what it says of itself: digest, parity, recall, coverage.
+        query: names of the towers of the query, in order.
+        candidate: name of the candidate tower.
+        interaction: over the outputs [*query towers, candidate].
+        projection: the interaction, with what is the candidate's alone applied beforehand.
+        store: the candidate tower's vectors by position; its ``ids`` are the catalogue's.
+        projected: what the projection makes of them, by position; the store itself where that is the same.
+        index: over them.
+        users: what was known of users at the export, or None.
+        items: titles and categories by position.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, verify: bool, also: Sequence[type[nn.Module]] = ()) -> None:
+        """See :meth:`load`."""
+        self.folder, self.manifest = folder, manifest
+        self.architecture = Architecture.open(folder)
+        self.query, self.candidate = self.architecture.query, self.architecture.candidate
+        self._check_towers()
+        preprocessor = open_preprocessor(folder)
+        self._query = open_side(folder, self.architecture, self.query, preprocessor, also)
+        self._candidate = open_side(folder, self.architecture, [self.candidate], preprocessor, also)
+        self.interaction = open_interaction(folder, self.architecture, also)
+        self.projection: Projection = projection(self.interaction, self._candidate.width)
+        self.store = self._open_store(STORE, self.candidate_digest, self._candidate.width)
+        self.projected = self.store
+        if (folder / PROJECTED).is_dir():
+            self.projected = self._open_store(PROJECTED, self.projection_digest, self.projection.width)
+        self.items = ItemTable(read_table(folder / ITEMS))
+        self.users = UserTable.open(folder / USERS, manifest.content["users"]["key"]) if manifest.content.get("users") else None
+        self._check_catalogue()
+        self.index = open_index(folder, manifest, self.projection, self.store, self.projected)
+        if verify:
+            self.audit()
+
+    @classmethod
+    def load(cls, folder: Path | str, *, verify: bool = True, also: Sequence[type[nn.Module]] = ()) -> Bundle:
+        """Reads a bundle, and refuses what does not belong together.
+
+        Args:
+            folder: that :func:`torchrec_ext.retrieval.export.export` wrote.
+            verify: read every file and compare its digest (about 1 s for each GB), and compute the audit batch anew. Without, only
+                what the files say of themselves is compared: names, sizes, towers, metric.
+            also: classes of your own that it may name, as at the export. Nothing else that it says is ever imported or run.
+
+        Raises:
+            BundleError: a file is missing, too many, cut or changed, or a part is of another bundle; it is named with a remedy.
+        """
+        folder = Path(folder)
+        try:
+            manifest = Manifest.open(folder)
+            check_files(folder, manifest.content["files"], digests=verify)
+            return cls(folder, manifest, verify=verify, also=also)
+        except (KeyError, TypeError) as error:
+            raise BundleError(f"{folder}: the manifest lacks {error}, or has another type for it; {_ANEW}") from None
+        except (OSError, ValueError) as error:
+            if isinstance(error, BundleError):
+                raise
+            raise BundleError(f"{folder}: {error}; {_ANEW}, or copy the whole folder anew") from None
+
+    @property
+    def schema(self) -> BatchSchema:
+        """The columns that the query towers read."""
+        return self._query.columns.schema
+
+    @property
+    def metric(self) -> str:
+        """``dot``, ``cosine``, or ``top_nn`` where the interaction is another one."""
+        return self.architecture.metric
+
+    @cached_property
+    def query_digest(self) -> str:
+        """Of all that decides what vectors the query towers make."""
+        return tower_digest(self.architecture, self.query, self.manifest.content["files"])
+
+    @cached_property
+    def candidate_digest(self) -> str:
+        """Likewise of the candidate tower."""
+        return tower_digest(self.architecture, [self.candidate], self.manifest.content["files"])
+
+    @property
+    def projection_digest(self) -> str:
+        """Of the candidate tower and of the interaction, part of which is applied beforehand."""
+        return projection_digest(self.architecture, self.manifest.content["files"])
+
+    @property
+    def query_width(self) -> int:
+        """Dq, of the outputs of the query towers side by side."""
+        return self._query.width
+
+    @property
+    def request_columns(self) -> dict[str, str]:
+        """The raw columns that :meth:`embed_query` needs, and their types, such as ``int64`` or ``list<int64>``."""
+        return self._query.request_columns
+
+    @property
+    def candidate_columns(self) -> dict[str, str]:
+        """Likewise of :meth:`embed_candidates`."""
+        return self._candidate.request_columns
+
+    def embed_query(self, rows: Rows) -> Tensor:
+        """(B, Dq) of B raw rows: the outputs of the query towers side by side.
+
+        Raises:
+            DataError: a column is missing, or holds a value of another type, NaN or infinity.
+        """
+        return self._query.embed(rows)
+
+    def embed_and_judge(self, rows: Rows) -> tuple[Tensor, dict[str, NDArray[np.bool_]]]:
+        """What :meth:`embed_query` and :meth:`unknown` return, with the rows read once."""
+        read = self._query.read(rows)
+        return self._query.vectors(read), read.unknown
+
+    def embed_candidates(self, rows: Rows) -> Tensor:
+        """(B, Dc) of raw rows of items; raises as :meth:`embed_query`."""
+        return self._candidate.embed(rows)
+
+    def unknown(self, rows: Rows) -> dict[str, NDArray[np.bool_]]:
+        """By feature of the query, (B,) whether a row's value, or one of its list's, took the row for what was never seen."""
+        return self._query.read(rows).unknown
+
+    @cached_property
+    def unknown_candidate(self) -> Tensor:
+        """(Dc,) what the candidate tower makes of an item of which nothing is known."""
+        return self._candidate.unknown()
+
+    def audit(self) -> None:
+        """Computes the audit batch anew: towers and top NN give the logits, the store the vectors that they gave at the export.
+
+        Raises:
+            BundleError: they do not.
+        """
+        pairs, expected = audits.Audit.open(self.folder)
+        found, vectors = pairs.of_towers(self._query, self._candidate, self.interaction)
+        audits.check_logits(
+            f"{self.folder}: the audit batch", found, expected, f"its towers are not those that were proven; {_ANEW}"
+        )
+        lost = self.manifest.content["audit"]["store_difference"]
+        audits.check_store(self.folder / STORE, self.store, pairs, vectors, lost)
+        if self.projected is not self.store:
+            lost = self.manifest.content["audit"]["projected_difference"]
+            audits.check_store(self.folder / PROJECTED, self.projected, pairs, self.projection.candidates(vectors), lost)
+
+    def _open_store(self, name: str, tower: str, width: int) -> EmbeddingStore:
+        store, said = EmbeddingStore.open(self.folder / name), self.manifest.content[name]
+        where = self.folder / name
+        if store.tower != tower:
+            raise BundleError(
+                f"{where}: was made by tower {store.tower[:12] or '(none)'}, this bundle's is {tower[:12]}: it is a store of "
+                f"another model, or of other preprocessing; embed the catalogue with this bundle's tower, or {_ANEW}"
+            )
+        needed = {"digest": said["digest"], "dtype": said["dtype"], "width": width}
+        for what, listed in needed.items():
+            here = getattr(store, what)
+            if here != listed:
+                raise BundleError(
+                    f"{where}: {what} {here}, this bundle needs {listed}: it is another version of the store; {_ANEW}"
+                )
+        return store
+
+    def _check_towers(self) -> None:
+        said = self.manifest.content
+        if (said["query"], said["candidate"], said["metric"]) != (self.query, self.candidate, self.architecture.metric):
+            raise BundleError(
+                f"{self.folder}: the manifest names the towers {said['query']} and '{said['candidate']}' and the metric "
+                f"{said['metric']}, the architecture {self.query}, '{self.candidate}' and {self.architecture.metric}; {_ANEW}"
+            )
+        for what, found in (("query", self.query_digest), ("candidate", self.candidate_digest)):
+            if said["towers"][what] != found:
+                raise BundleError(f"{self.folder}: the {what} tower is not that of the manifest; {_ANEW}")
+
+    def _check_catalogue(self) -> None:
+        sizes = {"items": len(self.items), STORE: len(self.store), PROJECTED: len(self.projected)}
+        if len({*sizes.values(), self.manifest.content["coverage"]["items"]}) > 1:
+            raise BundleError(f"{self.folder}: parts of different catalogues, with these numbers of items: {sizes}; {_ANEW}")

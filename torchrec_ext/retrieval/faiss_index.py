@@ -1,0 +1,177 @@
+"""FaissIndex: FAISS's indexes, with the recall measured when they are built and filters inside the search."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from torchrec_ext.retrieval.faiss_kinds import Kind, faiss_module, made, selector
+from torchrec_ext.retrieval.index import ExactIndex, Metric, check_metric, check_request
+from torchrec_ext.retrieval.snapshots import StoreError
+from torchrec_ext.retrieval.store import EmbeddingStore
+
+_FILE, _SETTING = "faiss.index", "setting.json"
+_QUERIES, _REFINED = 512, 8
+
+
+class FaissIndex:
+    """One of FAISS's indexes over a store, at the cheapest setting that reaches the recall asked for.
+
+    What it finds is scored again from the stored rows, so that scores are those of :class:`ExactIndex`, and a product-quantised
+    index is refined. Where a filter leaves it with fewer than K although more are left, the query is searched exactly.
+
+    Attributes:
+        measured_recall: of its setting: part of the exact nearest K that it finds, over queries that did not choose the setting.
+        setting: ``nprobe`` of ivf and pq, ``efSearch`` of hnsw; 0 of flat.
+    """
+
+    def __init__(self, index: Any, source: EmbeddingStore | Tensor, said: dict[str, Any]) -> None:
+        self._index, self._exact = index, ExactIndex(source, said["metric"])
+        self.metric: Metric = said["metric"]
+        self.kind: Kind = said["kind"]
+        self.setting, self.measured_recall, self.k = int(said["setting"]), float(said["recall"]), int(said["k"])
+        self.size = self._exact.size
+
+    @classmethod
+    def build(
+        cls,
+        source: EmbeddingStore | Tensor,
+        metric: Metric,
+        *,
+        kind: Kind = "ivf",
+        recall: float = 0.95,
+        k: int = 100,
+        queries: Tensor | None = None,
+    ) -> FaissIndex:
+        """Builds the index, measures its recall against exact search, and keeps the cheapest setting that reaches ``recall``.
+
+        Args:
+            source: a store, or vectors (I, D).
+            metric: ``dot`` or ``cosine``: that of the model's loss.
+            kind: ``flat``, ``ivf``, ``hnsw``, or ``pq``: product-quantised lists, an eighth of the memory.
+            recall: asked for, above 0 and up to 1.
+            k: of the recall.
+            queries: (Q, D), at least 2: outputs of the query tower; rows of the store where not given. Half of them choose the
+                setting, the other half are what ``measured_recall`` is of.
+
+        Raises:
+            ValueError: no setting reaches it: the best is named; a wrong argument; or the package is missing.
+        """
+        faiss = faiss_module()
+        check_metric(metric)
+        if kind not in get_args(Kind) or not 0 < recall <= 1 or not len(source):
+            raise ValueError(
+                f"kind={kind!r}, recall={recall}, {len(source)} vectors: kind is one of {', '.join(get_args(Kind))}, recall "
+                "above 0 and up to 1, and there is at least one vector"
+            )
+        exact = ExactIndex(source, metric)
+        vectors = torch.cat([exact.rows(start, stop) for start, stop in exact.blocks()])
+        index, settings = made(faiss, kind, vectors.numpy())
+        built = cls(index, source, {"metric": metric, "kind": kind, "setting": settings[0], "recall": 0.0, "k": min(k, exact.size)})
+        built._tune(settings, recall, _asked(vectors) if queries is None else queries)
+        return built
+
+    def _tune(self, settings: Sequence[int], recall: float, queries: Tensor) -> None:
+        """Bisects the settings, which cost and find more one after the other, and confirms with the other half of the queries."""
+        if len(queries) < 2:
+            raise ValueError(f"queries: {len(queries)}; needs 2 or more, one half to choose a setting and one to measure it")
+        halves = queries[::2], queries[1::2]
+        truths = [self._exact.search(half, self.k)[1] for half in halves]
+
+        def reached(place: int, half: int) -> float:
+            self.setting = settings[place]
+            found = self._search(halves[half], self.k, None)[1]
+            wanted = truths[half][:, :, None] == found[:, None, :]
+            return float((wanted.any(dim=2) & (truths[half] >= 0)).sum() / (truths[half] >= 0).sum().clamp(min=1))
+
+        low, high = 0, len(settings) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if reached(middle, 0) >= recall else (middle + 1, high)
+        while (measured := reached(low, 1)) < recall and low + 1 < len(settings):
+            low += 1
+        if measured < recall:
+            raise ValueError(
+                f"recall={recall}: {self.kind} reaches {measured:.4f} of the exact {self.k} at its widest setting, "
+                f"{settings[low]}; ask for less, or take another kind (flat and exact find all)"
+            )
+        self.measured_recall = measured
+
+    def search(
+        self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`torchrec_ext.retrieval.index.Index`; each query is searched with its own filter."""
+        check_request(queries, k, self.size, allowed, excluded)
+        live = self._exact.live
+        shown = live if allowed is None else allowed if live is None else allowed & live
+        if shown is None and excluded is None:
+            return self._filled(queries, k, *self._search(queries, k, None), None, None)
+        parts = []
+        for row, query in enumerate(queries[:, None]):
+            out = None if excluded is None else [excluded[row]]
+            left = self._search(query, k, selector(shown, None if out is None else out[0]))
+            parts.append(self._filled(query, k, *left, allowed, out))
+        return torch.cat([scores for scores, _ in parts]), torch.cat([positions for _, positions in parts])
+
+    def _filled(
+        self, queries: Tensor, k: int, scores: Tensor, positions: Tensor, allowed: Tensor | None, out: Sequence[Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """What was found, where that is K; else the exact answer."""
+        short = (positions < 0).any(dim=1)
+        if bool(short.any()):
+            wanted = None if out is None else [one for one, few in zip(out, short.tolist(), strict=True) if few]
+            scores[short], positions[short] = self._exact.search(queries[short], k, allowed=allowed, excluded=wanted)
+        return scores, positions
+
+    def _search(self, queries: Tensor, k: int, shown: Any) -> tuple[Tensor, Tensor]:
+        faiss = faiss_module()
+        asked = (normalize(queries) if self.metric == "cosine" else queries).contiguous().numpy()
+        many = min(self.size, k * (_REFINED if self.kind == "pq" else 1))
+        options: dict[str, Any] = {} if shown is None else {"sel": shown[-1]}
+        if self.kind in ("ivf", "pq"):
+            options["nprobe"] = self.setting
+        kinds = {"flat": faiss.SearchParameters, "hnsw": faiss.SearchParametersHNSW}
+        if self.kind == "hnsw":
+            options["efSearch"] = max(self.setting, many)
+        parameters = kinds.get(self.kind, faiss.SearchParametersIVF)(**options)
+        found = torch.from_numpy(self._index.search(asked, many, params=parameters)[1])
+        return self._exact.best_of(queries, found, k)
+
+    def save(self, folder: Path) -> None:
+        """Writes the index and its setting to ``folder``, which is made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        faiss_module().write_index(self._index, str(folder / _FILE))
+        said = {"metric": self.metric, "kind": self.kind, "setting": self.setting, "recall": self.measured_recall, "k": self.k}
+        (folder / _SETTING).write_text(json.dumps(said, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path, source: EmbeddingStore | Tensor) -> FaissIndex:
+        """The index that :meth:`save` wrote, over the vectors that it was built from.
+
+        Raises:
+            StoreError: it is missing or damaged, or of another number or width of vectors.
+            ValueError: the package is missing.
+        """
+        faiss = faiss_module()
+        try:
+            said = json.loads((folder / _SETTING).read_text())
+            index = faiss.read_index(str(folder / _FILE))
+            opened = cls(index, source, said)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise StoreError(f"the index in '{folder}' cannot be read ({str(error)[:200]}); build it again") from None
+        if index.ntotal != opened.size or index.d != opened._exact.width:
+            raise StoreError(
+                f"the index in '{folder}' is of {index.ntotal:,} vectors of {index.d}, these are {opened.size:,} of "
+                f"{opened._exact.width}; build it again"
+            )
+        return opened
+
+
+def _asked(vectors: Tensor) -> Tensor:
+    return vectors[torch.linspace(0, len(vectors) - 1, min(_QUERIES, max(2, len(vectors)))).long()]

@@ -1,0 +1,221 @@
+"""IdMap: the user's own ids of a catalogue's rows and back, in memory-mapped arrays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from torchrec_ext.retrieval.string_hash import hashed
+
+Int64 = NDArray[np.int64]
+Ids = NDArray[Any] | Sequence[int] | Sequence[str]
+_SEEDS = 8  # two strings of one hash are as good as impossible; another seed parts them
+
+
+class IdMap:
+    """Ids to *positions*, the rows 0 to I - 1 of a catalogue, and back; ids are int64 or str.
+
+    Integers are found by bisection of a sorted copy, by arithmetic where they are consecutive; strings by the bisection of their
+    64-bit hashes, and each found one is compared. No Python object is made per id, and what :meth:`open` returns reads its arrays
+    from the files, shared with every other process that does.
+
+    Args:
+        arrays: what :meth:`save` writes, by the name of its file.
+        seed: of the strings' hash.
+
+    Example:
+        >>> ids = IdMap.build(np.array([30, 10, 20]))
+        >>> ids.positions([10, 99]).tolist(), ids.ids([0, 2]).tolist()
+        ([1, -1], [30, 20])
+    """
+
+    def __init__(self, arrays: dict[str, NDArray[Any]], seed: int = 0) -> None:
+        self.arrays = arrays
+        self.seed = seed
+        self.kind = "str" if "offsets" in arrays else "int64"
+        if self.kind == "str":
+            buffers = (pa.py_buffer(arrays["offsets"]), pa.py_buffer(arrays["bytes"]))
+            self._strings = pa.LargeStringArray.from_buffers(len(arrays["offsets"]) - 1, *buffers)
+        else:
+            self._first = _first_of_consecutive(arrays)
+
+    @classmethod
+    def build(cls, ids: Ids) -> IdMap:
+        """The map of ``ids``, the id of each position.
+
+        Raises:
+            ValueError: ids of another type than int64 or str, or an id at two positions.
+        """
+        given = checked_ids(ids)
+        return cls._of_strings(given) if isinstance(given, pa.Array) else cls._of_integers(given)
+
+    @classmethod
+    def _of_integers(cls, ids: Int64) -> IdMap:
+        if np.all(ids[1:] > ids[:-1]):
+            return cls({"ids": ids})
+        order = np.argsort(ids, kind="stable")
+        ascending = ids[order]
+        _no_two(np.flatnonzero(ascending[1:] == ascending[:-1]), order, lambda position: ids[position])
+        return cls({"ids": ids, "sorted": ascending, "order": order})
+
+    @classmethod
+    def _of_strings(cls, strings: pa.LargeStringArray) -> IdMap:
+        offsets, content = _buffers(strings)
+        for seed in range(_SEEDS):
+            hashes = hashed(offsets, content, seed)
+            order = np.argsort(hashes, kind="stable")
+            ascending = hashes[order]
+            twins = np.flatnonzero(ascending[1:] == ascending[:-1])
+            same = _equal(strings.take(pa.array(order[twins])), strings.take(pa.array(order[twins + 1])))
+            _no_two(twins[same], order, lambda position: strings[position].as_py())
+            if not len(twins):
+                arrays: dict[str, NDArray[Any]] = {"offsets": offsets, "bytes": content, "sorted": ascending, "order": order}
+                return cls(arrays, seed)
+        raise ValueError(f"ids: two of {len(strings)} strings have one hash under {_SEEDS} seeds; rename one of them")
+
+    def __len__(self) -> int:
+        return len(self._strings) if self.kind == "str" else len(self.arrays["ids"])
+
+    def positions(self, ids: Ids) -> Int64:
+        """(N,) int64: where each id stands, -1 for an unknown one.
+
+        Raises:
+            ValueError: ids of another type than the catalogue's.
+        """
+        given = checked_ids(ids)
+        kind = "str" if isinstance(given, pa.Array) else "int64"
+        if len(given) and kind != self.kind:
+            raise ValueError(
+                f"ids: {given[0]!s} and {len(given) - 1} more are {kind}, this catalogue's are {self.kind}; convert them"
+            )
+        if not len(given) or not len(self):
+            return np.full(len(given), -1, np.int64)
+        return self._of_known_strings(given) if self.kind == "str" else self._of_known_integers(given)
+
+    def _of_known_integers(self, ids: Int64) -> Int64:
+        if self._first is not None:
+            inside = (ids >= self._first) & (ids <= self.arrays["ids"][-1])
+            return np.where(inside, ids - self._first, -1)
+        ascending = self.arrays.get("sorted", self.arrays["ids"])
+        place = np.minimum(np.searchsorted(ascending, ids), len(ascending) - 1)
+        return np.where(ascending[place] == ids, self.arrays["order"][place] if "order" in self.arrays else place, -1)
+
+    def _of_known_strings(self, ids: pa.LargeStringArray) -> Int64:
+        hashes = hashed(*_buffers(ids), self.seed)
+        place = np.minimum(np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1)
+        found = self.arrays["order"][place]
+        same = (self.arrays["sorted"][place] == hashes) & _equal(self._strings.take(pa.array(found)), ids)
+        return np.where(same, found, -1)
+
+    def ids(self, positions: Int64 | Sequence[int] | None = None) -> NDArray[Any]:
+        """(N,) the ids at ``positions``, of all where None; int64, or str objects.
+
+        Raises:
+            ValueError: a position outside 0 to I - 1.
+        """
+        if positions is None:
+            return self._strings.to_numpy(zero_copy_only=False) if self.kind == "str" else self.arrays["ids"]
+        places = np.asarray(positions, np.int64)
+        wrong = places[(places < 0) | (places >= len(self))]
+        if len(wrong):
+            raise ValueError(f"positions: {wrong[0]} is not a row of this catalogue, which has {len(self)} (0 to {len(self) - 1})")
+        if self.kind == "str":
+            return self._strings.take(pa.array(places)).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        return self.arrays["ids"][places]
+
+    def extended(self, ids: Ids) -> IdMap:
+        """A map with ``ids`` at the positions after the last.
+
+        Raises:
+            ValueError: as :meth:`build`.
+        """
+        more = checked_ids(ids)
+        if not len(self):
+            return IdMap.build(ids)
+        if (self.kind == "str") != isinstance(more, pa.Array):
+            raise ValueError(f"ids: {ids[0]!s} and {len(ids) - 1} more are no {self.kind}, as this catalogue's are; convert them")
+        if self.kind == "str":
+            return IdMap.build(pa.concat_arrays([self._strings, more]))
+        return IdMap.build(np.concatenate([self.arrays["ids"], more]))
+
+    def save(self, folder: Path) -> list[str]:
+        """Writes the arrays below ``folder`` and returns the names of the files."""
+        header = {"kind": self.kind, "seed": self.seed, "arrays": list(self.arrays)}
+        (folder / "ids.json").write_text(json.dumps(header) + "\n")
+        for name, array in self.arrays.items():
+            np.save(folder / f"ids_{name}.npy", array, allow_pickle=False)
+        return ["ids.json", *(f"ids_{name}.npy" for name in self.arrays)]
+
+    @classmethod
+    def open(cls, folder: Path) -> IdMap:
+        """The map that :meth:`save` wrote, memory-mapped.
+
+        Raises:
+            ValueError: a file that is missing or damaged.
+        """
+        try:
+            header = json.loads((folder / "ids.json").read_text())
+            names, seed = [str(name) for name in header["arrays"]], int(header["seed"])
+            arrays = {name: np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False)) for name in names}
+            return cls(arrays, seed)
+        except (OSError, ValueError, KeyError, TypeError, EOFError, IndexError) as error:
+            raise ValueError(f"the id map in '{folder}' cannot be read ({error}); write the store again") from None
+
+
+def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
+    """Int64, or an arrow array of strings without missing ones.
+
+    Raises:
+        ValueError: of another type or shape.
+    """
+    if isinstance(ids, pa.Array):
+        return ids
+    array = np.asarray(ids)
+    if array.ndim != 1:
+        raise ValueError(f"ids: shape {array.shape}; must be (N,), one id for each row")
+    if not array.size:
+        return array.astype(np.int64)
+    if array.dtype.kind in "iu":
+        if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+            raise ValueError(f"ids: {array.max()} is beyond int64; give such ids as str")
+        return array.astype(np.int64, copy=False)
+    if array.dtype.kind in "UOT":
+        try:
+            strings = pa.array(array, type=pa.large_string(), from_pandas=False)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ValueError(f"ids: {error}; all ids must be int64, or all str") from None
+        if strings.null_count:
+            raise ValueError(f"ids: row {np.flatnonzero(strings.is_null())[0]} has none; give every row an id")
+        return strings
+    raise ValueError(f"ids of type {array.dtype}: {array[0]!s} is no id; ids are int64 or str")
+
+
+def _buffers(strings: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint8]]:
+    """Where each string begins, and the bytes of all."""
+    _, offsets, content = strings.buffers()
+    return np.frombuffer(offsets, np.int64)[: len(strings) + 1], np.frombuffer(content or b"", np.uint8)
+
+
+def _equal(left: pa.Array, right: pa.Array) -> NDArray[np.bool_]:
+    return pc.equal(left, right).to_numpy(zero_copy_only=False).astype(bool)  # type: ignore[no-any-return]
+
+
+def _first_of_consecutive(arrays: dict[str, NDArray[Any]]) -> int | None:
+    ids = arrays["ids"]
+    consecutive = "order" not in arrays and len(ids) and int(ids[-1]) - int(ids[0]) == len(ids) - 1
+    return int(ids[0]) if consecutive else None
+
+
+def _no_two(twins: Int64, order: Int64, name: Callable[[int], object]) -> None:
+    """``twins``: the places of sorted ids that equal the next."""
+    if len(twins):
+        at = int(twins[0])
+        first, second = sorted((int(order[at]), int(order[at + 1])))
+        raise ValueError(f"ids: {name(first)!s} stands at rows {first} and {second}; each id must be there once")

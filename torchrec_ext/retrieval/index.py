@@ -1,0 +1,229 @@
+"""Indexes: the candidates of the greatest scores. These search all of them, so what they find is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from torchrec_ext.retrieval.projection import Projection
+from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.top_k import TopK
+
+Metric = Literal["dot", "cosine", "top_nn"]
+_BLOCK = 2**24  # bytes of rows at a time, read once
+_DECODED = 2**20  # where they are not stored as float32: what is made of them stays in the cache
+_PAIRS = 2**17  # floats of pairs at a time through a network: a core's share of the second-level cache
+_EPS = 1e-12  # of torch.nn.functional.normalize
+
+
+class Index(Protocol):
+    """Finds the positions of the greatest scores.
+
+    Attributes:
+        metric: ``dot``, ``cosine`` or ``top_nn``, whose scores are the model's own and final.
+        size: I, positions that it knows.
+    """
+
+    metric: Metric
+    size: int
+
+    def search(
+        self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Scores (Q, K), descending, and positions (Q, K) int64; -inf and -1 where fewer than K are left.
+
+        Filters act inside the search: K are found where K are left.
+
+        Args:
+            queries: (Q, D) outputs of the query towers.
+            k: K, 1 or more; more than there are gives all.
+            allowed: (I,) bool, such as those of a category.
+            excluded: for each query the positions to leave out, such as what the user has already taken.
+
+        Raises:
+            ValueError: queries of another width or with numbers that are not finite, a wrong k or filter.
+        """
+        ...
+
+
+class _Blockwise:
+    """Scores block by block, filtered, into :class:`TopK`; equal scores are ordered by the smaller position."""
+
+    metric: Metric
+
+    def __init__(self, source: EmbeddingStore | Tensor, rows_per_block: int) -> None:
+        self.source = source
+        self.size = len(source)
+        self._rows = max(1, rows_per_block)
+        live = None if isinstance(source, Tensor) else torch.from_numpy(source.live.copy())
+        self.live = None if live is None or bool(live.all()) else live
+
+    def search(
+        self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`Index`."""
+        check_request(queries, k, self.size, allowed, excluded)
+        if not isinstance(self.source, Tensor):
+            self.source.check()
+        with torch.inference_mode():
+            prepared = self._prepared(queries)
+            best = TopK(len(queries), min(k, max(1, self.size)))
+            shown = self.live if allowed is None else allowed if self.live is None else allowed & self.live
+            hidden = None if shown is None else ~shown
+            # One buffer for all blocks: fresh memory for each costs as much as finding the greatest scores in it.
+            buffer = torch.empty(len(queries) * min(self._rows, self.size))
+            for start, stop in self.blocks():
+                scores = buffer[: len(queries) * (stop - start)].view(len(queries), -1)
+                self._scores(prepared, start, stop, scores)
+                if hidden is not None:
+                    scores.masked_fill_(hidden[start:stop], -torch.inf)
+                for row, places in enumerate(excluded or ()):
+                    inside = places[(places >= start) & (places < stop)] if stop - start < self.size else places
+                    scores[row, inside - start] = -torch.inf
+                best.add(start, scores)
+            scores, positions = best.result()
+        return padded(scores, k, -torch.inf), padded(positions, k, -1)
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """First and last + 1 of the positions that are read together."""
+        return [(start, min(start + self._rows, self.size)) for start in range(0, self.size, self._rows)]
+
+    def _prepared(self, queries: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+        """Fills ``out`` (Q, stop - start)."""
+        raise NotImplementedError
+
+    def _block(self, start: int, stop: int) -> Tensor:
+        return self.source[start:stop] if isinstance(self.source, Tensor) else self.source.block(start, stop)
+
+
+class ExactIndex(_Blockwise):
+    """Every candidate's dot product or cosine, in blocks of a memory-mapped store: right by construction, nothing to build.
+
+    Args:
+        source: a store, whose tombstones are never found, or vectors (I, D).
+        metric: ``dot`` or ``cosine``: that of the model's loss.
+
+    Example:
+        >>> index = ExactIndex(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]), "dot")
+        >>> index.search(torch.tensor([[1.0, 0.5]]), 2)[1].tolist()
+        [[2, 0]]
+    """
+
+    def __init__(self, source: EmbeddingStore | Tensor, metric: Metric) -> None:
+        check_metric(metric)
+        self.width = source.shape[1] if isinstance(source, Tensor) else source.width
+        super().__init__(source, _bytes(source) // (4 * max(1, self.width)))
+        self.metric = metric
+        self._inverse_norms = self._norms().clamp(min=_EPS).reciprocal() if metric == "cosine" else None
+
+    def _norms(self) -> Tensor:
+        norms = [self._block(start, stop).norm(dim=1) for start, stop in self.blocks()]
+        return torch.cat(norms) if norms else torch.empty(0)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """(stop - start, D) as they are compared: of a cosine normalised."""
+        block = self._block(start, stop)
+        return normalize(block) if self.metric == "cosine" else block
+
+    def best_of(self, queries: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The best K of the candidates (Q, C) of each query, as :meth:`search` returns them; -1 is no candidate."""
+        prepared, found = self._prepared(queries), positions.sort(dim=1).values
+        known = found.clamp(min=0)
+        rows = self.source[known.flatten()] if isinstance(self.source, Tensor) else self.source.rows(known.flatten())
+        scores = torch.einsum("qd,qcd->qc", prepared, rows.view(*found.shape, -1))
+        if self._inverse_norms is not None:
+            scores = scores * self._inverse_norms[known]
+        scores = scores.masked_fill(found < 0, -torch.inf)
+        order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+        return padded(scores.gather(1, order), k, -torch.inf), padded(found.gather(1, order), k, -1)
+
+    def _prepared(self, queries: Tensor) -> Tensor:
+        if queries.shape[1] != self.width and self.size:
+            raise ValueError(
+                f"queries: {queries.shape[1]} wide, the stored vectors are {self.width}; give the query tower's outputs"
+            )
+        return normalize(queries) if self.metric == "cosine" else queries
+
+    def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+        _products(queries, self._block(start, stop), out)
+        if self._inverse_norms is not None:
+            out.mul_(self._inverse_norms[start:stop])
+
+
+class ScoredIndex(_Blockwise):
+    """Every candidate's score by the model's own interaction, from projected rows: exact retrieval under a top NN.
+
+    Args:
+        projection: of the interaction.
+        source: what ``projection.candidates`` made of the catalogue, in a store or (I, width).
+    """
+
+    metric: Metric = "top_nn"
+
+    def __init__(self, projection: Projection, source: EmbeddingStore | Tensor) -> None:
+        width = source.shape[1] if isinstance(source, Tensor) else source.width
+        if len(source) and width != projection.width:
+            raise ValueError(
+                f"source: rows are {width} wide, the projection's {projection.width}; store projection.candidates(...)"
+            )
+        super().__init__(source, (_bytes(source) // 4 if projection.linear else _PAIRS) // max(1, projection.width))
+        self.projection = projection
+
+    def _prepared(self, queries: Tensor) -> Tensor:
+        return self.projection.query(queries)
+
+    def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+        block = self._block(start, stop)
+        if self.projection.linear:
+            _products(queries[:, :-1], block, out)
+            out.add_(queries[:, -1:])
+        else:
+            torch.stack([self.projection.score(query, block) for query in queries], out=out)
+
+
+def _bytes(source: EmbeddingStore | Tensor) -> int:
+    return _BLOCK if isinstance(source, Tensor) or source.dtype == "fp32" else _DECODED
+
+
+def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Fills ``out`` (Q, N)."""
+    if len(queries) == 1:  # numpy's product with a vector runs at the speed of the memory; torch's took 1.5 times as long
+        np.dot(rows.numpy(), queries[0].numpy(), out=out[0].numpy())
+    else:
+        torch.mm(queries, rows.T, out=out)
+
+
+def check_metric(metric: str) -> None:
+    """Raises ValueError for a metric by which vectors cannot be searched."""
+    if metric not in ("dot", "cosine"):
+        remedy = "a top NN is searched by ScoredIndex" if metric == "top_nn" else f"one of {', '.join(get_args(Metric)[:2])}"
+        raise ValueError(f"metric={metric!r}: must be dot or cosine, that of the model's loss; {remedy}")
+
+
+def check_request(queries: Tensor, k: int, size: int, allowed: Tensor | None, excluded: Sequence[Tensor] | None) -> None:
+    """Raises ValueError for what :meth:`Index.search` does not take."""
+    if queries.dim() != 2 or not len(queries) or not bool(queries.isfinite().all()):
+        raise ValueError(f"queries: shape {tuple(queries.shape)}; must be (Q, D) finite numbers, Q at least 1")
+    if k < 1:
+        raise ValueError(f"k={k}: must be 1 or more")
+    if allowed is not None and (allowed.shape != (size,) or allowed.dtype != torch.bool):
+        raise ValueError(f"allowed: shape {tuple(allowed.shape)} of {allowed.dtype}; must be ({size},) bool, one for each position")
+    if excluded is not None and len(excluded) != len(queries):
+        raise ValueError(f"excluded: {len(excluded)} sets of positions for {len(queries)} queries; give one for each")
+    for places in excluded or ():
+        if len(places) and (int(places.min()) < 0 or int(places.max()) >= size):
+            wrong = places[(places < 0) | (places >= size)]
+            raise ValueError(f"excluded: {int(wrong[0])} is no position (0 to {size - 1}); leave unknown ids, -1, out")
+
+
+def padded(found: Tensor, k: int, value: float) -> Tensor:
+    """(Q, K) of (Q, fewer)."""
+    return torch.nn.functional.pad(found, (0, k - found.shape[1]), value=value)

@@ -1,0 +1,180 @@
+"""The manifest: what a bundle is made of, with the digest of every file, and the certificate of how it was proven.
+
+``content`` says nothing of ranks, plans or times, so that the same weights have the same ``digest`` wherever they were exported;
+``certificate`` holds what was measured, on what and when, under a seal of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrec_ext.retrieval.errors import BundleError
+
+FORMAT = 1
+NAME = "manifest.json"
+_MOST_BYTES = 64 * 2**20  # of a JSON file
+_ANEW = "export the bundle again, or copy the whole folder anew"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a bundle says of itself.
+
+    Args:
+        content: ``files`` with the size and SHA-256 of each, ``towers`` with the digest of each, ``query`` and ``candidate`` by
+            name, ``metric``, ``store``, ``index``, ``coverage``, ``audit``.
+        certificate: ``parity`` with the training model, ``versions``, ``created``, and what the exporter adds.
+    """
+
+    content: Mapping[str, Any]
+    certificate: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content: the name of what is served."""
+        return digest_of(self.content)
+
+    @property
+    def metric(self) -> str:
+        """``dot``, ``cosine``, or ``top_nn`` for any other interaction."""
+        return str(self.content["metric"])
+
+    @property
+    def parity(self) -> Mapping[str, Any]:
+        """Of the audit batch: the greatest difference between the training model's logits and the bundle's."""
+        found: Mapping[str, Any] = self.certificate["parity"]
+        return found
+
+    @property
+    def recall(self) -> float:
+        """Of the index against exact search with the loss's own metric."""
+        return float(self.content["index"]["recall"])
+
+    def as_json(self) -> dict[str, Any]:
+        """As the file has it."""
+        return {
+            "format": FORMAT,
+            "digest": self.digest,
+            "content": dict(self.content),
+            "seal": digest_of(self.certificate),
+            "certificate": dict(self.certificate),
+        }
+
+    def save(self, folder: Path) -> None:
+        """Writes it."""
+        (folder / NAME).write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def open(cls, folder: Path) -> Manifest:
+        """Reads it.
+
+        Raises:
+            BundleError: it is missing, of another format, or was changed.
+        """
+        path = folder / NAME
+        whole = read_json(path, hint=f"; is '{folder}' a bundle?")
+        if whole.get("format") != FORMAT:
+            raise BundleError(
+                f"{path}: format {whole.get('format')!r}, this package reads {FORMAT}; export the bundle again, or install the "
+                "version of torchrec_ext that wrote it"
+            )
+        for part, mark in (("content", "digest"), ("certificate", "seal")):
+            if not isinstance(whole.get(part), dict) or digest_of(whole[part]) != whole.get(mark):
+                raise BundleError(f"{path}: its {part} does not have its {mark}: it was changed or damaged; {_ANEW}")
+        return cls(content=whole["content"], certificate=whole["certificate"])
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 of JSON values, whatever order their keys stand in."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+
+
+def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+    """A JSON object of bounded size.
+
+    Raises:
+        BundleError: there is none.
+    """
+    try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise BundleError(f"{path}: {size:,} bytes, at most {_MOST_BYTES:,} are read; {_ANEW}")
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read ({error.strerror}){hint}") from None
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path}: is no JSON ({error}); {_ANEW}") from None
+    if not isinstance(found, dict):
+        raise BundleError(f"{path}: holds no JSON object; {_ANEW}")
+    return found
+
+
+def file_digests(folder: Path, *, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file below ``folder`` but the manifest, by its path from there; those ``known`` are not read."""
+    found = dict(known or {})
+    for name, path in sorted(_files(folder)):
+        if name != NAME and name not in found:
+            found[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return dict(sorted(found.items()))
+
+
+def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digests: bool) -> None:
+    """Refuses a folder whose files are not those that its manifest lists.
+
+    Args:
+        folder: of the bundle.
+        listed: by path, from the manifest.
+        digests: read every file and compare its SHA-256, too.
+
+    Raises:
+        BundleError: naming the file.
+    """
+    there = dict(_files(folder))
+    there.pop(NAME, None)
+    for name in sorted(listed):
+        if name not in there:
+            more = next(iter(sorted(set(there) - set(listed))), None)
+            hint = f" ('{more}' is there, and is not in the manifest: was it renamed?)" if more else ""
+            raise BundleError(f"{folder / name}: the manifest lists it, and it is missing{hint}; {_ANEW}")
+    for name, path in sorted(there.items()):
+        if name not in listed:
+            raise BundleError(f"{path}: is not in the manifest, so it is no part of this bundle; remove it, or {_ANEW}")
+        size = path.stat().st_size
+        if size != listed[name]["bytes"]:
+            raise BundleError(
+                f"{path}: {size:,} bytes, the manifest lists {listed[name]['bytes']:,}: it is cut or changed; {_ANEW}"
+            )
+    for name, path in sorted(there.items()) if digests else ():
+        if _sha256(path) != listed[name]["sha256"]:
+            raise BundleError(f"{path}: does not have the SHA-256 in the manifest: it was changed or damaged; {_ANEW}")
+
+
+def sync(folder: Path) -> None:
+    """Has the disk hold every file and folder below before the next line runs."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise BundleError(f"{path}: is a link or no plain file, and a bundle holds none; {_ANEW}")
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,208 @@
+"""Projections: the part of an interaction that depends on the candidate alone, applied beforehand and stored.
+
+The query side likewise runs once per request, context that is constant within it included; what is left is the part of a pair.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, normalize
+
+from torchrec_ext.models.ncf import NCFHead
+from torchrec_ext.modules.crossing import FactorizationMachine
+from torchrec_ext.modules.interaction import Cosine, DotProduct, GeneralizedMF, Reordered, TopMLP
+
+
+class Projection(nn.Module):
+    """An interaction in three parts; together they equal its ``forward`` within 1e-6.
+
+    This one leaves everything to the pair: right for any interaction with ``score_all``, or with ``forward`` alone.
+
+    Args:
+        interaction: its weights are copied, in evaluation mode.
+        width: D2 of the candidate tower.
+
+    Attributes:
+        query_width: Hq, where what is left of a pair can be compiled; None here.
+        width: of what :meth:`candidates` returns and a store holds.
+        projected: whether that differs from the tower's output.
+        linear: whether :meth:`score` is a dot product with :meth:`query`'s first ``width`` numbers plus its last one, so that the
+            greatest scores can be searched as products.
+    """
+
+    interaction: Any
+    linear = False
+    projected = False
+
+    def __init__(self, interaction: nn.Module, width: int) -> None:
+        super().__init__()
+        self.interaction = copy.deepcopy(interaction).eval().requires_grad_(False)
+        self.width = width
+        self.query_width: int | None = width + 1 if self.linear else None
+
+    def query(self, query: Tensor) -> Tensor:
+        """(..., Hq) of the outputs (..., D1) of all towers but the last, concatenated."""
+        return query
+
+    def candidates(self, candidates: Tensor) -> Tensor:
+        """(N, width) of the candidate tower's outputs (N, D2)."""
+        return candidates
+
+    def score(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """(N,) logits of a query (Hq,) with its candidates (N, width), both as the methods above return them.
+
+        Of several queries at once, each with as many candidates of its own: (B, N) from (B, Hq) and (B, N, width).
+        """
+        if query.dim() > 1:
+            return torch.stack([self.score(one, own) for one, own in zip(query, candidates, strict=True)])
+        if hasattr(self.interaction, "score_all"):
+            return self.interaction.score_all(query[None], candidates)[0]  # type: ignore[no-any-return]
+        return self.interaction([query.expand(len(candidates), -1), candidates])  # type: ignore[no-any-return]
+
+
+class _Linear(Projection):
+    """Interactions that are linear in the candidate: a query is its weights and, last, a constant."""
+
+    linear = True
+
+    def score(self, query: Tensor, candidates: Tensor) -> Tensor:
+        return (candidates @ query[..., :-1, None]).squeeze(-1) + query[..., -1:]
+
+
+class _Dot(_Linear):
+    def query(self, query: Tensor) -> Tensor:
+        return _with_constant(query, query.new_zeros(()))
+
+
+class _Cosine(_Linear):
+    """Candidates are stored normalised."""
+
+    projected = True
+
+    def query(self, query: Tensor) -> Tensor:
+        return _with_constant(normalize(query, dim=-1) / self.interaction.temperature, query.new_zeros(()))
+
+    def candidates(self, candidates: Tensor) -> Tensor:
+        return normalize(candidates, dim=-1)
+
+
+class _GMF(_Linear):
+    def query(self, query: Tensor) -> Tensor:
+        layer: nn.Linear = self.interaction.linear
+        return _with_constant(query * layer.weight[0], layer.bias[0])
+
+
+class _FM(_Linear):
+    """The linear term and the products among the query's own towers are the constant; the rest is linear in the candidate."""
+
+    def query(self, query: Tensor) -> Tensor:
+        machine, width = self.interaction, self.width
+        weight: Tensor = machine.first_order.weight[0]
+        towers = query.view(*query.shape[:-1], -1, width)
+        total = towers.sum(dim=-2)
+        products = (total.square() - towers.square().sum(dim=-2)).sum(dim=-1) / 2
+        alone = query @ weight[:-width] + products + machine.first_order.bias[0]
+        return torch.cat([weight[-width:] + total, alone[..., None]], dim=-1)
+
+
+class _TopMLP(Projection):
+    """The first layer is linear over the concatenation, so its halves are applied to query and candidate on their own.
+
+    Where the layer is wider than the candidate tower's output that output is stored, and its half applied when it is scored.
+    Normalisation after the first layer sees the sum of both halves, as it did in training.
+    """
+
+    def __init__(self, interaction: nn.Module, width: int) -> None:
+        super().__init__(interaction, width)
+        layers = self.interaction.mlp
+        first: nn.Linear = layers[0]
+        left, right = torch.split(first.weight, [first.in_features - width, width], dim=1)
+        self.left, self.right, self.bias = left.contiguous(), right.contiguous(), first.bias
+        self.rest, self.last = layers[1:-1], layers[-1] if len(layers) > 1 else None
+        self.projected = first.out_features <= width
+        self.width = first.out_features if self.projected else width
+        self.query_width = first.out_features
+
+    def query(self, query: Tensor) -> Tensor:
+        return linear(self.interaction.activation(query), self.left, self.bias)
+
+    def candidates(self, candidates: Tensor) -> Tensor:
+        return self._half(candidates) if self.projected else candidates
+
+    def score(self, query: Tensor, candidates: Tensor) -> Tensor:
+        hidden = query[..., None, :] + (candidates if self.projected else self._half(candidates))
+        if self.last is None:
+            return hidden[..., 0]
+        hidden = self.rest(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
+        # A product with one column: as a sum it is fused with what comes before, and no faster as a product anyway.
+        return (hidden * self.last.weight[0]).sum(dim=-1) + self.last.bias  # type: ignore[no-any-return]
+
+    def _half(self, candidates: Tensor) -> Tensor:
+        return linear(self.interaction.activation(candidates), self.right)
+
+
+class _NCF(Projection):
+    """The towers have applied their columns of the MLP's first layer; the GMF half's weights go to the query."""
+
+    def __init__(self, interaction: nn.Module, width: int) -> None:
+        super().__init__(interaction, width)
+        weight = self.interaction.predict.weight[0]
+        self.gmf_dim: int = self.interaction.gmf_dim
+        self.query_width = width
+        self.shallow, self.deep = weight[: self.gmf_dim].clone(), weight[self.gmf_dim :].clone()
+
+    def query(self, query: Tensor) -> Tensor:
+        return torch.cat([query[..., : self.gmf_dim] * self.shallow, query[..., self.gmf_dim :]], dim=-1)
+
+    def score(self, query: Tensor, candidates: Tensor) -> Tensor:
+        gmf = self.gmf_dim
+        products = (candidates[..., :gmf] @ query[..., :gmf, None]).squeeze(-1)
+        first = query[..., None, gmf:] + candidates[..., gmf:]
+        deep = self.interaction.rest(first.flatten(0, -2)) @ self.deep
+        return products + deep.view(first.shape[:-1]) + self.interaction.predict.bias  # type: ignore[no-any-return]
+
+
+_KINDS: dict[type[nn.Module], type[Projection]] = {
+    DotProduct: _Dot,
+    Cosine: _Cosine,
+    GeneralizedMF: _GMF,
+    FactorizationMachine: _FM,
+    TopMLP: _TopMLP,
+    NCFHead: _NCF,
+}
+
+
+def projection(interaction: nn.Module, width: int) -> Projection:
+    """The projection of an interaction, whose store holds the narrower of a candidate's output and its half of the first layer.
+
+    Args:
+        interaction: of a trained model; later changes of its weights are not seen. Of a class that is not ours, and of those whose
+            layers multiply query and candidate, everything stays with the pair.
+        width: D2, the candidate tower's ``out_features``; the candidate tower is the interaction's last.
+
+    Example:
+        >>> made = projection(TopMLP([64, 64, 32], hidden=(16,)), 32)  # user, context, item
+        >>> made.width, made.query(torch.zeros(128)).shape
+        (16, torch.Size([16]))
+    """
+    if isinstance(interaction, Reordered) and type(interaction.interaction) is TopMLP:
+        interaction = _in_order(interaction)
+    return _KINDS.get(type(interaction), Projection)(interaction, width)
+
+
+def _in_order(interaction: Reordered) -> TopMLP:
+    """The top NN with the columns of its first layer in the order in which the outputs come, so that it needs no other."""
+    top: TopMLP = copy.deepcopy(interaction.interaction)  # type: ignore[assignment]
+    first: nn.Linear = top.mlp[0]  # type: ignore[assignment]
+    columns = torch.split(first.weight.data, [interaction.widths[place] for place in interaction.order], dim=1)
+    first.weight.data = torch.cat([columns[interaction.order.index(place)] for place in range(len(columns))], dim=1)
+    top.widths = [sum(interaction.widths[:-1]), interaction.widths[-1]]
+    return top
+
+
+def _with_constant(weights: Tensor, constant: Tensor) -> Tensor:
+    return torch.cat([weights, constant.expand(*weights.shape[:-1], 1)], dim=-1)

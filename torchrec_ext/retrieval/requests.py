@@ -1,0 +1,178 @@
+"""What a :class:`~torchrec_ext.retrieval.scorer.Scorer` is asked, what it answers, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+Id = int | str
+Source = Literal["live", "store", "redis"]
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered as it is; ``field`` is the part of it that is wrong."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+def check_kind(field: str, one: Id, kind: str) -> None:
+    """Refuses an id of another type than ``kind``, ``int64`` or ``str``.
+
+    Raises:
+        RequestError: naming the id.
+    """
+    if isinstance(one, str) != (kind == "str"):
+        given, wanted = ("a string", "whole numbers") if isinstance(one, str) else ("a whole number", "strings")
+        raise RequestError(field, f"{str(one)[:100]!r} is {given}; ids here are {wanted}")
+
+
+class UnavailableError(RuntimeError):
+    """What the answer needs cannot be reached now; the same request may be answered later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendRequest:
+    """Which items for this user.
+
+    Args:
+        user: raw features by column. The id alone where the bundle knows the users; features beside it take precedence over those
+            that are known.
+        k: how many; 1 or more. Where fewer are left, all of them are answered.
+        candidates: ids to choose among; the whole catalogue where not given.
+        retrieve: how many the index hands to the top NN, ``k`` at least; the scorer's own number where not given.
+        exclude: ids that are left out.
+        allowed: ids that alone may be answered.
+        categories: only items of one of these.
+        exclude_seen: leave out what the user has taken, where the bundle knows it.
+        vector: ``live``: always run the user tower; ``auto``: take a stored vector where there is one and no feature is given.
+        titles: answer titles too.
+        liked: how many of the items that the user liked to answer beside.
+
+    Raises:
+        RequestError: k or retrieve below 1, or a list of candidates that is empty.
+    """
+
+    user: Mapping[str, Any]
+    k: int = 10
+    candidates: Sequence[Id] | None = None
+    retrieve: int | None = None
+    exclude: Sequence[Id] = ()
+    allowed: Sequence[Id] | None = None
+    categories: Sequence[str] = ()
+    exclude_seen: bool = True
+    vector: Literal["auto", "live"] = "auto"
+    titles: bool = False
+    liked: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("k", 1), ("retrieve", 1), ("liked", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise RequestError(name, f"{value}: must be {least} or more")
+        for name in ("candidates", "allowed"):
+            given = getattr(self, name)
+            if given is not None and not len(given):
+                raise RequestError(name, "the list is empty, so nothing could be answered; leave it out for the whole catalogue")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """How much this user likes these items: ``user`` and ``vector`` as in :class:`RecommendRequest`, ``items`` ids, one or more.
+
+    Raises:
+        RequestError: no items.
+    """
+
+    user: Mapping[str, Any]
+    items: Sequence[Id]
+    vector: Literal["auto", "live"] = "auto"
+
+    def __post_init__(self) -> None:
+        if not len(self.items):
+            raise RequestError("items", "the list is empty; give one id or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedRequest:
+    """Outputs of the towers of one ``side`` for ``rows`` of raw features, one or more.
+
+    Raises:
+        RequestError: no rows.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    side: Literal["query", "candidate"] = "query"
+
+    def __post_init__(self) -> None:
+        if not len(self.rows):
+            raise RequestError("rows", "the list is empty; give one row or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdStart:
+    """What of the user was not in training.
+
+    Args:
+        unknown_user: the id is not among the users that the bundle knows, or none was given.
+        unknown_features: columns whose value took the out-of-vocabulary row.
+        vector: where the user's vector came from.
+    """
+
+    unknown_user: bool = False
+    unknown_features: Sequence[str] = ()
+    vector: Source = "live"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """Ids, best first, of ``asked`` items or of as many as are left, with their scores: the model's logits.
+
+    Args:
+        items: (K,) ids.
+        scores: (K,).
+        asked: k of the request.
+        cold: what of the user was not in training.
+        unknown_items: ids of the request that the catalogue does not have. Candidates among them are scored as the unknown item.
+        titles: (K,), where asked for and known.
+        liked: ids that the user liked, the latest first, where asked for and known.
+        liked_titles: their titles.
+        bundle: digest of the bundle that answered.
+    """
+
+    items: list[Id]
+    scores: list[float]
+    asked: int
+    cold: ColdStart
+    bundle: str
+    unknown_items: list[Id] = field(default_factory=list)
+    titles: list[str] = field(default_factory=list)
+    liked: list[Id] = field(default_factory=list)
+    liked_titles: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """(N,) ``scores`` of the items that were asked for, in their order; the rest as in :class:`Recommendation`."""
+
+    scores: list[float]
+    cold: ColdStart
+    bundle: str
+    unknown_items: list[Id] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """(B, D) ``vectors``, and for each row the columns whose value took the out-of-vocabulary row."""
+
+    vectors: Tensor
+    unknown_features: list[list[str]]
+    bundle: str
+
+
+Request = RecommendRequest | ScoreRequest | EmbedRequest
+Answer = Recommendation | Scores | Embedded

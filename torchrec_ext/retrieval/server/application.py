@@ -1,0 +1,165 @@
+"""The routes: recommend, score and embed; health, readiness and metrics; the page and the description of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from torchrec_ext.retrieval.requests import ColdStart, Embedded, Recommendation, Request, Scores
+from torchrec_ext.retrieval.server import openapi, parsing
+from torchrec_ext.retrieval.server.encoding import json_response
+from torchrec_ext.retrieval.server.guard import Guard
+from torchrec_ext.retrieval.server.refusals import ClientGoneError, Refusal, over_limit
+from torchrec_ext.retrieval.server.service import Service, too_late
+from torchrec_ext.retrieval.server.settings import Limits
+
+Parser = Callable[[parsing.Body, Limits], Request]
+_PAGES = {
+    "/": ("index.html", "text/html"),
+    "/docs": ("docs.html", "text/html"),
+    "/static/page.css": ("page.css", "text/css"),
+    "/static/page.js": ("page.js", "text/javascript"),
+    "/static/docs.js": ("docs.js", "text/javascript"),
+    "/static/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_SAMPLE = 200  # users whose ids the page offers
+
+
+def application(service: Service) -> Guard:
+    """The ASGI application of one worker."""
+    endpoints = _Endpoints(service)
+    routes = [
+        Route("/v1/recommend", endpoints.asking(parsing.recommend_request), methods=["POST"]),
+        Route("/v1/score", endpoints.asking(parsing.score_request), methods=["POST"]),
+        Route("/v1/embed", endpoints.asking(parsing.embed_request), methods=["POST"]),
+        Route("/v1/bundle", endpoints.bundle, methods=["GET"]),
+        Route("/healthz", endpoints.healthy, methods=["GET"]),
+        Route("/readyz", endpoints.ready, methods=["GET"]),
+        Route("/metrics", endpoints.metrics, methods=["GET"]),
+        Route("/openapi.json", endpoints.description, methods=["GET"]),
+        *(Route(path, _static(*page), methods=["GET"]) for path, page in _PAGES.items()),
+    ]
+    return Guard(Router(routes, redirect_slashes=False), service, frozenset(route.path for route in routes))
+
+
+class _Endpoints:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def asking(self, parse: Parser) -> Callable[[HttpRequest], Any]:
+        """The handler of requests that the scorer answers."""
+        service, limits = self._service, self._service.settings.limits
+
+        async def handle(request: HttpRequest) -> Response:
+            deadline = time.monotonic() + limits.time_ms / 1e3
+            body = parsing.read_object(await _content(request, limits, deadline))
+            answer = await service.ask(parse(body, limits), request.receive, deadline)
+            return json_response(_as_json(answer))
+
+        return handle
+
+    async def bundle(self, request: HttpRequest) -> Response:
+        """What is served, for people and the page: the manifest, and how a user is named."""
+        bundle, users = self._service.scorer.bundle, self._service.scorer.bundle.users
+        sample = [] if users is None else users.ids.ids(range(min(_SAMPLE, len(users.ids)))).tolist()
+        return json_response(
+            {
+                "digest": bundle.manifest.digest,
+                "manifest": bundle.manifest.as_json(),
+                "items": len(bundle.store.ids),
+                "user_key": None if users is None else users.key,
+                "users": 0 if users is None else len(users.ids),
+                "sample_users": sample,
+                "columns": dict(bundle.request_columns),
+                "categories": list(bundle.items.categories),
+                "limits": vars(self._service.settings.limits),
+            }
+        )
+
+    async def healthy(self, request: HttpRequest) -> Response:
+        """The process runs."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: HttpRequest) -> Response:
+        """Whether to send requests here, and what is served."""
+        service = self._service
+        return json_response(
+            {
+                "status": "draining" if service.draining else "ready",
+                "bundle": service.scorer.bundle.manifest.digest,
+                "refused": service.refused,
+                "vectors": {store.source: store.available for store in service.vectors},
+            },
+            status=503 if service.draining else 200,
+        )
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        """Of all workers."""
+        self._service.metrics.waiting.set(self._service.waiting())
+        page = await asyncio.get_running_loop().run_in_executor(None, self._service.metrics.page)
+        return Response(page, headers={"Content-Type": self._service.metrics.content_type})
+
+    async def description(self, request: HttpRequest) -> Response:
+        """OpenAPI of the bundle that is live."""
+        return json_response(openapi.document(self._service.scorer.bundle, self._service.settings))
+
+
+def _static(name: str, kind: str) -> Callable[[HttpRequest], Any]:
+    content = (files("torchrec_ext.retrieval.server") / "static" / name).read_bytes()
+
+    async def page(request: HttpRequest) -> Response:
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    return page
+
+
+async def _content(request: HttpRequest, limits: Limits, deadline: float) -> bytes:
+    """The whole body, or a refusal as soon as it is too long; what follows is read past by uvicorn and kept by nobody."""
+    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(
+            415, "not_json", "the content type must be application/json; send the header `Content-Type: application/json`"
+        )
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limits.body_bytes:
+        raise _too_long(limits)
+    body, more = bytearray(), True
+    while more:
+        try:
+            message = await asyncio.wait_for(request.receive(), max(0.0, deadline - time.monotonic()))
+        except asyncio.TimeoutError:
+            raise too_late(limits.time_ms) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limits.body_bytes:
+            raise _too_long(limits)
+    return bytes(body)
+
+
+def _too_long(limits: Limits) -> Refusal:
+    message = f"the body is longer than {limits.body_bytes} bytes, which is the limit; send fewer ids, in several requests"
+    return over_limit("body_bytes", limits.body_bytes, message, status=413)
+
+
+def _as_json(answer: Recommendation | Scores | Embedded) -> dict[str, Any]:
+    if isinstance(answer, Embedded):
+        return {"vectors": answer.vectors.tolist(), "unknown_features": answer.unknown_features, "bundle": answer.bundle}
+    values = {"scores": answer.scores, **_cold(answer.cold), "unknown_items": answer.unknown_items, "bundle": answer.bundle}
+    if isinstance(answer, Scores):
+        return values
+    values = {"items": answer.items, **values, "asked": answer.asked, "answered": len(answer.items)}
+    optional = {"titles": answer.titles, "liked": answer.liked, "liked_titles": answer.liked_titles}
+    return values | {name: value for name, value in optional.items() if value}
+
+
+def _cold(cold: ColdStart) -> dict[str, Any]:
+    return {"unknown_user": cold.unknown_user, "unknown_features": list(cold.unknown_features), "vector": cold.vector}

@@ -1,0 +1,184 @@
+"""JSON bodies to requests: every field by name, type and limit, without a Python loop over candidates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from torchrec_ext.retrieval.requests import EmbedRequest, Id, RecommendRequest, RequestError, ScoreRequest
+from torchrec_ext.retrieval.server.refusals import Refusal, over_limit
+from torchrec_ext.retrieval.server.settings import Limits
+
+Body = Mapping[str, Any]
+Asked = TypeVar("Asked", RecommendRequest, ScoreRequest, EmbedRequest)
+Readers = Mapping[str, Callable[[str, Any, Limits], Any]]
+_INT64 = 2**63
+MAX_LIKED = 100
+_VECTOR = ("auto", "live")
+
+
+def read_object(content: bytes) -> Body:
+    """The JSON object of a body.
+
+    Raises:
+        Refusal: 400, it is none.
+    """
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise Refusal(400, "not_json", f"the body is no JSON: {why[:200]}; send a JSON object") from None
+    if not isinstance(body, dict):
+        raise Refusal(422, "invalid", f'the body: {_kind(body)}; send a JSON object, such as {{"user": {{...}}}}')
+    return body
+
+
+def recommend_request(body: Body, limits: Limits) -> RecommendRequest:
+    """The request that ``body`` says.
+
+    Raises:
+        Refusal: 422, naming the field, the value and the rule, or the limit.
+    """
+    return _built(RecommendRequest, body, _RECOMMEND, limits)
+
+
+def score_request(body: Body, limits: Limits) -> ScoreRequest:
+    """As :func:`recommend_request`."""
+    return _built(ScoreRequest, body, _SCORE, limits)
+
+
+def embed_request(body: Body, limits: Limits) -> EmbedRequest:
+    """As :func:`recommend_request`."""
+    return _built(EmbedRequest, body, _EMBED, limits)
+
+
+def _built(kind: Callable[..., Asked], body: Body, readers: Readers, limits: Limits) -> Asked:
+    _only(body, readers)
+    values = {name: readers[name](name, value, limits) for name, value in body.items()}
+    for name in _REQUIRED[kind]:
+        if name not in values:
+            raise Refusal(422, "invalid", f"{name}: it is missing; give it", field=name)
+    try:
+        return kind(**values)
+    except RequestError as error:
+        raise Refusal(422, "invalid", str(error), field=error.field) from None
+
+
+def _only(body: Body, known: Mapping[str, object]) -> None:
+    for name in body:
+        if name not in known:
+            match = get_close_matches(name, list(known), n=1, cutoff=0.5)
+            question = f"did you mean {match[0]!r}?" if match else f"there are {', '.join(known)}"
+            raise Refusal(422, "invalid", f"{name[:100]}: there is no such field; {question}", field=name[:100])
+
+
+def _wrong(name: str, value: object, rule: str) -> Refusal:
+    return Refusal(422, "invalid", f"{name}: {_kind(value)}; must be {rule}", field=name)
+
+
+def _kind(value: object) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return "null" if value is None else f"it is {names.get(type(value), type(value).__name__)}"
+
+
+def _number(name: str, value: Any, most: int, limit: str) -> int:
+    if type(value) is not int:
+        raise _wrong(name, value, "a whole number")
+    if value > most:
+        raise over_limit(limit, most, f"{name}: {value}; the limit is {most}: ask for fewer", field=name)
+    return value
+
+
+def _k(name: str, value: Any, limits: Limits) -> int:
+    return _number(name, value, limits.k, "k")
+
+
+def _retrieve(name: str, value: Any, limits: Limits) -> int:
+    return _number(name, value, limits.candidates, "candidates")
+
+
+def _liked(name: str, value: Any, limits: Limits) -> int:
+    return _number(name, value, MAX_LIKED, "liked")
+
+
+def _flag(name: str, value: Any, limits: Limits) -> bool:
+    if type(value) is not bool:
+        raise _wrong(name, value, "true or false")
+    return value
+
+
+def _list(name: str, value: Any, most: int, limit: str, what: str) -> list[Any]:
+    if type(value) is not list:
+        raise _wrong(name, value, f"a list of {what}")
+    if len(value) > most:
+        raise over_limit(
+            limit, most, f"{name}: {len(value)} entries; the limit is {most}: send fewer, in several requests", field=name
+        )
+    return value
+
+
+def _ids(name: str, value: Any, limits: Limits) -> list[Id]:
+    found = _list(name, value, limits.candidates, "candidates", "ids, all whole numbers or all strings")
+    kinds = set(map(type, found))
+    if kinds - {int} and kinds - {str}:
+        listed = " and ".join(sorted(_kind(kind()).removeprefix("it is ") if kind is not type(None) else "null" for kind in kinds))
+        raise Refusal(422, "invalid", f"{name}: it holds {listed}; must be ids, all whole numbers or all strings", field=name)
+    if kinds == {int} and (max(found) >= _INT64 or min(found) < -_INT64):
+        raise Refusal(422, "invalid", f"{name}: an id is beyond 64 bits; no id of a catalogue is", field=name)
+    return found
+
+
+def _names(name: str, value: Any, limits: Limits) -> list[str]:
+    found = _list(name, value, limits.candidates, "candidates", "names")
+    if set(map(type, found)) - {str}:
+        raise Refusal(422, "invalid", f"{name}: must be a list of strings", field=name)
+    return list(dict.fromkeys(found))
+
+
+def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
+    if type(value) is not dict:
+        raise _wrong(name, value, 'an object of features by column, such as {"user_id": 1}')
+    for column, feature in value.items():
+        if type(feature) is dict or (type(feature) is list and set(map(type, feature)) & {dict, list}):
+            raise Refusal(
+                422, "invalid", f"{name}.{column[:100]}: must be a value or a list of values", field=f"{name}.{column[:100]}"
+            )
+    return value
+
+
+def _rows(name: str, value: Any, limits: Limits) -> list[Mapping[str, Any]]:
+    found = _list(name, value, limits.rows, "rows", "objects")
+    return [_features(f"{name}[{at}]", row, limits) for at, row in enumerate(found)]
+
+
+def _one_of(*words: str) -> Callable[[str, Any, Limits], str]:
+    def read(name: str, value: Any, limits: Limits) -> str:
+        if value not in words:
+            raise _wrong(name, value, " or ".join(map(repr, words)))
+        return str(value)
+
+    return read
+
+
+_RECOMMEND: Readers = {
+    "user": _features,
+    "k": _k,
+    "candidates": _ids,
+    "retrieve": _retrieve,
+    "exclude": _ids,
+    "allowed": _ids,
+    "categories": _names,
+    "exclude_seen": _flag,
+    "vector": _one_of(*_VECTOR),
+    "titles": _flag,
+    "liked": _liked,
+}
+_SCORE: Readers = {"user": _features, "items": _ids, "vector": _one_of(*_VECTOR)}
+_EMBED: Readers = {"rows": _rows, "side": _one_of("query", "candidate")}
+_REQUIRED: Mapping[object, tuple[str, ...]] = {
+    RecommendRequest: ("user",),
+    ScoreRequest: ("user", "items"),
+    EmbedRequest: ("rows",),
+}

@@ -1,0 +1,63 @@
+"""Refusal: a request that is answered with a status of 400 or more, and the words of that answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from torchrec_ext.retrieval.server.encoding import json_response
+
+RETRY_AFTER_S = 1
+
+
+class Refusal(Exception):  # noqa: N818  (what callers are told is no error of ours)
+    """The answer to a request that is refused.
+
+    Args:
+        status: of HTTP.
+        code: one word for programs.
+        message: what is wrong and what helps, for people.
+        field: of the request, where one is wrong.
+        limit: its name and value, where one was passed.
+        retry: whether the same request may be answered later.
+        headers: further ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        field: str | None = None,
+        limit: tuple[str, float] | None = None,
+        retry: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.body: dict[str, Any] = {"code": code, "message": message}
+        if field is not None:
+            self.body["field"] = field
+        if limit is not None:
+            self.body["limit"] = {"name": limit[0], "value": limit[1]}
+        self.headers = dict(headers or {})
+        if retry:
+            self.headers["Retry-After"] = str(RETRY_AFTER_S)
+
+    def response(self) -> Response:
+        """``{"error": {"code", "message", "field", "limit"}}``."""
+        return json_response({"error": self.body}, status=self.status, headers=self.headers)
+
+
+def over_limit(
+    name: str, value: float, message: str, *, status: int = 422, field: str | None = None, retry: bool = False
+) -> Refusal:
+    """A limit of the service was passed."""
+    return Refusal(status, "over_limit", message, field=field, limit=(name, value), retry=retry)
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""

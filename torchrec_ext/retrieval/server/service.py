@@ -1,0 +1,135 @@
+"""Service: the scorer behind its queue, what is true of it now, and how a handler asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Receive
+
+from torchrec_ext.retrieval.batching import MicroBatcher, QueueFullError
+from torchrec_ext.retrieval.requests import Answer, Embedded, Request, RequestError, UnavailableError
+from torchrec_ext.retrieval.scorer import Scorer
+from torchrec_ext.retrieval.server.refusals import ClientGoneError, Refusal, over_limit
+from torchrec_ext.retrieval.server.settings import Settings
+from torchrec_ext.retrieval.server.telemetry import Log, Metrics
+from torchrec_ext.retrieval.vectors import UserVectors
+
+if TYPE_CHECKING:
+    from torchrec_ext.retrieval.bundle import Bundle
+
+
+class Service:
+    """One worker's.
+
+    Args:
+        settings: limits and the rest.
+        bundle: what it serves first.
+        vectors: see :class:`~torchrec_ext.retrieval.scorer.Scorer`.
+        log: where events go.
+
+    Attributes:
+        draining: whether it is about to end and takes no more requests.
+        in_flight: requests that it has and has not answered.
+        refused: why the bundle that should be served now is not, or None.
+    """
+
+    def __init__(self, settings: Settings, bundle: Bundle, *, vectors: Sequence[UserVectors] = (), log: Log | None = None) -> None:
+        self.settings = settings
+        self.scorer = Scorer(bundle, vectors=vectors, retrieve=settings.retrieve, stage=settings.stage, compile=settings.compile)
+        self.vectors = vectors
+        self.metrics = Metrics()
+        self.log = log or Log()
+        self.draining = False
+        self.in_flight = 0
+        self.refused: str | None = None
+        self._batcher: MicroBatcher[Request, Answer] = MicroBatcher(
+            self._answer, max_batch=settings.max_batch, max_wait_ms=settings.max_wait_ms, capacity=settings.limits.queue
+        )
+
+    def close(self) -> None:
+        """Answers what waits, then ends."""
+        self._batcher.close()
+
+    def serve(self, bundle: Bundle) -> None:
+        """Takes the place of the bundle before."""
+        self.scorer.swap(bundle)
+        self.refused = None
+        self.metrics.swaps.labels("loaded").inc()
+        self.tell_bundle()
+
+    def tell_bundle(self) -> None:
+        """A line on what is served, with what its first stage misses."""
+        recall = self.scorer.stage_recall()
+        measured = {} if recall is None else {"stage": self.settings.stage, "stage_recall_at_10": round(recall, 4)}
+        self.log("bundle_loaded", digest=self.scorer.bundle.manifest.digest, **measured)
+
+    def refuse(self, why: str) -> None:
+        """Goes on with the bundle that is live, and says why."""
+        self.refused = why
+        self.metrics.swaps.labels("refused").inc()
+        self.log("bundle_refused", why=why, serving=self.scorer.bundle.manifest.digest)
+
+    async def ask(self, request: Request, receive: Receive, deadline: float) -> Answer:
+        """The scorer's answer.
+
+        Args:
+            request: what is asked.
+            receive: of the connection; a client that goes away takes its request out of the queue.
+            deadline: of ``time.monotonic``.
+
+        Raises:
+            Refusal: 422, 429 or 503.
+            ClientGoneError: nobody waits any more.
+        """
+        limits = self.settings.limits
+        try:
+            answer = asyncio.wrap_future(self._batcher.submit(request))
+        except QueueFullError:
+            message = f"{limits.queue} requests wait already, which is the limit; come back in a second, or add workers"
+            raise over_limit("queue", limits.queue, message, status=429, retry=True) from None
+        gone = asyncio.ensure_future(_gone(receive))
+        either: set[asyncio.Future[Any]] = {answer, gone}
+        try:
+            await asyncio.wait(either, timeout=max(0.0, deadline - time.monotonic()), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            answer.cancel()
+            if gone.done():
+                raise ClientGoneError
+            raise too_late(limits.time_ms)
+        except RequestError as error:
+            raise Refusal(422, "invalid", str(error), field=error.field) from None
+        except UnavailableError as error:
+            raise Refusal(503, "unavailable", str(error), retry=True) from None
+        finally:
+            gone.cancel()
+
+    def _answer(self, requests: Sequence[Request]) -> Sequence[Answer | Exception]:
+        start = time.perf_counter()
+        answers = self.scorer.answer(requests)
+        self.metrics.batch.observe(len(requests))
+        self.metrics.batch_seconds.observe(time.perf_counter() - start)
+        cold = sum(1 for one in answers if not isinstance(one, Exception | Embedded) and one.cold.unknown_user)
+        if cold:
+            self.metrics.cold.inc(cold)
+        return answers
+
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._batcher)
+
+
+def too_late(time_ms: float) -> Refusal:
+    """The answer to a request that took longer than it may."""
+    message = f"no answer within {time_ms:g} ms, which is the limit; come back in a second, or ask for fewer items"
+    return over_limit("time_ms", time_ms, message, status=503, retry=True)
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has gone; its body has been read."""
+    message: Any = await receive()
+    while message["type"] != "http.disconnect":
+        message = await receive()

@@ -1,0 +1,92 @@
+"""How the service runs, and the limits that it holds its callers to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one caller may ask for. Beyond it the answer names the limit, its value and the remedy.
+
+    Args:
+        body_bytes: of a request; 413.
+        k: items of an answer; 422.
+        candidates: ids in each list of a request, and items that an index may hand to the top NN; 422.
+        rows: of one request to embed; 422.
+        queue: requests that may wait in a worker; 429.
+        time_ms: from a request's first byte to its answer; 503.
+
+    Raises:
+        ValueError: a limit below 1.
+    """
+
+    body_bytes: int = 2**20
+    k: int = 1_000
+    candidates: int = 10_000
+    rows: int = 256
+    queue: int = 256
+    time_ms: float = 2_000.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value >= 1:
+                raise ValueError(f"limit {name}={value}: must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One service.
+
+    Args:
+        bundle: a bundle's folder, a symbolic link to one, or a text file that holds the path of one. It is looked at every
+            ``watch_s``: when it leads to another bundle, that is loaded beside the live one and takes its place.
+        workers: processes; 1 or more. Each has an interpreter of its own, all map the same files.
+        threads: of torch in a worker.
+        limits: on what callers ask for.
+        retrieve: how many items the first stage hands to the top NN where the request does not say.
+        stage: how it finds them; see :class:`~torchrec_ext.retrieval.scorer.Scorer`.
+        compile: the top NN; likewise.
+        max_batch: requests that a worker answers together.
+        max_wait_ms: how long a request waits for company; see :class:`~torchrec_ext.retrieval.batching.MicroBatcher`.
+        token: what callers must bear, or None; not empty.
+        redis: address of a Redis that holds users' vectors, such as ``redis://host:6379/0``, or None.
+        watch_s: seconds between two looks at ``bundle``.
+        drain_s: seconds for which a worker that was told to end still answers new requests with 503, so that who balances the load
+            can notice.
+        drain_limit_s: seconds after which it ends whatever is in flight.
+        log_requests: log a line for each request, and not only for events.
+
+    Raises:
+        ValueError: a number out of range, or an empty token.
+    """
+
+    bundle: Path
+    workers: int = 1
+    threads: int = 1
+    limits: Limits = field(default_factory=Limits)
+    retrieve: int = 100
+    stage: Literal["exact", "dot", "cosine"] = "exact"
+    compile: Literal["auto", "off"] = "off"
+    max_batch: int = 32
+    max_wait_ms: float = 0.0
+    token: str | None = field(default=None, repr=False)
+    redis: str | None = field(default=None, repr=False)
+    watch_s: float = 1.0
+    drain_s: float = 1.0
+    drain_limit_s: float = 30.0
+    log_requests: bool = True
+
+    def __post_init__(self) -> None:
+        least = {"workers": 1, "threads": 1, "retrieve": 1, "max_batch": 1, "max_wait_ms": 0, "drain_s": 0, "drain_limit_s": 0}
+        for name, low in least.items():
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name}={getattr(self, name)}: must be {low} or more")
+        if not self.watch_s > 0:
+            raise ValueError(f"watch_s={self.watch_s}: must be greater than 0")
+        if self.token is not None and not self.token.strip():
+            raise ValueError(
+                "the token is empty, so anybody would bear it; write one of 32 random characters or more, or give none"
+            )

@@ -1,0 +1,181 @@
+"""Supervisor: binds the socket, keeps the workers alive, hands signals on, and ends when they have drained. It imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from torchrec_ext.retrieval.server.settings import Settings
+from torchrec_ext.retrieval.server.worker import FAILED, run_worker
+
+_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
+_TICK_S = 0.2
+_LONGEST_PAUSE_S = 30.0
+_REASONS = {
+    errno.EADDRINUSE: "it is in use",
+    errno.EACCES: "only root may use it",
+    errno.EADDRNOTAVAIL: "this machine has no such address",
+}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on which several processes can accept; port 0 takes a free one.
+
+    Raises:
+        ValueError: the port is in use or may not be used, or there is no such address here.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        known = _REASONS.get(getattr(error, "errno", None) or 0, str(error))
+        raise ValueError(f"--host {host} --port {port}: {known}; give another, or --port 0 for any that is free") from None
+
+
+@dataclass
+class _Worker:
+    process: SpawnProcess
+    pipe: Connection
+    digest: str = ""
+    failed: str = ""
+    started: float = field(default_factory=time.monotonic)
+    again: float | None = None  # when the one in its place starts, once it has ended
+
+
+class Supervisor:
+    """The workers of one service.
+
+    Args:
+        settings: of the service.
+        listening: see :func:`listen`.
+        log: where events go; see :class:`~torchrec_ext.retrieval.server.telemetry.Log`.
+    """
+
+    def __init__(self, settings: Settings, listening: socket.socket, log: Callable[..., None]) -> None:
+        self._settings, self._listening, self._log = settings, listening, log
+        self._workers: list[_Worker] = []
+        self._signals: list[int] = []
+        self._pause_s = 0.0
+
+    def run(self, ready: Callable[[str], None]) -> int:
+        """Serves until SIGTERM or SIGINT.
+
+        Args:
+            ready: is called once, with the digest of the bundle, when all workers answer.
+
+        Returns:
+            0 when every worker drained and ended well, 1 when not.
+
+        Raises:
+            ValueError: a worker could not begin, and why: a bundle that is refused, a package that is missing.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        shared = tempfile.mkdtemp(prefix="torchrec_ext-metrics-")
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
+        try:
+            self._workers = [self._start() for _ in range(self._settings.workers)]
+            if self._begun():
+                ready(self._workers[0].digest)
+                self._keep()
+            return self._end()
+        finally:
+            for worker in self._workers:
+                worker.process.kill()
+            shutil.rmtree(shared, ignore_errors=True)
+
+    def _start(self) -> _Worker:
+        ours, theirs = _SPAWN.Pipe(duplex=False)
+        process = _SPAWN.Process(target=run_worker, args=(self._settings, self._listening, theirs))
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def _begun(self) -> bool:
+        """Waits until all answer; False where a signal came first."""
+        while not all(worker.digest for worker in self._workers):
+            if self._asked_to_end():
+                return False
+            for worker in self._workers:
+                ended = not worker.process.is_alive()  # asked first: what it said before it ended can still be read
+                self._hear(worker)
+                if worker.failed or ended:
+                    raise ValueError(
+                        worker.failed or f"a worker ended with status {worker.process.exitcode} before it could answer"
+                    )
+        return True
+
+    def _hear(self, worker: _Worker, patience_s: float = _TICK_S) -> None:
+        """What a worker says of itself, where it has not yet."""
+        if worker.digest or worker.failed:
+            return
+        try:
+            if worker.pipe.poll(patience_s):
+                kind, text = worker.pipe.recv()
+                worker.failed, worker.digest = (text, "") if kind == FAILED else ("", text)
+        except (EOFError, OSError):
+            worker.process.join(1.0)
+
+    def _keep(self) -> None:
+        """Until a signal: a worker that ended is replaced, at once where it had lived, else ever later."""
+        while not self._asked_to_end():
+            alive = [worker.process.sentinel for worker in self._workers if worker.process.is_alive()]
+            wait(alive, timeout=_TICK_S) if alive else time.sleep(_TICK_S)
+            for place, worker in enumerate(self._workers):
+                self._hear(worker, 0.0)
+                if not worker.process.is_alive():
+                    self._replace(place, worker)
+
+    def _replace(self, place: int, worker: _Worker) -> None:
+        from torchrec_ext.retrieval.server.telemetry import forget_worker
+
+        now = time.monotonic()
+        if worker.again is None:
+            self._pause_s = 0.0 if now - worker.started > _LONGEST_PAUSE_S else min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            worker.again = now + self._pause_s
+            self._log("worker_ended", worker=worker.process.pid, status=worker.process.exitcode, why=worker.failed or None)
+            forget_worker(worker.process.pid or 0)
+        if now >= worker.again:
+            worker.pipe.close()
+            self._workers[place] = self._start()
+
+    def _asked_to_end(self) -> bool:
+        while signal.SIGHUP in self._signals:
+            self._signals.remove(signal.SIGHUP)
+            self._tell(signal.SIGHUP)
+        return bool(self._signals)
+
+    def _tell(self, number: int) -> None:
+        for worker in self._workers:
+            if worker.process.is_alive() and (worker.digest or number != signal.SIGHUP):  # before that SIGHUP would end it
+                os.kill(worker.process.pid or 0, number)
+
+    def _end(self) -> int:
+        """Lets the workers drain; a second signal ends them at once."""
+        asked = len(self._signals)
+        self._tell(signal.SIGTERM)
+        end = time.monotonic() + self._settings.drain_limit_s + 10
+        while any(worker.process.is_alive() for worker in self._workers):
+            if time.monotonic() > end or len(self._signals) > asked:
+                self._log("killed", workers=sum(worker.process.is_alive() for worker in self._workers))
+                return 1
+            wait([worker.process.sentinel for worker in self._workers if worker.process.is_alive()], timeout=_TICK_S)
+        statuses = [worker.process.exitcode for worker in self._workers if worker.digest and worker.again is None]
+        self._log("ended", statuses=statuses)
+        return 1 if any(statuses) else 0
+
+
+def say(line: str) -> None:
+    """One line on standard output, at once."""
+    print(line, file=sys.stdout, flush=True)

@@ -1,0 +1,112 @@
+"""One worker: a process with an interpreter of its own that answers on a socket which all workers share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torchrec_ext.retrieval.server.settings import Settings
+
+if TYPE_CHECKING:
+    from torchrec_ext.retrieval.server.service import Service
+
+READY, FAILED = "ready", "failed"
+
+
+def run_worker(settings: Settings, listening: socket.socket, parent: Connection) -> None:
+    """Loads the bundle, says so to the parent, and answers until SIGTERM; ends the process with 0, or with 1 where it cannot begin.
+
+    SIGHUP looks for another bundle at once. SIGINT is the parent's affair: a terminal sends it to all.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it over
+    try:
+        service, watch = _prepared(settings)
+    except Exception as error:
+        parent.send((FAILED, str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"))
+        sys.exit(1)
+    service.tell_bundle()
+    watch.start()
+    try:
+        _server(service, parent).run([listening])
+    finally:
+        watch.end()
+    service.close()
+
+
+def _prepared(settings: Settings) -> tuple[Service, Any]:
+    import torch
+
+    logging.getLogger("torch").setLevel(logging.ERROR)  # what it tells its own developers when TorchRec is imported
+
+    from torchrec_ext.retrieval.bundle import Bundle
+    from torchrec_ext.retrieval.server.service import Service
+    from torchrec_ext.retrieval.server.telemetry import resident_bytes
+    from torchrec_ext.retrieval.server.watching import Watcher, bundle_folder
+    from torchrec_ext.retrieval.vectors import redis_vectors
+
+    torch.set_num_threads(settings.threads)
+    born_of = os.getppid()
+    watcher: Watcher
+
+    def tick() -> None:
+        service.metrics.memory.set(resident_bytes())
+        service.metrics.waiting.set(service.waiting())
+        if os.getppid() != born_of:  # killed, so that it could not say goodbye
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    folder = bundle_folder(settings.bundle)
+    service = Service(settings, Bundle.load(folder), vectors=redis_vectors(settings.redis))
+    watcher = Watcher(settings.bundle, Bundle.load, service.serve, service.refuse, tick, settings.watch_s)
+    signal.signal(signal.SIGHUP, lambda *_: watcher.look())
+    return service, watcher
+
+
+def _server(service: Service, parent: Connection) -> Any:
+    import uvicorn
+
+    from torchrec_ext.retrieval.server.application import application
+
+    settings = service.settings
+
+    class Server(uvicorn.Server):
+        """Drains before it ends, and ends with 0."""
+
+        _told: float | None = None
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            parent.send((READY, service.scorer.bundle.manifest.digest))
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self._told is None:
+                self._told = time.monotonic()
+                service.draining = True
+                service.log("draining", in_flight=service.in_flight)
+
+        async def on_tick(self, counter: int) -> bool:
+            if self._told is not None:
+                passed = time.monotonic() - self._told
+                done = passed >= settings.drain_s and not service.in_flight
+                self.should_exit = done or passed >= settings.drain_limit_s
+            return bool(await super().on_tick(counter))
+
+    config = uvicorn.Config(
+        application(service),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, int(settings.drain_limit_s)),
+    )
+    return Server(config)

@@ -1,0 +1,218 @@
+"""Sides: the query towers and the candidate tower of a model, each standing alone, from raw columns to vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.retrieval.architecture import rebuild
+from torchrec_ext.retrieval.columns import Columns, Read, Rows
+from torchrec_ext.retrieval.errors import BundleError
+from torchrec_ext.retrieval.manifest import digest_of, read_json
+from torchrec_ext.retrieval.tensors import fill_dense, fill_tables, read_tensors, table_paths
+from torchrec_ext.schema import Jagged
+
+ARCHITECTURE = "architecture.json"
+INTERACTION = "interaction.safetensors"
+PREPROCESSOR = "preprocessor"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What ``architecture.json`` says.
+
+    Args:
+        towers: by name their descriptions, the candidate's last.
+        interaction: description.
+        metric: ``dot``, ``cosine`` or ``top_nn``.
+        tables: by name the file that holds the table.
+        oov_ids: by feature its out-of-vocabulary row.
+        types: by raw column its raw type.
+    """
+
+    towers: Mapping[str, Any]
+    interaction: Any
+    metric: str
+    tables: Mapping[str, str]
+    oov_ids: Mapping[str, int]
+    types: Mapping[str, str]
+
+    @property
+    def query(self) -> list[str]:
+        """The towers of the query: all but the last."""
+        return list(self.towers)[:-1]
+
+    @property
+    def candidate(self) -> str:
+        """The last tower."""
+        return list(self.towers)[-1]
+
+    def dense_file(self, tower: str) -> str:
+        """The file with the weights of a tower that are in no table."""
+        return f"towers/{list(self.towers).index(tower):03}.safetensors"
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values; the towers as a list, since their order matters."""
+        return {**vars(self), "towers": [[name, own] for name, own in self.towers.items()]}
+
+    @classmethod
+    def open(cls, folder: Path) -> Architecture:
+        """Reads it.
+
+        Raises:
+            BundleError: it is damaged.
+        """
+        found = read_json(folder / ARCHITECTURE)
+        try:
+            towers = {str(name): own for name, own in found.pop("towers")}
+            made = cls(towers=towers, **found)
+            fits = len(towers) >= 2 and all(isinstance(getattr(made, name), dict) for name in ("tables", "oov_ids", "types"))
+        except (TypeError, ValueError, KeyError):
+            fits = False
+        if not fits:
+            raise BundleError(f"{folder / ARCHITECTURE}: does not describe two towers or more; export the bundle again")
+        return made
+
+
+class Side:
+    """Towers that read the same rows.
+
+    Args:
+        model: of these towers, in evaluation, with their weights.
+        columns: from raw rows to the model's columns.
+    """
+
+    def __init__(self, model: TowerModel, columns: Columns) -> None:
+        self.model, self.columns = model, columns
+        towers: Any = model.towers.values()
+        self.width = sum(int(tower.out_features) for tower in towers)
+
+    @property
+    def request_columns(self) -> dict[str, str]:
+        """The raw columns that a row needs, and their types."""
+        return self.columns.request_columns
+
+    def read(self, rows: Rows) -> Read:
+        """See :meth:`Columns.read`."""
+        return self.columns.read(rows)
+
+    def embed(self, rows: Rows) -> Tensor:
+        """(B, D) of raw rows: the outputs of the towers side by side."""
+        return self.vectors(self.read(rows))
+
+    @torch.no_grad()
+    def vectors(self, read: Read) -> Tensor:
+        """The same of rows that were read."""
+        return torch.cat([output.float() for output in self.model.outputs(self.batch(read))], dim=1)
+
+    def batch(self, read: Read) -> TowerBatch:
+        """Their batch."""
+        return self.columns.schema.assemble(read.sparse, read.dense, labels=torch.zeros(read.size))
+
+    def unknown(self) -> Tensor:
+        """(D,) of a row of which nothing is known: each id the out-of-vocabulary row, lists empty, numbers 0."""
+        types = self.request_columns
+        sparse = {}
+        for feature in self.columns.schema.sparse:
+            listed = types.get(feature.name, "").startswith("list") or feature.weights is not None
+            ids = torch.zeros(0, dtype=torch.int64) if listed else torch.tensor([feature.oov_id])
+            weights = None if feature.weights is None else torch.zeros(0)
+            sparse[feature.name] = Jagged(ids, torch.zeros(1, dtype=torch.int32) if listed else None, weights)
+        dense = {name: torch.zeros(1) for name in self.columns.schema.dense}
+        return self.vectors(Read(sparse, dense, {}, 1))[0]
+
+
+def towers_of(architecture: Architecture, names: Sequence[str], also: Sequence[type[nn.Module]] = ()) -> TowerModel:
+    """The towers ``names`` as a model, on the meta device."""
+    towers: dict[str, Any] = {name: rebuild(architecture.towers[name], also=also) for name in names}
+    return TowerModel(towers, nn.Identity()).eval().requires_grad_(False)
+
+
+def columns_of(architecture: Architecture, model: TowerModel, preprocessor: FittedPreprocessor | None) -> Columns:
+    """From raw rows to what the towers of ``model`` read."""
+    known = model.schema().keys
+    schema = model.schema(oov_ids={name: row for name, row in architecture.oov_ids.items() if name in known})
+    return Columns(schema, architecture.types, preprocessor)
+
+
+def open_side(
+    folder: Path,
+    architecture: Architecture,
+    names: Sequence[str],
+    preprocessor: FittedPreprocessor | None,
+    also: Sequence[type[nn.Module]] = (),
+) -> Side:
+    """The towers ``names`` with their weights: tables as memory-mapped files, shared by every process that opens them.
+
+    Raises:
+        BundleError: files and architecture do not fit together.
+    """
+    try:
+        model = towers_of(architecture, names, also)
+        columns = columns_of(architecture, model, preprocessor)
+    except BundleError as error:
+        raise BundleError(f"{folder / ARCHITECTURE}: {error}") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BundleError(f"{folder / ARCHITECTURE}: towers {list(names)}: {error}; export the bundle again") from None
+    fill_tables(folder, model, architecture.tables)
+    dense = {
+        f"towers.{name}.{key}": value
+        for name in names
+        for key, value in read_tensors(folder / architecture.dense_file(name)).items()
+    }
+    fill_dense(folder, model, dense, table_paths(model))
+    return Side(model, columns)
+
+
+def open_interaction(folder: Path, architecture: Architecture, also: Sequence[type[nn.Module]] = ()) -> nn.Module:
+    """The interaction with its weights.
+
+    Raises:
+        BundleError: file and architecture do not fit together.
+    """
+    try:
+        interaction = rebuild(architecture.interaction, also=also).eval().requires_grad_(False)
+    except BundleError as error:
+        raise BundleError(f"{folder / ARCHITECTURE}: {error}") from None
+    fill_dense(folder / INTERACTION, interaction, read_tensors(folder / INTERACTION), [])
+    return interaction
+
+
+def open_preprocessor(folder: Path) -> FittedPreprocessor | None:
+    """The preprocessor of the bundle, if it has one."""
+    return FittedPreprocessor.load(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_dir() else None
+
+
+def tower_digest(architecture: Architecture, names: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> str:
+    """The digest of all that decides what vectors these towers make of raw rows: weights, architecture and preprocessing.
+
+    Args:
+        architecture: of the bundle.
+        names: towers.
+        files: digests by path.
+    """
+    named = sorted({table for name in names for table in tables_of(architecture.towers[name])})
+    own = [files[architecture.tables[name]]["sha256"] for name in named]
+    own += [files[architecture.dense_file(name)]["sha256"] for name in names]
+    own += [found["sha256"] for name, found in sorted(files.items()) if name.startswith(f"{PREPROCESSOR}/")]
+    described = {name: architecture.towers[name] for name in names}
+    return digest_of([described, dict(architecture.oov_ids), dict(architecture.types), named, own])
+
+
+def projection_digest(architecture: Architecture, files: Mapping[str, Mapping[str, Any]]) -> str:
+    """The digest of all that decides what the projection makes of a candidate: its tower, and the interaction."""
+    tower = tower_digest(architecture, [architecture.candidate], files)
+    return digest_of([tower, architecture.interaction, files[INTERACTION]["sha256"]])
+
+
+def tables_of(description: Mapping[str, Any]) -> list[str]:
+    """The tables that a described tower reads."""
+    return [table["arguments"]["name"] for table in description["arguments"]["tables"]]

@@ -1,0 +1,200 @@
+"""Versions of a folder: each there as a whole or not at all, one of them the current one, swapped while others read."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_POINTER = "CURRENT"
+_NAME = re.compile(r"v(\d{8})")
+_TRIES = 20  # to open a version that a writer is just replacing and removing
+_BLOCK = 2**22
+
+
+class StoreError(ValueError):
+    """A store that is damaged, cannot be written, or changed under its reader: the message names the file and the remedy."""
+
+
+def versions(folder: Path) -> list[str]:
+    """Names of the whole versions, the oldest first."""
+    found = folder.iterdir() if folder.is_dir() else []
+    return sorted(path.name for path in found if _NAME.fullmatch(path.name) and (path / MANIFEST).exists())
+
+
+def current(folder: Path) -> str:
+    """The name of the version that a reader opens.
+
+    Raises:
+        StoreError: none was ever written there.
+    """
+    try:
+        name = (folder / _POINTER).read_text().strip()
+    except OSError:
+        raise StoreError(f"'{folder}' holds no embedding store: it has no file {_POINTER}; write one with write_store") from None
+    if not _NAME.fullmatch(name):
+        raise StoreError(f"'{folder / _POINTER}' is damaged: it names {name[:40]!r}; write the store again")
+    return name
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a version says of itself.
+
+    Raises:
+        StoreError: it is missing, damaged, or of a newer format.
+    """
+    path = folder / MANIFEST
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        sha, form = content.pop("digest"), int(content["format"])
+    except FileNotFoundError:
+        raise StoreError(f"'{path}' is missing: this version was removed or never finished; open the store again") from None
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise StoreError(f"'{path}' is damaged ({error}); write the store again") from None
+    if form > FORMAT:
+        raise StoreError(f"'{path}' is of format {form}, this version reads up to {FORMAT}: update torchrec-ext")
+    if sha != _digest(content):
+        raise StoreError(f"'{path}' is damaged: its content does not fit its digest; write the store again")
+    return {**content, "digest": sha}
+
+
+def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> None:
+    """Compares the files' sizes, with ``verify`` also their content, with what the manifest says.
+
+    Raises:
+        StoreError: one is missing, cut off or changed.
+    """
+    for name, wanted in files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            sha = file_digest(path) if verify and size == wanted["bytes"] else wanted["sha256"]
+        except OSError as error:
+            raise StoreError(f"'{path}' cannot be read: {error.strerror or error}; write the store again") from None
+        if size != wanted["bytes"]:
+            raise StoreError(f"'{path}' has {size:,} bytes and was written with {wanted['bytes']:,}; write the store again")
+        if sha != wanted["sha256"]:
+            raise StoreError(f"'{path}' is damaged: its content does not fit its digest; write the store again")
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    sha = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+@contextlib.contextmanager
+def new_version(folder: Path) -> Iterator[Path]:
+    """A folder to write the next version to, which :func:`publish` then makes the current one; removed when the block raises.
+
+    Raises:
+        StoreError: another process is writing, or the disk refuses.
+    """
+    with _locked(folder):
+        last = max((int(name[1:]) for name in os.listdir(folder) if _NAME.fullmatch(name)), default=0)
+        for left in folder.glob("*.partial"):
+            shutil.rmtree(left)
+        path = folder / f"v{last + 1:08d}.partial"
+        try:
+            path.mkdir()
+            yield path
+        except OSError as error:
+            free = shutil.disk_usage(folder).free
+            raise StoreError(
+                f"'{path}' cannot be written: {error.strerror or error} ({free / 2**20:,.0f} MiB are free there); the version "
+                "before it stays the current one. Free some space and write again"
+            ) from error
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(path: Path, content: dict[str, Any], digests: dict[str, str]) -> Path:
+    """Makes what was written to ``path`` the current version and returns its folder.
+
+    Args:
+        path: of :func:`new_version`.
+        content: of its manifest.
+        digests: SHA-256 by file, of those that are known already; the others are read.
+    """
+    files = {}
+    for file in sorted(path.iterdir()):
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": digests.get(file.name) or file_digest(file)}
+        _sync(file)
+    whole = {"format": FORMAT, **content, "files": files}
+    _write(path / MANIFEST, json.dumps({**whole, "digest": _digest(whole)}, indent=1) + "\n")
+    _sync(path)
+    final = path.with_suffix("")
+    path.rename(final)
+    pointer = path.parent / _POINTER
+    _write(pointer.with_suffix(".new"), final.name + "\n")
+    pointer.with_suffix(".new").replace(pointer)
+    _sync(path.parent)
+    return final
+
+
+def prune_store(folder: Path | str, keep: int = 2) -> list[str]:
+    """Removes all but the newest ``keep`` versions and the current one, and says which; who has one open reads on.
+
+    Raises:
+        ValueError: ``keep`` below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: must be 1 or more, the current version stays")
+    folder = Path(folder)
+    with _locked(folder):
+        old = [name for name in versions(folder)[:-keep] if name != current(folder)]
+        for name in old:
+            (folder / name / MANIFEST).unlink()
+            shutil.rmtree(folder / name)
+    return old
+
+
+def attempts() -> range:
+    """How often to follow the pointer again, when the version that it named is gone."""
+    return range(_TRIES)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stream = (folder / ".lock").open("w")
+    except OSError as error:
+        raise StoreError(f"'{folder}' cannot be written: {error.strerror or error}") from None
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreError(f"'{folder}' is being written by another process; wait for it, or write elsewhere") from None
+        yield
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

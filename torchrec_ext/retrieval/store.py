@@ -1,0 +1,140 @@
+"""EmbeddingStore: a catalogue's vectors by id, memory-mapped and shared by every process that reads them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_ext.retrieval.ids import IdMap
+from torchrec_ext.retrieval.quantized import STORED, Dtype, decode
+from torchrec_ext.retrieval.snapshots import StoreError, attempts, check_files, current, read_manifest
+
+ROWS, SCALES, LIVE = "rows.bin", "scales.bin", "live.npy"
+
+
+class EmbeddingStore:
+    """One version of a store, read-only. A reader keeps its version, whatever is written after it was opened.
+
+    Attributes:
+        ids: ids to positions, the rows 0 to I - 1, and back.
+        width: D.
+        dtype: of the rows on disk: ``fp32``, ``fp16``, or ``int8`` with a scale for each row.
+        version: the name of the version below ``folder``.
+        digest: of all its files.
+        tower: digest of the tower that made the vectors, as its writer said.
+        live: (I,) bool, False for tombstones: positions whose item was taken out.
+        loss: what ``dtype`` lost, measured: see :class:`torchrec_ext.retrieval.quantized.Loss`; empty for fp32.
+        scales: (I,) float32 of int8 rows, else None.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from torchrec_ext.retrieval.writer import write_store
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = write_store(folder, [(np.array(["a", "b"]), np.array([[1.0, 2.0], [3.0, 4.0]]))])
+        ...     store.rows(torch.from_numpy(store.ids.positions(["b"])))
+        tensor([[3., 4.]])
+    """
+
+    def __init__(self, folder: Path, *, verify: bool = False) -> None:
+        """Opens the version in ``folder`` itself; :meth:`open` follows the pointer."""
+        self.folder = folder
+        manifest = read_manifest(folder)
+        check_files(folder, manifest["files"], verify=verify)
+        self.manifest = manifest
+        self.width, self.dtype, self.tower, self.loss = _of(manifest, folder)
+        self.version, self.digest = folder.name, str(manifest["digest"])
+        count = int(manifest["rows"])
+        self.ids = IdMap.open(folder)
+        self.live: NDArray[np.bool_] = np.asarray(np.load(folder / LIVE, mmap_mode="r", allow_pickle=False))
+        if len(self.ids) != count or self.live.shape != (count,):
+            raise StoreError(f"'{folder}' is damaged: {count} rows, {len(self.ids)} ids; write the store again")
+        self._descriptor, matrix = _mapped(folder / ROWS, STORED[self.dtype], count * self.width)
+        self._matrix = matrix.view(count, self.width)
+        self.scales = _mapped(folder / SCALES, torch.float32, count)[1] if self.dtype == "int8" else None
+        self._bytes = count * self.width * self._matrix.element_size()
+
+    @classmethod
+    def open(cls, folder: Path | str, *, verify: bool = False) -> EmbeddingStore:
+        """The current version below ``folder``.
+
+        Args:
+            folder: what :func:`torchrec_ext.retrieval.writer.write_store` wrote to.
+            verify: read every file and compare its digest, about 1 s for each GB.
+
+        Raises:
+            StoreError: no store, or a damaged, truncated or newer one.
+        """
+        folder = Path(folder)
+        for _ in attempts():
+            name = current(folder)
+            try:
+                return cls(folder / name, verify=verify)
+            except (StoreError, OSError, ValueError):
+                if current(folder) == name:  # else it was replaced and removed meanwhile
+                    raise
+        raise StoreError(f"'{folder}' changes faster than it can be opened; keep more versions with prune_store(keep=...)")
+
+    def __len__(self) -> int:
+        return len(self._matrix)
+
+    def matrix(self) -> Tensor:
+        """(I, D) as stored, memory-mapped: not to be written to. The rows of int8 are still to be multiplied by ``scales``."""
+        return self._matrix
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """(N, D) float32 of ``positions`` (N,) int64, tombstones included.
+
+        Raises:
+            ValueError: a position outside 0 to I - 1.
+            StoreError: the file was cut off after it was opened.
+        """
+        self.check()
+        if len(positions) and (int(positions.min()) < 0 or int(positions.max()) >= len(self)):
+            wrong = positions[(positions < 0) | (positions >= len(self))]
+            raise ValueError(f"positions: {int(wrong[0])} is not a row of this store, which has {len(self)} (0 to {len(self) - 1})")
+        rows = self._matrix.index_select(0, positions)
+        return rows if self.dtype == "fp32" else decode(rows, None if self.scales is None else self.scales[positions])
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """(stop - start, D) float32 of neighbouring positions; of fp32 a view of the file."""
+        rows = self._matrix[start:stop]
+        return rows if self.dtype == "fp32" else decode(rows, None if self.scales is None else self.scales[start:stop])
+
+    def check(self) -> None:
+        """Raises StoreError where the file of rows was cut off since it was opened; reading it would end the process."""
+        size = os.fstat(self._descriptor.fileno()).st_size
+        if size < self._bytes:
+            raise StoreError(
+                f"'{self.folder / ROWS}' has {size:,} bytes and had {self._bytes:,} when it was opened: it was changed in place. "
+                "Write with write_store or refresh_store, which leave open versions alone, and open the store again"
+            )
+
+
+def _of(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[str, Any]]:
+    width, dtype, files = manifest.get("width"), manifest.get("dtype"), manifest["files"]
+    if not isinstance(width, int) or dtype not in get_args(Dtype) or not {ROWS, LIVE, "ids.json"} <= set(files):
+        raise StoreError(f"'{folder}' is no embedding store: width {width!r}, dtype {dtype!r}, files {sorted(files)}")
+    kept: Dtype = dtype  # type: ignore[assignment]
+    size, needed = files[ROWS]["bytes"], manifest["rows"] * width * STORED[kept].itemsize
+    if size != needed:
+        raise StoreError(f"'{folder / ROWS}' has {size:,} bytes, {manifest['rows']:,} rows of {width} {dtype} need {needed:,}")
+    return width, kept, str(manifest.get("tower", "")), dict(manifest.get("loss") or {})
+
+
+def _mapped(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, Tensor]:
+    """The open file, and its numbers, which are read from the page cache when they are touched."""
+    stream = path.open("rb")
+    if not numbers:
+        return stream, torch.empty(0, dtype=dtype)
+    mapped = mmap.mmap(stream.fileno(), numbers * dtype.itemsize, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return stream, torch.frombuffer(mapped, dtype=dtype, count=numbers)

@@ -1,0 +1,167 @@
+"""Tables of a bundle: what is known of users, by id, and what is shown of items, by position; Arrow files, memory-mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_ext.data.preprocess.column_types import raw_type
+from torchrec_ext.retrieval.errors import BundleError
+from torchrec_ext.retrieval.ids import IdMap
+
+Int64 = NDArray[np.int64]
+_BATCH_ROWS = 65_536
+_FEATURES, _ITEMS = "features.arrow", "items.arrow"
+_POSITIONS = ("seen", "liked")
+
+
+class UserTable:
+    """What was known of each user when the bundle was made, so that a request may name a user by id alone.
+
+    Attributes:
+        key: the request column that holds the user's id.
+        ids: ids to places, 0 to U - 1.
+    """
+
+    def __init__(self, key: str, ids: IdMap, features: pa.Table, items: pa.Table) -> None:
+        self.key, self.ids = key, ids
+        self._features, self._items = features, items
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, places: Sequence[int] | Int64) -> dict[str, list[Any]]:
+        """Raw columns of users as ``embed_query`` takes them; place -1, an unknown user, has what is known of nobody.
+
+        Raises:
+            ValueError: a place outside -1 to U - 1.
+        """
+        wanted = [int(place) for place in places]
+        for place in wanted:
+            if not -1 <= place < len(self):
+                raise ValueError(f"places: {place} is no user of this bundle, which has {len(self):,} (0 to {len(self) - 1})")
+        slices = [self._features.slice(place if place >= 0 else len(self), 1) for place in wanted]
+        return pa.concat_tables(slices or [self._features.slice(0, 0)]).to_pydict()  # type: ignore[no-any-return]
+
+    def seen(self, place: int) -> Int64:
+        """Positions of the items that a user has taken, to be left out of recommendations; none for an unknown user."""
+        return self._list("seen", place)
+
+    def liked(self, place: int) -> Int64:
+        """Positions of the items that a user has liked, oldest first; none for an unknown user."""
+        return self._list("liked", place)
+
+    def _list(self, column: str, place: int) -> Int64:
+        if place < 0:
+            return np.zeros(0, np.int64)
+        row = self._items[column].slice(place, 1).combine_chunks()
+        return row.flatten().to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
+
+    @classmethod
+    def open(cls, folder: Path, key: str) -> UserTable:
+        """Reads what :func:`write_users` wrote.
+
+        Raises:
+            BundleError: the files do not fit together.
+        """
+        ids, features, items = IdMap.open(folder), read_table(folder / _FEATURES), read_table(folder / _ITEMS)
+        if len(features) != len(ids) + 1 or len(items) != len(ids) or tuple(items.column_names) != _POSITIONS:
+            raise BundleError(
+                f"{folder}: {len(ids):,} ids, {len(features):,} rows of features (one more is for unknown users), {len(items):,} "
+                "of items: they are of different exports; export the bundle again"
+            )
+        return cls(key, ids, features, items)
+
+
+def write_users(folder: Path, ids: IdMap, features: pa.Table, unknown: Mapping[str, Any], seen: pa.Array, liked: pa.Array) -> None:
+    """Writes the table of U users; ``features`` (U rows) and ``unknown``, a row, have raw columns; the lists hold positions."""
+    folder.mkdir(parents=True)
+    ids.save(folder)
+    last = pa.table({name: pa.array([unknown[name]], type=features.schema.field(name).type) for name in features.column_names})
+    write_table(folder / _FEATURES, pa.concat_tables([features, last]))
+    write_table(folder / _ITEMS, pa.table({"seen": seen, "liked": liked}))
+
+
+class ItemTable:
+    """What is shown of items and what they are filtered by, in the order of positions.
+
+    Attributes:
+        categories: names, sorted; none where the export had none.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        listed = table["categories"] if "categories" in table.column_names else None
+        self._categories: Any = None if listed is None else listed.combine_chunks()
+        named = [] if self._categories is None else pc.unique(self._categories.flatten()).to_pylist()
+        self.categories: list[str] = sorted(named)
+        self._masks: dict[str, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def titles_of(self, positions: Sequence[int] | Int64) -> list[str]:
+        """Titles; an empty list where the items have none."""
+        if "title" not in self._table.column_names:
+            return []
+        titles = self._table["title"]
+        return [str(titles[int(position)].as_py()) for position in positions]
+
+    def in_category(self, name: str) -> Tensor:
+        """(I,) bool: the items of a category.
+
+        Raises:
+            ValueError: there is no such category.
+        """
+        if name not in self.categories:
+            raise ValueError(
+                f"category {name!r}: there is none of that name; the categories are {', '.join(self.categories) or 'none'}"
+            )
+        if name not in self._masks:
+            # A mask is I bytes, and their number is bounded by that of the categories.
+            lists = self._categories
+            found = np.zeros(len(self), bool)
+            parents = pc.list_parent_indices(lists).to_numpy(zero_copy_only=False)
+            found[parents[pc.equal(lists.flatten(), name).to_numpy(zero_copy_only=False)]] = True
+            self._masks[name] = torch.from_numpy(found)
+        return self._masks[name]
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """An Arrow file without compression, so that it can be memory-mapped; the same bytes for the same rows.
+
+    Raises:
+        BundleError: a column of a type that neither a request nor a batch can have.
+    """
+    for field in table.schema:
+        if raw_type(field.type) is None:
+            raise BundleError(f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them")
+    table = table.replace_schema_metadata(None).combine_chunks()
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=_BATCH_ROWS)
+
+
+def read_table(path: Path) -> pa.Table:
+    """What :func:`write_table` wrote, memory-mapped.
+
+    Raises:
+        BundleError: it is no such file, or its columns are of other types.
+    """
+    try:
+        with pa.ipc.open_file(pa.memory_map(str(path))) as source:
+            table = source.read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise BundleError(f"{path}: cannot be read as an Arrow file ({error}); export the bundle again, or copy it anew") from None
+    wrong = next((field for field in table.schema if raw_type(field.type) is None), None)
+    if wrong is not None:
+        raise BundleError(f"{path}: column '{wrong.name}' is {wrong.type}, which no bundle has; export the bundle again")
+    return table

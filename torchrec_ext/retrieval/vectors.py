@@ -1,0 +1,139 @@
+"""Stored vectors of users: a snapshot beside the bundle, or a Redis that others refresh and that may go away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_ext.retrieval.requests import Id, Source, UnavailableError
+from torchrec_ext.retrieval.snapshots import StoreError
+
+if TYPE_CHECKING:
+    from torchrec_ext.retrieval.store import EmbeddingStore
+
+Found = tuple[Tensor, NDArray[np.bool_]]
+RETRY_S = 1.0
+
+
+class UserVectors(Protocol):
+    """Stored outputs of the query tower by user id."""
+
+    source: Source
+
+    @property
+    def available(self) -> bool:
+        """Whether it could be reached when it was last asked."""
+        ...
+
+    def find(self, ids: Sequence[Id], *, tower: str) -> tuple[Tensor, NDArray[np.bool_]]:
+        """(B, Dq) vectors and whether each is there, of those that the tower with digest ``tower`` made.
+
+        Raises:
+            UnavailableError: the store cannot be reached.
+        """
+        ...
+
+
+class StoredVectors:
+    """The vectors of an :class:`~torchrec_ext.retrieval.store.EmbeddingStore` of users; those of another tower are not taken."""
+
+    source: Source = "store"
+    available = True
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        self._store = store
+
+    def find(self, ids: Sequence[Id], *, tower: str) -> Found:
+        """(B, Dq) vectors, and whether each is there."""
+        store = self._store
+        if store.tower != tower:
+            return torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
+        try:
+            positions = np.asarray(store.ids.positions(cast(Sequence[int], ids)))
+        except ValueError:  # of another type, so of nobody here
+            return torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
+        there = (positions >= 0) & np.asarray(store.live)[positions]
+        vectors = torch.zeros(len(ids), store.width)
+        vectors[torch.from_numpy(there)] = store.rows(torch.from_numpy(positions[there]))
+        return vectors, there
+
+
+class Remote(Protocol):
+    """A store of one tower's vectors by id, elsewhere."""
+
+    def find(self, ids: Sequence[int] | Sequence[str]) -> Found:
+        """(B, Dq) vectors, and whether each is there."""
+        ...
+
+
+class RemoteVectors:
+    """A remote store behind a fuse: after a failure it is left alone for a while, so that requests do not wait for it one by one.
+
+    Args:
+        connect: from a tower's digest to the store of its vectors; makes no connection.
+        failures: the errors by which the store says that it is out of reach.
+        source: its name in answers.
+        retry_s: for how long it is left alone.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[str], Remote],
+        failures: tuple[type[Exception], ...],
+        *,
+        source: Source = "redis",
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._connect, self._failures, self._retry_s = connect, failures, retry_s
+        self.source = source
+        self._stores: dict[str, Remote] = {}
+        self._until = 0.0
+
+    @property
+    def available(self) -> bool:
+        """Whether the last look found it."""
+        return self._until == 0.0
+
+    def find(self, ids: Sequence[Id], *, tower: str) -> Found:
+        """See :class:`~torchrec_ext.retrieval.users.UserVectors`.
+
+        Raises:
+            UnavailableError: it is out of reach, or was a moment ago.
+        """
+        if time.monotonic() < self._until:
+            raise UnavailableError(
+                f"the {self.source} of users' vectors is out of reach; it is tried again within {self._retry_s:g} s"
+            )
+        if tower not in self._stores:
+            self._stores = {tower: self._connect(tower)}
+        try:
+            found = self._stores[tower].find(cast(Sequence[int], ids))
+        except self._failures as error:
+            self._until = time.monotonic() + self._retry_s
+            raise UnavailableError(f"the {self.source} of users' vectors is out of reach ({type(error).__name__})") from None
+        self._until = 0.0
+        return found
+
+
+def redis_vectors(url: str | None) -> list[RemoteVectors]:
+    """The vectors of users in the Redis at ``url``, or none where there is no address.
+
+    Raises:
+        ValueError: the package redis is missing, or the address is none.
+    """
+    if url is None:
+        return []
+    try:
+        import redis as _  # noqa: F401  (a clear word here, and not at the first request)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--redis needs the package {error.name}: pip install 'torchrec-ext[retrieval]'") from None
+    from torchrec_ext.retrieval.redis_store import RedisStore
+
+    RedisStore(url, tower="any").close()  # a wrong address is told now
+    return [RemoteVectors(lambda tower: RedisStore(url, tower=tower), (StoreError,))]
