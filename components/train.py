@@ -96,6 +96,7 @@ def networks(
     codistill: Optional[str] = None,
     weights: bool = False,
     run_dir: Optional[str] = None,
+    resume: Optional[str] = None,
     j: str = "1x2",
     threads: int = 1,
     max_retries: int = 0,
@@ -137,6 +138,7 @@ def networks(
         codistill: stacked members learn from each other (ex. weight=1,burn_in=1000,every=100)
         weights: write each stacked member's state dict as weights.pt
         run_dir: folder for the table, the picture and a run folder of each member; on several nodes one that all of them see
+        resume: auto to go on in run_dir, or in the recipe's newest: members that have ended stay as they are
         j: NODESxPROCS, or MIN:MAXxPROCS to train on however many nodes between MIN and MAX are up
         threads: OpenMP threads per rank; one is fastest on small models
         max_retries: restarts after a failure, by torchrun and by a scheduler that retries (local_cwd does not)
@@ -156,7 +158,7 @@ def networks(
     flags += [f"--{flag}" for flag, on in (("own-rows", own_rows), ("weights", weights)) if on]
     return _app(
         "torchx_apps.train_networks",
-        [*_flags(recipe, set, run_dir), *flags, f"--stack={stack}", *args],
+        [*_flags(recipe, set, run_dir), *([f"--resume={resume}"] if resume else []), *flags, f"--stack={stack}", *args],
         j=j,
         threads=threads,
         max_retries=max_retries,

@@ -172,7 +172,8 @@ def test_a_recipe_of_a_users_own_over_a_csv_file(tmp_path: Path, capsys: pytest.
 @quiet
 def test_the_recipe_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_duckdb()
-    recipe, _ = re.findall(r"```py\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (recipe,) = re.findall(r"```py\n(# my_recipe\.py\n.*?)```", readme, re.DOTALL)
     (tmp_path / "my_recipe.py").write_text(recipe)
     (tmp_path / "ml-100k").mkdir()
     columns = {"user_id": [1, 1, 1] * 9, "item_id": [50, 51, 52] * 9, "rating": [5, 4, 1] * 9}

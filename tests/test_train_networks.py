@@ -1,16 +1,20 @@
 """Several networks in one job: members from flags, their ranks, the table with the best; a stacked member is as trained alone."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from torchx_apps import train_networks
+from torchx_apps import networks, publish, train_networks
 from torchx_apps.cli import apply_overrides, load_recipe
 from torchx_apps.members import MemberJob, differing, members_of, setting
 from torchx_apps.networks import NetworksConfig, _alone
@@ -88,6 +92,10 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
         (["--vary=train.seed=1,2", "--codistill=wait=1"], "--codistill wait=1: there is no key 'wait'"),
         (["--vary=train.seed=1,2", "--codistill=weight=1", "--stack=never"], "--codistill with --stack never"),
         (["--vary=train.seed=1,2", "--ranks=2"], "--ranks 2: it is of --list and --dry-run"),
+        (
+            ["--vary=train.seed=1,2", "--resume=runs/a"],
+            "--resume runs/a: several networks go on in their own folder; give --resume",
+        ),
     ],
 )
 def test_a_mistake_is_told_with_its_flag_and_no_traceback(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +191,7 @@ def test_settings_of_the_job_are_checked() -> None:
         ("train.amp=bf16", "train.amp=bf16 is of networks that are trained alone"),
         ("train.on_nan=skip", "train.on_nan=skip is of networks"),
         ("sync.mode=local_sgd", "sync.mode=local_sgd is of networks"),
+        ("start.path=runs/a", "start.path=runs/a is of networks"),
         ("train.compile=require", "captures the step of one network"),
         ("loader.sampling=hard", "asks one model for its hardest items"),
     ],
@@ -214,6 +223,47 @@ def test_a_stacked_member_has_the_losses_and_figures_that_it_has_alone(tmp_path:
     assert results["chosen_by"] == "validation auc"
     assert results["best"] in said
     assert (tmp_path / "require" / "networks.png").exists()
+
+
+@pytest.mark.slow
+def test_a_job_that_was_stopped_goes_on_and_each_member_is_published_as_a_network_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two members in a stack, of which one ends earlier, and one of another shape, trained after them."""
+    flags = ["--member=a:train.seed=1,train.epochs=1", "--member=b:train.seed=2", "--member=wide:model.tower_widths=16"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train_networks.main([*SETS, *SGD, *flags, f"--run-dir={whole}"]) == 0
+    steps = metrics(whole / "b")[-1]["step"]
+    asked = iter(range(1, 10_000))
+
+    @contextlib.contextmanager
+    def stopping() -> Iterator[Callable[[], bool]]:
+        yield lambda: next(asked) == steps - 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(networks, "asked_to_stop", stopping)
+        assert train_networks.main([*SETS, *SGD, *flags, f"--run-dir={cut}"]) == 143
+    assert f"stopped by a signal after step {steps - 1}" in capsys.readouterr().out
+    assert train_networks.main([*SETS, *SGD, *flags, f"--run-dir={cut}", "--resume=auto"]) == 0
+    said = capsys.readouterr().out
+    assert f"{cut / 'b' / 'checkpoints'}/step-{steps - 1:010d}" in said
+    for name in ("a", "b", "wide"):
+        one, other = (without_speed(metrics(folder / name)) for folder in (whole, cut))
+        assert one == other, name
+        assert publish.main([str(cut / name), "--out", str(tmp_path / f"{name}.safetensors")]) == 0
+        assert publish.main([str(whole / name), "--out", str(tmp_path / f"{name}-whole.safetensors")]) == 0
+        found, expected = (load_file(tmp_path / f"{name}{part}.safetensors") for part in ("", "-whole"))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+    one, other = (json.loads((folder / "results.json").read_text())["members"] for folder in (whole, cut))
+    assert [(own["name"], own["ended"], own["test"]) for own in one] == [(own["name"], own["ended"], own["test"]) for own in other]
+    capsys.readouterr()
+    assert train_networks.main([*SETS, *SGD, *flags, f"--run-dir={cut}", "--resume=auto"]) == 0
+    assert "stack of" not in capsys.readouterr().out, "all have ended: only the table is made again"
+
+
+def without_speed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key != "rows_per_s"} for record in records]
 
 
 @pytest.mark.launch

@@ -20,8 +20,10 @@ from torchrec_ext.train.checkpoint.config import CheckpointConfig
 from torchrec_ext.train.checkpoint.start import StartConfig
 from torchrec_ext.train.loop import Loader, Record, TrainConfig
 from torchx_apps.ranking import ranking_task
+from torchx_apps.served import Served
 
 Lookups = Literal["auto", "merged", "apart"]
+Export = Literal["never", "auto", "require"]
 
 
 class Judge(Protocol):
@@ -84,6 +86,9 @@ class Task(Protocol):
     def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Judge:
         """Who measures ``model``."""
 
+    def served(self, schema: BatchSchema) -> Served:
+        """What a bundle needs of the data."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -101,14 +106,17 @@ class Job:
             id that training never saw is ranked by; see :class:`IdDropout`.
         optimizer: how parameters move.
         plan: how tables are spread over ranks.
-        lookups: ``merged`` looks up the tables of all towers in one exchange, ``apart`` tower by tower, with the same result;
-            ``auto`` merges on several ranks, unless ``plan.towers`` or a path in ``optimizer.per_table`` stands against it.
+        lookups: ``merged`` looks up the tables of all towers in one exchange, of towers on ranks of their own those of the same
+            ranks in one; ``apart`` tower by tower, with the same result; ``auto`` merges on several ranks, unless ``plan.towers``
+            or a path in ``optimizer.per_table`` stands against it.
         sync: how often ranks exchange what.
         train: how long, and the seed of everything.
         checkpoint: when the run is saved, and where.
         start: the checkpoint whose weights a new run begins with.
         pretrained: vectors that a new run's tables begin with, by table, as ``("item_id=vectors.parquet",)``: see
             :func:`read_vectors`.
+        export: ``require`` ends a run with a bundle for serving in its folder; ``auto`` does so where the model can be served,
+            and says why not where it cannot.
         fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
         streams: run the towers of a rank on CUDA streams of their own, beside one another.
@@ -130,6 +138,7 @@ class Job:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     start: StartConfig = field(default_factory=StartConfig)
     pretrained: tuple[str, ...] = ()
+    export: Export = "never"
     fallback: Literal["planted"] | None = None
     device: str | None = None
     streams: bool = False
@@ -137,13 +146,10 @@ class Job:
 
     def __post_init__(self) -> None:
         self.id_dropout_rates(), self.pretrained_files()
+        if self.export not in get_args(Export):
+            raise ValueError(f"export={self.export!r}: must be one of {', '.join(get_args(Export))}")
         if self.lookups not in get_args(Lookups):
             raise ValueError(f"lookups={self.lookups!r}: must be one of {', '.join(get_args(Lookups))}")
-        if self.lookups == "merged" and self.plan.towers not in ("data_parallel", "auto"):
-            raise ValueError(
-                f"lookups=merged with plan.towers={self.plan.towers}: a tower on ranks of its own keeps its tables there; leave "
-                "lookups at auto, or plan.towers at data_parallel"
-            )
 
     def pretrained_files(self) -> dict[str, Path]:
         """``pretrained`` by table."""

@@ -15,6 +15,7 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.loop import Record
 from torchx_apps.named_data import NamedData
+from torchx_apps.served import Served, of_labelled
 
 
 def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledTask:
@@ -56,6 +57,10 @@ class LabelledTask(NamedData):
     def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> LabelledJudge:
         """AUC and log loss."""
         return LabelledJudge(self.data, schema, model, runtime)
+
+    def served(self, schema: BatchSchema) -> Served:
+        """All items; a request brings its own context."""
+        return of_labelled(self.data, schema)
 
 
 class LabelledJudge:

@@ -66,12 +66,13 @@ def result_of(
     )
 
 
-def read_result(member: MemberJob, folder: Path, seconds: float, ranks: Sequence[int]) -> Result:
-    """The result of a member that :func:`torchx_apps.training.run` has trained, from its run folder."""
+def read_result(member: MemberJob, folder: Path, seconds: float | None, ranks: Sequence[int]) -> Result:
+    """The result of a member from its run folder; where ``seconds`` is None, those that stand there too."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = folder / "summary.json"
-    figures = json.loads(summary.read_text())["test"] if summary.exists() else {}
-    return result_of(member.name, records, figures, seconds, ranks, str(folder))
+    told = json.loads(summary.read_text()) if summary.exists() else {}
+    took = told.get("seconds", 0.0) if seconds is None else seconds
+    return result_of(member.name, records, told.get("test", {}), took, ranks, str(folder))
 
 
 def say_start(task: Task, runtime: Runtime, members: Sequence[str], loaders: int) -> None:

@@ -26,6 +26,8 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
         model.schema(out_of_range=job.model.out_of_range), job.loader, rank=runtime.rank, world_size=runtime.world_size
     )
     loader.set_epoch(0)
+    if job.lookups == "merged":
+        merge_lookups(job, model, runtime.world_size)
     flat = dataclasses.replace(job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE))
     everywhere = copy.deepcopy(model)
     merge_lookups(flat, everywhere, runtime.world_size)

@@ -21,6 +21,7 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.loop import Record
 from torchx_apps.named_data import NamedData
+from torchx_apps.served import Served, of_interactions
 
 K = 10
 SHOWN = 5
@@ -83,6 +84,10 @@ class RankingTask(NamedData):
         """The figures of ``data.evaluation``, and what one user would be shown."""
         self._judges.append(RankingJudge(self.data, schema, model, runtime))
         return self._judges[-1]
+
+    def served(self, schema: BatchSchema) -> Served:
+        """The catalogue, and users as they stand before their test items."""
+        return of_interactions(self.data, schema)
 
 
 @dataclass(frozen=True)

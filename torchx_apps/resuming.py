@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +31,33 @@ def newest_run(recipe: str, runs: Path = Path("runs"), *, launch: str | None = N
     if launch is not None:
         found = [folder for folder in found if (folder / LAUNCH).is_file() and (folder / LAUNCH).read_text().strip() == launch]
     return max(found, key=lambda folder: folder.name, default=None)
+
+
+def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | None = None) -> Path | None:
+    """The same for the folder of a job of several networks."""
+    found = [path.parent for path in runs.glob(f"networks-{recipe}-*/{LAUNCH}") if launch in (None, path.read_text().strip())]
+    return max(found, key=lambda folder: folder.name, default=None)
+
+
+def common_checkpoints(folders: Mapping[str, CheckpointFolder], together: Together) -> dict[str, str]:
+    """By name the checkpoints of the newest step of which each folder has a good one; none where there is no such step."""
+    steps = [set(folder.steps()) for folder in folders.values()]
+    for step in sorted(set.intersection(*steps) if steps else set(), reverse=True):
+        paths = {name: folder.path(step) for name, folder in folders.items()}
+        wrong = next((told for path in paths.values() if (told := damage(path, together))), None)
+        if wrong is None:
+            return paths
+        print(f"checkpoints of step {step}: {wrong}; those before it are used", flush=True)
+    return {}
+
+
+def ended(folder: Path) -> bool:
+    """Whether a run was trained to its end, which may be that it diverged."""
+    if (folder / "summary.json").exists():
+        return True
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return bool(lines) and json.loads(lines[-1])["kind"] == "error"
 
 
 def launch_id() -> str:
@@ -82,11 +110,24 @@ def find_checkpoint(flag: str, place: str, together: Together) -> str:
     return place if is_url(place) else str(Path(place).absolute())
 
 
+def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
+    """Whether a rank of this host that the same torchrun has started is gone; False where that cannot be seen."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    alive = 0
+    for stat in processes.glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):  # gone meanwhile
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            alive += int(parent) == os.getppid() and state not in ("Z", "X")
+    return 0 < alive < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
     """Whether SIGTERM has come, which schedulers send some seconds before they kill; a second one ends the process at once.
 
-    The ranks answer together after a step, save, and end with the exit code of a job that the signal stopped.
+    The ranks answer together after a step, save, and end with the exit code of a job that the signal stopped. Where a rank has
+    died, for which torchrun stops the others, there is no answering together: the first signal ends the process.
     """
     asked = False
 
@@ -94,6 +135,8 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         nonlocal asked
         asked = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if a_neighbour_died():
+            os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, handle)
     try:

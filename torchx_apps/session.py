@@ -29,6 +29,7 @@ from torchrec_ext.train.early_stop import EarlyStop
 from torchrec_ext.train.loop import Record, TrainConfig
 from torchx_apps.job import Job
 from torchx_apps.named_data import NamedData
+from torchx_apps.served import Served, of_sequences
 
 K = 10
 SHOWN = 5
@@ -140,6 +141,11 @@ class SessionTask(NamedData):
     def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> SessionJudge:
         """HR@10, NDCG@10 and what one user would be shown."""
         return SessionJudge(self.data, schema, model, runtime)
+
+    def served(self, schema: BatchSchema) -> Served:
+        """The catalogue, and what each user took before the test item."""
+        del schema
+        return of_sequences(self.data)
 
 
 class SessionJudge:

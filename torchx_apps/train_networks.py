@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the flags; the command line when None.
 
     Returns:
-        0 when a member was trained, 1 when none was or a mistake was made, 130 after Ctrl-C.
+        0 when a member was trained, 1 when none was or a mistake was made, 130 after Ctrl-C, 143 after SIGTERM, by when all that
+        are stacked have been saved.
     """
     return exit_code(_train, argv)
 
@@ -44,6 +46,7 @@ def _train(argv: Sequence[str] | None) -> int:
     if options.ranks:
         raise ValueError(f"--ranks {options.ranks}: it is of --list and --dry-run; a job's ranks are given by -j")
     from torchrec_ext.networks.peers import Codistillation
+    from torchrec_ext.train.finite import RunStoppedError
     from torchx_apps.networks import NetworksConfig, run
     from torchx_apps.rank_groups import World
 
@@ -51,8 +54,12 @@ def _train(argv: Sequence[str] | None) -> int:
         codistillation = apply_overrides(Codistillation(), options.codistill.split(",") if options.codistill else [])
     except ValueError as error:
         raise ValueError(str(error).replace("--set ", "--codistill ")) from None
-    config = NetworksConfig(stack=options.stack, codistillation=codistillation, weights=options.weights)
-    return 0 if run(members, groups, World(), config, options.run_dir) else 1
+    config = NetworksConfig(stack=options.stack, codistillation=codistillation, weights=options.weights, resume=options.resume)
+    try:
+        return 0 if run(members, groups, World(), config, options.run_dir) else 1
+    except RunStoppedError as stopped:
+        print(stopped, flush=True)
+        return 128 + signal.SIGTERM
 
 
 def listing(members: Sequence[MemberJob], groups: Sequence[RankGroup]) -> str:

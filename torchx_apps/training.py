@@ -1,4 +1,4 @@
-"""run(): data, model and ranks meet here: load, plan, shard, train, evaluate, report."""
+"""run(): data, model and ranks meet here: load, plan, shard, train, evaluate, report, export."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import os
 import resource
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
 
 from torchrec_ext.data.datasets import DatasetUnavailable
 from torchrec_ext.data.id_dropout import IdDropout
+from torchrec_ext.distributed.chooser import Decision
 from torchrec_ext.distributed.explain import explain
 from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -31,12 +35,12 @@ from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
 from torchrec_ext.train.checkpoint.start import begin_with
 from torchrec_ext.train.checkpoint.together import Together
 from torchrec_ext.train.checkpoint.vectors import load_vectors
-from torchrec_ext.train.loop import train
+from torchrec_ext.train.loop import Record, train
 from torchrec_ext.train.run_folder import RunFolder
 from torchrec_ext.train.watchdog import Watchdog
 from torchx_apps import report
 from torchx_apps.failures import end_process
-from torchx_apps.job import Job, Task
+from torchx_apps.job import Job, Judge, Task
 from torchx_apps.lookups import merge_lookups
 from torchx_apps.placing import place_towers, report_steps
 from torchx_apps.resuming import CHECKPOINTS, LAUNCH, asked_to_stop, find_checkpoint, launch_id, newest_run, restarted, resume_from
@@ -54,7 +58,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         RunStoppedError: SIGTERM; the run has been saved.
     """
     resume = "auto" if resume == "never" and restarted() else resume
-    _quieten_libraries()
+    quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
         task = load_task(job, runtime)
         job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))  # after a fallback another one
@@ -63,32 +67,15 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         job, decision = place_towers(job, task, model, runtime)
         merge_lookups(job, model, runtime.world_size)
         schema = model.schema(out_of_range=job.model.out_of_range)
-        # train.seed moves everything; loader.seed moves the order and the negatives alone.
-        loader_config = dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
-        loader = task.loader(schema, loader_config, rank=runtime.rank, world_size=runtime.world_size)
-        if job.id_dropout:
-            loader = IdDropout(loader, schema, job.id_dropout_rates(), seed=loader_config.seed)
+        loader = _loader(job, task, schema, runtime)
         path = _run_folder(job, run_dir, resume, runtime)
         checkpointer = _checkpointer(job, path, runtime) if job.checkpoint.saves or resume != "never" else None
         begin = resume_from(resume, checkpointer) if checkpointer else None
         folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
-        rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
-        plan = plan_sharding(
-            model,
-            runtime,
-            job.plan,
-            optimizer=job.optimizer,
-            batch_size=rows,
-            table_copies=job.sync.table_copies,
-            measured=decision.found if decision else None,
-        )
-        captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
-        plan_text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
-        if decision is not None:
-            plan_text += f"\n\n{decision.text()}"
+        plan, text = _plan(job, model, decision, runtime)
         if folder is not None:
-            report.say_start(task, runtime, plan_text)
-            folder.write("plan.txt", plan_text)
+            report.say_start(task, runtime, text)
+            folder.write("plan.txt", text)
         parallel, optimizer = hybrid_parallel(
             model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed, table_copies=job.sync.table_copies
         )
@@ -114,15 +101,57 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
                 stop=stop,
                 watchdog=watchdog,
             )
-        seconds = time.perf_counter() - start
-        figures, example = judge.test(), judge.example()
-        memory = peak_memory(runtime)
-        if folder is not None:
-            if decision is not None:
-                report_steps(folder, decision, history)
-            report.finish(folder, task, figures, judge.baseline("test"), example, history, seconds, memory)
-            beside = judge.baseline("validation") if task.validates else None
-            report.say_end(folder.path, folder.close(beside, baseline_name=task.baseline_name))
+        _finish(folder, task, judge, decision, history, time.perf_counter() - start, runtime)
+        if job.export != "never":
+            from torchx_apps.exporting import BUNDLE, end_with_bundle  # costs a second that other runs need not wait
+
+            details = {"recipe": job.name, "run": str(path)}
+            end_with_bundle(job.export, parallel, task, schema, runtime, path / BUNDLE, details)
+
+
+def _loader(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> Any:
+    """This rank's training batches; train.seed moves everything, loader.seed the order and the negatives alone."""
+    config = dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
+    loader = task.loader(schema, config, rank=runtime.rank, world_size=runtime.world_size)
+    return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed) if job.id_dropout else loader
+
+
+def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
+    """The plan, and what is printed of it."""
+    rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
+    plan = plan_sharding(
+        model,
+        runtime,
+        job.plan,
+        optimizer=job.optimizer,
+        batch_size=rows,
+        table_copies=job.sync.table_copies,
+        measured=decision.found if decision else None,
+    )
+    captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
+    text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
+    return plan, text if decision is None else f"{text}\n\n{decision.text()}"
+
+
+def _finish(
+    folder: RunFolder | None,
+    task: Task,
+    judge: Judge,
+    decision: Decision | None,
+    history: Sequence[Record],
+    seconds: float,
+    runtime: Runtime,
+) -> None:
+    """Measures on the test part, and says and writes how the run went; every rank calls it, rank 0 with the folder."""
+    figures, example = judge.test(), judge.example()
+    memory = peak_memory(runtime)
+    if folder is None:
+        return
+    if decision is not None:
+        report_steps(folder, decision, history)
+    report.finish(folder, task, figures, judge.baseline("test"), example, history, seconds, memory)
+    beside = judge.baseline("validation") if task.validates else None
+    report.say_end(folder.path, folder.close(beside, baseline_name=task.baseline_name))
 
 
 def peak_memory(runtime: Runtime) -> float:
@@ -156,7 +185,7 @@ def load_task(job: Job, runtime: Runtime) -> Task:
     return job.task(dataclasses.replace(job.data, name=job.fallback), progress=False)
 
 
-def _quieten_libraries() -> None:
+def quieten_libraries() -> None:
     """Keeps what torch and torchrec say to their own developers, on every rank, out of a user's log; LOGLEVEL=INFO shows it."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
         return

@@ -21,6 +21,7 @@ from torchrec_ext.modules.layers import Activation
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import OutOfRange
 from torchrec_ext.train.loop import TrainConfig
+from torchx_apps.grouping import compression_of
 from torchx_apps.job import Job
 
 Loss = Literal["bce", "in_batch"]
@@ -33,6 +34,8 @@ class TwoTowerConfig:
     Args:
         embedding_dim: columns of every table.
         tower_widths: widths of each tower's MLP; the last is D, what the interaction sees.
+        compress: what a tower's embeddings are compressed to before its MLP or, without one, before they leave its ranks: settings
+            of a :class:`Compression`, as ``dim=16,flat=2``; nothing where empty.
         features: the columns that the towers read; all that the set has where none are named.
         without: of these, the columns that they do not read.
         interaction: ``top_nn`` (concatenation, MLP, logit), ``dot``, or another of :func:`interaction_layer`.
@@ -50,6 +53,7 @@ class TwoTowerConfig:
 
     embedding_dim: int = 32
     tower_widths: tuple[int, ...] = (64,)
+    compress: str = ""
     features: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     interaction: Interaction = "top_nn"
@@ -64,6 +68,7 @@ class TwoTowerConfig:
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
+        compression_of(self.compress)
         if self.loss not in get_args(Loss):
             raise ValueError(f"model.loss={self.loss!r}: must be one of {', '.join(get_args(Loss))}")
         if self.loss == "in_batch" and self.interaction not in ("dot", "cosine"):
@@ -124,7 +129,14 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     if config.interaction == "cosine":
         top = Cosine(widths, temperature=config.temperature)
     else:
-        top = interaction_layer(config.interaction, widths, config.top_widths, activation=config.activation, dropout=config.dropout)
+        top = interaction_layer(
+            config.interaction,
+            widths,
+            config.top_widths,
+            activation=config.activation,
+            dropout=config.dropout,
+            activate_input=bool(config.tower_widths),
+        )
     if config.loss == "bce":
         return TowerModel(towers, top, shared=shared)
     counts = torch.from_numpy(data.popularity()) if config.correct else None
@@ -150,5 +162,6 @@ def _tower(config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]
         dense=dense,
         activation=config.activation,
         dropout=config.dropout,
+        compress=compression_of(config.compress),
         device=torch.device("meta"),
     )

@@ -24,7 +24,7 @@ def mistaken() -> None:
 
 
 def dying(end: Callable[[], None]) -> Job:
-    """Far longer than the test waits; rank 1 ends in its 20th step, and writes down when."""
+    """Far longer than the test waits; rank 1 ends from its 20th step on, and writes down when."""
 
     def build(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
         model = build_two_tower(config, data)
@@ -32,7 +32,7 @@ def dying(end: Callable[[], None]) -> Job:
 
         def count(*_: Any) -> None:
             calls.append(1)
-            if os.environ["RANK"] == "1" and len(calls) == 20:
+            if os.environ["RANK"] == "1" and len(calls) >= 20:  # again, where a step that is being captured swallows it
                 Path("died").write_text(str(time.time()))
                 end()
 

@@ -1,140 +1,126 @@
 """Jobs that are killed, stopped or hang under the launcher lose nothing beyond the last checkpoint, and say how to go on."""
 
-import json
+import contextlib
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.launch.test_torchx_run import environment, gone, wait_until
+from tests.launch.jobs import AGENT, SETTINGS, TORCHRUN, Job, gone
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
-JOB = (
-    "data.name=planted",
-    "data.users=100",
-    "data.items=80",
-    "model.dropout=0.1",
-    "train.epochs=6",
-    "train.compile=off",
-    "loader.batch_size=256",
-    "checkpoint.steps=5",
-)
-
-
-def start(run_dir: Path, *flags: str, ranks: int = 2, restarts: int = 0, job: tuple[str, ...] = JOB) -> subprocess.Popen[str]:
-    """The job under our agent, as the component starts it."""
-    launch = ["-m", "torchx_apps.agent", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    settings = [word for item in job for word in ("--set", item)]
-    command = [sys.executable, *launch, "-m", "torchx_apps.train", "--run-dir", str(run_dir), *settings, *flags]
-    changes = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.Popen(command, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]
-    return [{name: value for name, value in record.items() if name != "rows_per_s"} for record in found]
-
-
-def figures(run_dir: Path) -> Any:
-    return json.loads((run_dir / "summary.json").read_text())["test"]
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Process ids of the ranks."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
-
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A run on two ranks that nothing disturbed."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    process = start(run_dir)
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    return run_dir
+    with Job(tmp_path_factory.mktemp("whole") / "run") as job:
+        assert job.end() == 0, job.said
+    return job
 
 
-def test_ranks_killed_in_mid_epoch_end_as_if_they_never_were(whole: Path, tmp_path: Path) -> None:
-    draw, run_dir = random.Random(0), tmp_path / "run"
-    process = start(run_dir, restarts=9)
-    for _ in range(4):
-        before = len(list((run_dir / "checkpoints").glob("step-*"))) and max((run_dir / "checkpoints").glob("step-*")).name
-        wait_until(lambda before=before: any(path.name > (before or "") for path in (run_dir / "checkpoints").glob("step-*[0-9]")))
-        time.sleep(draw.random() * 0.5)
-        pids = ranks_of(process)
-        if process.poll() is not None or not pids:
-            break
-        os.kill(draw.choice(pids), signal.SIGKILL)
-    out, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, out
-    assert out.count("resuming from") >= 1
-    assert records(run_dir) == records(whole)
-    assert figures(run_dir) == figures(whole)
+def test_ranks_killed_in_mid_epoch_end_as_if_they_never_were(whole: Job, tmp_path: Path) -> None:
+    draw, kills, seen = random.Random(0), 0, 0
+    with Job(tmp_path / "run", restarts=9) as job:
+        for _ in range(3):
+            job.until(lambda seen=seen: job.process.poll() is not None or any(step > seen for step in job.steps()))
+            time.sleep(draw.random() * 0.5)
+            seen, ranks = max(job.steps()), job.ranks()
+            if job.process.poll() is not None or not ranks:
+                break
+            os.kill(draw.choice(ranks), signal.SIGKILL)
+            kills += 1
+        assert job.end() == 0, job.said
+        assert kills >= 2
+        assert job.said.count("resuming from") >= kills
+        assert job.records() == whole.records()
+        assert job.figures() == whole.figures()
 
 
-def test_sigterm_saves_ends_with_143_and_goes_on_from_there(whole: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir)
-    wait_until(lambda: len(list((run_dir / "checkpoints").glob("step-*[0-9]"))) > 1)
-    pids = ranks_of(process)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, out
-    assert out.count("which is saved; go on with --resume auto") == 1
-    assert gone(pids)
-    process = start(run_dir, "--resume", "auto")
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    assert records(run_dir) == records(whole)
-    assert figures(run_dir) == figures(whole)
+def test_sigterm_saves_ends_with_143_and_goes_on_from_there(whole: Job, tmp_path: Path) -> None:
+    with Job(tmp_path / "run") as job:
+        job.until(lambda: len(job.steps()) > 1)
+        ranks = job.ranks()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end(60) == 128 + signal.SIGTERM, job.said
+        assert job.said.count("which is saved; go on with --resume auto") == 1
+        assert gone(ranks, 0)
+    with Job(tmp_path / "run", "--resume", "auto") as job:
+        assert job.end() == 0, job.said
+        assert job.records() == whole.records()
+        assert job.figures() == whole.figures()
 
 
-def test_a_launcher_killed_by_force_leaves_no_rank_and_loses_no_checkpoint(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir)
-    wait_until(lambda: len(list((run_dir / "checkpoints").glob("step-*[0-9]"))) > 0)
-    pids = ranks_of(process)
-    assert len(pids) == 2
-    process.kill()
-    process.wait()
-    wait_until(lambda: gone(pids), seconds=30)
-    process = start(run_dir, "--resume", "auto", ranks=1)
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    assert "resuming from" in out
+@pytest.mark.parametrize("launcher", [AGENT, TORCHRUN], ids=["agent", "torchrun"])
+def test_a_launcher_killed_by_force_leaves_no_process_and_loses_no_checkpoint(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    with Job(tmp_path / "run", launcher=launcher) as job:
+        job.until(job.steps)
+        assert len(job.ranks()) == 2
+        left = job.descendants()
+        job.process.kill()
+        assert gone(left, 30)
+        last = max(job.steps())
+    with Job(tmp_path / "run", "--resume", "auto", ranks=1) as job:
+        assert job.end() == 0, job.said
+        assert f"resuming from {tmp_path}/run/checkpoints/step-{last:010d}" in job.said
 
 
-def test_a_rank_that_hangs_ends_the_job_with_its_own_line_first(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir, "--set", "train.hang_s=5")
-    wait_until(lambda: len(records(run_dir)) > 0)
-    pids = ranks_of(process)
-    victim = pids[1]
-    os.kill(victim, signal.SIGSTOP)
+@pytest.mark.parametrize("moment", [("loader.batch_size=4096",), ("train.eval_every=999",)], ids=["in an evaluation", "in a step"])
+def test_a_rank_that_hangs_ends_the_job_with_its_own_line_first(moment: tuple[str, ...], tmp_path: Path) -> None:
+    # One step between two evaluations, or no evaluation; and never a save, which may take its time.
+    often = ("train.epochs=999", "checkpoint.steps=0", "checkpoint.epochs=0", "train.log_every=5", *moment)
+    with Job(tmp_path / "run", "--set", "train.hang_s=5", settings=(*SETTINGS, *often)) as job:
+        job.until(lambda: len(job.records()) > 3)
+        ranks = job.ranks()
+        os.kill(ranks[1], signal.SIGSTOP)
+        assert job.end(90) == 1, job.said
+        assert "rank 0 has " in job.said
+        assert ": it waits for other ranks in " in job.said
+        assert "go on with --resume auto" in job.said
+        assert (tmp_path / "run" / "stacks-rank0.txt").stat().st_size
+        assert gone(ranks, 30)
+
+
+def test_a_second_run_into_the_same_folder_is_refused(whole: Job) -> None:
+    with Job(whole.run_dir) as job:
+        assert job.end(60) == 1
+        assert "holds another run or is a file; choose another with --run-dir" in job.said
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kib: int) -> Iterator[None]:
+    """A file system of its own at ``folder``."""
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
     try:
-        out, _ = process.communicate(timeout=300)
+        yield
     finally:
-        if not gone([victim]):
-            os.kill(victim, signal.SIGCONT)
-    assert process.returncode == 1, out
-    assert "has made no step for" in out
-    assert "go on with --resume auto" in out
-    assert list(run_dir.glob("stacks-rank*.txt"))
-    wait_until(lambda: gone(pids), seconds=60)
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_second_run_into_the_same_folder_is_refused(whole: Path) -> None:
-    process = start(whole)
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert "holds another run or is a file; choose another with --run-dir" in out
+def test_a_disk_that_fills_ends_the_job_in_words_and_the_last_checkpoint_goes_on(whole: Job, tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "checkpoints"
+    kept = ("--set", f"checkpoint.folder={folder}", "--set", "checkpoint.keep=99")
+    size = sum(file.stat().st_size for file in (whole.run_dir / "checkpoints").glob("*/*")) // len(whole.steps())
+    with small_disk(tmp_path / "disk", 4 * size // 1024):
+        with Job(tmp_path / "run", *kept) as job:
+            assert job.end() == 1, job.said
+            last = job.said.splitlines()[-1]
+            good = sorted(path.name for path in folder.glob("step-*[0-9]"))
+            assert "no space left for checkpoint" in last, job.said
+            assert "; the one before it is as it was; make room, keep fewer with checkpoint.keep" in last
+            assert 2 <= len(good) <= 4
+            assert gone(job.descendants(), 0)
+        subprocess.run(["mount", "-o", "remount,size=100m", str(tmp_path / "disk")], check=True)
+        with Job(tmp_path / "run", *kept, "--resume", "auto") as job:
+            assert job.end() == 0, job.said
+            assert f"resuming from {folder}/{good[-1]}" in job.said
+            assert job.records() == whole.records()
+            assert job.figures() == whole.figures()

@@ -1,0 +1,114 @@
+"""Serve what was trained: export a run to a bundle, and answer requests from one.
+
+TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
+"""
+
+from typing import Dict, List, Optional
+
+import torchx
+from torchx import specs
+
+
+def export(
+    *args: str,
+    run: str,
+    out: Optional[str] = None,
+    index: str = "exact",
+    store: str = "fp32",
+    recipe: Optional[str] = None,
+    set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    name: str = "export",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+) -> specs.AppDef:
+    r"""Exports a run's last good checkpoint to a bundle for serving, proven equal to the trained model.
+
+    On this machine::
+
+        torchx run rec.serve.export --run runs/two_tower-20261121-152815 --out bundle
+
+    Args:
+        args: further flags of torchx_apps.export, after -- (ex. -- --overwrite --recall 0.99)
+        run: a run folder
+        out: the bundle's folder; RUN/bundle where not given
+        index: exact, or flat, ivf, hnsw or pq of FAISS for models that score by dot product or cosine
+        store: type of the stored vectors: fp32, fp16 or int8
+        recipe: my_recipe.py:job or my.module:job, where the run's recipe is not built in
+        set: change one key of the recipe, such as data.folder=/data; give --set as often as you like
+        name: of the job
+        image: container image; local and Slurm schedulers use the current folder and environment instead
+        h: a named resource, in place of cpu and memMB
+        cpu: CPU cores
+        memMB: memory in MiB
+        env: environment
+        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
+    """
+    flags = ["-m", "torchx_apps.export", run, f"--index={index}", f"--store={store}"]
+    flags += [f"--{flag}={value}" for flag, value in (("out", out), ("recipe", recipe), ("set", set)) if value is not None]
+    role = specs.Role(
+        name="export",
+        image=image,
+        entrypoint="python3",
+        args=[*flags, *args],
+        env=dict(env or {}),
+        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
+        mounts=specs.parse_mounts(mounts) if mounts else [],
+    )
+    return specs.AppDef(name=name, roles=[role])
+
+
+def http(
+    *args: str,
+    bundle: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    workers: int = 1,
+    token_file: Optional[str] = None,
+    redis: Optional[str] = None,
+    name: str = "serve",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+) -> specs.AppDef:
+    r"""Serves a bundle over HTTP, with a page at / that shows recommendations; ends well on SIGTERM.
+
+    On this machine::
+
+        torchx run rec.serve.http --bundle runs/two_tower-20261121-152815/bundle --workers 2
+
+    Args:
+        args: further flags of torchx_apps.serve, after -- (ex. -- --max-k 100 --log events)
+        bundle: a bundle's folder, a link to one, or a text file with the path of one; pointed elsewhere, that one is served
+        host: address to listen on; 0.0.0.0 for every one of the machine
+        port: to listen on; 0 for any that is free
+        workers: processes that share the bundle's files
+        token_file: file with the token that callers must bear; else the variable TORCHREC_EXT_TOKEN, else none
+        redis: address of a Redis with users' vectors (ex. redis://host:6379/0)
+        name: of the job
+        image: container image; local and Slurm schedulers use the current folder and environment instead
+        h: a named resource, in place of cpu and memMB
+        cpu: CPU cores
+        memMB: memory in MiB
+        env: environment
+        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
+    """
+    flags = ["-m", "torchx_apps.serve", bundle, f"--host={host}", f"--port={port}", f"--workers={workers}"]
+    flags += [f"--{flag}={value}" for flag, value in {"token-file": token_file, "redis": redis}.items() if value is not None]
+    role = specs.Role(
+        name="serve",
+        image=image,
+        entrypoint="python3",
+        args=[*flags, *args],
+        env={"OMP_NUM_THREADS": "1", **(env or {})},
+        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
+        port_map={"http": port},
+        mounts=specs.parse_mounts(mounts) if mounts else [],
+    )
+    return specs.AppDef(name=name, roles=[role])

@@ -1,0 +1,225 @@
+"""The service as its users start it: ready, swapped under load, drained; and what it says when it cannot begin."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
+
+from torchrec_ext.components import serve as component  # type: ignore[import-not-found]
+from torchx.components.component_test_base import ComponentTestCase
+from torchx.specs.builders import materialize_appdef
+from torchx.specs.finder import get_components
+
+from tests.retrieval.served import Made
+from tests.retrieval.server.launched import Launched, launched, until
+from torchx_apps import serve
+
+ASKED = {"user": {"user_id": 7}, "k": 5}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Made]:
+    folder = tmp_path_factory.mktemp("bundles")
+    return [Made(folder / f"bundle-{seed}", seed=seed) for seed in range(2)]
+
+
+def point(link: Path, target: Path) -> None:
+    """Atomically."""
+    fresh = link.with_name("fresh")
+    fresh.symlink_to(target)
+    os.replace(fresh, link)
+
+
+@pytest.fixture(scope="module")
+def service(bundles: list[Made], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    folder = tmp_path_factory.mktemp("serve")
+    point(folder / "live", bundles[0].folder)
+    token = folder / "token"
+    token.write_text("a token of this test\n")
+    flags = [str(folder / "live"), "--workers=2", "--watch=0.2", "--drain=0.5", f"--token-file={token}"]
+    with launched(folder / "log", *flags) as found:
+        yield found
+
+
+class Load:
+    """Threads that ask without a pause, each on one connection, until the block ends."""
+
+    def __init__(self, service: Launched, threads: int = 2) -> None:
+        self.answers: list[tuple[int, str]] = []
+        self.errors: list[Exception] = []
+        self._service, self._ending = service, threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(threads)]
+
+    def _ask(self) -> None:
+        client = self._service.client()
+        while not self._ending.is_set():
+            try:
+                answer = client.post("/v1/recommend", ASKED, Authorization="Bearer a token of this test")
+            except Exception as error:
+                self.errors.append(error)
+                return
+            self.answers.append((answer.status, answer.json.get("bundle", "")))
+            if answer.status == 503:
+                return
+            time.sleep(0.005)
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+def serving(service: Launched, digest: str) -> bool:
+    """Whether both workers serve it: a connection stays with its worker, so several are asked."""
+    return all(service.client().get("/readyz").json["bundle"] == digest for _ in range(8))
+
+
+@pytest.mark.launch
+def test_bundles_are_swapped_under_load_without_a_lost_request(service: Launched, bundles: list[Made], tmp_path: Path) -> None:
+    live = Path(service.process.args[3])  # type: ignore[index]
+    digests = [made.bundle.manifest.digest for made in bundles]
+    assert service.said.startswith(f"serving bundle {digests[0][:12]} at http://127.0.0.1:")
+    with Load(service) as load:
+        for place in (1, 0, 1):
+            point(live, bundles[place].folder)
+            until(lambda place=place: serving(service, digests[place]))
+        # A folder that is broken is refused, and told; what is live goes on, also when its own folder goes away.
+        broken = tmp_path / "broken"
+        shutil.copytree(bundles[0].folder, broken)
+        (broken / "items.arrow").write_bytes(b"")
+        point(live, broken)
+        until(lambda: all("items.arrow" in (service.client().get("/readyz").json["refused"] or "") for _ in range(8)))
+        assert serving(service, digests[1])
+        moving = tmp_path / "moving"
+        shutil.copytree(bundles[0].folder, moving)
+        point(live, moving)
+        service.process.send_signal(signal.SIGHUP)
+        until(lambda: serving(service, digests[0]))
+        shutil.rmtree(moving)
+        until(lambda: all(service.client().get("/readyz").json["refused"] for _ in range(8)))
+        assert serving(service, digests[0])
+        point(live, bundles[0].folder)
+        until(lambda: not any(service.client().get("/readyz").json["refused"] for _ in range(8)))
+    assert not load.errors
+    assert len(load.answers) > 20
+    assert {status for status, _ in load.answers} == {200}
+    assert {digest for _, digest in load.answers} == set(digests)
+    assert service.events("bundle_refused")
+
+
+@pytest.mark.launch
+def test_both_workers_count_into_one_page_of_metrics(service: Launched) -> None:
+    name, headers = 'serve_requests_total{route="/v1/score",status="422"}', {"Authorization": "Bearer a token of this test"}
+    for _ in range(12):
+        service.client().post("/v1/score", {}, **headers)
+    pages = [service.client().get("/metrics", **headers).content.decode() for _ in range(4)]
+    assert all(f"{name} 12.0" in page for page in pages)
+    workers = [line for line in pages[0].splitlines() if line.startswith("serve_resident_bytes{")]
+    assert len(workers) == 2
+    assert service.client().post("/v1/score", {}).status == 401
+
+
+@pytest.mark.launch
+def test_a_worker_that_dies_is_replaced(service: Launched) -> None:
+    pid = next(event["pid"] for event in service.events("request"))
+    os.kill(pid, signal.SIGKILL)
+    ended = until(lambda: service.events("worker_ended"))
+    assert (ended[0]["worker"], ended[0]["status"]) == (pid, -signal.SIGKILL)
+    assert service.client().get("/readyz").status == 200
+    until(
+        lambda: len({event["pid"] for event in service.events("request")} - {pid}) == 2 or service.client().get("/healthz") is None
+    )
+
+
+@pytest.mark.launch
+def test_sigterm_drains_and_ends_with_0(service: Launched) -> None:
+    with Load(service) as load:
+        until(lambda: len(load.answers) > 5)
+        assert service.end() == 0
+    statuses = Counter(status for status, _ in load.answers)
+    assert not load.errors, "a connection was cut while a request was under way"
+    assert set(statuses) == {200, 503}
+    assert service.events("draining")
+    assert "Traceback" not in service.log.read_text()
+    assert "a token of this test" not in service.log.read_text()
+
+
+@pytest.mark.launch
+def test_what_keeps_it_from_beginning_is_told_in_a_line(bundles: list[Made], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(str(bundles[0].folder), f"--port={port}")
+    assert (done.returncode, done.stderr.strip()) == (
+        1,
+        f"--host 127.0.0.1 --port {port}: it is in use; give another, or --port 0 for any that is free",
+    )
+    broken = tmp_path / "broken"
+    shutil.copytree(bundles[0].folder, broken)
+    (broken / "interaction.safetensors").unlink()
+    done = run(str(broken), "--port=0")
+    assert done.returncode == 1
+    assert "interaction.safetensors: the manifest lists it, and it is missing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchx_apps.serve", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--port=99999"], "--port 99999"),
+        (["--port=0", "--host=192.0.2.1"], "this machine has no such address"),
+        (["--workers=0"], "workers=0: must be 1 or more"),
+        (["--max-k=0"], "limit k=0: must be 1 or more"),
+        (["--watch=0"], "watch_s=0.0: must be greater than 0"),
+        (["--token-file=nowhere"], "--token-file nowhere: it cannot be read"),
+    ],
+)
+def test_a_wrong_flag_is_told_with_its_value(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["bundle", *flags]) == 1
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.unit
+def test_the_component_is_listed_and_says_what_was_asked() -> None:
+    assert "rec.serve.http" in get_components()
+    flags = ["--bundle", "runs/a/bundle", "--port", "80", "--workers", "3", "--token_file", "token", "--", "--max-k", "9"]
+    (role,) = materialize_appdef(component.http, flags).roles
+    words = "-m torchx_apps.serve runs/a/bundle --host=127.0.0.1 --port=80 --workers=3 --token-file=token --max-k 9"
+    assert (role.args, role.port_map, role.env["OMP_NUM_THREADS"]) == (words.split(), {"http": 80}, "1")
+
+
+class TestValid(ComponentTestCase):
+    def test_http(self) -> None:
+        self.validate(component, "http")
+
+
+@pytest.mark.unit
+def test_an_empty_token_is_none_that_anybody_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHREC_EXT_TOKEN", "")
+    assert serve.main(["bundle"]) == 1
+    assert "the token is empty" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""Export a run to a bundle for serving: `python -m torchx_apps.export RUN --out BUNDLE`, on one rank or, by torchrun, on several.
+
+RUN is a run folder: its recipe is made again from its config.json, and its last good checkpoint is loaded, whatever plan and ranks
+it was trained with. The bundle is the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchx_apps.agent import exit_code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exports.
+
+    Args:
+        argv: the flags; the command line when None.
+
+    Returns:
+        0 when the bundle is written, 1 when not, 130 after Ctrl-C.
+    """
+    return exit_code(_export, argv)
+
+
+def _export(argv: Sequence[str] | None) -> int:
+    options = _parser().parse_args(argv)
+    from torchx_apps.cli import apply_overrides
+    from torchx_apps.saved_job import saved_job
+
+    job = apply_overrides(saved_job(options.run, options.recipe), options.set)
+    out = options.out or options.run / "bundle"
+    settings = {"store": options.store, "index": options.index, "recall": options.recall, "overwrite": options.overwrite}
+    export_run(job, options.run, out, options.checkpoint, **settings)
+    return 0
+
+
+def export_run(job: Any, run: Path, out: Path, checkpoint: str | None = None, **settings: Any) -> None:
+    """Loads a run's model on this job's ranks and writes its bundle; every rank calls it.
+
+    Args:
+        job: of the run.
+        run: its folder.
+        out: the bundle's folder.
+        checkpoint: another one than the run's last good one.
+        settings: of :func:`torchrec_ext.retrieval.export.export`.
+    """
+    import torch
+
+    from torchrec_ext.distributed.parallel import hybrid_parallel
+    from torchrec_ext.distributed.runtime import Runtime
+    from torchrec_ext.train.checkpoint.restoring import load
+    from torchrec_ext.train.checkpoint.state import model_state
+    from torchrec_ext.train.checkpoint.together import Together
+    from torchx_apps.exporting import export_task, told
+    from torchx_apps.lookups import merge_lookups
+    from torchx_apps.resuming import find_checkpoint
+    from torchx_apps.training import load_task, quieten_libraries
+
+    quieten_libraries()
+    with Runtime.start(job.device, threads=job.threads) as runtime:
+        together = Together(runtime)
+        path = find_checkpoint("", checkpoint or job.checkpoint.folder or str(run), together)
+        task = load_task(dataclasses.replace(job, fallback=None), runtime)
+        torch.manual_seed(job.train.seed)
+        model = job.build(job.model, task.data)
+        merge_lookups(job, model, runtime.world_size)
+        schema = model.schema(out_of_range=job.model.out_of_range)
+        sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
+        saved, _ = load(path, model_state(sharded, optimizer), together)
+        details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"]}
+        manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
+        if runtime.is_main:
+            print(told(manifest, out))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m torchx_apps.export", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("--out", type=Path, help="the bundle's folder; RUN/bundle where not given")
+    parser.add_argument("--checkpoint", help="one of another place than RUN/checkpoints, by path or address")
+    parser.add_argument("--recipe", help="my_recipe.py:job or my.module:job, where the run's recipe is not built in")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one key; repeat at will")
+    parser.add_argument("--store", default="fp32", choices=["fp32", "fp16", "int8"], help="type of the stored vectors")
+    parser.add_argument("--index", default="exact", choices=["exact", "flat", "ivf", "hnsw", "pq"], help="others need FAISS")
+    parser.add_argument("--recall", type=float, default=0.95, help="that an approximate index must reach, measured")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier bundle")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""From a live model and its task to a bundle in a folder, with the command that serves it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from tqdm import tqdm
+
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.retrieval.errors import BundleError
+from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.manifest import Manifest
+from torchrec_ext.schema import BatchSchema
+from torchx_apps.job import Export, Task
+
+BUNDLE = "bundle"
+_EVERY_S = 10.0
+
+
+def export_task(
+    model: DistributedModelParallel,
+    task: Task,
+    schema: BatchSchema,
+    runtime: Runtime,
+    out: Path,
+    *,
+    details: Mapping[str, Any],
+    **settings: Any,
+) -> Manifest:
+    """Exports the model with the catalogue and the users of its task; every rank calls it.
+
+    Args:
+        model: from :func:`hybrid_parallel`.
+        task: its data.
+        schema: of its batches.
+        runtime: this process's place in the job.
+        out: the folder to make.
+        details: JSON values for the certificate.
+        settings: of :func:`torchrec_ext.retrieval.export.export`.
+
+    Raises:
+        BundleError: the model or the data cannot be served.
+    """
+    if not hasattr(task, "served"):
+        raise BundleError(
+            f"the task {type(task).__name__} has no method served(schema), which says what the catalogue and the users are; see "
+            "torchx_apps.served, or call torchrec_ext.retrieval.export.export with them"
+        )
+    found = task.served(schema)
+    details = {"data": task.name, "ranks": runtime.world_size, **details}
+    with _Progress(runtime) as progress:
+        return export(model, out, **vars(found), details=details, progress=progress, **settings)
+
+
+def end_with_bundle(
+    when: Export,
+    model: DistributedModelParallel,
+    task: Task,
+    schema: BatchSchema,
+    runtime: Runtime,
+    out: Path,
+    details: Mapping[str, Any],
+) -> None:
+    """The bundle that a run ends with; rank 0 says where it is and how to serve it, or why there is none.
+
+    Raises:
+        BundleError: ``require``, and there can be none.
+    """
+    try:
+        manifest = export_task(model, task, schema, runtime, out, details=details, overwrite=True)
+    except BundleError as error:
+        if when == "require":
+            raise
+        if runtime.is_main:
+            print(f"\nno bundle: {error}")
+        return
+    if runtime.is_main:
+        print(f"\n{told(manifest, out)}", flush=True)
+
+
+def told(manifest: Manifest, out: Path) -> str:
+    """What a bundle is, and the command that serves it."""
+    items, users, apart = manifest.content["coverage"]["items"], manifest.content["users"], manifest.parity["greatest_difference"]
+    whom = f" and {users['count']:,} users" if users else ""
+    return (
+        f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{whom}; its logits are the trained model's within {apart:.1g})\n"
+        f"serve it: {_torchx()} run rec.serve.http --bundle {out}"
+    )
+
+
+def _torchx() -> str:
+    """As it is started from here."""
+    beside = Path(sys.executable).parent / "torchx"
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else "torchx"
+
+
+class _Progress:
+    """What is being written, and how much of it is: a bar on a terminal, elsewhere a line every ten seconds; of rank 0 alone."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._speaks = runtime.is_main
+        self._bar: Any = None if sys.stderr.isatty() else _Lines()
+        self._stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if not self._speaks:
+            return
+        if isinstance(self._bar, _Lines):
+            self._bar(stage, done, total)
+            return
+        if stage != self._stage:
+            self.__exit__()
+            unit = {"unit": "B", "unit_scale": True} if stage == "tables" else {"unit": " items"}
+            self._bar, self._stage = tqdm(total=total, desc=stage, leave=False, **unit), stage
+        self._bar.update(done - self._bar.n)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._bar, tqdm):
+            self._bar.close()
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _EVERY_S
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _EVERY_S
+            print(f"export: {stage}, {done:,} of {total:,} {'bytes' if stage == 'tables' else 'items'}", flush=True)

@@ -1,0 +1,122 @@
+"""Serve a bundle: `torchx run rec.serve.http --bundle PATH`, or `python -m torchx_apps.serve BUNDLE`.
+
+BUNDLE is a bundle's folder, a symbolic link to one, or a text file with the path of one. Point the link or the file at another
+bundle, and that one is served from then on, without a lost request; SIGHUP makes the server look at once. SIGTERM or Ctrl-C lets it
+finish what it has begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrec_ext.retrieval.server.settings import Settings
+
+TOKEN = "TORCHREC_EXT_TOKEN"
+_SHOWN = 12
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves, until told to end.
+
+    Args:
+        argv: the flags; the command line when None.
+
+    Returns:
+        0 when it was told to end and all requests were answered, 1 when not, or when it could not begin.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return _serve(options)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _serve(options: argparse.Namespace) -> int:
+    try:
+        from torchrec_ext.retrieval.server.supervisor import Supervisor, listen, say
+        from torchrec_ext.retrieval.server.telemetry import Log
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the server needs the package {error.name}: pip install 'torchrec-ext[serve]'") from None
+    settings = _settings(options)
+    socket = listen(options.host, options.port)
+    address = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"http://{address}:{socket.getsockname()[1]}"
+    workers = f"{options.workers} worker{'s' if options.workers > 1 else ''}"
+    return Supervisor(settings, socket, Log()).run(
+        lambda digest: say(f"serving bundle {digest[:_SHOWN]} at {url}/ with {workers}; Ctrl-C or SIGTERM ends it")
+    )
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    from torchrec_ext.retrieval.server.settings import Limits, Settings
+
+    limits = Limits(
+        body_bytes=options.max_body,
+        k=options.max_k,
+        candidates=options.max_candidates,
+        queue=options.queue,
+        time_ms=options.time_ms,
+    )
+    return Settings(
+        bundle=options.bundle.absolute(),
+        workers=options.workers,
+        threads=options.threads,
+        limits=limits,
+        retrieve=options.retrieve,
+        stage=options.stage,
+        compile=options.compile,
+        max_batch=options.max_batch,
+        max_wait_ms=options.max_wait_ms,
+        token=_token(options.token_file),
+        redis=options.redis,
+        watch_s=options.watch,
+        drain_s=options.drain,
+        log_requests=options.log == "requests",
+    )
+
+
+def _token(file: Path | None) -> str | None:
+    """From a file or the environment, never from the command line, which every user of the machine can read."""
+    if file is None:
+        return os.environ.get(TOKEN)
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--token-file {file}: it cannot be read ({error}); write the token into it, as one line") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m torchx_apps.serve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("bundle", type=Path, help="a bundle's folder, a link to one, or a text file with the path of one")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one of this machine")
+    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--threads", type=int, default=1, help="of torch in each")
+    parser.add_argument("--token-file", type=Path, help=f"file with the token that callers must bear; else ${TOKEN}, else none")
+    parser.add_argument("--redis", help="address of a Redis with users' vectors, such as redis://host:6379/0")
+    parser.add_argument("--retrieve", type=int, default=100, help="items that the first stage hands to the top NN")
+    stages = "how it finds them: by the top NN itself over the whole catalogue, or by a product of the towers' outputs"
+    parser.add_argument("--stage", choices=["exact", "dot", "cosine"], default="exact", help=stages)
+    parser.add_argument("--compile", choices=["auto", "off"], default="off", help="the top NN; pays for many candidates a request")
+    parser.add_argument("--max-k", type=int, default=1_000, help="limit: items of an answer")
+    parser.add_argument("--max-candidates", type=int, default=10_000, help="limit: ids in each list of a request")
+    parser.add_argument("--max-body", type=int, default=2**20, help="limit: bytes of a request")
+    parser.add_argument("--queue", type=int, default=256, help="limit: requests that may wait in a worker")
+    parser.add_argument("--time-ms", type=float, default=2_000.0, help="limit: from request to answer")
+    parser.add_argument("--max-batch", type=int, default=32, help="requests that a worker answers together")
+    parser.add_argument("--max-wait-ms", type=float, default=0.0, help="how long a request waits for company")
+    parser.add_argument("--watch", type=float, default=1.0, help="seconds between two looks for another bundle")
+    parser.add_argument("--drain", type=float, default=1.0, help="seconds for which new requests get 503 before it ends")
+    parser.add_argument("--log", choices=["requests", "events"], default="requests", help="JSON lines on standard error")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""What a bundle needs of a task's data: the catalogue and the users with their features, as the model was validated on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.id_dropout import unseen_as_oov
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.labelled import LabelledData
+from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Step, Vocabulary
+from torchrec_ext.data.sequences import SequenceData, most_recent
+from torchrec_ext.retrieval.contents import Catalogue, Users
+from torchrec_ext.schema import BatchSchema
+
+PARTS = ("test", "validation", "train")  # a user's features are those of the first part that has a row of his or hers
+AUDITED = 1000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Served:
+    """The arguments of :func:`torchrec_ext.retrieval.export.export` that are data."""
+
+    catalogue: Catalogue
+    users: Users
+    queries: pa.Table | None = None
+    preprocessor: FittedPreprocessor | None = None
+    candidate: str | None = None
+    oov_ids: Mapping[str, int] | None = None
+
+
+def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
+    """Users as they stand before their test items: what was validated is what is served.
+
+    Ids in requests are those of the files; an item that was never trained is the unknown one to the model, as in the evaluation.
+    """
+    item = schema.feature("item_id")
+    items = (unseen_as_oov(data.items, data.train, item) if item else data.items).slice(1, data.items.num_rows)
+    everything = _rows_of(data)
+    owners = everything["user_id"].values
+    users, first = np.unique(owners, return_index=True)
+    names = [*schema.keys, *schema.dense, *schema.weight_columns]
+    sides = {"user": [name for name in names if name not in data.items], "item": [name for name in names if name in data.items]}
+    shift = data.first_id - 1
+    known = everything.take(first).select(sides["user"])
+    rows = {side: _arrow(_shifted(chunk.select(sides[side]), shift)) for side, chunk in (("user", known), ("item", items))}
+    return Served(
+        catalogue=Catalogue(
+            ids=np.arange(1, data.items.num_rows) + shift,
+            features=rows["item"],
+            titles=None if data.titles is None else data.titles[1:],
+            categories=None if data.categories is None else data.categories[1:],
+            trained=np.unique(data.train["item_id"].values) + shift,
+        ),
+        users=Users(
+            key="user_id",
+            ids=users + shift,
+            features=rows["user"],
+            unknown={name: _unknown(name, known[name], shift) for name in sides["user"]},
+            seen=_lists(data.seen(users, "train", "validation"), -1),
+            liked=_lists(data.liked.take(users), -1),
+        ),
+        preprocessor=_own_ids(data, rows, shift) if shift else None,
+        candidate="item",
+    )
+
+
+def of_labelled(data: LabelledData, schema: BatchSchema) -> Served:
+    """All items of the files; the context of a request is the request's own, so of a user the id alone is known."""
+    sizes = {name: size - 1 for name, size in data.vocab.items()}  # the last row is for an id that is not in the files
+    users, items = np.arange(sizes["user_id"]), np.arange(sizes["item_id"])
+    liked = data.train.take(np.flatnonzero(data.train["label"].values > 0))
+    order = np.argsort(liked["user_id"].values, kind="stable")
+    taken = Column.from_lengths(liked["item_id"].values[order], np.bincount(liked["user_id"].values, minlength=len(users)))
+    asked = [name for name in (*schema.keys, *schema.dense) if name != "item_id"]
+    rows = np.linspace(0, data.test.num_rows - 1, min(AUDITED, data.test.num_rows)).astype(np.int64)
+    return Served(
+        catalogue=Catalogue(ids=items, features=pa.table({"item_id": items}), trained=np.unique(data.train["item_id"].values)),
+        users=Users(
+            key="user_id",
+            ids=users,
+            features=pa.table({"user_id": users}),
+            unknown={"user_id": sizes["user_id"]},
+            seen=_lists(taken),
+            liked=_lists(taken),
+        ),
+        queries=_arrow(data.test.take(rows).select(asked)),
+        candidate="item",
+        oov_ids={name: sizes[name] for name in schema.keys},
+    )
+
+
+def of_sequences(data: SequenceData) -> Served:
+    """Users with what they took before their test items; a request names items as the file does, the most recent ones count."""
+    names = np.arange(data.num_items + 1) if data.item_ids is None else data.item_ids
+    asked = data.held_out("test")
+    before = most_recent(asked.before, data.max_length)
+    users = asked.users if data.user_ids is None else data.user_ids[asked.users]
+    items = pa.array(names[1:])
+    kind = "string" if pa.types.is_string(items.type) or pa.types.is_large_string(items.type) else "int64"
+    ids = items.cast(pa.string() if kind == "string" else pa.int64())
+    session = pa.ListArray.from_arrays(_offsets(before), ids.take(pa.array(before.values - 1)))
+    steps: tuple[Step, ...] = (
+        Lists(column="session", max_length=data.max_length),
+        Categorify(column="candidates", also=("session",)),
+    )
+    vocabulary = Vocabulary(ids, pa.array(np.bincount(data.training().values, minlength=len(names))[1:]))
+    raw = {"session": f"list<{kind}>", "candidates": kind}
+    trained = names[np.unique(data.training().values)]
+    return Served(
+        catalogue=Catalogue(ids=names[1:], features=pa.table({"candidates": ids}), trained=trained),
+        users=Users(
+            key="user_id",
+            ids=np.asarray(users),
+            features=pa.table({"session": session}),
+            unknown={"session": []},
+            seen=_lists(asked.before, -1),
+            liked=_lists(before, -1),
+        ),
+        preprocessor=FittedPreprocessor(steps=steps, keep=(), raw=raw, states=({}, vocabulary)),
+    )
+
+
+def _rows_of(data: InteractionData) -> Chunk:
+    """The rows of all parts, one part after the other; within the training rows the latest first."""
+    chunks = [getattr(data, part) for part in PARTS]
+    last_first = np.arange(chunks[-1].num_rows)[::-1]
+    chunks[-1] = chunks[-1].take(last_first.copy())
+    names = [name for name in chunks[0] if all(name in chunk for chunk in chunks)]
+    joined = {}
+    for name in names:
+        columns = [chunk[name] for chunk in chunks]
+        values = np.concatenate([column.values for column in columns])
+        ragged = columns[0].ragged
+        joined[name] = Column.from_lengths(values, np.concatenate([c.lengths for c in columns])) if ragged else Column(values)
+    return Chunk(joined)
+
+
+_IDS = ("user_id", "item_id", "history")
+
+
+def _shifted(chunk: Chunk, shift: int) -> Chunk:
+    """Ids as the files have them."""
+    own = [name for name in _IDS if name in chunk] if shift else []
+    return chunk.with_columns({name: Column(chunk[name].values + shift, chunk[name].offsets) for name in own})
+
+
+def _own_ids(data: InteractionData, rows: Mapping[str, pa.Table], shift: int) -> FittedPreprocessor:
+    """From ids of the files to rows of the tables: row 1 is the first; everything else is as it is."""
+    fields = [field for table in rows.values() for field in table.schema]
+    raw = {field.name: _raw(field) for field in fields}
+    steps: list[Step] = []
+    states: list[Any] = []
+    for columns, size in ((("user_id",), data.vocab["user_id"]), (("item_id", "history"), data.items.num_rows)):
+        found = [name for name in columns if name in raw]
+        if found:
+            steps.append(Categorify(column=found[0], also=tuple(found[1:])))
+            ids = pa.array(np.arange(1, size) + shift)
+            states.append(Vocabulary(ids, pa.array(np.zeros(len(ids), np.int64))))
+    keep = tuple(name for name in raw if name not in _IDS)
+    return FittedPreprocessor(steps=tuple(steps), keep=keep, raw=raw, states=tuple(states))
+
+
+def _raw(field: pa.Field) -> str:
+    inner = field.type.value_type if pa.types.is_list(field.type) else field.type
+    kind = "float32" if pa.types.is_floating(inner) else "int64"
+    return f"list<{kind}>" if pa.types.is_list(field.type) else kind
+
+
+def _unknown(name: str, column: Column, shift: int) -> Any:
+    if column.ragged:
+        return []
+    return 0 + (shift if name in _IDS else 0) if column.values.dtype.kind in "iu" else 0.0
+
+
+def _arrow(chunk: Chunk) -> pa.Table:
+    return pa.table({name: _lists(column) if column.ragged else pa.array(column.values) for name, column in chunk.items()})
+
+
+def _lists(column: Column, shift: int = 0) -> pa.ListArray:
+    return pa.ListArray.from_arrays(_offsets(column), pa.array(column.values + shift if shift else column.values))
+
+
+def _offsets(column: Column) -> pa.Array:
+    return pa.array(np.concatenate([[0], np.cumsum(column.lengths)]).astype(np.int32))
