@@ -35,6 +35,7 @@ from torchrec_ext.schema import Jagged
 from torchrec_ext.train.pipelines import make_pipeline
 
 SHAPES, CLOSE, DEVICES = 10, 1.05, 64
+IN_A_ROW = 250  # ms of one candidate before it is the next one's turn
 AUTO, OPTIMIZER = PlanConfig(towers="auto"), OptimizerConfig(tables="row_wise_adagrad", dense="adam")
 
 
@@ -138,7 +139,7 @@ def decided(runtime: Runtime, options: Options, count: int) -> list[dict[str, An
         took = time.perf_counter() - start
         possible = [one for one in decision.candidates if not one.refused]
         sides = {f"{one.towers} {one.sharding}": stepping(shape, runtime, decision, one) for one in possible}
-        times = in_turn(sides, options.repeats, inner=5)
+        times = in_turn(sides, options.repeats, inner=min(max(int(IN_A_ROW / decision.taken.ms), 1), 5))
         foreseen = {name: (one.trial_ms, one.model_ms) for name, one in zip(sides, possible, strict=True)}
         found.append({"took": took, "foreseen": foreseen, "ms": {name: 1e3 * value for name, value in times.items()}})
     return found

@@ -37,8 +37,7 @@ from torchrec_ext.train.pipelines import make_pipeline
 from torchx_apps.cli import apply_overrides
 from torchx_apps.job import Job
 from torchx_apps.recipes import ncf
-from torchx_apps.training import _quieten_libraries as quieten_libraries
-from torchx_apps.training import load_task
+from torchx_apps.training import load_task, quieten_libraries
 
 PICTURE = Path(__file__).parent / "results" / "sync.png"
 POSITIVES, STEPS, EPOCHS = 256, 128, 10

@@ -5,10 +5,11 @@
 Every row measures both of its sides in one run, in turn, one thread each, medians of the turns. `--script` runs another script as
 the baseline in processes of its own (it prints JSON with `instances_per_s` and takes `--shape` and `--seconds`); else it is
 script() below. Ours is what `train.compile=require` runs on rows in memory: order, negatives, forward, backward, Adam, and the look
-at each loss. `small-2-ranks` is two processes under local SGD against one, beside two that never talk; `epoch` a whole epoch,
-sampling included; `torchrec-path` eager steps of the sharded model against plain nn.Embedding with the same dense Adam; `sweep` is
-what the rule "whole or row by row" rests on. `--cpu_seconds` counts the thread's own seconds, for a machine that others use.
-`--quick` makes all small, to see that it runs. Last line: one JSON object.
+at each loss. `small-2-ranks` is two processes under local SGD against one, beside two that never talk; `epoch-small` and
+`epoch-full` are whole epochs, sampling included; `torchrec-path` eager steps of the sharded model against plain nn.Embedding with
+the same dense Adam, also without the batch's form in which a positive and its negatives share the user's side; `sweep` is what the
+rule "whole or row by row" rests on; `larger-batches` is HR@10 against speed as the batch grows. `--cpu_seconds` counts the thread's
+own seconds, for a machine that others use. `--quick` makes all small, to see that it runs. Last line: one JSON object.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import small_model_batches
 import small_model_ranks
 import torch
 from small_model_network import NEGATIVES, SHAPES, Captured, one_rank, positives
@@ -162,9 +164,10 @@ def throughput(shape: str, required: float, ceiling: float | None) -> Callable[[
     return rows
 
 
-def epoch(options: argparse.Namespace) -> Iterator[Row]:
+def epoch(shape: str, required: float, ceiling: float) -> Callable[[argparse.Namespace], Iterator[Row]]:
     """18,238,070 instances: the small network goes over its 83,731 positives as often as makes so many."""
-    for shape, required, ceiling in (("small", 15.0, 7.0), ("full", 45.0, 19.0)):
+
+    def rows(options: argparse.Namespace) -> Iterator[Row]:
         with one_rank() as runtime:
             ours = Captured(shape, runtime)
             ours.step()
@@ -174,16 +177,26 @@ def epoch(options: argparse.Namespace) -> Iterator[Row]:
             seconds = (CLOCK() - start) * EPOCH / seen
         yield row(f"epoch, {shape}", None, seconds, "s", None, required, ceiling)
 
+    return rows
+
 
 def torchrec_path(options: argparse.Namespace) -> Iterator[Row]:
-    """The sharded model, eager, against plain nn.Embedding, eager: the same rows, negatives given, dense Adam both."""
-    with one_rank() as runtime:
-        ours, plain = Captured("small", runtime), Plain("small")
-        eager, given = ours.eager(), [ours.plain_batch() for _ in range(50)]
-        batches = iter(lambda: given[np.random.randint(50)], None)
-        run = {"plain": (lambda n: rate(lambda: plain.step(*next(batches)), n), 50), "ours": (lambda n: rate(eager, n), 50)}
-        found = in_turn(options.repeats, run)
-    yield row("torchrec-path", found["plain"], found["ours"], "instances/s", found["plain"] / found["ours"], "at most 1.15 times")
+    """Eager steps of the sharded model against plain nn.Embedding, eager: the same rows, negatives given, dense Adam both.
+
+    Once as its loader makes batches, user and context once for a positive and its negatives, and once with all rows by themselves.
+    """
+    for name, shared in (("torchrec-path", ("user",)), ("torchrec-path, rows not shared", ())):
+        with one_rank() as runtime:
+            ours, plain = Captured("small", runtime, shared=shared), Plain("small")
+            eager, given = ours.uncompiled(), ours.plain_batches(50)
+            batches = iter(lambda given=given: given[np.random.randint(50)], None)  # type: ignore[misc]
+            sides = {
+                "plain": (lambda n, side=plain, batches=batches: rate(lambda: side.step(*next(batches)), n), 50),
+                "ours": (lambda n, eager=eager: rate(eager, n), 50),
+            }
+            found = in_turn(options.repeats, sides)
+        ratio = found["plain"] / found["ours"]
+        yield row(name, found["plain"], found["ours"], "instances/s", ratio, "at most 1.15 times")
 
 
 def sweep(options: argparse.Namespace) -> Iterator[Row]:
@@ -202,9 +215,11 @@ ROWS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "small": throughput("small", 15.0, 26.0),
     "small-2-ranks": small_model_ranks.rows,
     "full": throughput("full", 30.0, None),
-    "epoch": epoch,
+    "epoch-small": epoch("small", 15.0, 7.0),
+    "epoch-full": epoch("full", 45.0, 19.0),
     "torchrec-path": torchrec_path,
     "sweep": sweep,
+    "larger-batches": small_model_batches.rows,
 }
 
 
@@ -217,9 +232,13 @@ def main() -> None:
     parser.add_argument("--script", help="the baseline's own file, for small and full")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = [row for name in options.only for row in ROWS[name](options)]
-    for entry in found:
-        print(f"{entry['name']:32s} {entry['ours']:14,.2f} {entry['unit']}" + (f"  {entry['ratio']}x" if entry["ratio"] else ""))
+    found = []
+    for entry in (row for name in options.only for row in ROWS[name](options)):
+        found.append(entry)
+        print(
+            f"{entry['name']:32s} {entry['ours']:14,.2f} {entry['unit']}" + (f"  {entry['ratio']}x" if entry["ratio"] else ""),
+            flush=True,
+        )
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "torchrec", "torchrec-ext")}
     what = {"benchmark": "small_model", "clock": CLOCK.__name__, "versions": versions, "cores": len(os.sched_getaffinity(0))}
     print(json.dumps({**what, "rows": found}))

@@ -5,7 +5,7 @@ import io
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +76,7 @@ class Captured:
         rows: of each table in place of the shape's.
         rule: which tables are moved row by row, in place of the measured rule.
         sync: how ranks are kept alike; without, this rank has all rows.
+        shared: towers whose input the rows of a positive and its negatives share.
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class Captured:
         rows: int | None = None,
         rule: Callable[[int, int], bool] | None = None,
         sync: SyncConfig | None = None,
+        shared: Sequence[str] = ("user",),
     ) -> None:
         own = SHAPES[shape] if rows is None else Shape(rows, rows, 100_000)
         user, item, context = positives(own)
         columns = {f"c{at}": Column(np.ascontiguousarray(context[:, at])) for at in range(own.context)}
         torch.manual_seed(0)
-        model = ContextualNCF(own.users, own.items + 1, context_dense=list(columns), shared=("user",), device=torch.device("meta"))
+        model = ContextualNCF(own.users, own.items + 1, context_dense=list(columns), shared=shared, device=torch.device("meta"))
         self.loader = ChunkLoader(
             Chunk({"user_id": Column(user), "item_id": Column(item), **columns}),
             model.schema(),
@@ -104,7 +106,7 @@ class Captured:
         )
         optimizer = OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3)
         self.model, self.optimizer = hybrid_parallel(model, runtime, optimizer=optimizer)
-        self.said = ""
+        self.runtime, self.said = runtime, ""
         self.ranks: EveryStep = synchronised(self.model, self.optimizer, sync or SyncConfig())
         self.forward = FiniteLoss(self.model, runtime, len(self.loader), ranks=self.ranks)
         self._window = Window(runtime)
@@ -154,9 +156,23 @@ class Captured:
 
         return step
 
-    def plain_batch(self) -> tuple[torch.Tensor, ...]:
-        """User, item, context and labels of a batch, each row by itself."""
-        batch = next(item for item in self.loader.steps() if isinstance(item, DrawnStep)).batch()
-        assert batch.shared is not None
-        index = batch.shared.index
-        return batch.shared.sparse.values()[index], batch.sparse.values(), batch.shared.dense[index], batch.labels
+    def uncompiled(self) -> Callable[[], int]:
+        """A step as ``train.compile=off`` runs it, on one of 50 batches."""
+        given = [item.batch() for item in itertools.islice(self.loader.steps(), 50) if isinstance(item, DrawnStep)]
+        pipeline = make_pipeline(self.model, self.optimizer, self.runtime.device, forward=self.forward)
+        ways = Steps(self.model, self.optimizer, self.runtime, pipeline, self.forward, self.ranks, compile="off", total=1 << 40)
+        outputs = ways.outputs(itertools.cycle(given), iter)
+        return lambda: len(next(outputs).labels)
+
+    def plain_batches(self, count: int) -> list[tuple[torch.Tensor, ...]]:
+        """User, item, context and labels of batches, each row by itself."""
+        found = []
+        for item in itertools.islice(self.loader.steps(), count):
+            assert isinstance(item, DrawnStep)
+            batch = item.batch()
+            if batch.shared is None:
+                found.append((batch.bags("user_id").values(), batch.bags("item_id").values(), batch.dense, batch.labels))
+            else:
+                index = batch.shared.index
+                found.append((batch.shared.sparse.values()[index], batch.sparse.values(), batch.shared.dense[index], batch.labels))
+        return found

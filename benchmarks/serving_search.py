@@ -1,0 +1,59 @@
+"""Top 100: exact search against FAISS flat, and an approximate index at recall 0.95 against exact."""
+
+from collections.abc import Iterator
+
+import faiss
+import torch
+from serving_rows import Options, Row, compared, in_turn
+
+from torchrec_ext.retrieval.faiss_index import FaissIndex
+from torchrec_ext.retrieval.index import ExactIndex
+
+K = 100
+
+
+def exact(options: Options) -> Iterator[Row]:
+    """Top 100 of 1,000,000 x 64, one query at a time, one thread."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+    rows = torch.randn(20_000 if options.quick else 1_000_000, 64)
+    flat = faiss.IndexFlatIP(64)
+    flat.add(rows.numpy())
+    ours = ExactIndex(rows, "dot")
+    queries = torch.randn(4 * options.repeats + 3, 64)
+    times = in_turn(
+        4 * options.repeats,
+        {
+            "faiss": lambda number: flat.search(queries[number : number + 1].numpy(), K),
+            "ours": lambda number: ours.search(queries[number : number + 1], K),
+        },
+    )
+    # Within 1.2 times FAISS flat: a ratio of 1 / 1.2 or more.
+    yield compared(f"exact-search, top {K} of {len(rows):,} x 64", times["faiss"], times["ours"], 0.83)
+
+
+def approximate(options: Options) -> Iterator[Row]:
+    """Top 100 of 200,000 x 64 around 2,000 centres, one query at a time, at the setting that reaches 0.95 of the exact answer."""
+    generator = torch.Generator().manual_seed(0)
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+    count = 20_000 if options.quick else 200_000
+    centres = torch.randn(2_000, 64, generator=generator)
+
+    def drawn(some: int) -> torch.Tensor:
+        return centres[torch.randint(2_000, (some,), generator=generator)] + 0.5 * torch.randn(some, 64, generator=generator)
+
+    rows, queries = drawn(count), drawn(4 * options.repeats + 3)
+    slow = ExactIndex(rows, "dot")
+    for kind in ("ivf", "hnsw"):
+        fast = FaissIndex.build(rows, "dot", kind=kind, recall=0.95, k=K, queries=drawn(256))
+        times = in_turn(
+            4 * options.repeats,
+            {
+                "exact": lambda number: slow.search(queries[number : number + 1], K),
+                "ours": lambda number, fast=fast: fast.search(queries[number : number + 1], K),
+            },
+        )
+        found = compared(f"approximate, {kind}, top {K} of {count:,} x 64 in clusters", times["exact"], times["ours"], 5.0)
+        yield found | {"recall": round(fast.measured_recall, 4), "setting": fast.setting}
