@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # `spark` is not among them: PySpark takes 468 MB on disk and needs Java.
-EXTRAS ?= dev,report,data
+EXTRAS ?= dev,report,data,serve
 # Test files at a time. Most tests wait for processes that they start; each worker holds torch and TorchRec, 0.5 GB.
 WORKERS ?= 2
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
@@ -26,8 +26,8 @@ unexport PYTHONPATH PYTHONHOME PIP_USER
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
-demo: $(STAMP) ## set up, then train the recipe two_tower on two ranks (a bare `torchx run`); without MovieLens, on generated data
-	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted
+demo: $(STAMP) ## set up, train the recipe two_tower on two ranks (`torchx run`) and export it; without MovieLens, on generated data
+	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted --set export=auto
 
 test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
 	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS) || test $$? -eq 5
