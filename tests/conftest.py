@@ -1,11 +1,16 @@
 """Fixtures, and what every test may assume."""
 
+import os
 import warnings
 
 import pytest
 import torch
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+
+# Two files at a time on two cores: with two threads each they wait for one another, and small tensors take three times as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

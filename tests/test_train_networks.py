@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torchx_apps import networks, publish, train_networks
 from torchx_apps.cli import apply_overrides, load_recipe
 from torchx_apps.members import MemberJob, differing, members_of, setting
-from torchx_apps.networks import NetworksConfig, _alone
+from torchx_apps.networks_config import NetworksConfig
 from torchx_apps.networks_report import Result, best_of, draw, table
 from torchx_apps.rank_groups import RankGroup, World, place
+from torchx_apps.stackable import why_alone
 
 TINY = ["data.name=planted", "data.users=60", "data.items=50", "data.history_length=5", "train.epochs=2", "train.eval_every=1"]
 SETS = [f"--set={item}" for item in [*TINY, "loader.batch_size=256", "model.tower_widths=8", "model.top_widths=8"]]
@@ -197,8 +198,8 @@ def test_settings_of_the_job_are_checked() -> None:
     ],
 )
 def test_settings_that_no_stack_has_are_told_and_their_network_is_trained_alone(change: str, told: str) -> None:
-    assert _alone(load_recipe("two_tower")) is None
-    assert told in str(_alone(apply_overrides(load_recipe("two_tower"), [change])))
+    assert why_alone(load_recipe("two_tower")) is None
+    assert told in str(why_alone(apply_overrides(load_recipe("two_tower"), [change])))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

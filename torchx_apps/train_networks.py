@@ -47,7 +47,8 @@ def _train(argv: Sequence[str] | None) -> int:
         raise ValueError(f"--ranks {options.ranks}: it is of --list and --dry-run; a job's ranks are given by -j")
     from torchrec_ext.networks.peers import Codistillation
     from torchrec_ext.train.finite import RunStoppedError
-    from torchx_apps.networks import NetworksConfig, run
+    from torchx_apps.networks import run
+    from torchx_apps.networks_config import NetworksConfig
     from torchx_apps.rank_groups import World
 
     try:
