@@ -361,9 +361,10 @@ def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
 
 
 @pytest.mark.unit
-def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(CannotCaptureError, match=r"no C\+\+ compiler; install g\+\+ or clang"):
+def test_a_missing_compiler_is_told() -> None:
+    # monkeypatch would delete the setting at the end, and nothing could be compiled in this process any more
+    none = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with none, pytest.raises(CannotCaptureError, match=r"no C\+\+ compiler; install g\+\+ or clang"):
         engine_for(torch.device("cpu"))
 
 
