@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrec_ext.durable import synced
 from torchrec_ext.retrieval.errors import BundleError
 
 FORMAT = 1
@@ -157,11 +157,7 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
 def sync(folder: Path) -> None:
     """Has the disk hold every file and folder below before the next line runs."""
     for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        synced(path)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

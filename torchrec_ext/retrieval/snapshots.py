@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchrec_ext.durable import synced
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 _POINTER = "CURRENT"
@@ -131,16 +133,16 @@ def publish(path: Path, content: dict[str, Any], digests: dict[str, str]) -> Pat
     files = {}
     for file in sorted(path.iterdir()):
         files[file.name] = {"bytes": file.stat().st_size, "sha256": digests.get(file.name) or file_digest(file)}
-        _sync(file)
+        synced(file)
     whole = {"format": FORMAT, **content, "files": files}
     _write(path / MANIFEST, json.dumps({**whole, "digest": _digest(whole)}, indent=1) + "\n")
-    _sync(path)
+    synced(path)
     final = path.with_suffix("")
     path.rename(final)
     pointer = path.parent / _POINTER
     _write(pointer.with_suffix(".new"), final.name + "\n")
     pointer.with_suffix(".new").replace(pointer)
-    _sync(path.parent)
+    synced(path.parent)
     return final
 
 
@@ -190,11 +192,3 @@ def _write(path: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

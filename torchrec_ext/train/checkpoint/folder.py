@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
+from torchrec_ext.durable import synced
 from torchrec_ext.train.checkpoint import manifest
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 
@@ -72,11 +73,11 @@ class CheckpointFolder:
                 stream.flush()
                 os.fsync(stream.fileno())
         if not self.remote:
-            _sync_folder(path)
+            synced(path)
             if os.path.exists(self.path(step)):  # of a run that this one, resumed before it, is overtaking
                 self.files.rm(self.path(step), recursive=True)
             os.rename(path, self.path(step))
-            _sync_folder(self.root)
+            synced(self.root)
 
     def clean(self) -> list[str]:
         """Removes what was never finished, and says what."""
@@ -154,12 +155,3 @@ class CheckpointFolder:
                 whole = not name.endswith(_PARTIAL) and self.files.exists(f"{path}/{manifest.NAME}")
                 found.append((name, int(match[1]), whole))
         return found
-
-
-def _sync_folder(path: str) -> None:
-    """Has the names in a folder written to the disk, as fsync of a file does not."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
