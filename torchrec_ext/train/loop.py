@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError, HybridOptimizer
+from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.train.amp import Amp, forward_context
+from torchrec_ext.train import run_parts
+from torchrec_ext.train.amp import forward_context
 from torchrec_ext.train.checkpoint.run_checkpoints import Position, RunCheckpoints
-from torchrec_ext.train.early_stop import EarlyStop, EarlyStopWatch
+from torchrec_ext.train.config import TrainConfig as TrainConfig
+from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.even_steps import check_even, exactly
 from torchrec_ext.train.finite import FiniteLoss, RunStoppedError
 from torchrec_ext.train.finite import TrainingDivergedError as TrainingDivergedError
-from torchrec_ext.train.gradient_gate import GradientGate, gate_for
-from torchrec_ext.train.loss_scaling import LossScaling
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 from torchrec_ext.train.progress import Progress, Window
-from torchrec_ext.train.schedule import Schedule, rates, scheduler
-from torchrec_ext.train.steps import Compile, Steps
-from torchrec_ext.train.threads import Threads
+from torchrec_ext.train.schedule import rates, scheduler
+from torchrec_ext.train.steps import Steps
 from torchrec_ext.train.timeline import Timeline
 from torchrec_ext.train.tracing import StepTrace, check_fits
 from torchrec_ext.train.watchdog import Watchdog
@@ -46,65 +43,6 @@ class Loader(Protocol):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The loop.
-
-    Args:
-        epochs: passes over the data.
-        log_every: steps between two records of loss and throughput, besides one at each epoch's end; a record is the only place
-            where the loop waits for the device.
-        eval_every: epochs between two evaluations; the last epoch is always evaluated.
-        seed: of the dense layers, the tables and dropout; added to the loader's, of the order of samples and the negatives.
-        tables_schedule: how the tables' learning rates change over the run.
-        dense_schedule: how the dense layers' do.
-        early_stop: after which evaluations the run ends before its last epoch.
-        on_nan: what a loss or gradient that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the step on all
-            ranks, which then moves nothing; a record of kind ``left_out`` says why.
-        check_gradients: look at each step's gradients before they reach a sharded table, see :class:`GradientGate`: ``on``, ``off``
-            or ``auto``, which is on where it costs no wait for the device: on the CPU, and with ``on_nan=skip``. Where it is off, a
-            gradient that is no number is found after sharded tables were moved by it. A captured step is not looked at.
-        hang_s: seconds without a step after which a rank writes its stacks and ends the job; more than the slowest step takes. 0
-            for never: collectives then fail after five minutes.
-        trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
-        compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank that no other
-            waits for: ``auto`` where the rest of the run is long enough to pay for it and the model allows it, ``off``, or
-            ``require``: an error where it is not possible. The result is the same to rounding; see :class:`Steps`.
-        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay what they are. ``fp16`` in
-            float16, for devices without the other, with its loss scaled; see :class:`LossScaling`.
-        threads: ``auto`` measures on the first steps, for two seconds, how many compute threads a process should have, and pins it
-            to its share of the cores; ``given`` keeps those that it was started with.
-    """
-
-    epochs: int = 10
-    log_every: int = 50
-    eval_every: int = 1
-    seed: int = 0
-    tables_schedule: Schedule = field(default_factory=Schedule)
-    dense_schedule: Schedule = field(default_factory=Schedule)
-    early_stop: EarlyStop = field(default_factory=EarlyStop)
-    on_nan: Literal["stop", "skip"] = "stop"
-    check_gradients: Literal["auto", "on", "off"] = "auto"
-    hang_s: float = 240.0
-    trace_steps: int = 0
-    compile: Compile = "auto"
-    amp: Amp = "off"
-    threads: Threads = "given"
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "log_every", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
-        if not self.hang_s >= 0:
-            raise ValueError(f"hang_s={self.hang_s}: must be 0 seconds or more")
-        if self.trace_steps < 0:
-            raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")
-        checked = ("compile", get_args(Compile)), ("amp", get_args(Amp)), ("on_nan", ("stop", "skip"))
-        for name, choices in (*checked, ("check_gradients", ("auto", "on", "off"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
 
 
 def train(
@@ -197,14 +135,17 @@ class _Run:
         self.at = checkpoints.restore(self) if checkpoints is not None else Position()
         self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
         context = forward_context(config.amp, runtime.device)
-        looks: dict[str, Any] = {"leave_out": _leave_out(config, sync, optimizer), "gate": _gate(config, model, optimizer, runtime)}
+        looks: dict[str, Any] = {
+            "leave_out": run_parts.leave_out(config, sync, optimizer),
+            "gate": run_parts.gate(config, model, optimizer, runtime),
+        }
         self.forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, stop=stop, context=context, **looks)
         ranks.checks.append(self.forward.settle)
-        scaling = _scaling(config, sync, optimizer, runtime)
+        scaling = run_parts.scaling(config, sync, optimizer, runtime)
         piped_forward: Any = self.forward if scaling is None else scaling.around(self.forward)
         through: dict[str, Any] = {"forward": piped_forward, "before_tables": self.forward.before_tables, "sync": sync}
         self.pipeline = make_pipeline(model, scaling or optimizer, runtime.device, **through)
-        piped, left = _piped(config, sync), steps - self.at.step
+        piped, left = run_parts.piped(config, sync), steps - self.at.step
         way = "off" if config.compile == "auto" and piped else config.compile
         chosen: dict[str, Any] = {"compile": way, "total": left, "piped": piped, "context": context, "threads": config.threads}
         chosen["scaling"] = scaling
@@ -250,7 +191,7 @@ class _Run:
         if self.trace is not None and (overlap := self.trace.step()) is not None:
             self._keep({"kind": "timeline", "epoch": self.at.epoch, "step": step, **overlap})
         if self.progress.first and self.runtime.is_main and self.ways.piped:
-            _warn_unpipelined(unpipelined(self.pipeline, self.model))
+            run_parts.warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self.forward.settle()
             self._keep({**self.window.record(self.at.epoch, step), **(rates(self.optimizer) if self.schedule else {})})
@@ -315,51 +256,3 @@ class _Run:
             self.progress.show(record)
             if self.log is not None:
                 self.log(record)
-
-
-def _leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) -> Callable[[], None] | None:
-    """What has the optimizer leave out a step, where the run goes on after a loss that is no number."""
-    if config.on_nan == "stop":
-        return None
-    if not isinstance(optimizer, HybridOptimizer) or sync.mode != "every_step" or config.compile == "require":
-        raise ValueError(
-            f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: a step can be left out only where "
-            "ranks agree in every step and none is captured; set sync.mode=every_step and train.compile=auto, or train.on_nan=stop"
-        )
-    return partial(setattr, optimizer, "leave_out", True)
-
-
-def _scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime) -> LossScaling | None:
-    if config.amp != "fp16":
-        return None
-    if sync.mode != "every_step" or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
-        raise ValueError(
-            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: a step whose gradients overflow is left "
-            "out, on which ranks must agree; set sync.mode=every_step and train.on_nan=stop, or train.amp=bf16"
-        )
-    return LossScaling(optimizer, runtime.device)
-
-
-def _gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runtime: Runtime) -> GradientGate | None:
-    skips = config.on_nan == "skip"
-    if not isinstance(optimizer, HybridOptimizer) or config.check_gradients == "off":
-        return None
-    if config.check_gradients == "auto" and runtime.device.type == "cuda" and not skips:
-        return None
-    return gate_for(model, optimizer, runtime, always=skips)
-
-
-def _piped(config: TrainConfig, sync: SyncConfig) -> bool:
-    """Whether the run has what only the pipeline's steps can do: a timeline, semi-sync, leaving a step out."""
-    if config.compile == "require" and sync.mode == "semi_sync":
-        raise ValueError("train.compile=require with sync.mode=semi_sync: look-ups a step ahead are the pipeline's; choose one")
-    return bool(config.trace_steps) or sync.mode == "semi_sync" or config.on_nan == "skip"
-
-
-def _warn_unpipelined(paths: list[str]) -> None:
-    if paths:
-        print(
-            f"not pipelined: {', '.join(paths)}: their input dist does not overlap with the step before; "
-            "pass them an attribute of the batch unchanged",
-            file=sys.stderr,
-        )
