@@ -11,6 +11,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_ext.distributed.choices import Choice
+from torchrec_ext.distributed.gradient_buckets import settle_buckets
 from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer, keyed_optimizers
 from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, has_kernel, shardings
 from torchrec_ext.distributed.planning import plan_sharding, sharders
@@ -66,6 +67,7 @@ def hybrid_parallel(
     else:
         sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=[placing, *sharders()])
     initialise_tables(sharded, seed)
+    settle_buckets(sharded)
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
 

@@ -113,9 +113,10 @@ class RunCheckpoints:
 
     A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. Kept are weights,
     optimizer rows and counts, the loader's place, the random states of each rank (dropout), records and early stopping; schedules
-    follow from the step. On another number of ranks each rank draws its dropout anew. Not bit for bit are two things: captured
+    follow from the step. On another number of ranks each rank draws its dropout anew. Not bit for bit are three things: captured
     steps (``train.compile``) equal eager ones to rounding, and a resumed run makes its first ones eager; under local SGD and DiLoCo
-    the first step after a resume is taken together, with rank 0's optimizer state on every rank and no outer momentum.
+    the first step after a resume is taken together, with rank 0's optimizer state on every rank and no outer momentum; and on three
+    ranks or more with over 1 MiB of dense gradients that step is rounded otherwise, see :func:`settle_buckets`.
 
     Args:
         checkpointer: where they are.
