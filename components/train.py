@@ -53,7 +53,7 @@ def hybrid(
         resume: auto for the last good checkpoint of run_dir, or of the recipe's newest run; or the path of another run
         j: NODESxPROCS, or MIN:MAXxPROCS to train on however many nodes between MIN and MAX are up
         threads: OpenMP threads per rank; one is fastest on small models
-        max_retries: restarts after a failure, by torchrun and by a scheduler that retries (local_cwd does not)
+        max_retries: restarts from the last checkpoint, by torchrun and by a scheduler that retries (local_cwd does not)
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, in place of cpu, gpu and memMB
@@ -141,7 +141,7 @@ def networks(
         resume: auto to go on in run_dir, or in the recipe's newest: members that have ended stay as they are
         j: NODESxPROCS, or MIN:MAXxPROCS to train on however many nodes between MIN and MAX are up
         threads: OpenMP threads per rank; one is fastest on small models
-        max_retries: restarts after a failure, by torchrun and by a scheduler that retries (local_cwd does not)
+        max_retries: restarts from the last checkpoint, by torchrun and by a scheduler that retries (local_cwd does not)
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, in place of cpu, gpu and memMB
@@ -203,7 +203,7 @@ def _app(
         cpu=cpu,
         gpu=gpu,
         memMB=memMB,
-        env=_environment(env, threads, max_retries),
+        env=_environment(env, threads, max_retries, elastic=":" in j),
         max_retries=max_retries,
         mounts=mounts,
         rdzv_port=rdzv_port,
@@ -233,15 +233,16 @@ def _topology(j: str) -> str:
     return j
 
 
-def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int) -> Dict[str, str]:
+def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, elastic: bool) -> Dict[str, str]:
     if threads < 1:
         raise ValueError(f"--threads {threads}: a rank needs at least one thread")
     if max_retries < 0:
         raise ValueError(f"--max_retries {max_retries}: write 0 for none, or how often to start again")
     ours = {"OMP_NUM_THREADS": str(threads)}
-    if max_retries:
-        # A restarted rank otherwise reads the dead one's address from the agent's store, and gloo cannot connect
-        # (https://github.com/pytorch/pytorch/issues/135712).
+    if max_retries or elastic:
+        # Each attempt meets at a store of its own. In the agents' store, which outlives them, a restarted rank reads the dead one's
+        # address and gloo cannot connect (https://github.com/pytorch/pytorch/issues/135712); and ranks look there under the count
+        # of their own host's restarts, which differs between hosts after the first fault: they would wait for each other.
         ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return {**ours, **(env or {})}
 

@@ -83,6 +83,7 @@ def test_the_users_environment_wins() -> None:
 
 def test_resources_nodes_and_mounts() -> None:
     (role,) = launch("-j", "2:4x8", "--gpu", "8", "--memMB", "9000", "--mounts", "type=volume,src=r,dst=/r").roles
+    assert role.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", "a node that joins later starts all ranks again"
     assert (role.min_replicas, role.num_replicas, role.resource.gpu, role.resource.memMB) == (2, 4, 8, 9000)
     assert role.mounts[0].dst_path == "/r"
     assert ":29500 " in role.args[-1]

@@ -1,11 +1,13 @@
 """What a rank that is asked to stop can see of the others, and which checkpoints several runs have in common."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from torchx_apps.resuming import a_neighbour_died, ended, newest_networks
+from torchx_apps.link_watch import LinkWatch
+from torchx_apps.resuming import a_neighbour_died, begun, ended, newest_networks, newest_run, where_to_begin
 
 pytestmark = pytest.mark.unit
 
@@ -48,3 +50,61 @@ def test_the_newest_job_of_several_networks_is_found_by_its_launch(tmp_path: Pat
     assert newest_networks("ncf", tmp_path) == tmp_path / "networks-ncf-2"
     assert newest_networks("ncf", tmp_path, launch="x") == tmp_path / "networks-ncf-1"
     assert newest_networks("session", tmp_path) is None
+
+
+def begun_run(runs: Path, name: str, launch: str) -> Path:
+    """A run folder with a checkpoint."""
+    (runs / name / "checkpoints" / "step-0000000005").mkdir(parents=True)
+    (runs / name / "checkpoints" / "step-0000000005" / "manifest.json").touch()
+    (runs / name / "launch").write_text(f"{launch}\n")
+    return runs / name
+
+
+def test_a_launch_knows_the_run_that_it_has_begun_though_no_torchrun_counts_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = partial(newest_run, "a", tmp_path)
+    mine, other = begun_run(tmp_path, "a-1", "mine"), begun_run(tmp_path, "a-2", "other")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    for run_dir in (None, mine):
+        assert where_to_begin(run_dir, "never", newest, "a", counted=False) == (mine, True)
+    assert where_to_begin(other, "never", newest, "a", counted=False) == (other, False)
+    assert where_to_begin(other, "never", newest, "a", counted=True) == (other, True)
+    assert where_to_begin(tmp_path / "new", "auto", newest, "a", counted=False) == (tmp_path / "new", False)
+    (mine / "summary.json").touch()
+    assert not begun(mine), "it was trained to its end"
+
+
+def test_launches_without_an_id_of_their_own_are_told_apart_by_the_count_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, run = partial(newest_run, "a", tmp_path), begun_run(tmp_path, "a-1", "none")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert where_to_begin(run, "never", newest, "a", counted=False) == (run, False)
+    assert where_to_begin(None, "auto", newest, "a", counted=False) == (run, False)
+    assert where_to_begin(None, "never", newest, "a", counted=True) == (run, True)
+    folder, again = where_to_begin(None, "never", newest, "a", counted=False)
+    assert folder.parent == Path("runs")
+    assert not again
+
+
+def test_a_node_is_lost_when_its_ranks_are_gone_and_the_others_out_of_reach() -> None:
+    ranks, reached, now = 0, False, 0.0
+    watch = LinkWatch(lambda: ranks, lambda: reached, after_s=15)
+
+    def lost(seconds: float) -> bool:
+        nonlocal now
+        now += seconds
+        return watch.lost(now)
+
+    assert not any(lost(10) for _ in range(9)), "the first node may start later than this one"
+    ranks = 1
+    assert not any(lost(10) for _ in range(9)), "a rank may still save"
+    ranks = 0
+    assert not lost(10)
+    reached = True
+    assert not lost(10), "it waits for another host to join"
+    reached = False
+    assert not lost(10)
+    assert not lost(10)
+    assert lost(10)

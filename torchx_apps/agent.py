@@ -1,10 +1,11 @@
-"""torchrun with two changes: a failed job ends with one clear error, and a killed launcher leaves no process behind.
+"""torchrun with three changes: one clear error ends a failed job, a killed launcher leaves no process behind, and a lost node ends.
 
 `python -m torchx_apps.agent` takes torchrun's flags. The component starts it; plain torchrun runs the same ranks.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
@@ -37,8 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _end_when_lost(run.parse_args(arguments))
     try:
-        run.main(list(sys.argv[1:] if argv is None else argv))
+        run.main(arguments)
     except ChildFailedError as failed:
         hand_over(describe_failure(*first_failure(failed.failures)))
         return 1
@@ -131,6 +134,19 @@ def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] |
     from torchx_apps.failures import RankErrorHandler
 
     return record(app, RankErrorHandler())(argv) or 0
+
+
+def _end_when_lost(options: argparse.Namespace) -> None:
+    """On a node of several, see :mod:`torchx_apps.link_watch`."""
+    from torchx_apps.link_watch import end_when_lost
+
+    def end(message: str) -> None:
+        hand_over(message)
+        os._exit(1)  # the agent's own thread may wait for ever
+
+    several = options.nnodes.rpartition(":")[2] != "1" and not options.standalone
+    if several and options.rdzv_backend != "static" and ":" in options.rdzv_endpoint:
+        end_when_lost(options.rdzv_endpoint, end)
 
 
 def _stop_when_orphaned() -> None:

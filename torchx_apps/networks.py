@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torchrec_ext.distributed.runtime import Runtime
@@ -24,7 +25,7 @@ from torchx_apps.members import MemberJob
 from torchx_apps.networks_config import NetworksConfig
 from torchx_apps.networks_report import Result
 from torchx_apps.rank_groups import RankGroup, World, group_of
-from torchx_apps.resuming import LAUNCH, ended, launch_id, newest_networks, restarted
+from torchx_apps.resuming import LAUNCH, ended, launch_id, newest_networks, restarted, where_to_begin
 from torchx_apps.stackable import Built, apart, build
 from torchx_apps.stacked_members import STACK_FILE, StackedMembers
 
@@ -45,12 +46,8 @@ def run(
         Whether any member was trained to its end.
     """
     training.quieten_libraries()
-    if restarted():
-        config = dataclasses.replace(config, resume="auto")
     members = [_in_its_own_folder(member) for member in members]
-    if world.rank == 0:
-        world.tell("folder", str(_root(members[0].job.name, run_dir, config)))
-    root = Path(world.told(["folder"])[0])
+    root, config = _begin(members[0].job.name, run_dir, config, world)
     mine = group_of(groups, world.rank)
     number = groups.index(mine)
     own = [member for member in members if member.name in mine.members]
@@ -67,13 +64,18 @@ def run(
     return report.finish(root, members, [results[member.name] for member in members])
 
 
-def _root(recipe: str, run_dir: Path | None, config: NetworksConfig) -> Path:
-    """The folder of the job, which says of which launch it is."""
-    newest = newest_networks(recipe, launch=launch_id() if restarted() else None) if config.resume == "auto" else None
-    root = run_dir or newest or Path("runs") / f"networks-{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    root.mkdir(parents=True, exist_ok=True)
-    (root / LAUNCH).write_text(launch_id() + "\n")
-    return root
+def _begin(recipe: str, run_dir: Path | None, config: NetworksConfig, world: World) -> tuple[Path, NetworksConfig]:
+    """The folder of the job, which says of which launch it is, and how all ranks begin in it: rank 0 tells them."""
+    world.tell(f"restarted/{world.rank}", "yes" if restarted() else "")
+    if world.rank == 0:
+        counted = any(world.told([f"restarted/{rank}" for rank in range(world.size)]))
+        newest = partial(newest_networks, recipe)
+        root, again = where_to_begin(run_dir, config.resume, newest, f"networks-{recipe}", counted=counted)
+        root.mkdir(parents=True, exist_ok=True)
+        (root / LAUNCH).write_text(launch_id() + "\n")
+        world.tell("begin", json.dumps([str(root), "auto" if again else config.resume]))
+    folder, resume = json.loads(world.told(["begin"])[0])
+    return Path(folder), dataclasses.replace(config, resume=resume)
 
 
 def _in_its_own_folder(member: MemberJob) -> MemberJob:

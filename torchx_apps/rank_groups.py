@@ -119,7 +119,7 @@ class World:
         self.processes_per_gpu = -(-local // len(self._gpus)) if self._gpus else 0
         alone = "RANK" not in environ
         self._store: Any = dist.HashStore() if alone else next(iter(dist.rendezvous("env://")))[0]  # type: ignore[no-untyped-call]
-        self._store = dist.PrefixStore(f"networks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", self._store)
+        self._store = dist.PrefixStore("networks", self._store)
 
     def narrow(self, group: RankGroup, name: str) -> None:
         """Lets this process's next ``Runtime.start`` join the ranks of ``group`` alone.

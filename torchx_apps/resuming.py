@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.reading import damage, newest_good
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchrec_ext.train.checkpoint.together import Together
+from torchx_apps.link_watch import children_of
 
 CHECKPOINTS, LAUNCH = "checkpoints", "launch"
+_NO_LAUNCH = ("", "none")  # without torchrun, and where torchrun was given no --rdzv-id: then launches share it
 
 
 def newest_run(recipe: str, runs: Path = Path("runs"), *, launch: str | None = None) -> Path | None:
@@ -66,26 +70,55 @@ def launch_id() -> str:
 
 
 def restarted() -> bool:
-    """Whether torchrun has started this rank again."""
+    """Whether this rank's torchrun counts a restart.
+
+    Its count is that of one host: it stays 0 where the ranks are started again because another host's came back, and on a host that
+    has taken the place of another. See :func:`where_to_begin`.
+    """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def resume_from(resume: str, checkpointer: Checkpointer) -> str | None:
+def begun(folder: Path | None) -> bool:
+    """Whether an earlier attempt of this launch has begun the run of a folder, and has not ended it."""
+    if folder is None or launch_id() in _NO_LAUNCH or ended(folder):
+        return False
+    named = folder / LAUNCH
+    return named.is_file() and named.read_text().strip() == launch_id()
+
+
+def where_to_begin(
+    run_dir: Path | None, resume: str, newest: Callable[..., Path | None], name: str, *, counted: bool
+) -> tuple[Path, bool]:
+    """The folder of the run, and whether an earlier attempt of this launch was there before; one rank finds it for all.
+
+    Args:
+        run_dir: the folder that the user has named.
+        resume: as the user has given it.
+        newest: the newest folder of the recipe; with ``launch=`` only that of this launch.
+        name: of a new folder in ``runs``, which the date follows.
+        counted: whether the torchrun of some rank counts a restart.
+    """
+    own = run_dir or newest(launch=launch_id())
+    again = counted or begun(own)
+    found = own if again else run_dir or (newest() if resume == "auto" else None)
+    return found or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", again
+
+
+def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False) -> str | None:
     """The checkpoint to begin from, the same on every rank; None to begin anew.
 
     Args:
         resume: ``never``; ``auto`` for the last good one of this run's folder; or a path or address, see :func:`find_checkpoint`.
         checkpointer: of this run.
+        again: an earlier attempt of this launch was here before: what it has saved goes before a path.
 
     Raises:
         CheckpointError: there is none at ``resume``, or it is damaged.
     """
-    if resume == "never":
-        return None
-    if resume != "auto":
+    path = checkpointer.last_good() if again or resume == "auto" else None
+    if path is None and resume not in ("never", "auto"):
         return find_checkpoint("--resume ", resume, checkpointer.together)
-    path = checkpointer.last_good()
-    if checkpointer.together.rank == 0:
+    if resume != "never" and checkpointer.together.rank == 0:
         print(f"resuming from {path}" if path else "no checkpoint to resume from: the run begins anew", flush=True)
     return path
 
@@ -110,16 +143,22 @@ def find_checkpoint(flag: str, place: str, together: Together) -> str:
     return place if is_url(place) else str(Path(place).absolute())
 
 
+@contextmanager
+def telling_how_to_go_on(checkpointer: Checkpointer | None) -> Iterator[None]:
+    """A fault in the data, such as a file that is gone, ends with how to go on once it is mended, where the run is saved."""
+    try:
+        yield
+    except DataError as error:
+        if checkpointer is None:
+            raise
+        raise DataError(f"{error}; then go on with --resume auto") from error
+
+
 def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
     """Whether a rank of this host that the same torchrun has started is gone; False where that cannot be seen."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
-    alive = 0
-    for stat in processes.glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError):  # gone meanwhile
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            alive += int(parent) == os.getppid() and state not in ("Z", "X")
-    return 0 < alive < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 0 < children_of(os.getppid(), processes) < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,18 @@ from torchx_apps.failures import end_process
 from torchx_apps.job import Job, Judge, Task
 from torchx_apps.lookups import merge_lookups
 from torchx_apps.placing import place_towers, report_steps
-from torchx_apps.resuming import CHECKPOINTS, LAUNCH, asked_to_stop, find_checkpoint, launch_id, newest_run, restarted, resume_from
+from torchx_apps.resuming import (
+    CHECKPOINTS,
+    LAUNCH,
+    asked_to_stop,
+    find_checkpoint,
+    launch_id,
+    newest_run,
+    restarted,
+    resume_from,
+    telling_how_to_go_on,
+    where_to_begin,
+)
 
 
 def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None:
@@ -52,12 +64,12 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
     Args:
         job: what to train.
         run_dir: the run folder; ``runs/RECIPE-DATE`` where not given, or the recipe's newest to resume ``auto``.
-        resume: ``never``, ``auto`` or a path, see :func:`resume_from`; a rank that torchrun has started again resumes by itself.
+        resume: ``never``, ``auto`` or a path, see :func:`resume_from`; a job that torchrun or the scheduler has started again goes
+            on in its own run folder by itself.
 
     Raises:
         RunStoppedError: SIGTERM; the run has been saved.
     """
-    resume = "auto" if resume == "never" and restarted() else resume
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
         task = load_task(job, runtime)
@@ -68,9 +80,10 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         merge_lookups(job, model, runtime.world_size)
         schema = model.schema(out_of_range=job.model.out_of_range)
         loader = _loader(job, task, schema, runtime)
-        path = _run_folder(job, run_dir, resume, runtime)
+        path, again = _run_folder(job, run_dir, resume, runtime)
+        resume = "auto" if again and resume == "never" else resume
         checkpointer = _checkpointer(job, path, runtime) if job.checkpoint.saves or resume != "never" else None
-        begin = resume_from(resume, checkpointer) if checkpointer else None
+        begin = resume_from(resume, checkpointer, again=again) if checkpointer else None
         folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
         plan, text = _plan(job, model, decision, runtime)
         if folder is not None:
@@ -86,7 +99,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         judge = task.judge(schema, parallel, runtime)
         start = time.perf_counter()
-        with asked_to_stop() as stop, _watched(job, runtime, path) as watchdog:
+        with asked_to_stop() as stop, _watched(job, runtime, path) as watchdog, telling_how_to_go_on(checkpointer):
             history = train(
                 parallel,
                 optimizer,
@@ -199,12 +212,15 @@ def quieten_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec_ext\.")
 
 
-def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> Path:
-    """The run folder, as rank 0 names it."""
-    newest = newest_run(job.name, launch=launch_id() if restarted() else None) if resume == "auto" else None
-    named: list[Any] = [run_dir or newest or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"]
+def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> tuple[Path, bool]:
+    """The run folder, as rank 0 names it, and whether an earlier attempt of this launch was there before."""
+    counted: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(counted, restarted())
+    named: list[Any] = [None, False]
+    if runtime.is_main:
+        named = list(where_to_begin(run_dir, resume, partial(newest_run, job.name), job.name, counted=any(counted)))
     dist.broadcast_object_list(named, src=0)
-    return Path(named[0])
+    return named[0], named[1]
 
 
 def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[Watchdog | None]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,46 +29,44 @@ SETTINGS = (
 )
 
 
-class Job:
-    """A training job, as the component starts it; killed where the test leaves it.
+class RunFiles:
+    """What a run leaves in its folder.
 
     Args:
-        run_dir: its run folder.
-        flags: of the app.
-        ranks: processes on this host.
-        restarts: torchrun's max-restarts.
-        settings: overrides of the recipe two_tower.
-        launcher: the launcher's module.
-        launch: its flags; for one host where not given.
-        before: a command that runs the launcher, such as one that enters a network namespace.
+        run_dir: the folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def steps(self) -> list[int]:
+        """Of its checkpoints."""
+        return sorted(int(path.name[-10:]) for path in (self.run_dir / "checkpoints").glob("step-*[0-9]"))
+
+    def records(self) -> list[dict[str, Any]]:
+        """Of the run so far, without what a clock says."""
+        file = self.run_dir / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        return [{name: value for name, value in record.items() if name != "rows_per_s"} for record in found]
+
+    def figures(self) -> Any:
+        """Those of the end."""
+        return json.loads((self.run_dir / "summary.json").read_text())["test"]
+
+
+class Launched:
+    """Processes under a launcher; all are killed where the test leaves them.
+
+    Args:
+        command: the launcher with its flags.
         environment: changes to it.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *flags: str,
-        ranks: int = 2,
-        restarts: int = 0,
-        settings: Sequence[str] = SETTINGS,
-        launcher: Sequence[str] = AGENT,
-        launch: Sequence[str] = ("--standalone",),
-        before: Sequence[str] = (),
-        environment: dict[str, str] | None = None,
-    ) -> None:
-        self.run_dir = run_dir
-        overrides = [word for item in settings for word in ("--set", item)]
-        launches = [*launcher, *launch, f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-        app = ["-m", "torchx_apps.train", "--run-dir", str(run_dir), *overrides, *flags]
-        changes = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environment or {})}
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         # Into a file: a pipe that nobody reads stops a job that says much.
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the job)
-        self.process = subprocess.Popen(
-            [*before, sys.executable, *launches, *app],
-            env={**os.environ, **changes},
-            stdout=self._said,
-            stderr=subprocess.STDOUT,
-        )
+        self.process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=self._said, stderr=subprocess.STDOUT)
 
     def __enter__(self) -> Self:
         return self
@@ -101,26 +99,9 @@ class Job:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job has not ended after {seconds} s:\n{self.said}") from None
 
-    def steps(self) -> list[int]:
-        """Of its checkpoints."""
-        return sorted(int(path.name[-10:]) for path in (self.run_dir / "checkpoints").glob("step-*[0-9]"))
-
-    def records(self) -> list[dict[str, Any]]:
-        """Of the run so far, without what a clock says."""
-        file = self.run_dir / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("}")]
-        return [{name: value for name, value in record.items() if name != "rows_per_s"} for record in found]
-
-    def figures(self) -> Any:
-        """Those of the end."""
-        return json.loads((self.run_dir / "summary.json").read_text())["test"]
-
     def ranks(self) -> list[int]:
         """Process ids of the ranks."""
-        return [
-            pid for pid in self.descendants() if "torchx_apps.train" in _command(pid) and "--nproc-per-node" not in _command(pid)
-        ]
+        return [pid for pid in self.descendants() if "torchx_apps.train" in _command(pid) and "nproc" not in _command(pid)]
 
     def descendants(self) -> list[int]:
         """Process ids of all that the launcher has started, directly or not."""
@@ -130,6 +111,39 @@ class Job:
             found += children
             parents = children
         return found
+
+
+class Job(Launched, RunFiles):
+    """A training job on this host, as the component starts it.
+
+    Args:
+        run_dir: its run folder.
+        flags: of the app.
+        ranks: processes on this host.
+        restarts: torchrun's max-restarts.
+        settings: overrides of the recipe two_tower.
+        launcher: the launcher's module.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *flags: str,
+        ranks: int = 2,
+        restarts: int = 0,
+        settings: Sequence[str] = SETTINGS,
+        launcher: Sequence[str] = AGENT,
+    ) -> None:
+        launches = [*launcher, "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+        app = ["-m", "torchx_apps.train", "--run-dir", str(run_dir), *overriding(settings), *flags]
+        environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        Launched.__init__(self, [sys.executable, *launches, *app], environment)
+        RunFiles.__init__(self, run_dir)
+
+
+def overriding(settings: Sequence[str]) -> list[str]:
+    """The flags that set them."""
+    return [word for item in settings for word in ("--set", item)]
 
 
 def alive(pids: Sequence[int]) -> list[int]:

@@ -1,0 +1,45 @@
+"""A data file that vanishes in mid-run ends the job with its name, on the rank that reads it and on the one that does not."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.launch.jobs import Job, gone
+from torchrec_ext.data.labelled import planted_context
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
+FILES = 8
+
+
+def write_rows(folder: Path) -> None:
+    folder.mkdir()
+    train = planted_context().train
+    for number, rows in enumerate(np.array_split(np.arange(train.num_rows), FILES)):
+        table = pa.table({name: train[name].values[rows] for name in train})
+        pq.write_table(table, folder / f"part-{number}.parquet", row_group_size=1000)
+
+
+def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(Path(__file__).with_name("vanishing_recipe.py"), tmp_path)
+    write_rows(tmp_path / "rows")
+    file, away = tmp_path / "rows" / "part-5.parquet", tmp_path / "part-5.parquet"
+    settings, recipe = ("checkpoint.steps=20", "loader.buffer_rows=4000"), ("--recipe", "vanishing_recipe.py:job")
+    with Job(tmp_path / "run", *recipe, settings=settings) as job:
+        job.until(lambda: len(job.steps()) > 1)
+        left = job.descendants()
+        file.rename(away)
+        assert job.end(120) == 1, job.said
+        last = job.said.splitlines()[-1]
+        assert "rows/part-5.parquet: the file vanished while it was in use" in last, job.said
+        assert last.endswith("go on with --resume auto"), last
+        assert gone(left, 30)
+        saved = max(job.steps())
+    away.rename(file)
+    with Job(tmp_path / "run", *recipe, "--resume", "auto", settings=(*settings, "train.epochs=4")) as job:
+        assert job.end() == 0, job.said
+        assert f"resuming from {tmp_path}/run/checkpoints/step-{saved:010d}" in job.said

@@ -1,0 +1,27 @@
+"""A recipe that reads its training rows from the files in ``rows``; test_vanished_file.py copies this file beside them."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from torchrec_ext.data.labelled import LabelledConfig, load_labelled
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.source import ParquetSource
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train.loop import TrainConfig
+from torchx_apps.labelled import LabelledTask
+from torchx_apps.recipes import Job, contextual_ncf
+
+
+@dataclass(frozen=True)
+class FromFiles(LabelledTask):
+    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
+        return ChunkLoader(ParquetSource("rows"), schema, config=config, rank=rank, world_size=world_size)
+
+
+def task(config: LabelledConfig, *, progress: bool = True) -> FromFiles:
+    return FromFiles(load_labelled(config))
+
+
+def job() -> Job:
+    train = TrainConfig(epochs=30, eval_every=30, compile="off")
+    return dataclasses.replace(contextual_ncf(), task=task, data=LabelledConfig(name="planted"), train=train)
