@@ -152,6 +152,34 @@ def test_describe_shows_every_key_that_can_be_set() -> None:
     assert "OnlyForTypeCheckers | None" in rows["loader.other"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Marked:
+    """As Sphinx reads it.
+
+    Args:
+        kind: ``plain``, see :class:`torchrec_ext.data.loader.ChunkLoader` and :data:`LAYOUT`.
+    """
+
+    kind: str = "plain"
+
+
+def test_describe_has_no_markup_and_is_broken_where_a_terminal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert describe(Marked()).endswith("plain, see ChunkLoader and LAYOUT.")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "90")
+    assert max(map(len, describe(Marked()).splitlines())) <= 90
+    shown = describe(load_recipe("contextual_ncf"))
+    assert max(map(len, shown.splitlines())) <= 130  # no narrower than its columns can be
+    assert re.search(r"^model\.share_user +bool +False ", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("recipe", ["two_tower", "contextual_ncf", "session"])
+def test_a_dry_run_says_how_a_folder_of_ones_own_must_look(recipe: str) -> None:
+    (line,) = [line for line in describe(load_recipe(recipe)).splitlines() if line.startswith("data.name ")]
+    assert "a folder of your own" in line
+    assert ".parquet" in line
+
+
 def test_built_in_recipes_are_listed_with_what_they_are() -> None:
     assert re.search(r"^two_tower +\w", list_recipes(), re.MULTILINE)
     assert load_recipe("two_tower").name == "two_tower"

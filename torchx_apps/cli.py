@@ -7,7 +7,10 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +95,8 @@ def describe(config: Any) -> str:
     from tabulate import tabulate
 
     rows = list(_rows(config, ""))
+    if sys.stdout.isatty():  # a file or a pipe has a line for each key
+        rows = _broken(rows)
     return str(tabulate(rows, headers=["key", "type", "value", "meaning"], disable_numparse=True))
 
 
@@ -207,5 +212,19 @@ def _shown(value: object) -> str:
 def _meanings(config: Any) -> dict[str, str]:
     from docstring_parser import parse  # comes with TorchX, which reads component docstrings with it
 
-    told = {p.arg_name: " ".join((p.description or "").split()) for p in parse(type(config).__doc__ or "").params}
+    told = {p.arg_name: _plain(p.description or "") for p in parse(type(config).__doc__ or "").params}
     return told | {f.name: f.metadata["doc"] for f in dataclasses.fields(config) if "doc" in f.metadata}
+
+
+def _plain(text: str) -> str:
+    """Without Sphinx's markup, which means nothing in a terminal."""
+    without_roles = re.sub(r":[a-z]+:`[~!]?(?:[\w.]*\.)?(\w+)`", r"\1", " ".join(text.split()))
+    return without_roles.replace("``", "")
+
+
+def _broken(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Type, value and meaning in lines that end where the terminal does; tabulate's own maxcolwidths makes 'False' True."""
+    narrow = 24
+    left = shutil.get_terminal_size().columns - max(len(row[0]) for row in rows) - 2 * narrow - 6
+    widths = (narrow, narrow, max(left, narrow))
+    return [(row[0], *(textwrap.fill(cell, width) for cell, width in zip(row[1:], widths, strict=True))) for row in rows]

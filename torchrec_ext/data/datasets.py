@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -46,7 +46,12 @@ class DataConfig:
             ``ml-1m-ncf`` and folders like it, and ``tfrs``.
     """
 
-    name: str = "ml-100k"
+    name: str = field(
+        default="ml-100k",
+        metadata={
+            "doc": f"ml-100k, ml-1m-ncf, generated data (planted, checkerboard), or a folder of your own, named so, with {LAYOUTS}."
+        },
+    )
     history_length: int = 50
     folder: str | None = None
     offline: bool = False
@@ -65,12 +70,12 @@ class DataConfig:
             raise ValueError(f"data.split={self.split!r}: a split of ml-100k; leave it out with data.name={self.name}")
         if self.history_length < 0:
             raise ValueError(f"data.history_length={self.history_length}: must be 0 or more")
-        for field in ("users", "items"):
-            value = getattr(self, field)
+        for key in ("users", "items"):
+            value = getattr(self, key)
             if value is not None and self.name not in GENERATED:
-                raise ValueError(f"data.{field}={value}: {self.name} has its own; leave it out, or choose data.name=planted")
+                raise ValueError(f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name=planted")
             if value is not None and value < 1:
-                raise ValueError(f"data.{field}={value}: must be 1 or more")
+                raise ValueError(f"data.{key}={value}: must be 1 or more")
 
 
 # The size and the sum are those of TensorFlow Datasets' checksum file.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,9 @@ class LabelledConfig:
         seed: of generated data.
     """
 
-    name: str = "frappe"
+    name: str = field(
+        default="frappe", metadata={"doc": f"frappe, generated data (planted), or a folder of your own, named so, with {LAYOUT}."}
+    )
     context: bool = True
     folder: str | None = None
     seed: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,10 @@ class SequenceConfig:
         seed: of the generator.
     """
 
-    name: str = "amazon-beauty-sequences"
+    name: str = field(
+        default="amazon-beauty-sequences",
+        metadata={"doc": f"amazon-beauty-sequences, generated data (planted), or a folder of your own, named so, with {LAYOUT}."},
+    )
     max_length: int = 50
     folder: str | None = None
     users: int | None = None
@@ -49,10 +52,10 @@ class SequenceConfig:
     def __post_init__(self) -> None:
         if self.max_length < 1:
             raise ValueError(f"data.max_length={self.max_length}: must be 1 or more")
-        for field in ("users", "items"):
-            value = getattr(self, field)
+        for key in ("users", "items"):
+            value = getattr(self, key)
             if value is not None and self.name != PLANTED:
-                raise ValueError(f"data.{field}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}")
+                raise ValueError(f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}")
 
 
 def load_sequences(config: SequenceConfig) -> SequenceData:
