@@ -33,6 +33,7 @@ from torchrec_ext.data.preprocess import (
     Vocabulary,
 )
 from torchrec_ext.data.preprocess.cells import read_cells
+from torchrec_ext.data.preprocess.column_types import arrow_type
 from torchrec_ext.data.preprocess.zones import offsets_of
 from torchrec_ext.schema import DataError
 
@@ -220,3 +221,33 @@ def test_serving_imports_neither_ibis_nor_duckdb(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("raw", "data"),
+    [
+        ("int64", [1, -2, 2**63 - 1]),
+        ("int64", []),
+        ("float32", [1.5, 2, -(2**24), float("nan"), float("inf"), 1e300, 0.1]),
+        ("float64", [1, 0.1, 2**53]),
+        ("float64", [3, 4]),
+        ("list<int64>", [[1, 2], [], [3]]),
+        ("list<int64>", [[]]),
+        ("list<float32>", [[1, 0.5], []]),
+    ],
+)
+def test_pythons_numbers_are_the_cells_that_arrow_makes_of_them(raw: str, data: list[Any]) -> None:
+    plain, arrow = read_cells("c", data, raw), read_cells("c", pa.array(data, arrow_type(raw)), raw)
+    for name in ("values", "valid", "lengths"):
+        found, expected = getattr(plain, name), getattr(arrow, name)
+        np.testing.assert_array_equal(found, expected)
+        assert getattr(found, "dtype", None) == getattr(expected, "dtype", None), name
+
+
+@pytest.mark.parametrize(
+    ("raw", "data"),
+    [("int64", [2**63]), ("int64", [1.5]), ("int64", [True]), ("float32", [2**24 + 1]), ("list<int64>", [1]), ("int64", [[1]])],
+)
+def test_what_a_type_does_not_hold_is_refused(raw: str, data: list[Any]) -> None:
+    with pytest.raises(DataError, match=rf"column 'c', row 0: value .* is not {raw}"):
+        read_cells("c", data, raw)

@@ -84,8 +84,7 @@ class Audit:
 @torch.no_grad()
 def logits(query: Side, read: Read, candidates: Tensor, interaction: nn.Module) -> Tensor:
     """(B,) logits of rows with a candidate's vector (B, Dc) each."""
-    outputs = [output.float() for output in query.model.outputs(query.batch(read))]
-    return interaction([*outputs, candidates]).float()  # type: ignore[no-any-return]
+    return interaction([*query.outputs(read), candidates]).float()  # type: ignore[no-any-return]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

@@ -17,6 +17,7 @@ from torchrec_ext.retrieval.architecture import rebuild
 from torchrec_ext.retrieval.columns import Columns, Read, Rows
 from torchrec_ext.retrieval.errors import BundleError
 from torchrec_ext.retrieval.manifest import digest_of, read_json
+from torchrec_ext.retrieval.plain_tower import PlainTower, is_plain
 from torchrec_ext.retrieval.tensors import fill_dense, fill_tables, read_tensors, table_paths
 from torchrec_ext.schema import Jagged
 
@@ -94,6 +95,7 @@ class Side:
         self.model, self.columns = model, columns
         towers: Any = model.towers.values()
         self.width = sum(int(tower.out_features) for tower in towers)
+        self._plain = [PlainTower(tower) for tower in towers] if all(map(is_plain, towers)) else None
 
     @property
     def request_columns(self) -> dict[str, str]:
@@ -108,10 +110,16 @@ class Side:
         """(B, D) of raw rows: the outputs of the towers side by side."""
         return self.vectors(self.read(rows))
 
-    @torch.no_grad()
     def vectors(self, read: Read) -> Tensor:
         """The same of rows that were read."""
-        return torch.cat([output.float() for output in self.model.outputs(self.batch(read))], dim=1)
+        return torch.cat(self.outputs(read), dim=1)
+
+    @torch.no_grad()
+    def outputs(self, read: Read) -> list[Tensor]:
+        """(B, D) float32 of each tower."""
+        if self._plain is None:
+            return [output.float() for output in self.model.outputs(self.batch(read))]
+        return [tower(read.sparse, read.dense) for tower in self._plain]
 
     def batch(self, read: Read) -> TowerBatch:
         """Their batch."""

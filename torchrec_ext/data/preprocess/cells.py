@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,12 @@ _TAKES = {
     "string": {"string"},
 }
 _AS_NUMPY = {"int64": np.int64, "float64": np.float64}
+# Python's numbers that stand for a type without a look at each, and the greatest integer among them that it holds.
+_PLAIN: dict[str, tuple[set[type], int]] = {
+    "int64": ({int}, 2**63 - 1),
+    "float32": ({int, float}, 2**24),
+    "float64": ({int, float}, 2**53),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +83,9 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
         raise DataError(f"column '{name}': {_short(data)} is one value; give a list with one entry per row")
     data = data if hasattr(data, "__getitem__") else list(data)
+    plain = _plain(data, raw)
+    if plain is not None:
+        return plain
     try:
         array = _typed(data, raw)
     except _REFUSALS:
@@ -86,6 +96,25 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
         array = array.flatten()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     return Cells(values=_numpy(array, element(raw)), valid=valid, lengths=lengths)
+
+
+def _plain(data: Sequence[Any], raw: str) -> Cells | None:
+    """Cells of Python's own numbers, of which most requests are made, faster than Arrow's; None for all that needs a look."""
+    kind, lengths = element(raw), None
+    if kind not in _PLAIN or type(data) is not list:
+        return None
+    if is_list(raw):
+        if set(map(type, data)) - {list}:
+            return None
+        lengths = np.array([len(row) for row in data], np.int64)
+        data = list(chain.from_iterable(data))
+    takes, most = _PLAIN[kind]
+    kinds = set(map(type, data))
+    if kinds - takes or (int in kinds and not all(-most <= value <= most for value in data if type(value) is int)):
+        return None
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, as to Arrow
+        values = np.array(data, kind).astype(working_type(kind), copy=False)
+    return Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths)
 
 
 def _numpy(array: pa.Array, raw: str) -> Array:
