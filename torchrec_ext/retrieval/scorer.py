@@ -124,13 +124,13 @@ class Scorer:
             if isinstance(user, Exception):
                 answers[at] = user
             elif isinstance(request, ScoreRequest):
-                answers[at] = guarded(serving.scores, request, user.vector, user.cold)
+                answers[at] = guarded(serving.scores, request, user)
             else:
                 chosen = guarded(selection, request, serving.bundle, user.place)
                 if isinstance(chosen, Exception):
                     answers[at] = chosen
                 else:
-                    wanted.append(Wanted(at, request, user.vector, user.cold, user.place, chosen))
+                    wanted.append(Wanted(at, request, user, chosen))
         answers |= serving.recommendations(wanted, self.retrieve)
         for at, one in enumerate(requests):
             if isinstance(one, EmbedRequest):

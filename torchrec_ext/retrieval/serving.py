@@ -15,7 +15,6 @@ from torch import Tensor
 from torchrec_ext.retrieval.index import ExactIndex, Index
 from torchrec_ext.retrieval.requests import (
     Answer,
-    ColdStart,
     Embedded,
     EmbedRequest,
     Id,
@@ -29,7 +28,7 @@ from torchrec_ext.retrieval.requests import (
 from torchrec_ext.retrieval.scoring import CandidateScorer, Compile
 from torchrec_ext.retrieval.selection import Selection, positions_of
 from torchrec_ext.retrieval.snapshots import StoreError
-from torchrec_ext.retrieval.users import Users
+from torchrec_ext.retrieval.users import Found, Users
 from torchrec_ext.retrieval.vectors import UserVectors
 
 if TYPE_CHECKING:
@@ -43,13 +42,11 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Wanted:
-    """A recommendation on its way: its place in the batch, and the user's vector (1, Dq)."""
+    """A recommendation on its way: its place in the batch, for whom, and among what."""
 
     at: int
     request: RecommendRequest
-    vector: Tensor
-    cold: ColdStart
-    place: int
+    user: Found
     selection: Selection
 
 
@@ -64,10 +61,11 @@ class Serving:
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)
 
-    def scores(self, request: ScoreRequest, vector: Tensor, cold: ColdStart) -> Scores:
+    def scores(self, request: ScoreRequest, user: Found) -> Scores:
         """The answer to one request."""
         positions, unknown = positions_of(self.bundle, "items", request.items)
-        return Scores(scores=self._logits(vector, positions).tolist(), cold=cold, bundle=self.digest, unknown_items=unknown)
+        logits = self._logits(user.vector, positions)
+        return Scores(scores=logits.tolist(), cold=user.cold, bundle=self.digest, unknown_items=unknown)
 
     def embed(self, request: EmbedRequest) -> Embedded:
         """The answer to one request."""
@@ -102,14 +100,14 @@ class Serving:
     def _search(self, group: Sequence[Wanted], k: int) -> tuple[Tensor, Tensor]:
         chosen = [one.selection for one in group]
         excluded = [part.excluded for part in chosen] if any(len(part.excluded) for part in chosen) else None
-        queries = torch.cat([one.vector for one in group])
+        queries = torch.cat([one.user.vector for one in group])
         scores, positions = self.index.search(queries, k, allowed=chosen[0].allowed, excluded=excluded)
         return scores, positions
 
     def _ranked(self, one: Wanted, positions: Tensor, scores: Tensor | None = None) -> Recommendation:
         """The best ``k`` of some positions; of equal scores the one before, which the index puts in the order of its own."""
         if scores is None or not self._final:
-            scores = self._logits(one.vector, positions)
+            scores = self._logits(one.user.vector, positions)
         best = scores.sort(descending=True, stable=True).indices[: one.request.k]
         places, given = positions[best].numpy(), one.selection.given
         if given is None or one.request.candidates is None:
@@ -121,7 +119,7 @@ class Serving:
             items=items,
             scores=scores[best].tolist(),
             asked=one.request.k,
-            cold=one.cold,
+            cold=one.user.cold,
             bundle=self.digest,
             unknown_items=one.selection.unknown,
             titles=self._titles(places) if one.request.titles else [],
@@ -158,9 +156,9 @@ class Serving:
 
     def _liked(self, one: Wanted) -> Int64:
         users = self.bundle.users
-        if not one.request.liked or users is None or one.place < 0:
+        if not one.request.liked or users is None or one.user.place < 0:
             return np.empty(0, np.int64)
-        return users.liked(one.place)[::-1][: one.request.liked]
+        return users.liked(one.user.place)[::-1][: one.request.liked]
 
     def _ids(self, positions: Int64) -> list[Id]:
         return self.bundle.store.ids.ids(positions).tolist()  # type: ignore[no-any-return]
