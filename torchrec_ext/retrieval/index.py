@@ -76,15 +76,15 @@ class _Blockwise:
             shown = self.live if allowed is None else allowed if self.live is None else allowed & self.live
             hidden = None if shown is None else ~shown
             # One buffer for all blocks: fresh memory for each costs as much as finding the greatest scores in it.
+            hide = [places.numpy() for places in excluded or ()]  # in numpy, where some numbers are found in no time
             buffer = torch.empty(len(queries) * min(self._rows, self.size))
             for start, stop in self.blocks():
                 scores = buffer[: len(queries) * (stop - start)].view(len(queries), -1)
                 self._scores(prepared, start, stop, scores)
                 if hidden is not None:
                     scores.masked_fill_(hidden[start:stop], -torch.inf)
-                for row, places in enumerate(excluded or ()):
-                    inside = places[(places >= start) & (places < stop)] if stop - start < self.size else places
-                    scores[row, inside - start] = -torch.inf
+                for row, places in zip(scores.numpy(), hide, strict=False):
+                    row[places[(places >= start) & (places < stop)] - start] = -np.inf
                 best.add(start, scores)
             scores, positions = best.result()
         return padded(scores, k, -torch.inf), padded(positions, k, -1)

@@ -62,8 +62,10 @@ class UserTable:
     def _list(self, column: str, place: int) -> Int64:
         if place < 0:
             return np.zeros(0, np.int64)
-        row = self._items[column].slice(place, 1).combine_chunks()
-        return row.flatten().to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
+        row = self._items[column][place].values
+        if row is None:
+            return np.zeros(0, np.int64)
+        return row.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
 
     @classmethod
     def open(cls, folder: Path, key: str) -> UserTable:
