@@ -1,4 +1,4 @@
-"""TorchX components: `torchx run rec.train.hybrid`, and `torchx run rec.plan`, which stands here for its short name.
+"""TorchX components: `torchx run rec.train.hybrid`; and those that stand here for their short names, `rec.plan` and `rec.embed`.
 
 TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
 """
@@ -83,6 +83,62 @@ def plan(
         entrypoint="python3",
         args=[*flags, *args],
         env=dict(env or {}),
+        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
+        mounts=specs.parse_mounts(mounts) if mounts else [],
+    )
+    return specs.AppDef(name=name, roles=[role])
+
+
+def embed(
+    *args: str,
+    bundle: str,
+    catalogue: str,
+    id: str,  # noqa: A002  (the flag is --id)
+    out: str,
+    tower: Optional[str] = None,
+    store: str = "fp32",
+    procs: int = 1,
+    name: str = "embed",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+) -> specs.AppDef:
+    r"""Runs one tower of a bundle over a catalogue of parquet files, into a store of vectors in the order of the ids.
+
+    On this machine::
+
+        torchx run rec.embed --bundle runs/a/bundle --catalogue items.parquet --id item_id --out vectors --store fp16 --procs 2
+
+    Args:
+        args: further flags of torchx_apps.embed, after --
+        bundle: a bundle's folder, or a run folder with one
+        catalogue: a parquet file, a folder of such, a pattern or an address, with the tower's raw columns
+        id: the column with the ids
+        out: folder of the store; one that is there gets a new version
+        tower: of the bundle, or query for those of the query side by side; the candidate's where not given
+        store: type of the stored vectors: fp32, fp16 or int8
+        procs: processes that share the rows
+        name: of the job
+        image: container image; local and Slurm schedulers use the current folder and environment instead
+        h: a named resource, in place of cpu and memMB
+        cpu: CPU cores
+        memMB: memory in MiB
+        env: environment
+        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
+    """
+    if procs < 1:
+        raise ValueError(f"--procs {procs}: must be 1 or more")
+    flags = ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={procs}", "-m", "torchx_apps.embed"]
+    flags += [bundle, "--catalogue", catalogue, f"--id={id}", f"--out={out}", f"--store={store}"]
+    role = specs.Role(
+        name="embed",
+        image=image,
+        entrypoint="python3",
+        args=[*flags, *([f"--tower={tower}"] if tower else []), *args],
+        env={"OMP_NUM_THREADS": "1", **(env or {})},
         resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )

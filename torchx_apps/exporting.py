@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from tqdm import tqdm
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.errors import BundleError
@@ -18,9 +16,9 @@ from torchrec_ext.retrieval.export import export
 from torchrec_ext.retrieval.manifest import Manifest
 from torchrec_ext.schema import BatchSchema
 from torchx_apps.job import Export, Task
+from torchx_apps.progress import Progress
 
 BUNDLE = "bundle"
-_EVERY_S = 10.0
 
 
 def export_task(
@@ -54,7 +52,7 @@ def export_task(
         )
     found = task.served(schema)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
-    with _Progress(runtime) as progress:
+    with Progress(runtime, "export", bytes_of=("tables",)) as progress:
         return export(model, out, **vars(found), details=details, progress=progress, **settings)
 
 
@@ -98,41 +96,3 @@ def _torchx() -> str:
     """As it is started from here."""
     beside = Path(sys.executable).parent / "torchx"
     return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else "torchx"
-
-
-class _Progress:
-    """What is being written, and how much of it is: a bar on a terminal, elsewhere a line every ten seconds; of rank 0 alone."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._speaks = runtime.is_main
-        self._bar: Any = None if sys.stderr.isatty() else _Lines()
-        self._stage = ""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if not self._speaks:
-            return
-        if isinstance(self._bar, _Lines):
-            self._bar(stage, done, total)
-            return
-        if stage != self._stage:
-            self.__exit__()
-            unit = {"unit": "B", "unit_scale": True} if stage == "tables" else {"unit": " items"}
-            self._bar, self._stage = tqdm(total=total, desc=stage, leave=False, **unit), stage
-        self._bar.update(done - self._bar.n)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if isinstance(self._bar, tqdm):
-            self._bar.close()
-
-
-class _Lines:
-    def __init__(self) -> None:
-        self._next = time.monotonic() + _EVERY_S
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _EVERY_S
-            print(f"export: {stage}, {done:,} of {total:,} {'bytes' if stage == 'tables' else 'items'}", flush=True)

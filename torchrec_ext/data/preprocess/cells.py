@@ -164,6 +164,7 @@ def _complaint(value: Any, raw: str) -> str:
 
 
 def _short(value: Any) -> str:
+    value = value.as_py() if isinstance(value, pa.Scalar) else value
     text = ascii(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

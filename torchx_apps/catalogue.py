@@ -1,0 +1,124 @@
+"""CatalogueFiles: the rows of parquet files as they stream by, an equal share for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchrec_ext.data.files import DataFile, PathLike, find_files
+from torchrec_ext.data.preprocess.column_types import missing_column
+from torchrec_ext.schema import DataError
+
+BLOCK_ROWS = 4096  # see torchrec_ext.retrieval.embed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Rows that lie together.
+
+    Args:
+        where: file and rows, for messages.
+        ids: (N,) integers or strings.
+        columns: (N,) by name.
+    """
+
+    where: str
+    ids: pa.Array
+    columns: Mapping[str, pa.Array]
+
+
+class CatalogueFiles:
+    """Blocks at places that do not depend on the number of ranks, of which each rank reads its part, one after the other.
+
+    Args:
+        paths: files, folders, patterns or addresses; see :func:`torchrec_ext.data.files.find_files`.
+        columns: to read.
+        key: the column with the ids.
+        rank: of this process.
+        world_size: how many share the rows.
+
+    Raises:
+        DataError: no file, none of parquet, or one that lacks a column.
+    """
+
+    def __init__(
+        self, paths: PathLike | Sequence[PathLike], columns: Sequence[str], key: str, *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self._columns, self._key = list(columns), key
+        self._names = list(dict.fromkeys([key, *columns]))
+        self._files = find_files(paths, (".parquet",))
+        places = [place for file in range(len(self._files)) for place in self._places(file)]
+        first, last = (len(places) * share // world_size for share in (rank, rank + 1))
+        self._places_here = places[first:last]
+        self.rows = sum(rows for *_, rows in self._places_here)
+
+    def _places(self, at: int) -> list[tuple[int, int, int, int]]:
+        """File, row group, block and rows of each block of a file."""
+        file = self._files[at]
+        with self._opened(file) as parquet:
+            for name in self._names:
+                if name not in parquet.schema_arrow.names:
+                    raise missing_column(file.name, name, parquet.schema_arrow.names)
+            sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+        return [
+            (at, group, block, min(BLOCK_ROWS, rows - block * BLOCK_ROWS))
+            for group, rows in enumerate(sizes)
+            for block in range(ceil(rows / BLOCK_ROWS))
+        ]
+
+    def __iter__(self) -> Iterator[Block]:
+        """The blocks of this rank.
+
+        Raises:
+            DataError: a file is damaged or was changed, or a row has no id.
+        """
+        wanted: dict[tuple[int, int], set[int]] = {}
+        for at, group, block, _ in self._places_here:
+            wanted.setdefault((at, group), set()).add(block)
+        for (at, group), blocks in wanted.items():
+            file = self._files[at]
+            file.check_unchanged()
+            with self._opened(file) as parquet:
+                for block, rows in enumerate(self._read(file, parquet, group)):
+                    if block in blocks:
+                        yield self._block(f"{file.name}: row group {group}, rows from {block * BLOCK_ROWS} on", rows)
+                    if block == max(blocks):
+                        break
+
+    def _read(self, file: DataFile, parquet: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from parquet.iter_batches(batch_size=BLOCK_ROWS, row_groups=[group], columns=self._names)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{file.name}: row group {group} cannot be read ({error}); copy or write the file again") from error
+
+    def _block(self, where: str, rows: pa.RecordBatch) -> Block:
+        ids = rows.column(self._key)
+        if ids.null_count:
+            row = ids.is_null().index(True).as_py()
+            raise DataError(f"{where}: column '{self._key}' is null {row} rows later; give every row an id")
+        return Block(
+            where=where, ids=_plain_ids(where, self._key, ids), columns={name: rows.column(name) for name in self._columns}
+        )
+
+    def _opened(self, file: DataFile) -> pq.ParquetFile:
+        source: Any = file.path if file.remote is None else file.open()
+        try:
+            return pq.ParquetFile(source, page_checksum_verification=True)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{file.name}: is not parquet, or was cut short; copy or write it again ({error})") from error
+
+
+def _plain_ids(where: str, name: str, ids: pa.Array) -> pa.Array:
+    """Int64, or strings."""
+    if pa.types.is_dictionary(ids.type):
+        ids = ids.dictionary_decode()
+    if pa.types.is_integer(ids.type):
+        return ids.cast(pa.int64())
+    if pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
+        return ids.cast(pa.large_string())
+    raise DataError(f"{where}: column '{name}' is {ids.type}; ids are whole numbers or strings: name another column with --id")
