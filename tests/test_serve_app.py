@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import signal
@@ -152,6 +153,55 @@ def test_a_worker_that_dies_is_replaced(service: Launched) -> None:
 
 
 @pytest.mark.launch
+def test_a_worker_that_hangs_is_replaced(bundles: list[Made], tmp_path: Path) -> None:
+    with launched(tmp_path / "log", str(bundles[0].folder), "--hang=3") as service:
+        pid = service.events("bundle_loaded")[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        hanging = until(lambda: service.events("worker_hangs"))
+        assert hanging[0]["worker"] == pid
+        assert hanging[0]["silent_s"] >= 3
+        until(lambda: len(service.events("bundle_loaded")) == 2)
+        assert service.client().post("/v1/recommend", ASKED).status == 200
+
+
+def status_of_a_request(service: Launched) -> int | None:
+    """None where the worker that had it ended."""
+    try:
+        return service.client().post("/v1/recommend", ASKED).status
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+@pytest.mark.launch
+def test_a_bundle_that_is_cut_off_under_the_server_is_told_and_put_right(bundles: list[Made], tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundles[0].folder, folder)
+    rows, tables = list(folder.rglob("rows.bin")), list(folder.rglob("tables/*"))
+    whole = {path: path.read_bytes() for path in (*rows, *tables)}
+
+    def put_right() -> None:
+        for path, content in whole.items():
+            path.write_bytes(content)
+
+    with launched(tmp_path / "log", str(folder), "--watch=0.2") as service:
+        assert status_of_a_request(service) == 200
+        for path in rows:
+            os.truncate(path, 10)
+        until(lambda: status_of_a_request(service) == 503)
+        put_right()
+        until(lambda: status_of_a_request(service) == 200)
+        assert not service.events("worker_ended")
+        # A table that is read where it was cut ends the process: the kernel's answer, which nothing in it can catch.
+        for path in tables:
+            os.truncate(path, 0)
+        ended = until(lambda: status_of_a_request(service) is None and service.events("worker_ended"))
+        assert ended[0]["status"] == -signal.SIGBUS
+        assert "a file of the bundle was cut off while it was served (SIGBUS); put it right" in ended[0]["why"]
+        put_right()
+        until(lambda: status_of_a_request(service) == 200)
+
+
+@pytest.mark.launch
 def test_sigterm_drains_and_ends_with_0(service: Launched) -> None:
     with Load(service) as load:
         until(lambda: len(load.answers) > 5)
@@ -194,6 +244,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--port=99999"], "--port 99999"),
         (["--port=0", "--host=192.0.2.1"], "this machine has no such address"),
         (["--workers=0"], "workers=0: must be 1 or more"),
+        (["--hang=0"], "hang_s=0.0: must be greater than 0"),
         (["--max-k=0"], "limit k=0: must be 1 or more"),
         (["--watch=0"], "watch_s=0.0: must be greater than 0"),
         (["--token-file=nowhere"], "--token-file nowhere: it cannot be read"),

@@ -78,6 +78,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         redis=options.redis,
         watch_s=options.watch,
         drain_s=options.drain,
+        hang_s=options.hang,
         log_requests=options.log == "requests",
     )
 
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-wait-ms", type=float, default=0.0, help="how long a request waits for company")
     parser.add_argument("--watch", type=float, default=1.0, help="seconds between two looks for another bundle")
     parser.add_argument("--drain", type=float, default=1.0, help="seconds for which new requests get 503 before it ends")
+    parser.add_argument("--hang", type=float, default=30.0, help="seconds in silence after which a worker is replaced")
     parser.add_argument("--log", choices=["requests", "events"], default="requests", help="JSON lines on standard error")
     return parser
 

@@ -92,3 +92,17 @@ def test_a_batch_that_fails_as_a_whole_tells_all_and_the_next_is_answered() -> N
 def test_a_number_out_of_range_is_told(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"^{name}={value}: must be"):
         MicroBatcher(lambda asked: asked, **{name: value})  # type: ignore[arg-type]
+
+
+def test_how_long_a_batch_has_been_running_is_told() -> None:
+    slow = Slow()
+    batcher = MicroBatcher(slow)
+    assert batcher.busy_s == 0
+    asked = batcher.submit(2)
+    assert slow.begun.wait(10)
+    first = batcher.busy_s
+    assert 0 < first < batcher.busy_s
+    slow.let.set()
+    asked.result(10)
+    batcher.close()
+    assert batcher.busy_s == 0

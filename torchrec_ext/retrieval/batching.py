@@ -58,12 +58,19 @@ class MicroBatcher(Generic[Asked, Answered]):
         self._waiting: deque[tuple[Asked, Future[Answered]]] = deque()
         self._change = threading.Condition()
         self._closing = False
+        self._begun: float | None = None
         self._thread = threading.Thread(target=self._run, name="micro-batcher", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
         """How many wait."""
         return len(self._waiting)
+
+    @property
+    def busy_s(self) -> float:
+        """For how many seconds the batch that runs now has been running; 0 where none is."""
+        begun = self._begun
+        return 0.0 if begun is None else time.monotonic() - begun
 
     def submit(self, asked: Asked) -> Future[Answered]:
         """The answer to come. Cancelling it while it waits takes it out of the queue.
@@ -94,11 +101,13 @@ class MicroBatcher(Generic[Asked, Answered]):
     def _run(self) -> None:
         while batch := self._next():
             asked, futures = zip(*batch, strict=True)
+            self._begun = time.monotonic()
             try:
                 answers: Sequence[Answered | Exception] = self._answer(asked)
                 assert len(answers) == len(asked), "one answer each"
             except Exception as error:
                 answers = [error] * len(asked)
+            self._begun = None
             for future, answer in zip(futures, answers, strict=True):
                 if isinstance(answer, Exception):
                     future.set_exception(answer)

@@ -117,6 +117,10 @@ class Service:
             self.metrics.cold.inc(cold)
         return answers
 
+    def busy_s(self) -> float:
+        """Seconds that the batch in the scorer has taken so far."""
+        return self._batcher.busy_s
+
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._batcher)

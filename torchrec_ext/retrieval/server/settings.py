@@ -57,6 +57,8 @@ class Settings:
         drain_s: seconds for which a worker that was told to end still answers new requests with 503, so that who balances the load
             can notice.
         drain_limit_s: seconds after which it ends whatever is in flight.
+        hang_s: seconds without a sign of life of a worker, or with one batch, after which another takes its place; more than a
+            batch may ever take.
         log_requests: log a line for each request, and not only for events.
 
     Raises:
@@ -77,6 +79,7 @@ class Settings:
     watch_s: float = 1.0
     drain_s: float = 1.0
     drain_limit_s: float = 30.0
+    hang_s: float = 30.0
     log_requests: bool = True
 
     def __post_init__(self) -> None:
@@ -84,8 +87,9 @@ class Settings:
         for name, low in least.items():
             if not getattr(self, name) >= low:
                 raise ValueError(f"{name}={getattr(self, name)}: must be {low} or more")
-        if not self.watch_s > 0:
-            raise ValueError(f"watch_s={self.watch_s}: must be greater than 0")
+        for name in ("watch_s", "hang_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be greater than 0")
         if self.token is not None and not self.token.strip():
             raise ValueError(
                 "the token is empty, so anybody would bear it; write one of 32 random characters or more, or give none"

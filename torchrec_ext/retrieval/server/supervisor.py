@@ -17,11 +17,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 from torchrec_ext.retrieval.server.settings import Settings
-from torchrec_ext.retrieval.server.worker import FAILED, run_worker
+from torchrec_ext.retrieval.server.worker import ALIVE, FAILED, run_worker
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
 _TICK_S = 0.2
 _LONGEST_PAUSE_S = 30.0
+_CUT_OFF = (
+    "a file of the bundle was cut off while it was served (SIGBUS); put it right, and from now on write bundles to new folders and "
+    "point the server there"
+)
 _REASONS = {
     errno.EADDRINUSE: "it is in use",
     errno.EACCES: "only root may use it",
@@ -50,6 +54,7 @@ class _Worker:
     digest: str = ""
     failed: str = ""
     started: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)  # when it last gave a sign of life
     again: float | None = None  # when the one in its place starts, once it has ended
 
 
@@ -117,13 +122,13 @@ class Supervisor:
         return True
 
     def _hear(self, worker: _Worker, patience_s: float = _TICK_S) -> None:
-        """What a worker says of itself, where it has not yet."""
-        if worker.digest or worker.failed:
-            return
+        """What a worker says of itself."""
         try:
-            if worker.pipe.poll(patience_s):
+            while worker.pipe.poll(0.0 if worker.digest or worker.failed else patience_s):
                 kind, text = worker.pipe.recv()
-                worker.failed, worker.digest = (text, "") if kind == FAILED else ("", text)
+                worker.heard = time.monotonic()
+                if kind != ALIVE:
+                    worker.failed, worker.digest = (text, "") if kind == FAILED else ("", text)
         except (EOFError, OSError):
             worker.process.join(1.0)
 
@@ -134,8 +139,17 @@ class Supervisor:
             wait(alive, timeout=_TICK_S) if alive else time.sleep(_TICK_S)
             for place, worker in enumerate(self._workers):
                 self._hear(worker, 0.0)
+                self._end_if_hanging(worker)
                 if not worker.process.is_alive():
                     self._replace(place, worker)
+
+    def _end_if_hanging(self, worker: _Worker) -> None:
+        """By SIGKILL: what hangs, or was stopped, handles no other signal."""
+        silent_s = time.monotonic() - worker.heard
+        if worker.digest and silent_s > self._settings.hang_s and worker.process.is_alive():
+            self._log("worker_hangs", worker=worker.process.pid, silent_s=round(silent_s, 1))
+            worker.process.kill()
+            worker.process.join()
 
     def _replace(self, place: int, worker: _Worker) -> None:
         from torchrec_ext.retrieval.server.telemetry import forget_worker
@@ -144,7 +158,9 @@ class Supervisor:
         if worker.again is None:
             self._pause_s = 0.0 if now - worker.started > _LONGEST_PAUSE_S else min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
             worker.again = now + self._pause_s
-            self._log("worker_ended", worker=worker.process.pid, status=worker.process.exitcode, why=worker.failed or None)
+            status = worker.process.exitcode
+            why = worker.failed or (_CUT_OFF if status == -signal.SIGBUS else None)
+            self._log("worker_ended", worker=worker.process.pid, status=status, why=why)
             forget_worker(worker.process.pid or 0)
         if now >= worker.again:
             worker.pipe.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -17,7 +18,11 @@ from torchrec_ext.retrieval.server.settings import Settings
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.server.service import Service
 
-READY, FAILED = "ready", "failed"
+READY, FAILED, ALIVE = "ready", "failed", "alive"
+# How long one thread may keep the others from running Python; by default 5 ms, which a request that arrives would wait for the
+# Python of the one before it.
+_SWITCH_S = 5e-4
+_BEATS = 10  # signs of life in the time after which a worker counts as hanging
 
 
 def run_worker(settings: Settings, listening: socket.socket, parent: Connection) -> None:
@@ -53,6 +58,7 @@ def _prepared(settings: Settings) -> tuple[Service, Any]:
     from torchrec_ext.retrieval.vectors import redis_vectors
 
     torch.set_num_threads(settings.threads)
+    sys.setswitchinterval(_SWITCH_S)
     born_of = os.getppid()
     watcher: Watcher
 
@@ -80,6 +86,7 @@ def _server(service: Service, parent: Connection) -> Any:
         """Drains before it ends, and ends with 0."""
 
         _told: float | None = None
+        _beat = 0.0
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -92,11 +99,20 @@ def _server(service: Service, parent: Connection) -> Any:
                 service.log("draining", in_flight=service.in_flight)
 
         async def on_tick(self, counter: int) -> bool:
+            self._tell_alive()
             if self._told is not None:
                 passed = time.monotonic() - self._told
                 done = passed >= settings.drain_s and not service.in_flight
                 self.should_exit = done or passed >= settings.drain_limit_s
             return bool(await super().on_tick(counter))
+
+        def _tell_alive(self) -> None:
+            """From the loop that answers, and not while a batch hangs: who hears nothing of it replaces this process."""
+            now = time.monotonic()
+            if now - self._beat >= settings.hang_s / _BEATS and service.busy_s() < settings.hang_s:
+                self._beat = now
+                with contextlib.suppress(OSError):  # the parent has gone, which the watcher notices
+                    parent.send((ALIVE, ""))
 
     config = uvicorn.Config(
         application(service),
