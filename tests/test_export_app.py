@@ -207,13 +207,19 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     assert f"rec.serve.http --bundle {run / 'bundle'}" in trained.splitlines()[-1]
     told = app("export", str(run), f"--out={tmp_path / 'again'}")
     assert "its logits are the trained model's within" in told
-    bundles = [Bundle.load(folder) for folder in (run / "bundle", tmp_path / "again")]
-    assert bundles[0].manifest.digest == bundles[1].manifest.digest
+    assert app("export", str(run), f"--out={tmp_path / 'two'}", ranks=2).count("its logits are the trained model's") == 1
+    bundles = [Bundle.load(folder) for folder in (run / "bundle", tmp_path / "again", tmp_path / "two")]
+    assert len({bundle.manifest.digest for bundle in bundles}) == 1
+    assert [bundle.manifest.certificate["ranks"] for bundle in bundles] == [1, 1, 2]
     assert bundles[1].manifest.certificate["checkpoint"].startswith(str(run))
 
 
-def app(name: str, *flags: str) -> str:
-    done = subprocess.run([sys.executable, "-m", f"torchx_apps.{name}", *flags], capture_output=True, text=True, check=False)
+def app(name: str, *flags: str, ranks: int = 0) -> str:
+    """What an app prints, by itself, or under torchrun's agent on so many ranks."""
+    agent = ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    done = subprocess.run(
+        [sys.executable, *agent, "-m", f"torchx_apps.{name}", *flags], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
