@@ -1,6 +1,6 @@
 """What saving costs: the step that starts a save, the disk, memory; what publishing and building a large table take.
 
-    python benchmarks/checkpoint.py [--gb 4] [--folder DIR] [--repeats 3]
+    python benchmarks/checkpoint.py [--gb 4] [--folder DIR] [--repeats 3] [--gate]
 
 A table of `--gb` GiB (SGD, so that all of it is weights), row_wise over 2 ranks with one thread each.
 
@@ -11,6 +11,7 @@ A table of `--gb` GiB (SGD, so that all of it is weights), row_wise over 2 ranks
 - `publish`: peak resident memory beyond what the process has while one file is written from the checkpoint.
 - `build`: peak resident memory per rank beyond what it has while a table of half the size is declared on the meta device and
   sharded over 2 ranks, against the table's size.
+- `gradient-gate`: see checkpoint_gate.py.
 
 Last line: one JSON object.
 """
@@ -27,6 +28,7 @@ import time
 from pathlib import Path
 
 import torch
+from checkpoint_gate import gate_row
 from hybrid_ranks import Row, on_ranks, row
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -183,20 +185,27 @@ def builds(size: int) -> Row:
     return row("build", size / 2**20, extra / 2**20, "MiB, lower is better", extra / size, 0.7)
 
 
+def on_disk(size: int, folder: Path | None, repeats: int) -> list[Row]:
+    rows = [builds(size // 2)]
+    place = tempfile.mkdtemp(dir=folder)
+    try:
+        rows += saves(place, size, repeats)
+        rows.append(publishes(place, size))
+    finally:
+        shutil.rmtree(place)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=4.0, help="GiB of the table")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; the system's temporary folder where not given")
     parser.add_argument("--repeats", type=int, default=3, help="saves, of which the median counts")
+    parser.add_argument("--gate", action="store_true", help="the row gradient-gate alone, which writes nothing")
     options = parser.parse_args()
-    size = int(options.gb * GIB)
-    rows = [builds(size // 2)]
-    place = tempfile.mkdtemp(dir=options.folder)
-    try:
-        rows += saves(place, size, options.repeats)
-        rows.append(publishes(place, size))
-    finally:
-        shutil.rmtree(place)
+    rows = [gate_row(max(options.repeats, 5))]
+    if not options.gate:
+        rows += on_disk(int(options.gb * GIB), options.folder, options.repeats)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec")}
     print(json.dumps({"benchmark": "checkpoint", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}))
 
