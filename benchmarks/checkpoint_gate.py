@@ -34,7 +34,7 @@ def gate_row(repeats: int) -> Row:
 
 
 def _rank(runtime: Runtime, repeats: int) -> dict[str, float]:
-    return in_turn({side: _steps(runtime, gated=side == "on") for side in ("off", "on")}, repeats, 100)
+    return in_turn({side: _steps(runtime, gated=side == "on") for side in ("off", "on")}, repeats, 40)
 
 
 def _steps(runtime: Runtime, *, gated: bool) -> Callable[[], object]:

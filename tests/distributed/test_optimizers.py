@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchrec import EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.fused import EmptyFusedOptimizer
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.distributed.choices import Choice
+from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError, HybridOptimizer
 from torchrec_ext.distributed.optimizers import OptimizerConfig, shardings
 from torchrec_ext.distributed.row_adam import RowAdam
 from torchx_apps.overrides import apply_overrides
@@ -214,3 +218,23 @@ def test_partial_row_wise_adam_has_one_second_moment_per_row_and_lamb_scales_by_
     moved = step_by_step(RowAdam([weight], lr=0.1, trust_ratio=True, eps=0.0), weight, [grad])
     # Adam's first update is the sign, of norm sqrt(2); the first row's norm is 5, the second row's 0, which leaves it unscaled.
     torch.testing.assert_close(moved, start - 0.1 * torch.tensor([[5 / math.sqrt(2)], [1.0]], dtype=torch.float64))
+
+
+def test_a_gradient_that_changes_after_it_was_looked_at_is_looked_at_again() -> None:
+    layer = nn.Parameter(torch.zeros(2))
+    keyed = KeyedOptimizerWrapper({"layer": layer}, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    for group in keyed.param_groups:
+        group["decay"] = 0.0
+    optimizer = HybridOptimizer(EmptyFusedOptimizer(), [], [("dense", keyed)], clip_norm=1.0)
+    for scale in (1.0, 10.0):
+        layer.grad = torch.tensor([3.0, 4.0])
+        assert optimizer.bad_gradients() == []
+        layer.grad *= scale
+        optimizer.step()
+        assert optimizer.gradient_norm is not None
+        assert float(optimizer.gradient_norm) == 5 * scale
+    assert layer.tolist() == pytest.approx([-1.2, -1.6])
+    layer.grad = torch.tensor([math.nan, 0.0])
+    assert optimizer.bad_gradients() == ["layer"]
+    with pytest.raises(GradientNotFiniteError, match="layer"):
+        optimizer.step()

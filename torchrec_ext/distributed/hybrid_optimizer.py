@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +30,24 @@ class GradientNotFiniteError(ValueError):
     def __init__(self, message: str, step: int = 0, *, in_time: bool = False) -> None:
         super().__init__(message)
         self.step, self.in_time = step, in_time
+
+
+@dataclass(frozen=True, eq=False)
+class _Looked:
+    """Gradients that were looked at before the step, and their norm: the step need not take it again."""
+
+    gradients: list[Tensor]
+    versions: list[int]
+    norm: Tensor
+
+    @classmethod
+    def at(cls, gradients: list[Tensor]) -> _Looked:
+        return cls(gradients, [gradient._version for gradient in gradients], get_total_norm(gradients))
+
+    def still(self, gradients: list[Tensor]) -> bool:
+        """Whether these are they, and nobody has written to them since."""
+        same = len(gradients) == len(self.gradients) and all(map(operator.is_, gradients, self.gradients))
+        return same and self.versions == [gradient._version for gradient in gradients]
 
 
 class HybridOptimizer(CombinedOptimizer):
@@ -75,6 +95,7 @@ class HybridOptimizer(CombinedOptimizer):
         self.dense_parameters: list[nn.Parameter] = [parameter for parameter in self._names if parameter not in self._tables]
         self._own_groups = [group for _, keyed in (*tables, *dense) for group in keyed.param_groups]
         self.gradient_norm: Tensor | None = None
+        self._looked: _Looked | None = None
         self.apart = False
         self.fault: str | None = None
         self.leave_out = False
@@ -120,8 +141,10 @@ class HybridOptimizer(CombinedOptimizer):
 
     def _norm(self, parameters: list[Any]) -> Tensor:
         """Of the gradient of the whole model, the same on every rank."""
+        looked, self._looked = self._looked, None
         if self._holders is None:
-            return get_total_norm([parameter.grad for parameter in parameters])
+            gradients = [parameter.grad for parameter in parameters]
+            return looked.norm if looked is not None and looked.still(gradients) else get_total_norm(gradients)
         square = torch.zeros((), device=self._device)
         by_count: dict[int, list[Tensor]] = {}
         for parameter in parameters:
@@ -146,7 +169,8 @@ class HybridOptimizer(CombinedOptimizer):
     def bad_gradients(self) -> list[str]:
         """Parameters of this rank whose gradient is not finite."""
         gradients = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
-        if torch.isfinite(get_total_norm(list(gradients.values()))):
+        self._looked = _Looked.at(list(gradients.values()))
+        if torch.isfinite(self._looked.norm):
             return []
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()] or list(gradients)
 
