@@ -14,6 +14,9 @@ from torch import Tensor
 
 from torchrec_ext.train.lowering import CannotCaptureError
 
+# At 1,280 rows half of a step was Python between kernels. Whoever calls looks at shapes.
+_INDUCTOR = {"cpp_wrapper": True, "size_asserts": False}
+
 Step = Callable[..., list[Tensor]]
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -51,7 +54,9 @@ def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     graph = traced(step, apart)
     try:
         with torch.no_grad():
-            compiled = torch._inductor.standalone_compile(graph, apart, dynamic_shapes="from_example_inputs")
+            compiled = torch._inductor.standalone_compile(
+                graph, apart, dynamic_shapes="from_example_inputs", options={"config_patches": _INDUCTOR}
+            )
     except Exception as error:  # whatever inductor and the compiler below it meet
         raise CannotCaptureError(f"inductor: {type(error).__name__}: {first_line(error)}") from error
 
