@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,12 +48,12 @@ class RunStoppedError(ValueError):
 
 @dataclass
 class _Seen:
-    """A step whose loss was looked at: ``worst`` over ranks on its way to the host."""
+    """A step whose loss was looked at: ``worst`` over ranks, on its way to the host where it is a tensor."""
 
     step: int
     batch: TowerBatch | DrawnStep
     loss: Tensor
-    worst: Tensor
+    worst: Tensor | list[float]
     arrived: torch.cuda.Event | None
 
 
@@ -138,10 +139,8 @@ class FiniteLoss:
         """
         self._late = self._late or written
         self.step += 1
-        worst = self._answers((~torch.isfinite(loss.detach())).any().float())
-        if self._runtime.world_size > 1 and not self._ranks.silent:
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-        before, self._pending = self._pending, self._seen(batch, loss.detach(), worst)
+        loss = loss.detach()
+        before, self._pending = self._pending, self._seen(batch, loss, self._worst(loss))
         if not self._late:
             before, self._pending = self._pending, None
         self._check(before)
@@ -158,14 +157,25 @@ class FiniteLoss:
             if bad:
                 self._raise(self._own)
 
+    def _worst(self, loss: Tensor) -> Tensor | list[float]:
+        """:meth:`_answers` for a loss, the greatest of all ranks where they exchange them in each step."""
+        together = self._runtime.world_size > 1 and not self._ranks.silent
+        if not together and loss.numel() == 1 and loss.device.type == "cpu":  # of a small network ten ops are a share of its step
+            asked = self._stop is not None and self._stop()
+            return [float(self._ranks.fault or not math.isfinite(loss.item())), float(asked)]
+        worst = self._answers((~torch.isfinite(loss)).any().float())
+        if together:
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return worst
+
     def _answers(self, bad: Tensor) -> Tensor:
         """(2,): whether this rank's loss is no number, or a gradient of the step before was none; whether it was asked to stop."""
         asked = self._stop is not None and self._stop()
         return torch.stack([torch.ones_like(bad) if self._ranks.fault else bad, torch.full_like(bad, float(asked))])
 
-    def _seen(self, batch: TowerBatch | DrawnStep, loss: Tensor, worst: Tensor) -> _Seen:
+    def _seen(self, batch: TowerBatch | DrawnStep, loss: Tensor, worst: Tensor | list[float]) -> _Seen:
         arrived = None
-        if worst.device.type == "cuda":
+        if isinstance(worst, Tensor) and worst.device.type == "cuda":
             worst = worst.to("cpu", non_blocking=True)  # into page-locked memory
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
@@ -176,7 +186,7 @@ class FiniteLoss:
             return
         if seen.arrived is not None:
             seen.arrived.synchronize()
-        bad, asked = seen.worst.tolist()
+        bad, asked = seen.worst.tolist() if isinstance(seen.worst, Tensor) else seen.worst
         # Where ranks go their own ways, this is the answer of one: the others hear it in settle().
         self.stop_asked = self.stop_asked or (bool(asked) and not self._ranks.silent)
         if bad:

@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from torchrec_ext.distributed.runtime import Runtime
 
+_TOGETHER = 32  # steps whose losses and weights are summed at once
+
 
 class Window:
     """Loss and rows since the last record, summed on the device so that no step waits for it."""
@@ -28,20 +30,33 @@ class Window:
     @property
     def sums(self) -> Tensor:
         """(3,) float64 of this rank since the last record, for a checkpoint to keep; writing it goes on from there."""
+        self._take_up()
         return self._sums
 
     def _reset(self) -> None:
+        self._steps: list[tuple[Tensor, Tensor]] = []
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
         self._start = time.perf_counter()
 
     def add(self, loss: Tensor, weights: Tensor) -> None:
-        """One step."""
-        self._sums += torch.stack([loss.double(), loss.new_ones((), dtype=torch.float64), (weights > 0).sum().double()])
+        """One step: its loss, (), and the (B,) weights of its rows."""
+        self._steps.append((loss.detach(), weights))
+        if len(self._steps) == _TOGETHER:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        if not self._steps:
+            return
+        losses, weights = zip(*self._steps, strict=True)
+        self._steps.clear()
+        loss, rows = torch.stack(losses).double().sum(), (torch.cat(weights) > 0).sum()
+        self._sums += torch.stack([loss, loss.new_full((), len(losses)), rows.double()])
 
     def record(self, epoch: int, step: int) -> dict[str, Any]:
         """The mean loss over ranks and steps, and rows of all ranks per second of this one."""
-        ranks = [torch.zeros_like(self._sums) for _ in range(self._runtime.world_size)]
-        dist.all_gather(ranks, self._sums)
+        own = self.sums
+        ranks = [torch.zeros_like(own) for _ in range(self._runtime.world_size)]
+        dist.all_gather(ranks, own)
         by_rank = torch.stack(ranks).cpu()
         seconds = time.perf_counter() - self._start
         losses = (by_rank[:, 0] / by_rank[:, 1]).tolist()
