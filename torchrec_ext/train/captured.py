@@ -103,7 +103,7 @@ class CapturedStep:
                 call = self._calls[key] = self._captured(inputs, item, make)
             except CannotCaptureError:
                 raise
-            except Exception as error:  # of a model that runs as it is, so nothing that a user did wrong
+            except Exception as error:  # the user's too, perhaps: who has the eager step tries that on the same batch
                 raise CannotCaptureError(f"{type(error).__name__} at {line_of(error)}: {first_line(error)}") from error
         self._memory.begin()
         loss, *output = call.run(inputs)

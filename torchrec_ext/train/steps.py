@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
@@ -201,22 +202,46 @@ class Steps:
             try:
                 loss, output = step(item)
             except CannotCaptureError as error:
-                if not isinstance(error, RareShapeError):
-                    self._refuse(error)
-                step.settle()
-                yield from self._eager([item])
-                step.reload()
+                yield from self._instead(step, item, error)
                 if not step.shapes:
                     self._step = None
                     yield from self._eager(items)
                     return
                 continue
+            except Exception as error:
+                self._as_the_model_says(item, error)
+                raise
             if step.shapes > known:
                 self._say(f"... {time.perf_counter() - start:.1f} s; {step.describe()}")
             self._forward.look(loss, item, written=True)
             for call in self._optimizer.after_step if isinstance(self._optimizer, HybridOptimizer) else ():
                 call()
             yield output
+
+    def _instead(self, step: CapturedStep, item: Step, error: CannotCaptureError) -> list[Any]:
+        """The eager step on a batch for which there is no captured one; an error that it has too is the user's, and is raised.
+
+        Where steps must be captured the model's own forward is asked alone, since the run ends here in any case.
+        """
+        step.settle()
+        rare = isinstance(error, RareShapeError)
+        if self._compile == "require" and not rare:
+            self._as_the_model_says(item, error)
+            self._refuse(error)
+        outputs = list(self._eager([item]))
+        step.reload()  # before anybody looks at how many steps were made
+        if not rare:
+            self._refuse(error)
+        return outputs
+
+    def _as_the_model_says(self, item: Step, error: Exception) -> None:
+        """Raises what the model's own forward has to say of a batch on which a captured step failed; the run ends in any case."""
+        self._pipeline.detach()
+        try:
+            with torch.no_grad(), self._context():
+                self._model(item.batch() if isinstance(item, DrawnStep) else item)
+        except Exception as own:
+            raise own from error
 
     def _refuse(self, error: CannotCaptureError) -> None:
         """Says once why steps are not captured, or ends the run where they must be."""
