@@ -37,6 +37,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "session": ("data.name=planted", "data.users=60", "data.items=60"),
     "films": ("data.name=ml-100k",),
     "folder": ("data.name=mine",),
+    "hours": ("data.name=mine", "data.context=hour,price"),
 }
 
 
@@ -47,12 +48,14 @@ def write_folder(root: Path) -> None:
     folder.mkdir()
     users = np.arange(20).repeat(12)  # so many that every item is trained: those that are not tie
     items = np.concatenate([rng.permutation(30)[:12] for _ in range(20)])
-    pq.write_table(pa.table({"user_id": users, "item_id": items, "timestamp": np.arange(len(users))}), folder / "inter.parquet")
+    context = {"hour": [f"{hour}h" for hour in np.arange(len(users)) % 24], "price": rng.random(len(users))}
+    table = pa.table({"user_id": users, "item_id": items, "timestamp": np.arange(len(users)), **context})
+    pq.write_table(table, folder / "inter.parquet")
 
 
 def job_of(name: str, root: Path) -> Any:
-    recipe = name if name in built_in_recipes() else "two_tower"
-    folder = [f"data.folder={root}"] if name in ("films", "folder") else []
+    recipe = "ncf" if name == "hours" else name if name in built_in_recipes() else "two_tower"
+    folder = [f"data.folder={root}"] if name in ("films", "folder", "hours") else []
     return apply_overrides(load_recipe(recipe), [*RECIPES[name], *folder])
 
 
@@ -121,6 +124,16 @@ def test_context_is_part_of_the_query(name: str, judged: dict[str, Any], root: P
         "weekday": [False] * 3,
     }
     assert bundle.store.ids.positions([0, 199, 200]).tolist() == [0, 199, -1]
+
+
+def test_the_context_of_interactions_is_said_in_the_words_of_the_file(judged: dict[str, Any], root: Path) -> None:
+    del judged
+    bundle = Bundle.load(root / "bundle-hours")
+    assert set(bundle.request_columns) == {"user_id", "hour", "price"}
+    rows = {"user_id": [3, 3, 3], "hour": ["1h", "2h", "noon"], "price": [0.5, 0.5, 0.5]}
+    vectors = bundle.embed_query(rows)
+    assert not torch.equal(vectors[0], vectors[1])
+    assert bundle.unknown(rows)["hour"].tolist() == [False, False, True]
 
 
 def test_a_session_may_be_longer_than_the_model_reads(judged: dict[str, Any], root: Path) -> None:

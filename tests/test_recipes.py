@@ -110,6 +110,27 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
+def hours(folder: Path) -> str:
+    """Users who take, at each of eight hours, one of the ten films of that hour, whoever they are."""
+    draw = np.random.default_rng(0)
+    user = np.arange(200).repeat(12)
+    hour = draw.integers(0, 8, len(user))
+    item = hour + 8 * draw.integers(0, 10, len(user))
+    (folder / "hours").mkdir()
+    columns = {"user_id": user, "item_id": item, "hour": hour, "timestamp": np.arange(len(user))}
+    pq.write_table(pa.table(columns), folder / "hours" / "inter.parquet")
+    return str(folder)
+
+
+def test_negatives_have_the_context_of_their_positive(tmp_path: Path) -> None:
+    overrides = [f"data.folder={hours(tmp_path)}", "data.name=hours", "loader.batch_size=64", "train.epochs=6"]
+    overrides += ["optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01"]
+    (seeing,) = run_ranks(trained, 1, job_of("ncf", *overrides, "data.context=hour"))
+    (blind,) = run_ranks(trained, 1, job_of("ncf", *overrides))
+    assert seeing["test"]["hr@10"] > 0.98  # the ten films of the hour, of 80
+    assert blind["test"]["hr@10"] < 0.25
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colours: str, world_size: int) -> None:
     overrides = ("data.name=colours", f"data.folder={colours}", "loader.batch_size=128", "train.epochs=10", "train.eval_every=5")

@@ -79,8 +79,8 @@ def contextual_ncf() -> Job:
 
 
 def build_ncf(config: NCFConfig, data: InteractionData) -> ContextualNCF:
-    """The network over the ids of users and items alone, as published."""
-    return _network(config, data.vocab, (), ())
+    """The network over the ids of users and items alone, as published, and over the context of a row where the set has one."""
+    return _network(config, data.vocab, tuple(data.context.vocab), tuple(data.context.scales))
 
 
 def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.id_dropout import unseen_as_oov
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.data.labelled import LabelledData
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Step, Vocabulary
+from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Normalize, Step, Vocabulary
 from torchrec_ext.data.sequences import SequenceData, most_recent
 from torchrec_ext.retrieval.contents import Catalogue, Users
 from torchrec_ext.schema import BatchSchema
@@ -38,6 +38,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     """Users as they stand before their test items: what was validated is what is served.
 
     Ids in requests are those of the files; an item that was never trained is the unknown one to the model, as in the evaluation.
+    The context is a request's own, in the words of the files.
     """
     item = schema.feature("item_id")
     items = (unseen_as_oov(data.items, data.train, item) if item else data.items).slice(1, data.items.num_rows)
@@ -45,7 +46,11 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     owners = everything["user_id"].values
     users, first = np.unique(owners, return_index=True)
     names = [*schema.keys, *schema.dense, *schema.weight_columns]
-    sides = {"user": [name for name in names if name not in data.items], "item": [name for name in names if name in data.items]}
+    context = [name for name in names if name in data.context.names]
+    sides = {
+        "user": [name for name in names if name not in data.items and name not in context],
+        "item": [name for name in names if name in data.items],
+    }
     shift = data.first_id - 1
     known = everything.take(first).select(sides["user"])
     rows = {side: _arrow(_shifted(chunk.select(sides[side]), shift)) for side, chunk in (("user", known), ("item", items))}
@@ -65,7 +70,8 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
             seen=_lists(data.seen(users, "train", "validation"), -1),
             liked=_lists(data.liked.take(users), -1),
         ),
-        preprocessor=_own_ids(data, rows, shift) if shift else None,
+        queries=_with_context(data, sides["user"], context, shift) if context else None,
+        preprocessor=_own_words(data, rows, context, shift) if shift else None,
         candidate="item",
     )
 
@@ -150,19 +156,39 @@ def _shifted(chunk: Chunk, shift: int) -> Chunk:
     return chunk.with_columns({name: Column(chunk[name].values + shift, chunk[name].offsets) for name in own})
 
 
-def _own_ids(data: InteractionData, rows: Mapping[str, pa.Table], shift: int) -> FittedPreprocessor:
-    """From ids of the files to rows of the tables: row 1 is the first; everything else is as it is."""
+def _with_context(data: InteractionData, names: Sequence[str], context: Sequence[str], shift: int) -> pa.Table:
+    """Training rows as requests would say them."""
+    chosen = np.linspace(0, data.train.num_rows - 1, min(AUDITED, data.train.num_rows)).astype(np.int64)
+    rows = data.train.take(chosen)
+    table, said = _arrow(_shifted(rows.select(names), shift)), data.context.raw(rows)
+    for name in context:
+        table = table.append_column(name, said[name])
+    return table
+
+
+def _own_words(data: InteractionData, rows: Mapping[str, pa.Table], context: Sequence[str], shift: int) -> FittedPreprocessor:
+    """From ids of the files to rows of the tables, row 1 being the first, and from words of context; the rest is as it is."""
     fields = [field for table in rows.values() for field in table.schema]
     raw = {field.name: _raw(field) for field in fields}
     steps: list[Step] = []
     states: list[Any] = []
+    for name in context:
+        if (vocabulary := data.context.vocabularies.get(name)) is not None:
+            raw[name] = str(vocabulary.values.type)
+            steps.append(Categorify(column=name))
+            states.append(vocabulary)
+        else:
+            raw[name] = "float64"
+            mean, deviation = data.context.scales[name]
+            steps.append(Normalize(column=name))
+            states.append({"mean": mean, "std": deviation})
     for columns, size in ((("user_id",), data.vocab["user_id"]), (("item_id", "history"), data.items.num_rows)):
         found = [name for name in columns if name in raw]
         if found:
             steps.append(Categorify(column=found[0], also=tuple(found[1:])))
             ids = pa.array(np.arange(1, size) + shift)
             states.append(Vocabulary(ids, pa.array(np.zeros(len(ids), np.int64))))
-    keep = tuple(name for name in raw if name not in _IDS)
+    keep = tuple(name for name in raw if name not in _IDS and name not in context)
     return FittedPreprocessor(steps=tuple(steps), keep=keep, raw=raw, states=tuple(states))
 
 

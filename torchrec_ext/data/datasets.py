@@ -42,6 +42,9 @@ class DataConfig:
         split: of ml-100k: ``last_item`` of each user for test and the one before it for validation; ``recbole``, the default of
             RecBole 1.2.1, all held-out items of a user found in one ranking; ``tfrs``, a random fifth for test, ranked among all
             titles, those that the user has taken before too, as in TensorFlow Recommenders' tutorial.
+        context: of a folder of your own, columns of its interactions that say in what context an item was taken, such as
+            ``hour,device``, and are known when it is asked for: a rating is not. Text and whole numbers become ids, fractions
+            numbers; negatives have the context of their positive. All recipes but ``session`` read them.
         validation: hold rows out for validation; False trains on them, for a last run with settings chosen before. For
             ``ml-1m-ncf`` and folders like it, and ``tfrs``.
     """
@@ -59,6 +62,7 @@ class DataConfig:
     items: int | None = None
     seed: int = 0
     split: Split100K = "last_item"
+    context: tuple[str, ...] = ()
     validation: bool = True
 
     def __post_init__(self) -> None:
@@ -68,6 +72,10 @@ class DataConfig:
             raise ValueError(f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out")
         if self.split != "last_item" and self.name != "ml-100k":
             raise ValueError(f"data.split={self.split!r}: a split of ml-100k; leave it out with data.name={self.name}")
+        if self.context and self.name in NAMES:
+            raise ValueError(
+                f"data.context={','.join(self.context)}: of a folder of your own; the rows of {self.name} have none: leave it out"
+            )
         if self.history_length < 0:
             raise ValueError(f"data.history_length={self.history_length}: must be 0 or more")
         for key in ("users", "items"):
@@ -201,6 +209,7 @@ def _from_folder(config: DataConfig) -> InteractionData:
         validation=config.validation,
         seed=config.seed,
         columns=NCF_COLUMNS if published else None,
+        context=config.context,
         licence=LICENCE_1M if published else None,
     )
 

@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Chunk, Column, Int64
+from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate
 from torchrec_ext.data.evaluation import Evaluation
 from torchrec_ext.data.interactions import InteractionData, from_ratings
 from torchrec_ext.data.ncf_text import ncf_files, read_ncf
 from torchrec_ext.data.negatives import UniformNegatives
 from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.row_context import read_context
 from torchrec_ext.data.side_features import side_features
 from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
 from torchrec_ext.schema import DataError
@@ -25,8 +26,10 @@ LAYOUTS = (
     "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and test.parquet (user, "
     "item), with validation.parquet where it is given and with test_negatives.parquet (user, negative) where each test item is "
     "ranked among its own candidates, or the text files NAME.train.rating, NAME.test.rating and NAME.test.negative of the NCF "
-    "paper; with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them"
+    "paper; with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them, and columns of context "
+    "beside the pairs, named in data.context"
 )
+_NAMES = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
 _SPELLINGS = {"user_id": ("user_id", "user"), "item_id": ("item_id", "item"), "negative": ("negative", "item_id", "item")}
 
 
@@ -44,6 +47,7 @@ def from_folder(
     validation: bool = True,
     seed: int = 0,
     columns: Mapping[str, Sequence[str]] | None = None,
+    context: Sequence[str] = (),
     licence: str | None = None,
 ) -> InteractionData:
     """The set in ``folder``, whose layout is one of :data:`LAYOUTS`.
@@ -60,6 +64,7 @@ def from_folder(
         seed: of what is held out.
         columns: by ``users`` and ``items``, the columns to read of these files, all that describe (see :func:`side_features`) where
             not given.
+        context: columns of the interactions that say in what context an item was taken.
         licence: what the publisher asks.
 
     Raises:
@@ -67,10 +72,14 @@ def from_folder(
     """
     columns = columns or {}
     negatives, split, evaluation = None, None, Evaluation()
+    if context and ncf_files(folder) is not None:
+        raise DataError(f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out")
     if (folder / "inter.parquet").exists():
         ratings = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp")
+        rows = _context([folder / "inter.parquet"], context)
     else:
         parts, negatives = _parts(folder)
+        rows = _context([folder / f"{_NAMES[part]}.parquet" for part in parts], context)
         evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user") if negatives is None else Evaluation()
         ratings, part = _joined(parts, validation=validation, seed=seed)
         split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length, seed)
@@ -90,6 +99,7 @@ def from_folder(
         licence=licence,
         split=split,
         evaluation=evaluation,
+        context=rows,
     )
     return data if negatives is None else _with_candidates(data, negatives, seed)
 
@@ -104,8 +114,7 @@ def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
             f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled rows, "
             "such as contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
         )
-    names = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
-    files_of = {part: folder / f"{name}.parquet" for part, name in names.items()}
+    files_of = {part: folder / f"{name}.parquet" for part, name in _NAMES.items()}
     parts = {part: _read(file, "user_id", "item_id") for part, file in files_of.items() if part != VALIDATION or file.exists()}
     candidates = folder / "test_negatives.parquet"
     return parts, _read(candidates, "user_id", "negative") if candidates.exists() else None
@@ -121,6 +130,22 @@ def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple
     elif VALIDATION not in parts:
         part[_one_of_each(ratings["user_id"].values, part, seed)] = VALIDATION
     return ratings, part
+
+
+def _context(files: Sequence[Path], names: Sequence[str]) -> Chunk | None:
+    """The columns of context of all files, one after the other."""
+    if not names:
+        return None
+    reserved = ("timestamp", "history", *(word for words in _SPELLINGS.values() for word in words))
+    chunks = [read_context(file, names, sorted(set(reserved))) for file in files]
+    for file, chunk in zip(files, chunks, strict=True):
+        other = next((name for name in names if chunk[name].values.dtype.kind != chunks[0][name].values.dtype.kind), None)
+        if other is not None:
+            raise DataError(
+                f"{file}: column '{other}' is {chunk[other].values.dtype}, in {files[0].name} {chunks[0][other].values.dtype}; "
+                "write one type to all files"
+            )
+    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]})
 
 
 def _read(path: Path, *names: str) -> Chunk:

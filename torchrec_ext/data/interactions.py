@@ -10,6 +10,7 @@ import numpy as np
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, Windows
 from torchrec_ext.data.evaluation import Evaluation
+from torchrec_ext.data.row_context import RowContext
 from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, Split, leave_one_out
 from torchrec_ext.schema import DataError
 
@@ -44,6 +45,7 @@ class InteractionData:
         licence: what the publisher asks of users, or None.
         best: figures of the best possible ranking where they are known (generated data), such as ``HR@10``.
         evaluation: how its publishers rank the held-out items.
+        context: columns of each row that are neither the user's nor the item's; they are among ``vocab`` and ``dense``.
     """
 
     name: str
@@ -61,6 +63,7 @@ class InteractionData:
     licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    context: RowContext = field(default_factory=RowContext)
 
     @property
     def num_items(self) -> int:
@@ -100,6 +103,7 @@ def from_ratings(
     licence: str | None = None,
     split: Split | None = None,
     evaluation: Evaluation | None = None,
+    context: Chunk | None = None,
 ) -> InteractionData:
     """Puts the user's features and history into each rating, and the ratings into their parts.
 
@@ -118,6 +122,7 @@ def from_ratings(
         licence: what the publisher asks.
         split: of the ratings; :func:`leave_one_out` where not given.
         evaluation: see :class:`InteractionData`.
+        context: a row for each of ``ratings``, as :func:`torchrec_ext.data.row_context.read_context` gives it.
 
     Raises:
         DataError: a rating names a user or an item that is not in ``users`` or ``items``.
@@ -126,7 +131,10 @@ def from_ratings(
         _check_known(name, column, ratings[column].values, table.num_rows)
     user, item = ratings["user_id"].values, ratings["item_id"].values
     split = split or leave_one_out(user, item, ratings["timestamp"].values, history_length)
-    train, validation, test = (_part(split, part, ratings, users) for part in (TRAIN, VALIDATION, TEST))
+    fitted = RowContext() if context is None else RowContext.fit(context.take(split.rows[split.part == TRAIN]))
+    if context is not None:
+        ratings = ratings.with_columns(fitted.transform(context))
+    train, validation, test = (_part(split, part, ratings, users, fitted.names) for part in (TRAIN, VALIDATION, TEST))
     past = split.rows[split.part != TEST]
     liked = past[ratings["rating"].values[past] >= LIKED] if "rating" in ratings else past
     return InteractionData(
@@ -135,8 +143,8 @@ def from_ratings(
         validation=validation,
         test=test,
         items=items,
-        vocab=vocab,
-        dense=dense,
+        vocab={**vocab, **fitted.vocab},
+        dense=(*dense, *fitted.scales),
         known=Pairs(train["user_id"].values, train["item_id"].values),
         liked=Column.from_lengths(item[liked], np.bincount(user[liked], minlength=users.num_rows)),
         titles=titles,
@@ -144,13 +152,14 @@ def from_ratings(
         first_id=first_id,
         licence=licence,
         evaluation=evaluation or Evaluation(),
+        context=fitted,
     )
 
 
-def _part(split: Split, part: int, ratings: Chunk, users: Chunk) -> Chunk:
+def _part(split: Split, part: int, ratings: Chunk, users: Chunk, context: tuple[str, ...]) -> Chunk:
     places = np.flatnonzero(split.part == part)
     rows = split.rows[places]
-    columns = {name: ratings[name].take(rows) for name in ("item_id", "timestamp") if name in ratings}
+    columns = {name: ratings[name].take(rows) for name in ("item_id", "timestamp", *context) if name in ratings}
     return users.take(ratings["user_id"].values[rows]).with_columns({"history": split.history.take(places), **columns})
 
 

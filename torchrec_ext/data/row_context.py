@@ -1,0 +1,100 @@
+"""RowContext: in what context an item was taken (hour, device, price), as ids and numbers, the same in files and in requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.preprocess.vocabulary import Vocabulary
+from torchrec_ext.schema import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowContext:
+    """How the columns of context become ids and numbers, fitted on training rows.
+
+    Args:
+        vocabularies: by column of text or whole numbers, the values of training rows; a value that is not among them is row 0.
+        scales: by column of fractions, mean and standard deviation of training rows.
+
+    Example:
+        >>> rows = Chunk({"device": Column(np.array(["tv", "phone"], dtype=object)), "price": Column(np.array([1.0, 3.0]))})
+        >>> context = RowContext.fit(rows)
+        >>> {name: column.values.tolist() for name, column in context.transform(rows).items()}
+        {'device': [2, 1], 'price': [-1.0, 1.0]}
+    """
+
+    vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)
+    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def fit(cls, rows: Chunk) -> RowContext:
+        """Of the columns of ``rows``, as :func:`read_context` gives them."""
+        dense = {name: column.values for name, column in rows.items() if column.values.dtype.kind == "f"}
+        found = {name: np.unique(column.values, return_counts=True) for name, column in rows.items() if name not in dense}
+        return cls(
+            vocabularies={name: Vocabulary(pa.array(values), pa.array(counts)) for name, (values, counts) in found.items()},
+            scales={name: (float(values.mean()), float(values.std()) or 1.0) for name, values in dense.items()},
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All columns."""
+        return (*self.vocabularies, *self.scales)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Rows that the table of each column of ids needs."""
+        return {name: len(values) for name, values in self.vocabularies.items()}
+
+    def transform(self, rows: Chunk) -> dict[str, Column]:
+        """Ids (B,) int64 from 1, and numbers (B,) float32 of mean 0 and deviation 1."""
+        known = np.ones(rows.num_rows, dtype=bool)
+        ids = {name: Column(values.ids(rows[name].values, known)) for name, values in self.vocabularies.items()}
+        return ids | {name: Column(self._scaled(name, rows[name].values)) for name in self.scales}
+
+    def _scaled(self, name: str, values: Any) -> Any:
+        mean, deviation = self.scales[name]
+        return ((values - mean) / deviation).astype(np.float32)
+
+    def raw(self, rows: Chunk) -> dict[str, pa.Array]:
+        """What :meth:`transform` made of training rows, as a request would say it."""
+        said = {name: values.values.take(pa.array(rows[name].values - 1)) for name, values in self.vocabularies.items()}
+        for name, (mean, deviation) in self.scales.items():
+            said[name] = pa.array(rows[name].values.astype(np.float64) * deviation + mean)
+        return said
+
+
+def read_context(path: Path, names: Sequence[str], ids: Sequence[str]) -> Chunk:
+    """Columns of one value per row: text, whole numbers, or fractions.
+
+    Args:
+        path: a parquet file.
+        names: of the columns.
+        ids: names that mean something else.
+
+    Raises:
+        DataError: a column is missing, is one of ``ids``, holds lists, nulls or a value that is no number.
+    """
+    if taken := [name for name in names if name in ids]:
+        raise DataError(
+            f"data.context names {taken}: {', '.join(ids)} have a meaning of their own; name other columns of {path.name}"
+        )
+    chunk = read_parquet(path, list(names))
+    made = {}
+    for name, column in chunk.items():
+        values = column.values
+        if column.ragged:
+            raise DataError(f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context")
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            row = int((~np.isfinite(values)).argmax())
+            raise DataError(f"{path}: column '{name}', row {row}: {values[row]}; must be a finite number: fill it or drop the row")
+        made[name] = Column(values.astype(np.int64) if values.dtype.kind in "iub" else values)
+    return Chunk(made)
