@@ -171,6 +171,7 @@ def draw(found: list[Row], alone: float, ceiling: float) -> None:
     axes.set(
         xlabel="samples/s over those of one process", ylabel="HR@10, whole catalogue", title="NeuMF, MovieLens 100K, 2 processes"
     )
+    axes.margins(x=0.2, y=0.1)  # room for the names
     axes.legend(loc="best", fontsize="small")
     PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE, dpi=120, bbox_inches="tight")
