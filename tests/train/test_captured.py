@@ -50,7 +50,7 @@ KINDS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def sharded(runtime: Runtime, tables: str, sharding: str, options: dict[str, Any]) -> Any:
-    model, optimizer = small_model(META), OptimizerConfig(tables=tables, tables_lr=0.01, **options)  # type: ignore[arg-type]
+    model, optimizer = small_model(META), OptimizerConfig(tables=tables, **{"tables_lr": 0.01, **options})  # type: ignore[arg-type]
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizer)  # type: ignore[arg-type]
     return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
 
@@ -126,8 +126,11 @@ def check(kind: tuple[str, str, dict[str, Any]], ways: list[dict[str, float]]) -
 
 @pytest.mark.slow
 def test_200_compiled_steps_equal_200_of_the_sharded_model() -> None:
-    (found,) = run_ranks(differences, 1, KINDS[0], inductor, 200, timeout_s=1800)
-    check(KINDS[0], found)
+    # At a rate at which two eager runs stay together too: at .01 on labels drawn at random, weights that begin 3e-4 apart are .27
+    # apart after 200 steps, whoever takes them.
+    kind: tuple[str, str, dict[str, Any]] = ("adam", "auto", {"tables_lr": 1e-3, "dense_lr": 1e-3})
+    (found,) = run_ranks(differences, 1, kind, inductor, 200, timeout_s=1800)
+    check(kind, found)
 
 
 def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
@@ -351,7 +354,7 @@ def shapes(runtime: Runtime) -> tuple[dict[str, int], str, Any]:
 def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
     ((counts, told, (before, after, patient)),) = run_ranks(shapes, 1)
     assert told.endswith(
-        "a captured step of 20 rows moves only the rows it reads of tables with more than 4 rows per look-up (user_id), the others "
+        "a captured step of 20 rows moves only the rows it reads of tables with more than 5 rows per look-up (user_id), the others "
         "as a whole (history, item_id)"
     )
     assert 2 <= counts["require"] <= MOST_GRAPHS
