@@ -2,7 +2,6 @@
 
     python benchmarks/serving_http.py                            # 20 seconds
     python benchmarks/serving_http.py --minutes 10 --swaps 10    # and swaps of bundles meanwhile
-    python benchmarks/serving_http.py --index hnsw               # candidates by FAISS at recall .95 or more, not by exact search
 
 A request names a user with features of its own: the user tower runs live, the index hands 100 of 100,000 items to the top NN, and
 these are ranked. Requests are sent when they are due, 100 a second, over connections that are kept; a latency counts from that
@@ -27,7 +26,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -38,14 +36,13 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from torchrec_ext import two_tower
 from torchrec_ext.retrieval.contents import Catalogue, Users
 from torchrec_ext.retrieval.export import export
-from torchrec_ext.retrieval.indexes import Kind
 
 ITEMS, USERS, HISTORY, WIDTH = 100_000, 10_000, 20, 64
 CONNECTIONS = 16
 P50_MS, P99_MS = 5.0, 20.0
 
 
-def make_bundle(folder: Path, seed: int, index: Kind) -> None:
+def make_bundle(folder: Path, seed: int) -> None:
     """A two-tower model with a top NN over ITEMS items, untrained: what it answers is of no matter here."""
     torch.manual_seed(seed)
     random = np.random.default_rng(seed)
@@ -71,7 +68,6 @@ def make_bundle(folder: Path, seed: int, index: Kind) -> None:
         folder,
         catalogue=Catalogue(ids=items, features=pa.table({"item_id": items, "genre": items % 20})),
         users=Users(key="user_id", ids=users, features=features, unknown=unknown, seen=seen, liked=seen),
-        index=index,
     )
 
 
@@ -204,7 +200,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--swaps", type=int, default=0)
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--index", choices=get_args(Kind), default="exact")
     parser.add_argument("--folder", type=Path, help="keeps the bundles there, and takes them from there the next time")
     return parser
 
@@ -224,10 +219,10 @@ def figures(options: argparse.Namespace) -> list[Row]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        bundles = [folder / f"bundle-{options.index}-{seed}" for seed in range(2 if options.swaps else 1)]
+        bundles = [folder / f"bundle-{seed}" for seed in range(2 if options.swaps else 1)]
         for seed, path in enumerate(bundles):
             if not path.exists():
-                make_bundle(path, seed, options.index)
+                make_bundle(path, seed)
         pointer = Path(temporary) / "live"
         pointer.symlink_to(bundles[0].absolute())
         log = Path(temporary) / "log"
@@ -241,12 +236,11 @@ def figures(options: argparse.Namespace) -> list[Row]:
     cores = len(os.sched_getaffinity(0))
     if os.getloadavg()[0] > cores + 1:
         print(f"others use this machine: a load of {os.getloadavg()[0]:.1f} on {cores} cores says nothing of these latencies")
-    kind = "http" if options.index == "exact" else f"http, {options.index},"
     return [
-        row(f"{kind} p50", load.percentile(50), "ms", baseline=plain.percentile(50), required=P50_MS),
-        row(f"{kind} p99", load.percentile(99), "ms", baseline=plain.percentile(99), required=P99_MS),
-        row(f"{kind} failed requests", len(load.failed), "requests", required=0),
-        row(f"{kind} memory", round(memory[-1], 1), "MiB", baseline=round(memory[0], 1)),
+        row("http p50", load.percentile(50), "ms", baseline=plain.percentile(50), required=P50_MS),
+        row("http p99", load.percentile(99), "ms", baseline=plain.percentile(99), required=P99_MS),
+        row("http failed requests", len(load.failed), "requests", required=0),
+        row("http memory", round(memory[-1], 1), "MiB", baseline=round(memory[0], 1)),
     ]
 
 
