@@ -94,6 +94,7 @@ sys.exit(max(process.wait() for process in running))
 
 
 @pytest.mark.launch
+@pytest.mark.slow
 def test_slurms_script_trains_on_two_nodes(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     srun = tmp_path / "bin" / "srun"

@@ -153,6 +153,7 @@ def test_a_worker_that_dies_is_replaced(service: Launched) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(bundles: list[Made], tmp_path: Path) -> None:
     with launched(tmp_path / "log", str(bundles[0].folder), "--hang=3") as service:
         pid = service.events("bundle_loaded")[0]["pid"]
@@ -173,6 +174,7 @@ def status_of_a_request(service: Launched) -> int | None:
 
 
 @pytest.mark.launch
+@pytest.mark.slow
 def test_a_bundle_that_is_cut_off_under_the_server_is_told_and_put_right(bundles: list[Made], tmp_path: Path) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(bundles[0].folder, folder)

@@ -145,11 +145,11 @@ def find_checkpoint(flag: str, place: str, together: Together) -> str:
 
 @contextmanager
 def telling_how_to_go_on(checkpointer: Checkpointer | None) -> Iterator[None]:
-    """A fault in the data, such as a file that is gone, ends with how to go on once it is mended, where the run is saved."""
+    """A fault in the data, such as a file that is gone, ends with how to go on once it is mended, where anything is saved."""
     try:
         yield
     except DataError as error:
-        if checkpointer is None:
+        if checkpointer is None or not checkpointer.folder.steps():
             raise
         raise DataError(f"{error}; then go on with --resume auto") from error
 
