@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.columns import Chunk, Column, concatenate
 from torchrec_ext.data.id_dropout import unseen_as_oov
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.data.labelled import LabelledData
@@ -138,13 +138,7 @@ def _rows_of(data: InteractionData) -> Chunk:
     last_first = np.arange(chunks[-1].num_rows)[::-1]
     chunks[-1] = chunks[-1].take(last_first.copy())
     names = [name for name in chunks[0] if all(name in chunk for chunk in chunks)]
-    joined = {}
-    for name in names:
-        columns = [chunk[name] for chunk in chunks]
-        values = np.concatenate([column.values for column in columns])
-        ragged = columns[0].ragged
-        joined[name] = Column.from_lengths(values, np.concatenate([c.lengths for c in columns])) if ragged else Column(values)
-    return Chunk(joined)
+    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
 
 
 _IDS = ("user_id", "item_id", "history")
