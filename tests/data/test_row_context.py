@@ -101,6 +101,12 @@ def test_another_type_in_another_file_is_told(tmp_path: Path) -> None:
         from_folder(tmp_path, name="mine", history_length=0, context=("hour",))
 
 
+def test_a_column_that_describes_users_too_is_told(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"user_id": [0, 1, 2, 3], "device": ["tv", "pc", "tv", "pc"]}), folder_of(tmp_path) / "users.parquet")
+    with pytest.raises(DataError, match=r"data\.context names \['device'\], which users\.parquet or items\.parquet has too"):
+        from_folder(tmp_path / "mine", name="mine", history_length=2, context=("device",))
+
+
 def test_published_and_generated_sets_have_none() -> None:
     with pytest.raises(ValueError, match=r"data\.context=hour: of a folder of your own; the rows of planted have none"):
         DataConfig(name="planted", context=("hour",))

@@ -86,6 +86,10 @@ def from_folder(
     most = max(int(ids.values.max()) for ids in (ratings["item_id"], *([negatives["negative"]] if negatives else [])))
     users = _side(folder / "users.parquet", "user_id", int(ratings["user_id"].values.max()), columns.get("users"))
     items = _side(folder / "items.parquet", "item_id", most, columns.get("items"), taken=set(users[0]))
+    if taken := [word for word in context if word in users[0] or word in items[0]]:
+        raise DataError(
+            f"{folder}: data.context names {taken}, which users.parquet or items.parquet has too; rename one of the columns"
+        )
     data = from_ratings(
         name=name,
         ratings=ratings,
