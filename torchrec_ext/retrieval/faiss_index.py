@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from torchrec_ext.retrieval.blockwise import Metric, check_request
 from torchrec_ext.retrieval.faiss_kinds import Kind, faiss_module, made, selector
-from torchrec_ext.retrieval.index import ExactIndex, Metric, check_metric, check_request
+from torchrec_ext.retrieval.index import ExactIndex, check_metric
 from torchrec_ext.retrieval.snapshots import StoreError
 from torchrec_ext.retrieval.store import EmbeddingStore
 

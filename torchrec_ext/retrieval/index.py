@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from torchrec_ext.retrieval.blockwise import Blockwise, Metric, padded
 from torchrec_ext.retrieval.projection import Projection
 from torchrec_ext.retrieval.store import EmbeddingStore
-from torchrec_ext.retrieval.top_k import TopK
 
-Metric = Literal["dot", "cosine", "top_nn"]
 _BLOCK = 2**24  # bytes of rows at a time, read once
 _DECODED = 2**20  # where they are not stored as float32: what is made of them stays in the cache
 _PAIRS = 2**17  # floats of pairs at a time through a network: a core's share of the second-level cache
@@ -51,60 +50,7 @@ class Index(Protocol):
         ...
 
 
-class _Blockwise:
-    """Scores block by block, filtered, into :class:`TopK`; equal scores are ordered by the smaller position."""
-
-    metric: Metric
-
-    def __init__(self, source: EmbeddingStore | Tensor, rows_per_block: int) -> None:
-        self.source = source
-        self.size = len(source)
-        self._rows = max(1, rows_per_block)
-        live = None if isinstance(source, Tensor) else torch.from_numpy(source.live.copy())
-        self.live = None if live is None or bool(live.all()) else live
-
-    def search(
-        self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See :class:`Index`."""
-        check_request(queries, k, self.size, allowed, excluded)
-        if not isinstance(self.source, Tensor):
-            self.source.check()
-        with torch.inference_mode():
-            prepared = self._prepared(queries)
-            best = TopK(len(queries), min(k, max(1, self.size)))
-            shown = self.live if allowed is None else allowed if self.live is None else allowed & self.live
-            hidden = None if shown is None else ~shown
-            # One buffer for all blocks: fresh memory for each costs as much as finding the greatest scores in it.
-            hide = [places.numpy() for places in excluded or ()]  # in numpy, where some numbers are found in no time
-            buffer = torch.empty(len(queries) * min(self._rows, self.size))
-            for start, stop in self.blocks():
-                scores = buffer[: len(queries) * (stop - start)].view(len(queries), -1)
-                self._scores(prepared, start, stop, scores)
-                if hidden is not None:
-                    scores.masked_fill_(hidden[start:stop], -torch.inf)
-                for row, places in zip(scores.numpy(), hide, strict=False):
-                    row[places[(places >= start) & (places < stop)] - start] = -np.inf
-                best.add(start, scores)
-            scores, positions = best.result()
-        return padded(scores, k, -torch.inf), padded(positions, k, -1)
-
-    def blocks(self) -> list[tuple[int, int]]:
-        """First and last + 1 of the positions that are read together."""
-        return [(start, min(start + self._rows, self.size)) for start in range(0, self.size, self._rows)]
-
-    def _prepared(self, queries: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
-        """Fills ``out`` (Q, stop - start)."""
-        raise NotImplementedError
-
-    def _block(self, start: int, stop: int) -> Tensor:
-        return self.source[start:stop] if isinstance(self.source, Tensor) else self.source.block(start, stop)
-
-
-class ExactIndex(_Blockwise):
+class ExactIndex(Blockwise):
     """Every candidate's dot product or cosine, in blocks of a memory-mapped store: right by construction, nothing to build.
 
     Args:
@@ -129,7 +75,7 @@ class ExactIndex(_Blockwise):
         return torch.cat(norms) if norms else torch.empty(0)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """(stop - start, D) as they are compared: of a cosine normalised."""
+        """See :meth:`Blockwise.rows`."""
         block = self._block(start, stop)
         return normalize(block) if self.metric == "cosine" else block
 
@@ -158,7 +104,7 @@ class ExactIndex(_Blockwise):
             out.mul_(self._inverse_norms[start:stop])
 
 
-class ScoredIndex(_Blockwise):
+class ScoredIndex(Blockwise):
     """Every candidate's score by the model's own interaction, from projected rows: exact retrieval under a top NN.
 
     Args:
@@ -176,15 +122,22 @@ class ScoredIndex(_Blockwise):
             )
         super().__init__(source, (_bytes(source) // 4 if projection.linear else _PAIRS) // max(1, projection.width))
         self.projection = projection
+        self._by_products = projection.linear
 
     def _prepared(self, queries: Tensor) -> Tensor:
         return self.projection.query(queries)
 
+    def _factors(self, prepared: Tensor) -> Tensor:
+        return prepared[:, :-1]
+
+    def _constant(self, prepared: Tensor) -> Tensor:
+        return prepared[:, -1]
+
     def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
         block = self._block(start, stop)
         if self.projection.linear:
-            _products(queries[:, :-1], block, out)
-            out.add_(queries[:, -1:])
+            _products(self._factors(queries), block, out)
+            out.add_(self._constant(queries)[:, None])
         else:
             torch.stack([self.projection.score(query, block) for query in queries], out=out)
 
@@ -206,24 +159,3 @@ def check_metric(metric: str) -> None:
     if metric not in ("dot", "cosine"):
         remedy = "a top NN is searched by ScoredIndex" if metric == "top_nn" else f"one of {', '.join(get_args(Metric)[:2])}"
         raise ValueError(f"metric={metric!r}: must be dot or cosine, that of the model's loss; {remedy}")
-
-
-def check_request(queries: Tensor, k: int, size: int, allowed: Tensor | None, excluded: Sequence[Tensor] | None) -> None:
-    """Raises ValueError for what :meth:`Index.search` does not take."""
-    if queries.dim() != 2 or not len(queries) or not bool(queries.isfinite().all()):
-        raise ValueError(f"queries: shape {tuple(queries.shape)}; must be (Q, D) finite numbers, Q at least 1")
-    if k < 1:
-        raise ValueError(f"k={k}: must be 1 or more")
-    if allowed is not None and (allowed.shape != (size,) or allowed.dtype != torch.bool):
-        raise ValueError(f"allowed: shape {tuple(allowed.shape)} of {allowed.dtype}; must be ({size},) bool, one for each position")
-    if excluded is not None and len(excluded) != len(queries):
-        raise ValueError(f"excluded: {len(excluded)} sets of positions for {len(queries)} queries; give one for each")
-    for places in excluded or ():
-        if len(places) and (int(places.min()) < 0 or int(places.max()) >= size):
-            wrong = places[(places < 0) | (places >= size)]
-            raise ValueError(f"excluded: {int(wrong[0])} is no position (0 to {size - 1}); leave unknown ids, -1, out")
-
-
-def padded(found: Tensor, k: int, value: float) -> Tensor:
-    """(Q, K) of (Q, fewer)."""
-    return torch.nn.functional.pad(found, (0, k - found.shape[1]), value=value)

@@ -7,8 +7,9 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
+from torchrec_ext.retrieval.blockwise import Metric
 from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.index import ExactIndex, Index, Metric, ScoredIndex
+from torchrec_ext.retrieval.index import ExactIndex, Index, ScoredIndex
 from torchrec_ext.retrieval.manifest import Manifest
 from torchrec_ext.retrieval.projection import Projection
 from torchrec_ext.retrieval.store import EmbeddingStore

@@ -15,8 +15,8 @@ from torchrec_ext.modules.interaction import Cosine, DotProduct, Reordered
 from torchrec_ext.modules.recorded import Made, how_made
 from torchrec_ext.modules.session_tower import SessionTower
 from torchrec_ext.retrieval.architecture import describe, rebuild
+from torchrec_ext.retrieval.blockwise import Metric
 from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.index import Metric
 from torchrec_ext.schema import BatchSchema
 
 _ENCODER = "network."  # of a NextItemModel; NextItemTower calls it so too

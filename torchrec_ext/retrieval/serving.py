@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrec_ext.retrieval.blockwise import Blockwise
 from torchrec_ext.retrieval.index import ExactIndex, Index
 from torchrec_ext.retrieval.requests import (
     Answer,
@@ -57,6 +58,8 @@ class Serving:
         self.bundle = bundle
         self._score = CandidateScorer(bundle.projection, bundle.projected, compile=compile)
         self.index = _first_stage(bundle, stage)
+        if isinstance(self.index, Blockwise):
+            self.index.quantize()  # here, where no request waits for it
         self.users = Users(bundle, vectors)
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)

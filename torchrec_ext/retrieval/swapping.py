@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from torchrec_ext.retrieval.index import Index, Metric
+from torchrec_ext.retrieval.blockwise import Metric
+from torchrec_ext.retrieval.index import Index
 
 
 class SwappingIndex:
