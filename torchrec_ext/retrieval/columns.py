@@ -147,15 +147,15 @@ def _rows_of(made: Mapping[str, Values]) -> int:
 
 
 def _bags(feature: SparseFeature, column: Values, weights: NDArray[Any] | None) -> tuple[Jagged, NDArray[np.bool_]]:
-    ids, lengths = column.values.astype(np.int64, copy=False), column.lengths
-    outside = (ids < 0) | (ids >= feature.num_embeddings)
-    known = np.where(outside, feature.oov_id, ids)
-    missed = known == feature.oov_id
-    if lengths is None:
-        unknown = missed
-    else:
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        unknown = np.bincount(rows[missed], minlength=len(lengths)) > 0
+    known, lengths = column.values.astype(np.int64, copy=False), column.lengths
+    outside = known.view(np.uint64) >= feature.num_embeddings  # where ids below 0 are the greatest of all
+    if outside.any():
+        known = np.where(outside, feature.oov_id, known)
+    unknown = known == feature.oov_id
+    if lengths is not None:
+        missed = unknown.any()
+        rows = np.repeat(np.arange(len(lengths)), lengths)[unknown] if missed else ()
+        unknown = np.bincount(rows, minlength=len(lengths)) > 0 if missed else np.zeros(len(lengths), np.bool_)
     of_lengths = None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
     weighing = None if weights is None else torch.from_numpy(weights.astype(np.float32))
     return Jagged(torch.from_numpy(known), of_lengths, weighing), unknown

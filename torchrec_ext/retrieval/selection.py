@@ -45,9 +45,10 @@ def selection(request: RecommendRequest, bundle: Bundle, place: int) -> Selectio
         RequestError: a category that no item has, a candidate given twice, or ids of another type than the catalogue's.
     """
     excluded, unknown = positions_of(bundle, "exclude", request.exclude)
-    excluded = excluded[excluded >= 0]
+    excluded = excluded[excluded >= 0] if unknown else excluded
     if request.exclude_seen and bundle.users is not None and place >= 0:
-        excluded = torch.cat([excluded, torch.from_numpy(bundle.users.seen(place))])
+        seen = torch.from_numpy(bundle.users.seen(place))
+        excluded = torch.cat([excluded, seen]) if len(excluded) else seen
     allowed = None
     if request.allowed is not None:
         positions, more = positions_of(bundle, "allowed", request.allowed)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -172,7 +171,7 @@ def _run(embed: Callable[[Mapping[str, Sequence[Any]]], Made], columns: Mapping[
 
 
 def _finite(vectors: Tensor, where: str) -> Tensor:
-    if not torch.isfinite(vectors).all():
+    if not np.isfinite(vectors.numpy()).all():
         raise RequestError(where, "the tower's output is not finite: a feature is too large")
     return vectors
 
