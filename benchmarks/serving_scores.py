@@ -98,7 +98,7 @@ def sides(folder: Path, items: int, count: int, repeats: int) -> dict[str, Calla
         "naive": network_on(whole, False),
         "tower-once": network_on(once, True),
         "onnx": lambda number: session.run(None, {"query": user.numpy(), "candidates": plain[numbers[number]]})[0],
-        "ours": lambda number: scorer(made.query(user), places[number]),
+        "ours": lambda number: scorer(user, places[number]),
     }
     expected = sides["naive"](0)
     for name, call in sides.items():

@@ -44,7 +44,7 @@ def test_as_the_whole_network(name: str, tmp_path: Path) -> None:
     scorer = CandidateScorer(made, store, compile="off")
     for count in (0, 1, 2, 300, 7):
         positions = torch.randint(ITEMS, (count,))
-        assert torch.allclose(scorer(made.query(query), positions), expected[positions], atol=1e-5)
+        assert torch.allclose(scorer(query, positions), expected[positions], atol=1e-5)
 
 
 SLOW = [pytest.param(name, dtype, marks=pytest.mark.slow) for name, dtype in (("ncf", "int8"), ("dot", "fp16"))]
@@ -52,23 +52,26 @@ SLOW = [pytest.param(name, dtype, marks=pytest.mark.slow) for name, dtype in (("
 
 @pytest.mark.parametrize(("name", "dtype"), [("top", "fp32"), *SLOW])
 def test_compiled_as_not_compiled(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every count, padded or in pieces; a result is not overwritten by the next."""
-    monkeypatch.setattr("torchrec_ext.retrieval.scoring._COUNTS", (16,))
+    """For every count; a result is not overwritten by the next; another time it is loaded, not compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     interaction, query, _, store = case(name, tmp_path, dtype)
     made = projection(interaction, 16)
     plain, compiled = (CandidateScorer(made, store, compile=mode) for mode in ("off", "auto"))
     if not compiled.compiled:
         pytest.skip("no C++ compiler")
-    with torch.inference_mode():  # where the memory that it keeps is made the first time
-        compiled(made.query(query), torch.tensor([ITEMS - 1]))
     kept = []
-    for count in (1, 15, 16, 17, 64, 300):
+    for count in (1, 2, 15, 16, 17, 300, 2_000):
         positions = torch.randint(ITEMS, (count,))
-        asked = made.query(query)
-        kept.append((compiled(asked, positions), plain(asked, positions)))
+        kept.append((compiled(query, positions), plain(query, positions)))
     assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in kept)
-    with pytest.raises(ValueError, match="positions: 400 is not a row of this store, which has 400"):
-        compiled(asked, torch.tensor([0, 400]))
+    for wrong in (ITEMS, -1, 2**62, -(2**63)):
+        with pytest.raises(ValueError, match=f"positions: {wrong} is not a row of this store, which has 400"):
+            compiled(query, torch.tensor([0, wrong]))
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", None)
+    assert CandidateScorer(made, store).compiled
+    if name != "dot":  # which has no weights: of others there is no code
+        with pytest.warns(UserWarning, match="uncompiled"):
+            CandidateScorer(projection(INTERACTIONS[name]().eval(), 16), store)
 
 
 def test_without_a_compiler_it_says_so_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,12 +81,13 @@ def test_without_a_compiler_it_says_so_and_runs(tmp_path: Path, monkeypatch: pyt
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler\nlong story")
 
-    monkeypatch.setattr(torch._inductor, "standalone_compile", fails)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fails)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.warns(UserWarning, match="the top NN runs uncompiled: RuntimeError: no compiler$"):
         scorer = CandidateScorer(made, store)
     assert not scorer.compiled
     expected = interaction.score_all(query[None], candidates)[0].detach()
-    assert torch.allclose(scorer(made.query(query), torch.arange(ITEMS)), expected, atol=1e-5)
+    assert torch.allclose(scorer(query, torch.arange(ITEMS)), expected, atol=1e-5)
 
 
 def test_refused(tmp_path: Path) -> None:
@@ -91,7 +95,7 @@ def test_refused(tmp_path: Path) -> None:
     made = projection(interaction, 16)
     scorer = CandidateScorer(made, store, compile="off")
     with pytest.raises(ValueError, match="positions: -1 is not a row"):
-        scorer(made.query(query), torch.tensor([3, -1]))
+        scorer(query, torch.tensor([3, -1]))
     with pytest.raises(ValueError, match="store: rows are 16 wide, the projection's 4"):
         CandidateScorer(projection(TopMLP([8, 16], (4,)), 16), store)
     with pytest.raises(ValueError, match="compile='yes': must be auto or off"):
@@ -99,4 +103,4 @@ def test_refused(tmp_path: Path) -> None:
     with (store.folder / "rows.bin").open("r+b") as stream:
         stream.truncate(100)
     with pytest.raises(StoreError, match="was changed in place"):
-        scorer(made.query(query), torch.tensor([3]))
+        scorer(query, torch.tensor([3]))

@@ -28,6 +28,7 @@ class Projection(nn.Module):
 
     Attributes:
         query_width: Hq, where what is left of a pair can be compiled; None here.
+        query_inputs: D1, likewise.
         width: of what :meth:`candidates` returns and a store holds.
         projected: whether that differs from the tower's output.
         linear: whether :meth:`score` is a dot product with :meth:`query`'s first ``width`` numbers plus its last one, so that the
@@ -43,6 +44,7 @@ class Projection(nn.Module):
         self.interaction = copy.deepcopy(interaction).eval().requires_grad_(False)
         self.width = width
         self.query_width: int | None = width + 1 if self.linear else None
+        self.query_inputs: int | None = width if self.linear else None
 
     def query(self, query: Tensor) -> Tensor:
         """(..., Hq) of the outputs (..., D1) of all towers but the last, concatenated."""
@@ -99,6 +101,10 @@ class _GMF(_Linear):
 class _FM(_Linear):
     """The linear term and the products among the query's own towers are the constant; the rest is linear in the candidate."""
 
+    def __init__(self, interaction: nn.Module, width: int) -> None:
+        super().__init__(interaction, width)
+        self.query_inputs = self.interaction.first_order.in_features - width
+
     def query(self, query: Tensor) -> Tensor:
         machine, width = self.interaction, self.width
         weight: Tensor = machine.first_order.weight[0]
@@ -125,7 +131,7 @@ class _TopMLP(Projection):
         self.rest, self.last = layers[1:-1], layers[-1] if len(layers) > 1 else None
         self.projected = first.out_features <= width
         self.width = first.out_features if self.projected else width
-        self.query_width = first.out_features
+        self.query_width, self.query_inputs = first.out_features, first.in_features - width
 
     def query(self, query: Tensor) -> Tensor:
         return linear(self.interaction.activation(query), self.left, self.bias)
@@ -152,7 +158,7 @@ class _NCF(Projection):
         super().__init__(interaction, width)
         weight = self.interaction.predict.weight[0]
         self.gmf_dim: int = self.interaction.gmf_dim
-        self.query_width = width
+        self.query_width = self.query_inputs = width
         self.shallow, self.deep = weight[: self.gmf_dim].clone(), weight[self.gmf_dim :].clone()
 
     def query(self, query: Tensor) -> Tensor:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import threading
 import warnings
-from bisect import bisect_left
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 import torch
-import torch._inductor
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from torchrec_ext.retrieval.compiled_scores import Compiled, compiled_scores
 from torchrec_ext.retrieval.projection import Projection
 from torchrec_ext.retrieval.quantized import decode
 from torchrec_ext.retrieval.store import EmbeddingStore
 
-Int64 = NDArray[np.int64]
 Compile = Literal["auto", "off"]
-_COUNTS = (128, 512, 1_024)  # of candidates, for which functions are compiled; a call is padded to one, or cut
 
 
 class CandidateScorer:
@@ -34,7 +28,8 @@ class CandidateScorer:
     Args:
         projection: of the interaction.
         store: of what ``projection.candidates`` made of the catalogue.
-        compile: ``auto`` or ``off``; compiling takes some seconds here, and is cached on disk by torch.
+        compile: ``auto`` or ``off``; compiling takes some 10 seconds here, and is kept on disk: see
+            :func:`~torchrec_ext.retrieval.compiled_scores.compiled_scores`.
 
     Raises:
         ValueError: a store of another width.
@@ -50,52 +45,32 @@ class CandidateScorer:
         self.projection, self.store = projection, store
         self._matrix, self._scales, self._size = store.matrix(), store.scales, len(store)
         self._buffers = threading.local()
-        self._compiled = self._compile() if compile == "auto" and len(store) else {}
+        self._compiled = self._compile() if compile == "auto" else None
 
     @property
     def compiled(self) -> bool:
         """Whether it runs compiled; an interaction of which nothing can be projected does not."""
-        return bool(self._compiled)
+        return self._compiled is not None
 
     def __call__(self, query: Tensor, positions: Tensor) -> Tensor:
-        """(N,) scores of ``projection.query``'s (Hq,) with the rows at ``positions`` (N,) int64.
+        """(N,) scores of the query towers' outputs (D1,) with the rows at ``positions`` (N,) int64.
 
         Raises:
             ValueError: a position outside 0 to I - 1.
             StoreError: the store's file was cut off.
         """
-        places = positions.numpy()
-        if not len(places):
+        if not len(positions):
             return torch.empty(0)
+        self.store.check()
+        if self._compiled is not None:
+            scores, outside = self._compiled(query, positions)
+            if not outside:
+                return scores
+        places = positions.numpy()
         if places.view(np.uint64).max() >= self._size:  # where -1 is the greatest of all
             wrong = places[(places < 0) | (places >= self._size)][0]
             raise ValueError(f"positions: {wrong} is not a row of this store, which has {self._size}")
-        self.store.check()
-        query = query.detach().contiguous()
-        return self._in_pieces(query, positions, places) if self._compiled else self._eager(query, positions)
-
-    def _in_pieces(self, query: Tensor, positions: Tensor, places: Int64) -> Tensor:
-        """Of counts that were compiled; what stands behind the positions of the last piece is scored too, and cut off."""
-        length = len(places)
-        if length > _COUNTS[-1]:
-            pieces = torch.split(positions, _COUNTS[-1])
-            return torch.cat([self._in_pieces(query, piece, piece.numpy()) for piece in pieces])
-        count = _COUNTS[bisect_left(_COUNTS, length)]
-        if length < count:
-            array, positions = self._filled(count)
-            array[:length] = places
-        scores = self._compiled[count](self._matrix, self._scales, query, positions)
-        return scores if length == count else scores[:length]
-
-    def _filled(self, count: int) -> tuple[Int64, Tensor]:
-        """Memory of this thread for ``count`` positions, each of them of this store: those of a call before, or 0."""
-        kept: dict[int, tuple[Int64, Tensor]] | None = getattr(self._buffers, "positions", None)
-        if kept is None:
-            arrays = {each: np.zeros(each, np.int64) for each in _COUNTS}
-            kept = self._buffers.positions = {each: (array, torch.from_numpy(array)) for each, array in arrays.items()}
-        return kept[count]
-
-    def _eager(self, query: Tensor, positions: Tensor) -> Tensor:
+        query = self.projection.query(query)
         if self._matrix.dtype != torch.float32:
             scales = None if self._scales is None else self._scales[positions]
             return self.projection.score(query, decode(self._matrix.index_select(0, positions), scales))
@@ -110,32 +85,10 @@ class CandidateScorer:
             kept = self._buffers.rows = torch.empty(1 << (count - 1).bit_length(), self.store.width)
         return kept[:count]
 
-    def _compile(self) -> dict[int, Callable[..., Tensor]]:
-        """By the number of candidates; none where nothing is projected, or there is no compiler."""
-        projection, matrix, scales = self.projection, self._matrix, self._scales
-        if projection.query_width is None:  # every layer is the pair's, and runs in blocks of its own
-            return {}
-
-        def scored(matrix: Tensor, scales: Tensor | None, query: Tensor, positions: Tensor) -> Tensor:
-            rows = matrix[positions].float()
-            return projection.score(query, rows if scales is None else rows * scales[positions][:, None])
-
-        # Compiled for these shapes alone and called as it is: torch.compile's checks around it take longer than the scores.
-        made: dict[int, Callable[..., Tensor]] = {}
+    def _compile(self) -> Compiled | None:
         try:
-            for count in _COUNTS:
-                given: list[Tensor | int | torch.SymInt | None] = [
-                    matrix,
-                    scales,
-                    torch.zeros(projection.query_width),
-                    torch.zeros(count, dtype=torch.int64),
-                ]
-                with torch.no_grad():
-                    traced = make_fx(scored)(*given)
-                    made[count] = torch._inductor.standalone_compile(traced, given, dynamic_shapes="from_example_inputs")
-                    made[count](*given)
+            return compiled_scores(self.projection, self._matrix, self._scales)
         except Exception as error:
             first = str(error).strip().splitlines()[0][:200]
             warnings.warn(f"the top NN runs uncompiled: {type(error).__name__}: {first}", stacklevel=3)
-            return {}
-        return made
+            return None

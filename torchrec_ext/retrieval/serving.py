@@ -142,12 +142,12 @@ class Serving:
 
     def _logits(self, vector: Tensor, positions: Tensor) -> Tensor:
         """(N,) of a user's vector (1, Dq) and positions (N,), -1 for the unknown item."""
-        query = self.bundle.projection.query(vector)[0]
         known = positions >= 0
         if bool(known.all()):
-            return self._score(query, positions)
-        scores = self.bundle.projection.score(query, self._unknown).repeat(len(positions))
-        scores[known] = self._score(query, positions[known])
+            return self._score(vector[0], positions)
+        projection = self.bundle.projection
+        scores = projection.score(projection.query(vector)[0], self._unknown).repeat(len(positions))
+        scores[known] = self._score(vector[0], positions[known])
         return scores
 
     def _titles(self, positions: Int64) -> list[str]:
