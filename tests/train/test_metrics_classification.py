@@ -8,8 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torchrec.metrics.calibration import compute_calibration, get_calibration_states
-from torchrec.metrics.ne import compute_ne, get_ne_states
 
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
@@ -87,6 +85,10 @@ def noisy(count: int = 4001) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.unit
 def test_log_loss_entropy_and_calibration_by_definition() -> None:
     """torchrec's are the same but for the base of its logarithm."""
+    # Here and not above: torchmetrics brings matplotlib, 1.7 s, and each rank imports this file.
+    from torchrec.metrics.calibration import compute_calibration, get_calibration_states
+    from torchrec.metrics.ne import compute_ne, get_ne_states
+
     logits, labels, weights = noisy()
     found = classification_metrics(logits, labels, weights, HERE)
     p, y, w = logits.double().sigmoid(), labels.double(), weights.double()
