@@ -8,9 +8,14 @@ import torch
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 
-# Two files at a time on two cores: with two threads each they wait for one another, and small tensors take three times as long.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+
+def pytest_runtest_setup() -> None:
+    """One thread in each of several workers: with two on two busy cores they wait for one another, up to thirty times as long.
+
+    Before every test: an app's main that an earlier test called in this process has taken all cores.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
