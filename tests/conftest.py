@@ -18,7 +18,12 @@ def pytest_runtest_setup() -> None:
         torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.option.markexpr
+    if chosen and "slow" not in chosen:  # `-m unit` replaces the `-m 'not slow'` of pyproject.toml
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     if torch.cuda.is_available():
         return
     for item in items:
