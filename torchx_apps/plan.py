@@ -6,11 +6,11 @@ This file is the outer shell: command line in, exit code out, one error told onc
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchx_apps.agent import exit_code
 from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
 
 
@@ -23,19 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when there is a plan, 1 when there is none or a flag is wrong, 130 after Ctrl-C.
     """
-    try:
-        return _plan(argv)
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return 130
-    except Exception as error:
-        from torchx_apps import failures
-
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # TorchX reads it, and prints the error itself
-            failures.RankErrorHandler().record_exception(error)
-        else:
-            print(failures.describe(error), file=sys.stderr)
-        return 1
+    return exit_code(_plan, argv)
 
 
 def _plan(argv: Sequence[str] | None) -> int:

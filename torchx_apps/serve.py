@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchx_apps.agent import hand_over
+
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.server.settings import Settings
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _serve(options)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        hand_over(str(error))
         return 1
 
 

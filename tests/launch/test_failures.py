@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torchx.specs import AppState, AppStatus
 
+from torchx_apps import export, plan, serve
 from torchx_apps.agent import describe_failure, first_failure, hand_over
 from torchx_apps.failures import RankErrorHandler, describe, is_users_mistake
 from torchx_apps.torchx_run import last_words
@@ -83,6 +85,23 @@ def test_torchx_ends_with_what_the_agent_handed_over(tmp_path: Path, monkeypatch
     status = AppStatus(AppState.FAILED, structured_error_msg=reply.read_text())
     assert last_words(status) == "Traceback\n  line\nrank 1: KeyError: 'tower'"
     assert "FAILED" in last_words(AppStatus(AppState.FAILED))
+
+
+@pytest.mark.parametrize(("app", "flags"), [(export, ["nowhere"]), (plan, []), (serve, ["bundle", "--workers=0"])])
+def test_an_app_that_torchx_starts_without_an_agent_hands_its_error_over_itself(
+    app: ModuleType, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reply = tmp_path / "reply.json"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert app.main(flags) == 1
+    printed = capsys.readouterr().err.strip()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+    assert app.main(flags) == 1
+    assert printed
+    assert "Traceback" not in printed
+    assert last_words(AppStatus(AppState.FAILED, structured_error_msg=reply.read_text())) == printed
+    assert capsys.readouterr().err == ""
 
 
 def test_without_a_scheduler_to_tell_the_agent_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
