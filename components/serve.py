@@ -85,7 +85,7 @@ def http(
 
     Args:
         args: further flags of torchx_apps.serve, after -- (ex. -- --max-k 100 --log events)
-        bundle: a bundle's folder, a link to one, or a text file with the path of one; pointed elsewhere, that one is served
+        bundle: a bundle's or a run's folder, a link to it, or a text file with its path; pointed elsewhere, that one is served
         host: address to listen on; 0.0.0.0 for every one of the machine
         port: to listen on; 0 for any that is free
         workers: processes that share the bundle's files

@@ -1,8 +1,8 @@
 """Serve a bundle: `torchx run rec.serve.http --bundle PATH`, or `python -m torchx_apps.serve BUNDLE`.
 
-BUNDLE is a bundle's folder, a symbolic link to one, or a text file with the path of one. Point the link or the file at another
-bundle, and that one is served from then on, without a lost request; SIGHUP makes the server look at once. SIGTERM or Ctrl-C lets it
-finish what it has begun.
+BUNDLE is a bundle's folder or that of a run which ended with one, a symbolic link to it, or a text file with its path. Point the
+link or the file at another bundle, and that one is served from then on, without a lost request; SIGHUP makes the server look at
+once. SIGTERM or Ctrl-C lets it finish what it has begun.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _token(file: Path | None) -> str | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torchx_apps.serve", description=__doc__, allow_abbrev=False)
-    parser.add_argument("bundle", type=Path, help="a bundle's folder, a link to one, or a text file with the path of one")
+    parser.add_argument("bundle", type=Path, help="a bundle's or a run's folder, a link to it, or a text file with its path")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one of this machine")
     parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
     parser.add_argument("--workers", type=int, default=1, help="processes")

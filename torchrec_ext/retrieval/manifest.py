@@ -78,7 +78,11 @@ class Manifest:
             BundleError: it is missing, of another format, or was changed.
         """
         path = folder / NAME
-        whole = read_json(path, hint=f"; is '{folder}' a bundle?")
+        whole = read_json(path, hint=f"; is '{folder}' a bundle? One is made of a run by: python -m torchx_apps.export RUN")
+        if not {"content", "certificate"} & whole.keys():
+            raise BundleError(
+                f"{path}: is of something else than a bundle, such as a checkpoint or a store; give the folder that an export made"
+            )
         if whole.get("format") != FORMAT:
             raise BundleError(
                 f"{path}: format {whole.get('format')!r}, this package reads {FORMAT}; export the bundle again, or install the "

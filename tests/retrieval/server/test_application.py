@@ -104,7 +104,8 @@ def test_score_and_embed(running: Running) -> None:
             422,
             "exclude_seen: it is a whole number; must be true or false",
         ),
-        ("recommend", {"user": {"user_id": USER}, "vector": "old"}, 422, "must be 'auto' or 'live'"),
+        ("recommend", {"user": {"user_id": USER}, "vector": "old"}, 422, "vector: 'old'; must be 'auto' or 'live'"),
+        ("embed", {"rows": [{"user_id": USER}], "side": ["query"]}, 422, "side: it is a list; must be 'query' or 'candidate'"),
         ("recommend", {"user": {"user_id": USER, "age": {}}}, 422, "user.age: must be a value or a list of values"),
         ("recommend", {"user": {"age": 0.5}}, 422, "user.history: it is missing"),
         (

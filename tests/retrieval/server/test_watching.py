@@ -31,6 +31,16 @@ def test_a_folder_a_link_and_a_text_file_lead_to_the_same(tmp_path: Path) -> Non
         assert bundle_folder(tmp_path / name) == there
 
 
+def test_the_folder_of_a_run_leads_to_the_bundle_that_it_ended_with(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    assert bundle_folder(run) == run, "which is then told to be none"
+    there = folder(run / "bundle", "{}")
+    assert bundle_folder(run) == there
+    (run / "manifest.json").write_text("{}")
+    assert bundle_folder(run) == run
+
+
 @pytest.mark.parametrize(
     ("written", "told"),
     [

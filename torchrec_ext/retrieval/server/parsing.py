@@ -155,9 +155,12 @@ def _rows(name: str, value: Any, limits: Limits) -> list[Mapping[str, Any]]:
 
 def _one_of(*words: str) -> Callable[[str, Any, Limits], str]:
     def read(name: str, value: Any, limits: Limits) -> str:
+        rule = " or ".join(map(repr, words))
+        if type(value) is not str:
+            raise _wrong(name, value, rule)
         if value not in words:
-            raise _wrong(name, value, " or ".join(map(repr, words)))
-        return str(value)
+            raise Refusal(422, "invalid", f"{name}: {value[:100]!r}; must be {rule}", field=name)
+        return value
 
     return read
 

@@ -41,8 +41,9 @@ class Settings:
     """One service.
 
     Args:
-        bundle: a bundle's folder, a symbolic link to one, or a text file that holds the path of one. It is looked at every
-            ``watch_s``: when it leads to another bundle, that is loaded beside the live one and takes its place.
+        bundle: a bundle's folder or that of a run which ended with one, a symbolic link to it, or a text file that holds its
+            path. It is looked at every ``watch_s``: when it leads to another bundle, that is loaded beside the live one and takes
+            its place.
         workers: processes; 1 or more. Each has an interpreter of its own, all map the same files.
         threads: of torch in a worker.
         limits: on what callers ask for.

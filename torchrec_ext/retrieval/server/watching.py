@@ -8,16 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrec_ext.retrieval.manifest import NAME as MANIFEST
+
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle import Bundle
 
 
 Identity = tuple[object, ...]
 _LONGEST_POINTER = 4096
+_OF_A_RUN = "bundle"  # what torchx_apps.training calls the bundle that a run ends with
 
 
 def bundle_folder(pointer: Path) -> Path:
-    """The folder that ``pointer`` leads to: itself, through links, or what is written in it.
+    """The folder that ``pointer`` leads to: itself, through links, or what is written in it; of a run's folder the bundle in it.
 
     Raises:
         ValueError: it leads to no folder.
@@ -30,7 +33,8 @@ def bundle_folder(pointer: Path) -> Path:
     if not os.path.isdir(target):  # of a name that no file can have it is False
         what = "there is no such file or folder" if target == pointer else f"it names {str(target)[:200]!r}, which is no folder"
         raise ValueError(f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path")
-    return target.resolve()
+    of_a_run = target / _OF_A_RUN
+    return (of_a_run if not (target / MANIFEST).exists() and (of_a_run / MANIFEST).is_file() else target).resolve()
 
 
 def identity(pointer: Path) -> Identity:
