@@ -19,10 +19,12 @@ from torchx.components.component_test_base import ComponentTestCase
 
 from tests.contracts import run_ranks
 from tests.small_sets import write_ml_100k
+from torchrec_ext.data.labelled import LabelledConfig, load_labelled
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.store import EmbeddingStore
 from torchx_apps.cli import apply_overrides, built_in_recipes, load_recipe
 from torchx_apps.exporting import end_with_bundle, export_task
 from torchx_apps.saved_job import saved_job
@@ -38,7 +40,10 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "films": ("data.name=ml-100k",),
     "folder": ("data.name=mine",),
     "hours": ("data.name=mine", "data.context=hour,price"),
+    "described": ("data.name=described",),
+    "labelled": ("data.name=labelled",),
 }
+OWN = {"films": "two_tower", "folder": "two_tower", "described": "two_tower", "hours": "ncf", "labelled": "contextual_ncf"}
 
 
 def write_folder(root: Path) -> None:
@@ -51,12 +56,37 @@ def write_folder(root: Path) -> None:
     context = {"hour": [f"{hour}h" for hour in np.arange(len(users)) % 24], "price": rng.random(len(users))}
     table = pa.table({"user_id": users, "item_id": items, "timestamp": np.arange(len(users)), **context})
     pq.write_table(table, folder / "inter.parquet")
+    write_described(root, table)
+    write_labelled(root)
+
+
+def write_described(root: Path, pairs: pa.Table) -> None:
+    """The same with what is known of users and items."""
+    folder = root / "described"
+    folder.mkdir()
+    pq.write_table(pairs.select(["user_id", "item_id", "timestamp"]), folder / "inter.parquet")
+    users, items = np.arange(20), np.arange(30)
+    told = {"gender": np.array(["M", "F"])[users % 2], "member": users % 3 == 0, "income": 1_000.0 + 37 * users}
+    pq.write_table(pa.table({"user_id": users, **told}), folder / "users.parquet")
+    tags = ["red|blue" if item % 2 else "blue" for item in items]
+    known = {"year": 1990 + items % 5, "tags": tags, "price": (items**1.5).astype(np.float32)}
+    pq.write_table(pa.table({"item_id": items, **known}), folder / "items.parquet")
+
+
+def write_labelled(root: Path) -> None:
+    """Rows with a label, an id and a fraction of context."""
+    folder = root / "labelled"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for part, rows in (("train", 400), ("validation", 40), ("test", 40)):
+        ids = {name: rng.integers(size, size=rows) for name, size in (("user", 20), ("item", 30), ("hour", 24))}
+        label = (rng.random(rows) < 0.5).astype(np.float32)
+        pq.write_table(pa.table({**ids, "price": 100 + 50 * rng.random(rows), "label": label}), folder / f"{part}.parquet")
 
 
 def job_of(name: str, root: Path) -> Any:
-    recipe = "ncf" if name == "hours" else name if name in built_in_recipes() else "two_tower"
-    folder = [f"data.folder={root}"] if name in ("films", "folder", "hours") else []
-    return apply_overrides(load_recipe(recipe), [*RECIPES[name], *folder])
+    folder = [f"data.folder={root}"] if name in OWN else []
+    return apply_overrides(load_recipe(OWN.get(name, name)), [*RECIPES[name], *folder])
 
 
 def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
@@ -104,7 +134,7 @@ def ranked(bundle: Bundle, user: Any, k: int) -> list[Any]:
     return bundle.store.ids.ids(positions[0][positions[0] >= 0].numpy()).tolist()
 
 
-@pytest.mark.parametrize("name", ["two_tower", "retrieval", "ncf", "films", "folder"])
+@pytest.mark.parametrize("name", ["two_tower", "retrieval", "ncf", "films", "folder", "described"])
 def test_a_user_who_is_named_by_id_gets_what_the_judge_recommends(name: str, judged: dict[str, Any], root: Path) -> None:
     user, items = judged[name]
     assert ranked(Bundle.load(root / f"bundle-{name}"), user, len(items)) == items
@@ -134,6 +164,49 @@ def test_the_context_of_interactions_is_said_in_the_words_of_the_file(judged: di
     vectors = bundle.embed_query(rows)
     assert not torch.equal(vectors[0], vectors[1])
     assert bundle.unknown(rows)["hour"].tolist() == [False, False, True]
+
+
+def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(judged: dict[str, Any], root: Path) -> None:
+    del judged
+    bundle = Bundle.load(root / "bundle-described")
+    assert bundle.users is not None
+    items, users = (pq.read_table(root / "described" / f"{side}.parquet").to_pydict() for side in ("items", "users"))
+    store = EmbeddingStore.open(root / "bundle-described" / "store")
+    torch.testing.assert_close(bundle.embed_candidates(items), store.rows(torch.arange(30)), rtol=0, atol=1e-6)
+    known = bundle.users.rows(bundle.users.ids.positions(np.arange(20)))
+    assert {name: known[name] for name in ("gender", "member")} == {name: users[name] for name in ("gender", "member")}
+    assert known["income"] == pytest.approx(users["income"])
+    torch.testing.assert_close(bundle.embed_query({**known, **users}), bundle.embed_query(known), rtol=0, atol=1e-6)
+    unknown = bundle.unknown({**known, "gender": ["M"] * 19 + ["X"], "member": [None] + [True] * 19})
+    assert unknown["gender"].nonzero()[0].tolist() == [19]
+    assert unknown["member"].nonzero()[0].tolist() == [0]
+    nobody = bundle.users.rows([-1])
+    assert bundle.unknown(nobody)["gender"].all()
+    assert nobody["income"][0] == pytest.approx(np.mean(users["income"]))
+
+
+def test_films_are_asked_for_by_age_gender_and_genres(judged: dict[str, Any], root: Path) -> None:
+    del judged
+    bundle = Bundle.load(root / "bundle-films")
+    assert bundle.users is not None
+    known = bundle.users.rows([0])
+    assert known["gender"][0] in ("M", "F")
+    assert known["age"][0] == pytest.approx(round(known["age"][0]))
+    assert known["age"][0] > 10
+    vectors = bundle.embed_candidates({"item_id": [1, 1], "release_year": [1995, 1995], "genres": ["Comedy Drama", "War unknown"]})
+    assert not torch.equal(vectors[0], vectors[1])
+
+
+def test_fractions_of_labelled_rows_are_said_as_the_file_says_them(judged: dict[str, Any], root: Path) -> None:
+    del judged
+    bundle = Bundle.load(root / "bundle-labelled")
+    assert bundle.request_columns == {"user_id": "int64", "hour": "int64", "price": "float64"}
+    data = load_labelled(LabelledConfig(name="labelled", folder=str(root)))
+    price = pq.read_table(root / "labelled" / "test.parquet")["price"].to_numpy()
+    mean, deviation = data.words.scales["price"]
+    np.testing.assert_allclose(data.test["price"].values, (price - mean) / deviation, atol=1e-5)
+    vectors = bundle.embed_query({"user_id": [1, 1], "hour": [3, 3], "price": [price[0], price[0] + 1e-3]})
+    assert float((vectors[0] - vectors[1]).abs().max()) < 1e-3
 
 
 def test_a_session_may_be_longer_than_the_model_reads(judged: dict[str, Any], root: Path) -> None:

@@ -14,6 +14,7 @@ from torchrec_ext.data.id_dropout import unseen_as_oov
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.data.labelled import LabelledData
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Normalize, Step, Vocabulary
+from torchrec_ext.data.row_context import RowContext
 from torchrec_ext.data.sequences import SequenceData, most_recent
 from torchrec_ext.retrieval.contents import Catalogue, Users
 from torchrec_ext.schema import BatchSchema
@@ -37,8 +38,8 @@ class Served:
 def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     """Users as they stand before their test items: what was validated is what is served.
 
-    Ids in requests are those of the files; an item that was never trained is the unknown one to the model, as in the evaluation.
-    The context is a request's own, in the words of the files.
+    Ids and features in requests are those of the files; an item that was never trained is the unknown one to the model, as in the
+    evaluation. The context is a request's own.
     """
     item = schema.feature("item_id")
     items = (unseen_as_oov(data.items, data.train, item) if item else data.items).slice(1, data.items.num_rows)
@@ -47,13 +48,16 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     users, first = np.unique(owners, return_index=True)
     names = [*schema.keys, *schema.dense, *schema.weight_columns]
     context = [name for name in names if name in data.context.names]
+    words = data.sides.joined(data.context)
     sides = {
         "user": [name for name in names if name not in data.items and name not in context],
         "item": [name for name in names if name in data.items],
     }
     shift = data.first_id - 1
     known = everything.take(first).select(sides["user"])
-    rows = {side: _arrow(_shifted(chunk.select(sides[side]), shift)) for side, chunk in (("user", known), ("item", items))}
+    rows = {side: _said(chunk.select(sides[side]), words, shift) for side, chunk in (("user", known), ("item", items))}
+    queries = _said(_some(data.train).select([*sides["user"], *context]), words, shift) if context else None
+    own = {("user_id",): data.vocab["user_id"], ("item_id", "history"): data.items.num_rows}
     return Served(
         catalogue=Catalogue(
             ids=np.arange(1, data.items.num_rows) + shift,
@@ -66,12 +70,12 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
             key="user_id",
             ids=users + shift,
             features=rows["user"],
-            unknown={name: _unknown(name, known[name], shift) for name in sides["user"]},
+            unknown={name: _unknown(name, known[name], words, shift) for name in sides["user"]},
             seen=_lists(data.seen(users, "train", "validation"), -1),
             liked=_lists(data.liked.take(users), -1),
         ),
-        queries=_with_context(data, sides["user"], context, shift) if context else None,
-        preprocessor=_own_words(data, rows, context, shift) if shift else None,
+        queries=queries,
+        preprocessor=_own_words([*rows.values(), *([] if queries is None else [queries])], words, own, shift),
         candidate="item",
     )
 
@@ -84,9 +88,9 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> Served:
     order = np.argsort(liked["user_id"].values, kind="stable")
     taken = Column.from_lengths(liked["item_id"].values[order], np.bincount(liked["user_id"].values, minlength=len(users)))
     asked = [name for name in (*schema.keys, *schema.dense) if name != "item_id"]
-    rows = np.linspace(0, data.test.num_rows - 1, min(AUDITED, data.test.num_rows)).astype(np.int64)
+    queries, features = _said(_some(data.test).select(asked), data.words, 0), pa.table({"item_id": items})
     return Served(
-        catalogue=Catalogue(ids=items, features=pa.table({"item_id": items}), trained=np.unique(data.train["item_id"].values)),
+        catalogue=Catalogue(ids=items, features=features, trained=np.unique(data.train["item_id"].values)),
         users=Users(
             key="user_id",
             ids=users,
@@ -95,7 +99,8 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> Served:
             seen=_lists(taken),
             liked=_lists(taken),
         ),
-        queries=_arrow(data.test.take(rows).select(asked)),
+        queries=queries,
+        preprocessor=_own_words([queries, features], data.words, {}),
         candidate="item",
         oov_ids={name: sizes[name] for name in schema.keys},
     )
@@ -150,40 +155,54 @@ def _shifted(chunk: Chunk, shift: int) -> Chunk:
     return chunk.with_columns({name: Column(chunk[name].values + shift, chunk[name].offsets) for name in own})
 
 
-def _with_context(data: InteractionData, names: Sequence[str], context: Sequence[str], shift: int) -> pa.Table:
-    """Training rows as requests would say them."""
-    chosen = np.linspace(0, data.train.num_rows - 1, min(AUDITED, data.train.num_rows)).astype(np.int64)
-    rows = data.train.take(chosen)
-    table, said = _arrow(_shifted(rows.select(names), shift)), data.context.raw(rows)
-    for name in context:
-        table = table.append_column(name, said[name])
-    return table
+def _some(rows: Chunk) -> Chunk:
+    """As many as are audited, evenly over all."""
+    return rows.take(np.linspace(0, rows.num_rows - 1, min(AUDITED, rows.num_rows)).astype(np.int64))
 
 
-def _own_words(data: InteractionData, rows: Mapping[str, pa.Table], context: Sequence[str], shift: int) -> FittedPreprocessor:
-    """From ids of the files to rows of the tables, row 1 being the first, and from words of context; the rest is as it is."""
-    fields = [field for table in rows.values() for field in table.schema]
-    raw = {field.name: _raw(field) for field in fields}
+def _said(rows: Chunk, words: RowContext, shift: int) -> pa.Table:
+    """Rows as the files and requests say them."""
+    said = words.raw(rows)
+    table = _arrow(_shifted(rows, shift))
+    return pa.table({name: said.get(name, table[name]) for name in table.column_names})
+
+
+def _own_words(
+    tables: Sequence[pa.Table], words: RowContext, own: Mapping[tuple[str, ...], int], shift: int = 0
+) -> FittedPreprocessor | None:
+    """From what files and requests say to ids and numbers, and ids that are ``shift`` from their rows to these; None where equal.
+
+    Args:
+        tables: with the columns, as they are said.
+        words: of columns.
+        own: rows by the columns that hold the ids of users, and those of items.
+        shift: from the row of an id to the id.
+    """
+    raw = {field.name: _raw(field) for table in tables for field in table.schema}
     steps: list[Step] = []
     states: list[Any] = []
-    for name in context:
-        if (vocabulary := data.context.vocabularies.get(name)) is not None:
-            raw[name] = str(vocabulary.values.type)
-            steps.append(Categorify(column=name))
-            states.append(vocabulary)
-        else:
-            raw[name] = "float64"
-            mean, deviation = data.context.scales[name]
-            steps.append(Normalize(column=name))
-            states.append({"mean": mean, "std": deviation})
-    for columns, size in ((("user_id",), data.vocab["user_id"]), (("item_id", "history"), data.items.num_rows)):
-        found = [name for name in columns if name in raw]
+    for name in raw:
+        if name in words.separators:
+            steps.append(Lists(column=name, separator=words.separators[name]))
+            states.append({})
+        if name in words.names:
+            raw[name] = words.raw_type(name)
+            steps.append(Categorify(column=name) if name in words.vocabularies else Normalize(column=name))
+            states.append(words.vocabularies[name] if name in words.vocabularies else _state(words.scales[name]))
+    for columns, size in own.items():
+        found = [name for name in columns if name in raw and shift]
         if found:
             steps.append(Categorify(column=found[0], also=tuple(found[1:])))
             ids = pa.array(np.arange(1, size) + shift)
             states.append(Vocabulary(ids, pa.array(np.zeros(len(ids), np.int64))))
-    keep = tuple(name for name in raw if name not in _IDS and name not in context)
-    return FittedPreprocessor(steps=tuple(steps), keep=keep, raw=raw, states=tuple(states))
+    written = {name for step in steps for name in step.writes}
+    keep = tuple(name for name in raw if name not in written)
+    return FittedPreprocessor(steps=tuple(steps), keep=keep, raw=raw, states=tuple(states)) if steps else None
+
+
+def _state(scale: tuple[float, float]) -> dict[str, float]:
+    """Of Normalize."""
+    return {"mean": scale[0], "std": scale[1]}
 
 
 def _raw(field: pa.Field) -> str:
@@ -192,7 +211,12 @@ def _raw(field: pa.Field) -> str:
     return f"list<{kind}>" if pa.types.is_list(field.type) else kind
 
 
-def _unknown(name: str, column: Column, shift: int) -> Any:
+def _unknown(name: str, column: Column, words: RowContext, shift: int) -> Any:
+    """What a user of whom nothing is known has in a column."""
+    if name in words.scales:
+        return words.scales[name][0]
+    if name in words.vocabularies:
+        return "" if name in words.separators else None
     if column.ragged:
         return []
     return 0 + (shift if name in _IDS else 0) if column.values.dtype.kind in "iu" else 0.0

@@ -17,7 +17,7 @@ from torchrec_ext.data.interactions import InteractionData, from_ratings
 from torchrec_ext.data.ncf_text import ncf_files, read_ncf
 from torchrec_ext.data.negatives import UniformNegatives
 from torchrec_ext.data.parquet import read_parquet
-from torchrec_ext.data.row_context import read_context
+from torchrec_ext.data.row_context import RowContext, read_context
 from torchrec_ext.data.side_features import side_features
 from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
 from torchrec_ext.schema import DataError
@@ -95,15 +95,22 @@ def from_folder(
         ratings=ratings,
         users=users[0],
         items=items[0],
-        vocab={**users[1], "history": items[0].num_rows, **items[1]},
-        dense=(*users[2], *items[2]),
+        vocab={
+            "user_id": users[0].num_rows,
+            **users[1].vocab,
+            "history": items[0].num_rows,
+            "item_id": items[0].num_rows,
+            **items[1].vocab,
+        },
+        dense=(*users[1].scales, *items[1].scales),
         history_length=history_length,
-        titles=items[3],
+        titles=items[2],
         first_id=0,
         licence=licence,
         split=split,
         evaluation=evaluation,
         context=rows,
+        sides=users[1].joined(items[1]),
     )
     return data if negatives is None else _with_candidates(data, negatives, seed)
 
@@ -176,10 +183,10 @@ def _names_in(path: Path) -> list[str]:
 
 def _side(
     path: Path, key: str, most: int, columns: Sequence[str] | None, taken: set[str] | None = None
-) -> tuple[Chunk, dict[str, int], tuple[str, ...], list[str] | None]:
-    """Columns by id, vocabulary, names of dense columns, and titles where there is a column of that name."""
+) -> tuple[Chunk, RowContext, list[str] | None]:
+    """Columns by id, how they were made, and titles where there is a column of that name."""
     if not path.exists():
-        return Chunk({key: Column(np.arange(most + 1))}), {key: most + 1}, (), None
+        return Chunk({key: Column(np.arange(most + 1))}), RowContext(), None
     spelled = next(word for word in (*_SPELLINGS[key], key) if word in _names_in(path) or word == key)
     ids = _read(path, key)[key].values
     size = max(most, int(ids.max())) + 1
@@ -188,7 +195,7 @@ def _side(
     titles = _titles(ids, table["title"], size) if "title" in table else None
     made = side_features(ids, Chunk({names[name]: table[name] for name in names}), size, columns)
     features = Chunk({key: Column(np.arange(size)), **made.columns})
-    return features, {key: size, **made.vocab}, made.dense, titles
+    return features, made.words, titles
 
 
 def _titles(ids: Int64, column: Column, size: int) -> list[str]:

@@ -46,6 +46,7 @@ class InteractionData:
         best: figures of the best possible ranking where they are known (generated data), such as ``HR@10``.
         evaluation: how its publishers rank the held-out items.
         context: columns of each row that are neither the user's nor the item's; they are among ``vocab`` and ``dense``.
+        sides: how the features of users and items were made of what the files say; those that are not among them are as there.
     """
 
     name: str
@@ -64,6 +65,7 @@ class InteractionData:
     best: Mapping[str, float] = field(default_factory=dict)
     evaluation: Evaluation = field(default_factory=Evaluation)
     context: RowContext = field(default_factory=RowContext)
+    sides: RowContext = field(default_factory=RowContext)
 
     @property
     def num_items(self) -> int:
@@ -104,6 +106,7 @@ def from_ratings(
     split: Split | None = None,
     evaluation: Evaluation | None = None,
     context: Chunk | None = None,
+    sides: RowContext | None = None,
 ) -> InteractionData:
     """Puts the user's features and history into each rating, and the ratings into their parts.
 
@@ -123,6 +126,7 @@ def from_ratings(
         split: of the ratings; :func:`leave_one_out` where not given.
         evaluation: see :class:`InteractionData`.
         context: a row for each of ``ratings``, as :func:`torchrec_ext.data.row_context.read_context` gives it.
+        sides: see :class:`InteractionData`.
 
     Raises:
         DataError: a rating names a user or an item that is not in ``users`` or ``items``.
@@ -153,6 +157,7 @@ def from_ratings(
         licence=licence,
         evaluation=evaluation or Evaluation(),
         context=fitted,
+        sides=sides or RowContext(),
     )
 
 

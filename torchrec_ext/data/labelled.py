@@ -12,6 +12,7 @@ import numpy as np
 from torchrec_ext.data.columns import Array, Chunk, Column
 from torchrec_ext.data.datasets import DatasetUnavailable, data_folder
 from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.row_context import RowContext
 from torchrec_ext.schema import DataError
 
 PARTS = ("train", "validation", "test")
@@ -60,6 +61,7 @@ class LabelledData:
         dense: names of the dense columns, all of them context.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible prediction where they are known (generated data).
+        words: how the dense columns were scaled.
     """
 
     name: str
@@ -71,6 +73,7 @@ class LabelledData:
     dense: tuple[str, ...] = ()
     licence: str | None = None
     best: Mapping[str, float]
+    words: RowContext = field(default_factory=RowContext)
 
 
 def load_labelled(config: LabelledConfig) -> LabelledData:
@@ -134,15 +137,17 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
     chunks = {part: _read(file) for part, file in files.items() if file is not None}
     sparse = [name for name in chunks["train"] if chunks["train"][name].values.dtype == np.int64]
     dense = tuple(name for name in chunks["train"] if name not in sparse and name != "label")
+    words = RowContext(scales={name: _scale(chunks["train"][name].values) for name in dense})
     vocab = {name: 2 + max(int(chunk[name].values.max()) for chunk in chunks.values()) for name in sparse}
     return LabelledData(
         name=config.name,
-        **{part: _scaled(chunk, chunks["train"], dense) for part, chunk in chunks.items()},
+        **{part: chunk.with_columns(words.transform(chunk)) for part, chunk in chunks.items()},
         vocab=vocab,
         context=tuple(name for name in sparse if name not in _NAMES.values()),
         dense=dense,
         licence=FRAPPE_LICENCE if config.name == "frappe" else None,
         best={},
+        words=words,
     )
 
 
@@ -173,13 +178,10 @@ def _read(path: Path) -> Chunk:
     return Chunk({name: Column(values) for name, values in made.items()})
 
 
-def _scaled(chunk: Chunk, train: Chunk, dense: tuple[str, ...]) -> Chunk:
-    """Dense columns with the training rows' mean 0 and standard deviation 1."""
-    made = {}
-    for name in dense:
-        values = train[name].values
-        made[name] = Column(((chunk[name].values - values.mean()) / (values.std() or 1.0)).astype(np.float32))
-    return chunk.with_columns(made)
+def _scale(values: Array) -> tuple[float, float]:
+    """Mean and standard deviation of the training rows, which get 0 and 1."""
+    exact = values.astype(np.float64)
+    return float(exact.mean()), float(exact.std()) or 1.0
 
 
 def _without_context(data: LabelledData) -> LabelledData:

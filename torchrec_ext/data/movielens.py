@@ -13,6 +13,8 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.evaluation import Evaluation
 from torchrec_ext.data.interactions import InteractionData, from_ratings
 from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.row_context import RowContext
+from torchrec_ext.data.side_features import vocabulary_of
 from torchrec_ext.data.splits import Split
 from torchrec_ext.schema import DataError
 
@@ -73,6 +75,13 @@ def movielens_100k(
     categories: list[list[str]] = [[]] * size
     for item, text in zip(item_ids.tolist(), movies["class"].values, strict=True):
         categories[item] = text.split()
+    words = {"gender": GENDERS, "occupation": OCCUPATIONS, "zip_prefix": [*DIGITS, "Canada"]}
+    of_users = RowContext(
+        vocabularies={name: vocabulary_of(values) for name, values in words.items()}, scales={"age": (AGE_CENTRE, AGE_SCALE)}
+    )
+    of_items = RowContext(
+        vocabularies={"release_year": vocabulary_of(known_years), "genres": vocabulary_of(GENRES)}, separators={"genres": " "}
+    )
     return from_ratings(
         name="ml-100k",
         ratings=ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings}),
@@ -80,13 +89,10 @@ def movielens_100k(
         items=Chunk(items),
         vocab={
             "user_id": users.num_rows,
-            "gender": len(GENDERS) + 1,
-            "occupation": len(OCCUPATIONS) + 1,
-            "zip_prefix": CANADA + 1,
+            **of_users.vocab,
             "history": size,
             "item_id": size,
-            "release_year": len(known_years) + 1,
-            "genres": len(GENRES) + 1,
+            **of_items.vocab,
         },
         dense=("age",),
         history_length=history_length,
@@ -95,6 +101,7 @@ def movielens_100k(
         licence=LICENCE,
         split=split,
         evaluation=evaluation,
+        sides=of_users.joined(of_items),
     )
 
 

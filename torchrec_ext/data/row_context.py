@@ -1,4 +1,4 @@
-"""RowContext: in what context an item was taken (hour, device, price), as ids and numbers, the same in files and in requests."""
+"""RowContext: context of rows (hour, device, price) and what is known of users and items, the same in files and in requests."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.preprocess.vocabulary import Vocabulary
 from torchrec_ext.schema import DataError
 
+UNKNOWN = "unknown"  # stands in a list for a value that is in no vocabulary
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowContext:
-    """How the columns of context become ids and numbers, fitted on training rows.
+    """How columns become ids and numbers: those of context, fitted on training rows, or of users and items, on all there are.
 
     Args:
-        vocabularies: by column of text or whole numbers, the values of training rows; a value that is not among them is row 0.
-        scales: by column of fractions, mean and standard deviation of training rows.
+        vocabularies: by column of text or whole numbers, the values from row 1 on; a value that is not among them is row 0.
+        scales: by column of fractions, mean and standard deviation.
+        separators: by column of texts that hold lists, what stands between two values.
+        types: by column its raw type, where it is not that of the values; see ``data.preprocess.column_types``.
 
     Example:
         >>> rows = Chunk({"device": Column(np.array(["tv", "phone"], dtype=object)), "price": Column(np.array([1.0, 3.0]))})
@@ -33,6 +38,8 @@ class RowContext:
 
     vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)
     scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    separators: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def fit(cls, rows: Chunk) -> RowContext:
@@ -62,14 +69,34 @@ class RowContext:
 
     def _scaled(self, name: str, values: Any) -> Any:
         mean, deviation = self.scales[name]
-        return ((values - mean) / deviation).astype(np.float32)
+        return ((values.astype(np.float64) - mean) / deviation).astype(np.float32)
 
     def raw(self, rows: Chunk) -> dict[str, pa.Array]:
-        """What :meth:`transform` made of training rows, as a request would say it."""
-        said = {name: values.values.take(pa.array(rows[name].values - 1)) for name, values in self.vocabularies.items()}
+        """Columns of ids and numbers as a file or a request would say them; null for the unknown."""
+        said = {name: self._words(name, rows[name]) for name in self.vocabularies if name in rows}
         for name, (mean, deviation) in self.scales.items():
-            said[name] = pa.array(rows[name].values.astype(np.float64) * deviation + mean)
+            if name in rows:
+                said[name] = pa.array(rows[name].values.astype(np.float64) * deviation + mean)
         return said
+
+    def raw_type(self, name: str) -> str:
+        """The type in which a file or a request has it."""
+        if name in self.scales:
+            return "float64"
+        return self.types.get(name) or ("string" if name in self.separators else str(self.vocabularies[name].values.type))
+
+    def joined(self, other: RowContext) -> RowContext:
+        """Both, of different columns."""
+        return RowContext(**{part: {**own, **getattr(other, part)} for part, own in vars(self).items()})
+
+    def _words(self, name: str, column: Column) -> pa.Array:
+        ids = column.values
+        words = self.vocabularies[name].values.take(pa.array(ids - 1, mask=ids == 0))
+        if name not in self.separators:
+            return words.cast(pa.bool_()) if self.types.get(name) == "bool" else words
+        ends = np.cumsum(column.lengths)
+        lists = pa.ListArray.from_arrays(pa.array(np.concatenate([[0], ends]).astype(np.int32)), words.fill_null(UNKNOWN))
+        return pc.binary_join(lists, self.separators[name])
 
 
 def read_context(path: Path, names: Sequence[str], ids: Sequence[str]) -> Chunk:

@@ -6,19 +6,31 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.preprocess.vocabulary import Vocabulary
+from torchrec_ext.data.row_context import RowContext
 
 SEPARATOR = "|"
 MOST_DISTINCT = 0.5  # share of distinct values from which on a column names its row, as a title does, and says nothing of another
 
 
 class SideFeatures(NamedTuple):
-    """``columns``: a row by id, row 0 the unknown one; ``vocab``: table rows of each sparse column; ``dense``: the others."""
+    """``columns``: a row by id, row 0 the unknown one; ``words``: how they were made."""
 
     columns: Chunk
-    vocab: dict[str, int]
-    dense: tuple[str, ...]
+    words: RowContext
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Table rows of each sparse column."""
+        return self.words.vocab
+
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """The others."""
+        return tuple(self.words.scales)
 
 
 def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | None = None) -> SideFeatures:
@@ -40,17 +52,31 @@ def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | 
         ([[], [2, 1], [], [1]], [0, 1, 0, 1], {'genres': 3, 'year': 2})
     """
     made: dict[str, Column] = {}
-    vocab: dict[str, int] = {}
+    vocabularies: dict[str, Vocabulary] = {}
+    scales: dict[str, tuple[float, float]] = {}
+    separators: dict[str, str] = {}
+    types: dict[str, str] = {}
     for name in columns if columns is not None else [name for name in table if _describes(table[name])]:
         values = table[name].values
         if values.dtype.kind == "f":
-            made[name] = _by_id(ids, _scaled(values), size)
+            made[name], scales[name] = _scaled(ids, values.astype(np.float64), size)
         elif values.dtype.kind in "OU" and any(SEPARATOR in str(text) for text in values):
-            made[name], vocab[name] = _lists(ids, values, size)
+            made[name], vocabularies[name] = _lists(ids, values, size)
+            separators[name] = SEPARATOR
         else:
             distinct, places = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
-            made[name], vocab[name] = _by_id(ids, places + 1, size), len(distinct) + 1
-    return SideFeatures(Chunk(made), vocab, tuple(name for name in made if name not in vocab))
+            made[name], vocabularies[name] = _by_id(ids, places + 1, size), vocabulary_of(distinct)
+            if values.dtype.kind == "b":
+                types[name] = "bool"
+    words = RowContext(vocabularies=vocabularies, scales=scales, separators=separators, types=types)
+    return SideFeatures(Chunk(made), words)
+
+
+def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:
+    """Of text or whole numbers, each once."""
+    named = np.asarray(values)
+    words = pa.array(named.astype(np.int64) if named.dtype.kind in "iub" else named)
+    return Vocabulary(words, pa.array(np.zeros(len(words), np.int64)))
 
 
 def _describes(column: Column) -> bool:
@@ -62,18 +88,18 @@ def _describes(column: Column) -> bool:
     return len(np.unique(values)) <= MOST_DISTINCT * len(values)
 
 
-def _lists(ids: Int64, texts: Array, size: int) -> tuple[Column, int]:
+def _lists(ids: Int64, texts: Array, size: int) -> tuple[Column, Vocabulary]:
     words: list[list[str]] = [[]] * size
     for row, text in zip(ids.tolist(), texts, strict=True):
         words[row] = [word for word in str(text).split(SEPARATOR) if word]
     flat = np.array([word for row in words for word in row])
     distinct, places = np.unique(flat, return_inverse=True)
-    return Column.from_lengths(places.astype(np.int64) + 1, np.array([len(row) for row in words])), len(distinct) + 1
+    return Column.from_lengths(places.astype(np.int64) + 1, np.array([len(row) for row in words])), vocabulary_of(distinct)
 
 
-def _scaled(values: Array) -> Array:
-    scaled: Array = ((values - values.mean()) / (values.std() or 1.0)).astype(np.float32)
-    return scaled
+def _scaled(ids: Int64, values: Array, size: int) -> tuple[Column, tuple[float, float]]:
+    mean, deviation = float(values.mean()), float(values.std()) or 1.0
+    return _by_id(ids, ((values - mean) / deviation).astype(np.float32), size), (mean, deviation)
 
 
 def _by_id(ids: Int64, values: Array, size: int) -> Column:

@@ -89,10 +89,11 @@ class Side:
     Args:
         model: of these towers, in evaluation, with their weights.
         columns: from raw rows to the model's columns.
+        types: of the model's columns, which are lists where the raw ones may be one text.
     """
 
-    def __init__(self, model: TowerModel, columns: Columns) -> None:
-        self.model, self.columns = model, columns
+    def __init__(self, model: TowerModel, columns: Columns, types: Mapping[str, str]) -> None:
+        self.model, self.columns, self._types = model, columns, types
         towers: Any = model.towers.values()
         self.width = sum(int(tower.out_features) for tower in towers)
         self._plain = [PlainTower(tower) for tower in towers] if all(map(is_plain, towers)) else None
@@ -127,10 +128,9 @@ class Side:
 
     def unknown(self) -> Tensor:
         """(D,) of a row of which nothing is known: each id the out-of-vocabulary row, lists empty, numbers 0."""
-        types = self.request_columns
         sparse = {}
         for feature in self.columns.schema.sparse:
-            listed = types.get(feature.name, "").startswith("list") or feature.weights is not None
+            listed = self._types.get(feature.name, "").startswith("list") or feature.weights is not None
             ids = torch.zeros(0, dtype=torch.int64) if listed else torch.tensor([feature.oov_id])
             weights = None if feature.weights is None else torch.zeros(0)
             sparse[feature.name] = Jagged(ids, torch.zeros(1, dtype=torch.int32) if listed else None, weights)
@@ -177,7 +177,7 @@ def open_side(
         for key, value in read_tensors(folder / architecture.dense_file(name)).items()
     }
     fill_dense(folder, model, dense, table_paths(model))
-    return Side(model, columns)
+    return Side(model, columns, architecture.types if preprocessor is None else preprocessor.outputs)
 
 
 def open_interaction(folder: Path, architecture: Architecture, also: Sequence[type[nn.Module]] = ()) -> nn.Module:
