@@ -120,9 +120,9 @@ def gather_overrides(tokens: Sequence[str]) -> list[str]:
 
 
 def last_words(status: AppStatus | None) -> str:
-    """The failed rank's error, or TorchX's own status when no rank left one."""
+    """The failed rank's error, or the job's state when none was left, as by a flag that there is not."""
     if status is None or status.structured_error_msg == NONE:
-        return str(status)
+        return f"the job ended as {'UNKNOWN' if status is None else status.state.name}; its own output above says why"
     message = json.loads(status.structured_error_msg).get("message")
     if not isinstance(message, dict):
         return str(message)

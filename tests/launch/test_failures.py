@@ -84,7 +84,7 @@ def test_torchx_ends_with_what_the_agent_handed_over(tmp_path: Path, monkeypatch
     hand_over("Traceback\n  line\nrank 1: KeyError: 'tower'")
     status = AppStatus(AppState.FAILED, structured_error_msg=reply.read_text())
     assert last_words(status) == "Traceback\n  line\nrank 1: KeyError: 'tower'"
-    assert "FAILED" in last_words(AppStatus(AppState.FAILED))
+    assert last_words(AppStatus(AppState.FAILED)) == "the job ended as FAILED; its own output above says why"
 
 
 @pytest.mark.parametrize(("app", "flags"), [(export, ["nowhere"]), (plan, []), (serve, ["bundle", "--workers=0"])])
