@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -64,13 +65,14 @@ def write_described(root: Path, pairs: pa.Table) -> None:
     """The same with what is known of users and items."""
     folder = root / "described"
     folder.mkdir()
-    pq.write_table(pairs.select(["user_id", "item_id", "timestamp"]), folder / "inter.parquet")
+    known = pairs.filter(pc.less(pairs["item_id"], 29))
+    pq.write_table(known.select(["user_id", "item_id", "timestamp"]), folder / "inter.parquet")
     users, items = np.arange(20), np.arange(30)
     told = {"gender": np.array(["M", "F"])[users % 2], "member": users % 3 == 0, "income": 1_000.0 + 37 * users}
     pq.write_table(pa.table({"user_id": users, **told}), folder / "users.parquet")
     tags = ["red|blue" if item % 2 else "blue" for item in items]
-    known = {"year": 1990 + items % 5, "tags": tags, "price": (items**1.5).astype(np.float32)}
-    pq.write_table(pa.table({"item_id": items, **known}), folder / "items.parquet")
+    about = {"year": 1990 + items % 5, "tags": tags, "price": (items**1.5).astype(np.float32)}
+    pq.write_table(pa.table({"item_id": items, **about}), folder / "items.parquet")
 
 
 def write_labelled(root: Path) -> None:
@@ -170,6 +172,7 @@ def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(judged: 
     del judged
     bundle = Bundle.load(root / "bundle-described")
     assert bundle.users is not None
+    assert bundle.manifest.content["coverage"]["trained"] == 29, "item 29 was never trained"
     items, users = (pq.read_table(root / "described" / f"{side}.parquet").to_pydict() for side in ("items", "users"))
     store = EmbeddingStore.open(root / "bundle-described" / "store")
     torch.testing.assert_close(bundle.embed_candidates(items), store.rows(torch.arange(30)), rtol=0, atol=1e-6)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Chunk, Column, concatenate
-from torchrec_ext.data.id_dropout import unseen_as_oov
 from torchrec_ext.data.interactions import InteractionData
 from torchrec_ext.data.labelled import LabelledData
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Normalize, Step, Vocabulary
@@ -41,8 +41,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     Ids and features in requests are those of the files; an item that was never trained is the unknown one to the model, as in the
     evaluation. The context is a request's own.
     """
-    item = schema.feature("item_id")
-    items = (unseen_as_oov(data.items, data.train, item) if item else data.items).slice(1, data.items.num_rows)
+    items = data.items.slice(1, data.items.num_rows)
     everything = _rows_of(data)
     owners = everything["user_id"].values
     users, first = np.unique(owners, return_index=True)
@@ -57,7 +56,6 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     known = everything.take(first).select(sides["user"])
     rows = {side: _said(chunk.select(sides[side]), words, shift) for side, chunk in (("user", known), ("item", items))}
     queries = _said(_some(data.train).select([*sides["user"], *context]), words, shift) if context else None
-    own = {("user_id",): data.vocab["user_id"], ("item_id", "history"): data.items.num_rows}
     return Served(
         catalogue=Catalogue(
             ids=np.arange(1, data.items.num_rows) + shift,
@@ -75,7 +73,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
             liked=_lists(data.liked.take(users), -1),
         ),
         queries=queries,
-        preprocessor=_own_words([*rows.values(), *([] if queries is None else [queries])], words, own, shift),
+        preprocessor=_own_words([*rows.values(), *([] if queries is None else [queries])], words, _own_ids(data, shift)),
         candidate="item",
     )
 
@@ -167,16 +165,28 @@ def _said(rows: Chunk, words: RowContext, shift: int) -> pa.Table:
     return pa.table({name: said.get(name, table[name]) for name in table.column_names})
 
 
+def _own_ids(data: InteractionData, shift: int) -> dict[tuple[str, ...], NDArray[np.int64]]:
+    """By the columns that share them, what the files call rows 1 and after; those that are called by their numbers are left out.
+
+    An item that was never trained is the unknown one, though not in a history, as in the evaluation.
+    """
+    users, items = (np.arange(1, size) + shift for size in (data.vocab["user_id"], data.items.num_rows))
+    trained = np.isin(np.arange(1, data.items.num_rows), data.train["item_id"].values)
+    if trained.all():
+        return {("user_id",): users, ("item_id", "history"): items} if shift else {}
+    nobody = np.iinfo(np.int64).min + np.arange(len(items))
+    return ({("user_id",): users, ("history",): items} if shift else {}) | {("item_id",): np.where(trained, items, nobody)}
+
+
 def _own_words(
-    tables: Sequence[pa.Table], words: RowContext, own: Mapping[tuple[str, ...], int], shift: int = 0
+    tables: Sequence[pa.Table], words: RowContext, own: Mapping[tuple[str, ...], NDArray[np.int64]]
 ) -> FittedPreprocessor | None:
-    """From what files and requests say to ids and numbers, and ids that are ``shift`` from their rows to these; None where equal.
+    """From what files and requests say to ids and numbers; None where that is the same.
 
     Args:
         tables: with the columns, as they are said.
         words: of columns.
-        own: rows by the columns that hold the ids of users, and those of items.
-        shift: from the row of an id to the id.
+        own: see :func:`_own_ids`.
     """
     raw = {field.name: _raw(field) for table in tables for field in table.schema}
     steps: list[Step] = []
@@ -189,12 +199,11 @@ def _own_words(
             raw[name] = words.raw_type(name)
             steps.append(Categorify(column=name) if name in words.vocabularies else Normalize(column=name))
             states.append(words.vocabularies[name] if name in words.vocabularies else _state(words.scales[name]))
-    for columns, size in own.items():
-        found = [name for name in columns if name in raw and shift]
+    for columns, ids in own.items():
+        found = [name for name in columns if name in raw]
         if found:
             steps.append(Categorify(column=found[0], also=tuple(found[1:])))
-            ids = pa.array(np.arange(1, size) + shift)
-            states.append(Vocabulary(ids, pa.array(np.zeros(len(ids), np.int64))))
+            states.append(Vocabulary(pa.array(ids), pa.array(np.zeros(len(ids), np.int64))))
     written = {name for step in steps for name in step.writes}
     keep = tuple(name for name in raw if name not in written)
     return FittedPreprocessor(steps=tuple(steps), keep=keep, raw=raw, states=tuple(states)) if steps else None
