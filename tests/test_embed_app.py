@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 import torchrec_ext.components as components  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
 
@@ -42,7 +43,8 @@ def on_ranks(runtime: Runtime, root: Path) -> str:
     catalogue.BLOCK_ROWS = 4  # several blocks of a row group
     bundle = Bundle.load(root / "bundle")
     out = root / f"ranks-{runtime.world_size}"
-    store = embed.embed_files(bundle, [bundle.candidate], runtime, [str(root / "items")], "item_id", out, "fp32")
+    store, unknown = embed.embed_files(bundle, [bundle.candidate], runtime, [str(root / "items")], "item_id", out, "fp32")
+    assert not unknown
     return store.digest
 
 
@@ -69,6 +71,23 @@ def run(*flags: object) -> tuple[int, str, str]:
         [sys.executable, "-m", "torchx_apps.embed", *map(str, flags)], capture_output=True, text=True, check=False
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def values_never_seen(runtime: Runtime, root: Path) -> tuple[dict[str, int], int]:
+    catalogue.BLOCK_ROWS = 4
+    bundle = Bundle.load(root / "bundle")
+    items = pa.table({"item_id": np.arange(1, 60), "price": np.zeros(59, np.float32)})
+    if runtime.is_main:
+        pq.write_table(items, root / "more.parquet")
+    dist.barrier()
+    out = root / f"more-{runtime.world_size}"
+    store, unknown = embed.embed_files(bundle, [bundle.candidate], runtime, [str(root / "more.parquet")], "item_id", out, "fp32")
+    return dict(unknown), len(store)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_values_that_training_never_saw_are_counted_over_all_ranks(ranks: int, folder: Path) -> None:
+    assert run_ranks(values_never_seen, ranks, folder) == [({"item_id": 10}, 59)] * ranks
 
 
 @pytest.mark.launch

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,15 +49,17 @@ def _embed(argv: Sequence[str] | None) -> int:
     with Runtime.start("cpu") as runtime:
         bundle = _bundle(options.bundle)
         names = _towers(bundle, options.tower)
-        store = embed_files(bundle, names, runtime, options.catalogue, options.id, options.out, options.store)
+        store, unknown = embed_files(bundle, names, runtime, options.catalogue, options.id, options.out, options.store)
         if runtime.is_main:
             print(_told(store, options.out, names))
+            if unknown:
+                print(f"never seen in training, so embedded as unknown: {_counted(unknown)}")
     return 0
 
 
 def embed_files(
     bundle: Bundle, names: Sequence[str], runtime: Runtime, catalogue: Sequence[str], key: str, out: Path, dtype: Any
-) -> EmbeddingStore:
+) -> tuple[EmbeddingStore, Counter[str]]:
     """Runs towers that read the same rows over files, on all ranks together.
 
     Args:
@@ -67,6 +70,9 @@ def embed_files(
         key: the column with the ids.
         out: folder of the store, which all ranks see.
         dtype: ``fp32``, ``fp16`` or ``int8``.
+
+    Returns:
+        The store, and by column the rows of all ranks with a value that training never saw.
 
     Raises:
         ValueError: a file, a column or a value that cannot be taken, or an id twice.
@@ -82,9 +88,10 @@ def embed_files(
     side = open_side(bundle.folder, bundle.architecture, names, open_preprocessor(bundle.folder))
     rank = {"rank": runtime.rank, "world_size": runtime.world_size}
     files = CatalogueFiles(catalogue, list(side.request_columns), key, **rank)
+    unknown: Counter[str] = Counter()
     with Progress(runtime, "embed") as progress:
-        return embed(
-            lambda block: _vectors(side, block),
+        store = embed(
+            lambda block: _vectors(side, block, unknown),
             _told_of(files, progress, "rows of rank 0"),
             out,
             digest=tower_digest(bundle.architecture, names, bundle.manifest.content["files"]),
@@ -92,15 +99,24 @@ def embed_files(
             barrier=dist.barrier,
             **rank,
         )
+    shares: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(shares, unknown)
+    return store, sum(shares, Counter())
 
 
-def _vectors(side: Side, block: Block) -> Any:
+def _vectors(side: Side, block: Block, unknown: Counter[str]) -> Any:
     from torchrec_ext.schema import DataError
 
     try:
-        return side.embed(block.columns)  # type: ignore[arg-type]
+        read = side.read(block.columns)  # type: ignore[arg-type]
     except DataError as error:
         raise DataError(f"{block.where}: {error}") from None
+    unknown.update({name: int(rows.sum()) for name, rows in read.unknown.items() if rows.any()})
+    return side.vectors(read)
+
+
+def _counted(unknown: Counter[str]) -> str:
+    return ", ".join(f"{name} in {rows:,} row{'s' if rows > 1 else ''}" for name, rows in unknown.most_common())
 
 
 def _told_of(files: CatalogueFiles, progress: Any, stage: str) -> Iterator[tuple[Any, Block]]:
