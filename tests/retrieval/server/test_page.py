@@ -81,5 +81,13 @@ def test_a_token_is_asked_for(bundle: Bundle, tmp_path: Path) -> None:
 
 def test_the_interface_is_described_without_the_internet(running: Running, tmp_path: Path) -> None:
     dom = shown(running, "/docs", tmp_path)
-    for said in ("POST /v1/recommend", "GET /readyz", "exclude_seen", "entries at most 10000"):
+    for said in (
+        "POST /v1/recommend",
+        "user.user_id *",
+        "user.history",
+        "The id alone, or with features",
+        "GET /readyz",
+        "exclude_seen",
+        "entries at most 10000",
+    ):
         assert said in dom

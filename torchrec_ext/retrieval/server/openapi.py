@@ -106,7 +106,8 @@ def _user(bundle: Bundle) -> Schema:
     columns = {name: _column(kind) for name, kind in bundle.request_columns.items()}
     if bundle.users is None:
         return _object(columns, required=list(columns))
-    return _object({**columns, bundle.users.key: _id(bundle.users.ids.kind)}, required=[bundle.users.key])
+    described = _object({**columns, bundle.users.key: _id(bundle.users.ids.kind)}, required=[bundle.users.key])
+    return {**described, "description": "The id alone, or with features, which then take the place of those that are known."}
 
 
 def _column(kind: str) -> Schema:
@@ -126,7 +127,8 @@ def _ids(bundle: Bundle, limits: Limits) -> Schema:
 def _answers(bundle: Bundle, digest: Schema) -> Schema:
     names: Schema = {"type": "array", "items": {"type": "string"}}
     ids: Schema = {"type": "array", "items": _id(bundle.store.ids.kind)}
-    scores: Schema = {"type": "array", "items": {"type": "number"}}
+    scores: Schema = {"type": "array", "items": {"type": "number"}, "description": "The model's logits, one for each item."}
+    best: Schema = {**ids, "description": "Ids, best first."}
     common: Schema = {
         "scores": scores,
         "unknown_user": {"type": "boolean", "description": "The id is unknown, or none was given."},
@@ -135,13 +137,16 @@ def _answers(bundle: Bundle, digest: Schema) -> Schema:
         "unknown_items": {**ids, "description": "Ids that the catalogue does not have; as candidates scored as the unknown item."},
         "bundle": digest,
     }
-    counts: Schema = {"asked": {"type": "integer"}, "answered": {"type": "integer", "description": "Fewer where no more are left."}}
+    counts: Schema = {
+        "asked": {"type": "integer", "description": "k of the request."},
+        "answered": {"type": "integer", "description": "Fewer where no more are left."},
+    }
     optional: Schema = {"titles": names, "liked": ids, "liked_titles": names}
     vectors: Schema = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
     unknown = {"type": "array", "items": names}
     return {
         "Scores": _object(common, required=list(common)),
-        "Recommendation": _object({"items": ids, **common, **counts, **optional}, required=["items", *common, *counts]),
+        "Recommendation": _object({"items": best, **common, **counts, **optional}, required=["items", *common, *counts]),
         "Vectors": _object(
             {"vectors": vectors, "unknown_features": unknown, "bundle": digest}, required=["vectors", "unknown_features", "bundle"]
         ),

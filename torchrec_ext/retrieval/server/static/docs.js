@@ -24,12 +24,16 @@ function fields(schema, title) {
   const head = table.createTHead().insertRow();
   for (const name of [title, "type", "meaning"]) head.append(Object.assign(element("th", name), { scope: "col" }));
   const body = table.createTBody();
-  for (const [name, value] of Object.entries(schema.properties ?? {})) {
-    const line = body.insertRow();
-    line.insertCell().append(element("code", name + ((schema.required ?? []).includes(name) ? " *" : "")));
-    line.insertCell().textContent = kind(value);
-    line.insertCell().textContent = rules(value);
-  }
+  const add = (within, prefix) => {
+    for (const [name, value] of Object.entries(within.properties ?? {})) {
+      const line = body.insertRow();
+      line.insertCell().append(element("code", prefix + name + ((within.required ?? []).includes(name) ? " *" : "")));
+      line.insertCell().textContent = value.properties ? "object" : kind(value);
+      line.insertCell().textContent = rules(value);
+      add(value, `${prefix}${name}.`);
+    }
+  };
+  add(schema, "");
   return table;
 }
 
