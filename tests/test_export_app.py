@@ -26,6 +26,7 @@ from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.store import EmbeddingStore
+from torchx_apps import export
 from torchx_apps.cli import apply_overrides, built_in_recipes, load_recipe
 from torchx_apps.exporting import end_with_bundle, export_task
 from torchx_apps.saved_job import saved_job
@@ -322,6 +323,16 @@ def test_a_run_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "give a run folder, or a checkpoint in one" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_bundle_is_not_replaced_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = dataclasses.asdict(dataclasses.replace(load_recipe("two_tower"), build=None, task=None))
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "notes").touch()
+    assert export.main([str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert f"--out {tmp_path / 'bundle'}: there is something already; give another folder, or --overwrite" in told
 
 
 class TestValid(ComponentTestCase):

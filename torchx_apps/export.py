@@ -35,6 +35,8 @@ def _export(argv: Sequence[str] | None) -> int:
 
     job = apply_overrides(saved_job(options.run, options.recipe), options.set)
     out = options.out or options.run / "bundle"
+    if not options.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):  # told before minutes of loading
+        raise ValueError(f"--out {out}: there is something already; give another folder, or --overwrite")
     settings = {"store": options.store, "index": options.index, "recall": options.recall, "overwrite": options.overwrite}
     export_run(job, options.run, out, options.checkpoint, **settings)
     return 0

@@ -169,7 +169,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest: another format": (lambda b: change(b, "manifest.json", lambda m: m.update(format=99)), r"format 99.*reads 1"),
     "manifest: no JSON": (lambda b: (b / "manifest.json").write_text("{"), r"manifest\.json: is no JSON"),
     "manifest: of a checkpoint": (
-        lambda b: (b / "manifest.json").write_text('{"format": 1, "files": {}}'),
+        lambda b: (b / "manifest.json").write_text('{"format": 1, "content": {}, "files": {}}'),
         r"is of something else than a bundle, such as a checkpoint",
     ),
     "manifest: a list": (lambda b: (b / "manifest.json").write_text("[]"), r"holds no JSON object"),

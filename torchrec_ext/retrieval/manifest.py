@@ -79,7 +79,7 @@ class Manifest:
         """
         path = folder / NAME
         whole = read_json(path, hint=f"; is '{folder}' a bundle? One is made of a run by: python -m torchx_apps.export RUN")
-        if not {"content", "certificate"} & whole.keys():
+        if not {"seal", "certificate"} & whole.keys():
             raise BundleError(
                 f"{path}: is of something else than a bundle, such as a checkpoint or a store; give the folder that an export made"
             )
