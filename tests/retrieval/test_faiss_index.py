@@ -69,6 +69,12 @@ def test_filters_inside_the_search(kind: str) -> None:
     assert bool((index.search(queries, 20, allowed=rare)[1][:, 10:] == -1).all())
 
 
+def test_queries_of_another_width_are_refused() -> None:
+    index = FaissIndex.build(clustered(100), "dot", kind="flat", k=5)
+    with pytest.raises(ValueError, match="queries: 15 wide, the stored vectors are 16; give the query tower's outputs"):
+        index.search(clustered(1, width=15), 3)
+
+
 def test_tombstones_are_never_found(tmp_path: Path) -> None:
     rows = clustered(500)
     write_store(tmp_path, [(np.arange(500), rows.numpy())], dtype="int8")

@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 from torchrec_ext.retrieval.blockwise import Metric, check_request
 from torchrec_ext.retrieval.faiss_kinds import Kind, faiss_module, made, selector
 from torchrec_ext.retrieval.index import ExactIndex, check_metric
+from torchrec_ext.retrieval.rescoring import rescored
 from torchrec_ext.retrieval.snapshots import StoreError
 from torchrec_ext.retrieval.store import EmbeddingStore
 
@@ -109,6 +110,10 @@ class FaissIndex:
     ) -> tuple[Tensor, Tensor]:
         """See :class:`torchrec_ext.retrieval.index.Index`; each query is searched with its own filter."""
         check_request(queries, k, self.size, allowed, excluded)
+        if queries.shape[1] != self._exact.width:
+            raise ValueError(
+                f"queries: {queries.shape[1]} wide, the stored vectors are {self._exact.width}; give the query tower's outputs"
+            )
         live = self._exact.live
         shown = live if allowed is None else allowed if live is None else allowed & live
         if shown is None and excluded is None:
@@ -124,25 +129,25 @@ class FaissIndex:
         self, queries: Tensor, k: int, scores: Tensor, positions: Tensor, allowed: Tensor | None, out: Sequence[Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         """What was found, where that is K; else the exact answer."""
-        short = (positions < 0).any(dim=1)
-        if bool(short.any()):
+        if int(positions.numpy()[:, -1].min()) < 0:  # the last are the worst
+            short = positions[:, -1] < 0
             wanted = None if out is None else [one for one, few in zip(out, short.tolist(), strict=True) if few]
             scores[short], positions[short] = self._exact.search(queries[short], k, allowed=allowed, excluded=wanted)
         return scores, positions
 
     def _search(self, queries: Tensor, k: int, shown: Any) -> tuple[Tensor, Tensor]:
         faiss = faiss_module()
-        asked = (normalize(queries) if self.metric == "cosine" else queries).contiguous().numpy()
+        asked = (normalize(queries) if self.metric == "cosine" else queries).numpy()
         many = min(self.size, k * (_REFINED if self.kind == "pq" else 1))
         options: dict[str, Any] = {} if shown is None else {"sel": shown[-1]}
-        if self.kind in ("ivf", "pq"):
-            options["nprobe"] = self.setting
-        kinds = {"flat": faiss.SearchParameters, "hnsw": faiss.SearchParametersHNSW}
         if self.kind == "hnsw":
-            options["efSearch"] = max(self.setting, many)
-        parameters = kinds.get(self.kind, faiss.SearchParametersIVF)(**options)
-        found = torch.from_numpy(self._index.search(asked, many, params=parameters)[1])
-        return self._exact.best_of(queries, found, k)
+            parameters = faiss.SearchParametersHNSW(efSearch=max(self.setting, many), **options)
+        elif self.kind == "flat":
+            parameters = faiss.SearchParameters(**options)
+        else:
+            parameters = faiss.SearchParametersIVF(nprobe=self.setting, **options)
+        found = self._index.search(asked, many, params=parameters)[1]
+        return rescored(self._exact.source, asked, found, k, cosine=self.metric == "cosine")
 
     def save(self, folder: Path) -> None:
         """Writes the index and its setting to ``folder``, which is made."""
