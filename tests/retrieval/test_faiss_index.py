@@ -15,6 +15,7 @@ from torchrec_ext.retrieval.writer import write_store
 
 faiss = pytest.importorskip("faiss", reason="the package faiss-cpu is not installed (extra `retrieval`)")
 from torchrec_ext.retrieval.faiss_index import FaissIndex  # noqa: E402
+from torchrec_ext.retrieval.faiss_kinds import lifted  # noqa: E402
 
 KINDS = ("flat", "ivf", "hnsw", "pq")
 
@@ -24,6 +25,12 @@ def clustered(rows: int = 3_000, width: int = 16, seed: int = 0) -> torch.Tensor
     centres = torch.randn(40, width, generator=torch.Generator().manual_seed(9))
     generator = torch.Generator().manual_seed(seed)
     return centres[torch.randint(40, (rows,), generator=generator)] + 0.4 * torch.randn(rows, width, generator=generator)
+
+
+def of_many_norms(rows: int, seed: int = 0) -> torch.Tensor:
+    """Rows in all directions, some many times as long as others."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 16, generator=generator) * torch.exp(0.7 * torch.randn(rows, 1, generator=generator))
 
 
 def recall(truth: torch.Tensor, found: torch.Tensor) -> float:
@@ -67,6 +74,45 @@ def test_filters_inside_the_search(kind: str) -> None:
         assert recall(exact.search(queries, 20, allowed=allowed, excluded=excluded)[1], found) > 0.7
     assert torch.equal(index.search(queries, 20, allowed=rare)[1], exact.search(queries, 20, allowed=rare)[1])
     assert bool((index.search(queries, 20, allowed=rare)[1][:, 10:] == -1).all())
+
+
+def test_nearest_of_the_lifted_are_those_of_the_greatest_products() -> None:
+    rows, queries = of_many_norms(1_000), of_many_norms(20, seed=1)
+    index = faiss.IndexFlatL2(17)
+    index.add(lifted(rows.numpy(), norm=float(rows.norm(dim=1).max())))
+    assert (
+        recall(ExactIndex(rows, "dot").search(queries, 50)[1], torch.from_numpy(index.search(lifted(queries.numpy()), 50)[1]))
+        > 0.999
+    )
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+def test_lifted_vectors_are_found_filtered_scored_and_saved_as_others(kind: str, tmp_path: Path) -> None:
+    rows, queries = of_many_norms(3_000), of_many_norms(50, seed=1)
+    index = FaissIndex._tuned(rows, rows, "dot", kind, 0.95, 20, rows[::6], lift=True)
+    index.save(tmp_path / "index")
+    loaded = FaissIndex.load(tmp_path / "index", rows)
+    half = torch.arange(3_000) % 2 == 0
+    scores, positions = loaded.search(queries, 20, allowed=half)
+    assert loaded.lifted
+    assert recall(ExactIndex(rows, "dot").search(queries, 20, allowed=half)[1], positions) > 0.9
+    assert scores[:, 0].tolist() == pytest.approx((queries * rows[positions[:, 0]]).sum(dim=1).tolist(), abs=1e-4)
+    with pytest.raises(StoreError, match="of 3,000 vectors of 16, these are 3,000 of 15"):
+        FaissIndex.load(tmp_path / "index", rows[:, :15].contiguous())
+
+
+def test_vectors_are_lifted_where_that_is_cheaper() -> None:
+    """Of many norms a list by products has the long ones together; around centres, and of a cosine, there is nothing to gain."""
+    rows = of_many_norms(3_000)
+    assert FaissIndex.build(rows, "dot", kind="ivf", recall=0.9, k=20).lifted
+    assert not FaissIndex.build(rows, "cosine", kind="ivf", recall=0.9, k=20).lifted
+
+
+def test_hnsw_finds_fewer_neighbours_as_surely_as_it_was_measured() -> None:
+    rows, fresh = clustered(), clustered(100, seed=1)
+    index = FaissIndex.build(rows, "dot", kind="hnsw", recall=0.9, k=100)
+    assert index.setting >= 100
+    assert recall(ExactIndex(rows, "dot").search(fresh, 5)[1], index.search(fresh, 5)[1]) >= 0.9
 
 
 def test_queries_of_another_width_are_refused() -> None:

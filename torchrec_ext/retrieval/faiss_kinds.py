@@ -28,26 +28,60 @@ def faiss_module() -> Any:
     return faiss
 
 
-def made(faiss: Any, kind: Kind, vectors: NDArray[np.float32]) -> tuple[Any, list[int]]:
-    """The filled index, and its settings from the cheapest to the one that finds most."""
-    count, width = vectors.shape
+def made(faiss: Any, kind: Kind, vectors: NDArray[np.float32], *, lift: bool = False, k: int = 1) -> tuple[Any, list[int]]:
+    """The filled index, and its settings from the cheapest to the one that finds most.
+
+    Args:
+        faiss: the package.
+        kind: of the index.
+        vectors: (I, D).
+        lift: index the vectors :func:`lifted`, by distance.
+        k: neighbours that will be asked for, which HNSW needs room for.
+    """
+    rows = lifted(vectors, norm=float(np.sqrt(np.einsum("id,id->i", vectors, vectors).max()))) if lift else vectors
+    (count, width), metric = rows.shape, faiss.METRIC_L2 if lift else faiss.METRIC_INNER_PRODUCT
     lists = max(1, min(int(4 * count**0.5), count // 39))  # FAISS asks for 39 training points per list
     build: dict[str, Callable[[], Any]] = {
-        "flat": lambda: faiss.IndexFlatIP(width),
-        "hnsw": lambda: faiss.IndexHNSWFlat(width, _LINKS, faiss.METRIC_INNER_PRODUCT),
-        "ivf": lambda: faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, lists, faiss.METRIC_INNER_PRODUCT),
-        "pq": lambda: faiss.IndexIVFPQ(faiss.IndexFlatIP(width), width, lists, *_codes(count, width), faiss.METRIC_INNER_PRODUCT),
+        "flat": lambda: faiss.IndexFlat(width, metric),
+        "hnsw": lambda: faiss.IndexHNSWFlat(width, _LINKS, metric),
+        "ivf": lambda: faiss.IndexIVFFlat(faiss.IndexFlat(width, metric), width, lists, metric),
+        "pq": lambda: faiss.IndexIVFPQ(faiss.IndexFlat(width, metric), width, lists, *_codes(count, width), metric),
     }
     index = build[kind]()
     if not index.is_trained:
-        index.train(vectors)
-    index.add(vectors)
+        index.train(rows)
+    index.add(rows)
     if kind == "flat":
         return index, [0]
     if kind == "hnsw":
-        return index, [2**power for power in range(4, 13)]
+        return index, sorted({max(min(k, count), int(2 ** (half / 2))) for half in range(8, 25)})
     steps = np.unique(np.geomspace(1, lists, num=64).round().astype(int))
     return index, [int(step) for step in steps]
+
+
+def lifted(vectors: NDArray[np.float32], norm: float = 0.0) -> NDArray[np.float32]:
+    """(N, D + 1): vectors with a column that gives each the norm of the greatest; queries with a column of zeros.
+
+    The nearest of them by distance are those of the greatest product (Bachrach et al. 2014), and lists and graphs are made for
+    distances: by products, vectors of little norm are nobody's neighbours, and no path leads to them.
+
+    Args:
+        vectors: (N, D).
+        norm: the greatest of the indexed vectors; 0 of queries.
+    """
+    out = np.zeros((len(vectors), vectors.shape[1] + 1), np.float32)
+    out[:, :-1] = vectors
+    if norm:
+        out[:, -1] = np.sqrt(np.maximum(norm**2 - np.einsum("nd,nd->n", vectors, vectors), 0))
+    return out
+
+
+def cost(index: Any, kind: Kind, setting: int, queries: NDArray[np.float32]) -> float:
+    """What a search costs beside one of the same kind with another setting: rows that ivf compares, nodes that hnsw keeps open."""
+    if kind == "hnsw":
+        return setting
+    sizes = np.array([index.invlists.list_size(at) for at in range(index.nlist)])
+    return float(sizes[index.quantizer.search(queries, setting)[1]].sum() / len(queries))
 
 
 def _codes(count: int, width: int) -> tuple[int, int]:

@@ -53,6 +53,7 @@ from torchrec_ext.retrieval.writer import write_store
 from torchrec_ext.tensor_file import Shape, TensorWriter
 
 Progress = Callable[[str, int, int], None]
+INDEX_QUERIES = 1024  # by which an approximate index is tuned and measured, half each
 BLOCK_ROWS = 4096  # of the catalogue: blocks of one size, so that vectors do not depend on who computes them
 
 
@@ -163,7 +164,8 @@ class Parts:
         self.audit.write(folder, found)
         files = file_digests(folder)
         store, stored = self._write_stores(folder, candidate, interaction, files, vectors)
-        asked = query.embed(self.audit.queries.to_pydict())
+        rows = np.linspace(0, len(self.queries) - 1, INDEX_QUERIES).round().astype(np.int64)
+        asked = query.embed(self.queries.take(pa.array(rows)).to_pydict())
         index = build_index(folder, self.settings.index, self.settings.recall, self.live.metric, store, asked)
         manifest = Manifest(
             content={
