@@ -22,6 +22,8 @@ ROWS = {
     "scores": "serving_scores:scores",
     "exact-search": "serving_search:exact",
     "approximate": "serving_search:approximate",
+    "movielens": "serving_movielens:films",
+    "movielens-large": "serving_movielens:recombined",
     "embed": "serving_embed:rows",
     "http": "serving_http:http",
 }
