@@ -68,6 +68,7 @@ def http(
     port: int = 8000,
     workers: int = 1,
     token_file: Optional[str] = None,
+    vectors: Optional[str] = None,
     redis: Optional[str] = None,
     name: str = "serve",
     image: str = torchx.IMAGE,
@@ -90,6 +91,7 @@ def http(
         port: to listen on; 0 for any that is free
         workers: processes that share the bundle's files
         token_file: file with the token that callers must bear; else the variable TORCHREC_EXT_TOKEN, else none
+        vectors: folder of a store with users' vectors, as rec.embed --tower query writes one
         redis: address of a Redis with users' vectors (ex. redis://host:6379/0)
         name: of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
@@ -100,7 +102,11 @@ def http(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.serve", bundle, f"--host={host}", f"--port={port}", f"--workers={workers}"]
-    flags += [f"--{flag}={value}" for flag, value in {"token-file": token_file, "redis": redis}.items() if value is not None]
+    flags += [
+        f"--{flag}={value}"
+        for flag, value in {"token-file": token_file, "vectors": vectors, "redis": redis}.items()
+        if value is not None
+    ]
     role = specs.Role(
         name="serve",
         image=image,

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 -m torchx_apps.embed BUNDLE ...      # or torchx run rec.embed --procs 2
 
 Rows stream by, a share of them on each rank; the store is the same on any number of ranks. A store that is there gets a new
-version, and who has the one before open reads on.
+version, and who has the one before open reads on. Users' vectors, of --tower query, are what torchx_apps.serve --vectors takes.
 """
 
 from __future__ import annotations

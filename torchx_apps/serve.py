@@ -77,6 +77,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         max_batch=options.max_batch,
         max_wait_ms=options.max_wait_ms,
         token=_token(options.token_file),
+        vectors=None if options.vectors is None else options.vectors.absolute(),
         redis=options.redis,
         watch_s=options.watch,
         drain_s=options.drain,
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="of torch in each")
     parser.add_argument("--token-file", type=Path, help=f"file with the token that callers must bear; else ${TOKEN}, else none")
+    parser.add_argument("--vectors", type=Path, help="folder of a store with users' vectors, of rec.embed --tower query")
     parser.add_argument("--redis", help="address of a Redis with users' vectors, such as redis://host:6379/0")
     parser.add_argument("--retrieve", type=int, default=100, help="items that the first stage hands to the top NN")
     stages = "how it finds them: by the top NN itself over the whole catalogue, or by a product of the towers' outputs"

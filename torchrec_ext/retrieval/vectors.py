@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.retrieval.requests import Id, Source, UnavailableError
-from torchrec_ext.retrieval.snapshots import StoreError
+from torchrec_ext.retrieval.snapshots import StoreError, current
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.store import EmbeddingStore
@@ -62,6 +63,50 @@ class StoredVectors:
         vectors = torch.zeros(len(ids), store.width)
         vectors[torch.from_numpy(there)] = store.rows(torch.from_numpy(positions[there]))
         return vectors, there
+
+
+class FolderVectors:
+    """The current version of the store in a folder, of which a newer one is taken within a second.
+
+    Args:
+        folder: that ``rec.embed --tower query`` wrote.
+        retry_s: seconds between two looks for a newer version.
+
+    Raises:
+        StoreError: there is no store.
+    """
+
+    source: Source = "store"
+
+    def __init__(self, folder: Path, *, retry_s: float = RETRY_S) -> None:
+        from torchrec_ext.retrieval.store import EmbeddingStore
+
+        self._open: Callable[[], EmbeddingStore] = lambda: EmbeddingStore.open(folder)
+        self._folder, self._retry_s = folder, retry_s
+        self._next = time.monotonic() + retry_s
+        self._store = self._open()
+        self.available = True
+
+    @property
+    def tower(self) -> str:
+        """Digest of the tower that made the vectors."""
+        return self._store.tower
+
+    def find(self, ids: Sequence[Id], *, tower: str) -> Found:
+        """(B, Dq) vectors, and whether each is there."""
+        if time.monotonic() >= self._next:
+            self._look()
+        return StoredVectors(self._store).find(ids, tower=tower)
+
+    def _look(self) -> None:
+        """A version that is damaged or half removed leaves the one that is open."""
+        self._next = time.monotonic() + self._retry_s
+        try:
+            if current(self._folder) != self._store.version:
+                self._store = self._open()
+            self.available = True
+        except StoreError:
+            self.available = False
 
 
 class Remote(Protocol):
@@ -119,6 +164,29 @@ class RemoteVectors:
             raise UnavailableError(f"the {self.source} of users' vectors is out of reach ({type(error).__name__})") from None
         self._until = 0.0
         return found
+
+
+def user_vectors(folder: Path | None, redis: str | None, tower: str) -> list[UserVectors]:
+    """Where a server looks for users' vectors, in order: a Redis, which may be fresher, and a store in a folder.
+
+    Args:
+        folder: of the store, or None.
+        redis: its address, or None.
+        tower: digest of the query towers of the bundle that is served first.
+
+    Raises:
+        ValueError: there is no store, it is of another tower, or the Redis has no address.
+    """
+    found: list[UserVectors] = [*redis_vectors(redis)]
+    if folder is not None:
+        stored = FolderVectors(folder)
+        if stored.tower != tower:
+            raise ValueError(
+                f"--vectors {folder}: made by tower {stored.tower[:12] or '(none)'}, this bundle's query is by {tower[:12]}; embed "
+                f"the users with it: python -m torchx_apps.embed BUNDLE --tower query --out {folder} ..."
+            )
+        found.append(stored)
+    return found
 
 
 def redis_vectors(url: str | None) -> list[RemoteVectors]:

@@ -53,6 +53,7 @@ class Settings:
         max_batch: requests that a worker answers together.
         max_wait_ms: how long a request waits for company; see :class:`~torchrec_ext.retrieval.batching.MicroBatcher`.
         token: what callers must bear, or None; not empty.
+        vectors: folder of a store with users' vectors, as ``rec.embed --tower query`` writes one, or None.
         redis: address of a Redis that holds users' vectors, such as ``redis://host:6379/0``, or None.
         watch_s: seconds between two looks at ``bundle``.
         drain_s: seconds for which a worker that was told to end still answers new requests with 503, so that who balances the load
@@ -76,6 +77,7 @@ class Settings:
     max_batch: int = 32
     max_wait_ms: float = 0.0
     token: str | None = field(default=None, repr=False)
+    vectors: Path | None = None
     redis: str | None = field(default=None, repr=False)
     watch_s: float = 1.0
     drain_s: float = 1.0

@@ -55,7 +55,7 @@ def _prepared(settings: Settings) -> tuple[Service, Any]:
     from torchrec_ext.retrieval.server.service import Service
     from torchrec_ext.retrieval.server.telemetry import resident_bytes
     from torchrec_ext.retrieval.server.watching import Watcher, bundle_folder
-    from torchrec_ext.retrieval.vectors import redis_vectors
+    from torchrec_ext.retrieval.vectors import user_vectors
 
     torch.set_num_threads(settings.threads)
     sys.setswitchinterval(_SWITCH_S)
@@ -69,7 +69,8 @@ def _prepared(settings: Settings) -> tuple[Service, Any]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     folder = bundle_folder(settings.bundle)
-    service = Service(settings, Bundle.load(folder), vectors=redis_vectors(settings.redis))
+    bundle = Bundle.load(folder)
+    service = Service(settings, bundle, vectors=user_vectors(settings.vectors, settings.redis, bundle.query_digest))
     watcher = Watcher(settings.bundle, Bundle.load, service.serve, service.refuse, tick, settings.watch_s)
     signal.signal(signal.SIGHUP, lambda *_: watcher.look())
     return service, watcher
