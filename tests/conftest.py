@@ -20,10 +20,13 @@ def pytest_runtest_setup() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen = config.option.markexpr
-    if chosen and "slow" not in chosen:  # `-m unit` replaces the `-m 'not slow'` of pyproject.toml
-        left_out = [item for item in items if item.get_closest_marker("slow")]
+    # `-m unit` replaces the `-m 'not slow'` of pyproject.toml, and is of no process, whatever its file is marked with.
+    unasked = [name for name in ("slow", *(["launch"] if "unit" in chosen else [])) if chosen and name not in chosen]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        dropped = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in dropped]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -45,6 +45,7 @@ def test_an_error_leaves_the_earlier_result(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.launch
 def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_removes_it(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"

@@ -212,6 +212,7 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     refused(r"vocabulary-000\.parquet: no such file, preprocessor\.json names it")
 
 
+@pytest.mark.launch
 def test_serving_imports_neither_ibis_nor_duckdb(tmp_path: Path) -> None:
     CITY.save(tmp_path / "saved")
     program = (

@@ -185,6 +185,7 @@ def mixed_losses(runtime: Runtime) -> list[float]:
     return losses
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_mean_of_the_ranks_losses_over_mixed_candidates_is_that_of_one_rank(world_size: int) -> None:
     expected = mixed_losses(Runtime(rank=0, local_rank=0, world_size=1, local_world_size=1))

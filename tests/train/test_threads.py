@@ -49,6 +49,7 @@ def pinned(runtime: Runtime) -> tuple[list[int], set[int]]:
     return pin(runtime), os.sched_getaffinity(0)
 
 
+@pytest.mark.launch
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_processes_of_a_host_are_pinned_to_cores_of_their_own() -> None:
     (first, on_first), (second, on_second) = run_ranks(pinned, 2)

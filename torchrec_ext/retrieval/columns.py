@@ -151,6 +151,8 @@ def _bags(feature: SparseFeature, column: Values, weights: NDArray[Any] | None) 
     outside = known.view(np.uint64) >= feature.num_embeddings  # where ids below 0 are the greatest of all
     if outside.any():
         known = np.where(outside, feature.oov_id, known)
+    elif not known.flags.writeable:  # Arrow's memory, of which torch warns
+        known = known.copy()
     unknown = known == feature.oov_id
     if lengths is not None:
         missed = unknown.any()

@@ -62,12 +62,11 @@ class Users:
 
     def embed_candidates(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
         """(B, Dc) of rows of an item's raw features; raises as :meth:`embed_rows`."""
-        names = dict.fromkeys(name for row in rows for name in row)
+        needed = self._bundle.candidate_columns
         for at, row in enumerate(rows):
             _check_finite(row, f"rows[{at}]")
-            if missing := [name for name in names if name not in row]:
-                raise RequestError(f"rows[{at}].{missing[0]}", f"it is missing, though other rows have it; missing: {missing}")
-        columns = {name: [row[name] for row in rows] for name in names}
+            _check_there(needed, [name for name in needed if name not in row], f"rows[{at}]")
+        columns = {name: [row[name] for row in rows] for name in needed}
         return _finite(_run(self._bundle.embed_candidates, columns, "rows"), "rows"), [[] for _ in rows]
 
     def _places(self, requests: Sequence[RecommendRequest | ScoreRequest], found: dict[int, Found | Exception]) -> list[int]:
@@ -155,11 +154,7 @@ class Users:
             # What is known of nobody stands for a user who is an id and nothing else; beside features it would hide a mistake.
             alone = table is not None and (places[at] >= 0 or set(row) == {self.key})
             missing = [name for name in needed if name not in row and name != self.key and not (alone and name in known)]
-            if missing:
-                raise RequestError(
-                    f"{where[at]}.{missing[0]}",
-                    f"it is missing; the model reads {', '.join(needed)}, of which missing: {', '.join(missing)}",
-                )
+            _check_there(needed, missing, where[at])
         return columns
 
 
@@ -174,6 +169,13 @@ def _finite(vectors: Tensor, where: str) -> Tensor:
     if not np.isfinite(vectors.numpy()).all():
         raise RequestError(where, "the tower's output is not finite: a feature is too large")
     return vectors
+
+
+def _check_there(needed: Mapping[str, str], missing: Sequence[str], where: str) -> None:
+    if missing:
+        raise RequestError(
+            f"{where}.{missing[0]}", f"it is missing; the model reads {', '.join(needed)}, of which missing: {', '.join(missing)}"
+        )
 
 
 def _check_finite(row: Mapping[str, Any], where: str) -> None:

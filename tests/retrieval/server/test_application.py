@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -21,8 +22,9 @@ from tests.retrieval.served import Made
 from tests.retrieval.server.running import Running, serving
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.requests import RecommendRequest
+from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.settings import Limits, Settings
-from torchrec_ext.retrieval.server.telemetry import resident_bytes
+from torchrec_ext.retrieval.server.telemetry import Log, resident_bytes
 
 pytestmark = pytest.mark.unit
 USER = 7
@@ -58,6 +60,17 @@ def test_recommend_answers_what_the_scorer_does(running: Running) -> None:
         "liked": expected.liked,
         "liked_titles": expected.liked_titles,
     }
+
+
+def test_a_first_stage_that_misses_most_is_told(bundle: Bundle) -> None:
+    log = io.StringIO()
+    service = Service(Settings(bundle=Path("unused"), stage="dot", retrieve=1), bundle, log=Log(log))
+    service.tell_bundle()
+    loaded, unsuitable = map(json.loads, log.getvalue().splitlines())
+    assert loaded["stage_recall_at_10"] < 0.5
+    assert unsuitable["event"] == "stage_unsuitable"
+    assert "take --stage exact" in unsuitable["why"]
+    service.close()
 
 
 def test_score_and_embed(running: Running) -> None:
@@ -120,6 +133,12 @@ def test_score_and_embed(running: Running) -> None:
         ("recommend", {"user": {"user_id": "\ud800"}}, 422, "user.user_id: "),
         ("score", {"user": {"user_id": USER}}, 422, "items: it is missing"),
         ("score", {"user": {"user_id": USER}, "items": []}, 422, "items: the list is empty"),
+        (
+            "embed",
+            {"rows": [{"item_id": 3}], "side": "candidate"},
+            422,
+            "rows[0].price: it is missing; the model reads item_id, price",
+        ),
         ("embed", {"rows": [{"user_id": USER}] * 4}, 422, "rows: 4 entries; the limit is 3"),
         ("embed", {"rows": [{"user_id": USER}, {"user_id": USER, "history": [1.5, "x"]}]}, 422, "rows"),
         ("recommend", b" " * 20_001, 413, "the body is longer than 20000 bytes, which is the limit"),

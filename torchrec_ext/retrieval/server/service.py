@@ -20,6 +20,8 @@ from torchrec_ext.retrieval.vectors import UserVectors
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle import Bundle
 
+_STAGE_RECALL = 0.5  # below it most of what the top NN would have put first is never scored
+
 
 class Service:
     """One worker's.
@@ -65,6 +67,9 @@ class Service:
         recall = self.scorer.stage_recall()
         measured = {} if recall is None else {"stage": self.settings.stage, "stage_recall_at_10": round(recall, 4)}
         self.log("bundle_loaded", digest=self.scorer.bundle.manifest.digest, **measured)
+        if recall is not None and recall < _STAGE_RECALL:
+            remedy = "take --stage exact, or a greater --retrieve"
+            self.log("stage_unsuitable", why=f"{recall:.0%} of the top NN's 10 best are handed on to it; {remedy}")
 
     def refuse(self, why: str) -> None:
         """Goes on with the bundle that is live, and says why."""
