@@ -196,7 +196,7 @@ def _finished(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor) ->
         place = int((~valid).argmax())
         row = place if cells.lengths is None else int(np.cumsum(cells.lengths).searchsorted(place, side="right"))
         raise DataError(
-            f"column '{name}', row {row}: the result is missing: null, NaN or beyond float32; send a value, or have it filled by the "
-            f"preprocessor: {fitted.remedies().get(name, 'fill it before')}"
+            f"column '{name}', row {row}: the result is missing: null, NaN or beyond float32; send a value, or have it "
+            f"filled by the preprocessor: {fitted.remedies().get(name, 'fill it before')}"
         )
     return Cells(values=values, valid=valid, lengths=cells.lengths)
