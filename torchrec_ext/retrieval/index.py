@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torchrec_ext.retrieval.blockwise import Blockwise, Metric, padded
+from torchrec_ext.retrieval.blockwise import Blockwise, Metric
 from torchrec_ext.retrieval.projection import Projection
 from torchrec_ext.retrieval.store import EmbeddingStore
 
@@ -78,18 +78,6 @@ class ExactIndex(Blockwise):
         """See :meth:`Blockwise.rows`."""
         block = self._block(start, stop)
         return normalize(block) if self.metric == "cosine" else block
-
-    def best_of(self, queries: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The best K of the candidates (Q, C) of each query, as :meth:`search` returns them; -1 is no candidate."""
-        prepared, found = self._prepared(queries), positions.sort(dim=1).values
-        known = found.clamp(min=0)
-        rows = self.source[known.flatten()] if isinstance(self.source, Tensor) else self.source.rows(known.flatten())
-        scores = torch.einsum("qd,qcd->qc", prepared, rows.view(*found.shape, -1))
-        if self._inverse_norms is not None:
-            scores = scores * self._inverse_norms[known]
-        scores = scores.masked_fill(found < 0, -torch.inf)
-        order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-        return padded(scores.gather(1, order), k, -torch.inf), padded(found.gather(1, order), k, -1)
 
     def _prepared(self, queries: Tensor) -> Tensor:
         if queries.shape[1] != self.width and self.size:
