@@ -134,6 +134,22 @@ def test_where_all_are_alike_all_are_computed() -> None:
     assert quantized.search(torch.ones(1, 4), 999)[1].shape == (1, 999)
 
 
+def test_of_few_that_are_left_in_late_blocks_all_are_computed() -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows, query = torch.randn(1_000, 8, generator=generator), torch.randn(1, 8, generator=generator)
+    plain, quantized = both(rows, "dot")
+    assert quantized._bounds is not None
+    for left in ([900], [70, 500, 990], list(range(300, 320)), list(range(0, 1_000, 40))):
+        allowed = torch.zeros(1_000, dtype=torch.bool)
+        allowed[left] = True
+        computed: list[int] = []
+        gathered = lambda places, computed=computed: computed.extend(places) or rows.numpy()[places]  # noqa: E731
+        (told,) = quantized._bounds.greatest(query.numpy(), 5, gathered, ~allowed)
+        assert told is not None
+        assert set(computed) <= set(left)
+        assert torch.equal(quantized.search(query, 5, allowed=allowed)[1], plain.search(query, 5, allowed=allowed)[1])
+
+
 def test_only_of_products_and_of_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     made = projection(TopMLP([2, 4], (3,)), 4)
     network = ScoredIndex(made, made.candidates(torch.randn(1_000, 4)))

@@ -53,7 +53,8 @@ class Blockwise:
                 if one is None:
                     found.append(self._of_all(query, k, hidden, hide[at : at + 1]))
                 else:
-                    found.append((torch.from_numpy(one[1])[None] + self._constant(query), torch.from_numpy(one[0])[None]))
+                    scores = torch.from_numpy(one[1])[None] + self._constant(query)
+                    found.append((padded(scores, k, -torch.inf), padded(torch.from_numpy(one[0])[None], k, -1)))
         return torch.cat([scores for scores, _ in found]), torch.cat([positions for _, positions in found])
 
     def quantize(self) -> bool:
@@ -151,4 +152,6 @@ def check_request(queries: Tensor, k: int, size: int, allowed: Tensor | None, ex
 
 def padded(found: Tensor, k: int, value: float) -> Tensor:
     """(Q, K) of (Q, fewer)."""
+    if found.shape[1] == k:
+        return found
     return torch.nn.functional.pad(found, (0, k - found.shape[1]), value=value)

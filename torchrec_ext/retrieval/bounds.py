@@ -28,6 +28,7 @@ _SAMPLE = 2_048  # of these, scores that say what is worth a look
 _WORTH_FLOATS = 2**20  # of rows below which reading them costs less than the steps here
 _MOST_FLOATS = 2**29  # of the copy, which every process has of its own
 _SHARE = 32  # K, and what is computed of the rows, may be this part of them: else it is faster to compute them all
+_LOWEST = float(np.finfo(np.float32).min)
 _LEAST, _GREATEST = 1e-25, 1e37  # between these no product of norms loses digits, or overflows
 _TRIED, _K = 4, 100  # queries that say whether it pays, and how many of the greatest they ask for
 _WARM = 32  # queries at once, for which kernels are made beforehand
@@ -111,8 +112,8 @@ class ScoreBounds:
     ) -> list[Found | None]:
         """For each query the positions of the greatest K of its products, and these, descending; of equal ones the first.
 
-        None where K, or what would have to be computed, is a large part of all, fewer than K are left, or the numbers are too large
-        or too small to say.
+        Fewer where fewer are left. None where K, or what would have to be computed, is a large part of all, or the numbers are too
+        large or too small to say.
 
         Args:
             queries: (Q, D), finite.
@@ -200,8 +201,8 @@ class _Query:
             above = guess
             if self._least is not None:
                 break
-        if self._least is None:  # fewer are left
-            self.told = False
+        if self._least is None:
+            self.told = self.told and above == _LOWEST  # all that count have been computed, fewer than K so far
             return
         least = self._least / self.scale
         enough = least - self.of_errors * most[0] - self.of_norms * most[1]
@@ -240,7 +241,7 @@ def _guesses(near: Floats, k: int) -> list[float]:
     """Scores that some 2 K, 8 K and 32 K surpass, by a sample."""
     sample = np.sort(near[_drawn(len(near))])[::-1]
     ranks = [min(_SAMPLE, 2 * k * times * _SAMPLE // len(near) + 4 * times) for times in (1, 4, 16)]
-    return [max(float(sample[rank - 1]), float(np.finfo(np.float32).min)) for rank in ranks]
+    return [max(float(sample[rank - 1]), _LOWEST) for rank in ranks]
 
 
 @functools.cache

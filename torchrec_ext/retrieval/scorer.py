@@ -42,7 +42,7 @@ class Scorer:
         stage: where a top NN scores, how candidates are found for it: ``exact`` asks the top NN about the whole catalogue; ``dot``
             and ``cosine`` rank the towers' outputs by that product first, which takes a fraction of the time and misses what such a
             product does not see: :meth:`stage_recall` measures it. Other models are searched by their own score.
-        compile: ``auto`` compiles the top NN, some 10 s for weights that are new here; it pays for many candidates in one request. See
+        compile: ``auto`` compiles the top NN, 10 s where its weights are new here; it pays for many candidates in one request. See
             :class:`~torchrec_ext.retrieval.scoring.CandidateScorer`.
 
     Raises:
