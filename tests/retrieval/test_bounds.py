@@ -150,6 +150,18 @@ def test_of_few_that_are_left_in_late_blocks_all_are_computed() -> None:
         assert torch.equal(quantized.search(query, 5, allowed=allowed)[1], plain.search(query, 5, allowed=allowed)[1])
 
 
+def test_where_the_sample_says_nothing_of_the_others_all_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn are the greatest, fewer than K of them."""
+    monkeypatch.setattr(bounds, "_SAMPLE", 8)
+    bounds._drawn.cache_clear()
+    rows = torch.rand(4_000, 2, generator=torch.Generator().manual_seed(4))
+    rows[:64] += 2
+    rows[bounds._drawn(64)] += 2
+    plain, quantized = both(rows, "dot")
+    assert torch.equal(quantized.search(torch.ones(1, 2), 20)[1], plain.search(torch.ones(1, 2), 20)[1])
+    bounds._drawn.cache_clear()
+
+
 def test_only_of_products_and_of_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     made = projection(TopMLP([2, 4], (3,)), 4)
     network = ScoredIndex(made, made.candidates(torch.randn(1_000, 4)))
