@@ -15,6 +15,7 @@ def export(
     out: Optional[str] = None,
     index: str = "exact",
     store: str = "fp32",
+    onnx: Optional[str] = None,
     recipe: Optional[str] = None,
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
     name: str = "export",
@@ -37,6 +38,7 @@ def export(
         out: the bundle's folder; RUN/bundle where not given
         index: exact, or flat, ivf, hnsw or pq of FAISS for models that score by dot product or cosine
         store: type of the stored vectors: fp32, fp16 or int8
+        onnx: folder for the towers and the top NN as ONNX files, checked equal; a tower is left out by -- --onnx-skip TOWER
         recipe: my_recipe.py:job or my.module:job, where the run's recipe is not built in
         set: change one key of the recipe, such as data.folder=/data; give --set as often as you like
         name: of the job
@@ -48,7 +50,8 @@ def export(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.export", run, f"--index={index}", f"--store={store}"]
-    flags += [f"--{flag}={value}" for flag, value in (("out", out), ("recipe", recipe), ("set", set)) if value is not None]
+    given = {"out": out, "onnx": onnx, "recipe": recipe, "set": set}
+    flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
     role = specs.Role(
         name="export",
         image=image,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -297,11 +298,13 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     assert f"rec.serve.http --bundle {run / 'bundle'}" in trained.splitlines()[-1]
     told = app("export", str(run), f"--out={tmp_path / 'again'}")
     assert "its logits are the trained model's within" in told
-    assert app("export", str(run), f"--out={tmp_path / 'two'}", ranks=2).count("its logits are the trained model's") == 1
+    onnx = [f"--onnx={tmp_path / 'onnx'}"] if importlib.util.find_spec("onnxscript") else []
+    assert app("export", str(run), f"--out={tmp_path / 'two'}", *onnx, ranks=2).count("its logits are the trained model's") == 1
     bundles = [Bundle.load(folder) for folder in (run / "bundle", tmp_path / "again", tmp_path / "two")]
     assert len({bundle.manifest.digest for bundle in bundles}) == 1
     assert [bundle.manifest.certificate["ranks"] for bundle in bundles] == [1, 1, 2]
     assert bundles[1].manifest.certificate["checkpoint"].startswith(str(run))
+    assert not onnx or json.loads((tmp_path / "onnx/onnx.json").read_text())["bundle"] == bundles[2].manifest.digest
 
 
 def app(name: str, *flags: str, ranks: int = 0) -> str:
@@ -335,11 +338,42 @@ def test_a_bundle_is_not_replaced_unasked(tmp_path: Path, capsys: pytest.Capture
     assert f"--out {tmp_path / 'bundle'}: there is something already; give another folder, or --overwrite" in told
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--onnx-skip=user",), "--onnx-skip user: there is nothing to leave it out of; give --onnx FOLDER too"),
+        (("--onnx={run}/bundle/onnx",), "in it, or around it; give one beside it"),
+        (("--onnx={run}",), "in it, or around it; give one beside it"),
+        (("--onnx={run}/full",), "there is something already; give another folder, or --overwrite"),
+    ],
+)
+def test_what_cannot_become_onnx_files_is_told_first(
+    flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed (extra `onnx`)")
+    config = dataclasses.asdict(dataclasses.replace(load_recipe("two_tower"), build=None, task=None))
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").touch()
+    assert export.main([str(tmp_path), *(flag.format(run=tmp_path) for flag in flags)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_extra_onnx_is_asked_for_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.asdict(dataclasses.replace(load_recipe("two_tower"), build=None, task=None))
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert export.main([str(tmp_path), f"--onnx={tmp_path / 'onnx'}"]) == 1
+    assert "ONNX export needs the package onnx: pip install 'torchrec-ext[onnx]'" in capsys.readouterr().err
+
+
 class TestValid(ComponentTestCase):
     def test_export(self) -> None:
         self.validate(serve, "export")
 
 
 def test_the_component_names_run_and_bundle() -> None:
-    (role,) = serve.export("--overwrite", run="runs/a", out="b", index="hnsw").roles
-    assert role.args == ["-m", "torchx_apps.export", "runs/a", "--index=hnsw", "--store=fp32", "--out=b", "--overwrite"]
+    (role,) = serve.export("--overwrite", run="runs/a", out="b", index="hnsw", onnx="o").roles
+    assert role.args == ["-m", "torchx_apps.export", "runs/a", "--index=hnsw", "--store=fp32", "--out=b", "--onnx=o", "--overwrite"]

@@ -37,12 +37,36 @@ def _export(argv: Sequence[str] | None) -> int:
     out = options.out or options.run / "bundle"
     if not options.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):  # told before minutes of loading
         raise ValueError(f"--out {out}: there is something already; give another folder, or --overwrite")
+    _check_onnx(options, out)
     settings = {"store": options.store, "index": options.index, "recall": options.recall, "overwrite": options.overwrite}
-    export_run(job, options.run, out, options.checkpoint, **settings)
+    skip = options.onnx_skip if options.onnx else None
+    first = export_run(job, options.run, out, options.checkpoint, onnx_skip=skip, **settings)
+    if options.onnx and first:
+        from torchx_apps.exporting import write_onnx_files
+
+        print(write_onnx_files(out, options.onnx, options.onnx_skip, overwrite=options.overwrite), flush=True)
     return 0
 
 
-def export_run(job: Any, run: Path, out: Path, checkpoint: str | None = None, **settings: Any) -> None:
+def _check_onnx(options: argparse.Namespace, out: Path) -> None:
+    """What can be told before minutes of loading."""
+    if options.onnx_skip and not options.onnx:
+        raise ValueError(f"--onnx-skip {options.onnx_skip[0]}: there is nothing to leave it out of; give --onnx FOLDER too")
+    if not options.onnx:
+        return
+    from torchrec_ext.retrieval.onnx import require_onnx
+
+    require_onnx()
+    folder, bundle = options.onnx.resolve(), out.resolve()
+    if folder.is_relative_to(bundle) or bundle.is_relative_to(folder):
+        raise ValueError(f"--onnx {options.onnx}: is the bundle's folder {out}, in it, or around it; give one beside it")
+    if not options.overwrite and options.onnx.exists() and not (options.onnx.is_dir() and not any(options.onnx.iterdir())):
+        raise ValueError(f"--onnx {options.onnx}: there is something already; give another folder, or --overwrite")
+
+
+def export_run(
+    job: Any, run: Path, out: Path, checkpoint: str | None = None, *, onnx_skip: Sequence[str] | None = None, **settings: Any
+) -> bool:
     """Loads a run's model on this job's ranks and writes its bundle; every rank calls it.
 
     Args:
@@ -50,7 +74,11 @@ def export_run(job: Any, run: Path, out: Path, checkpoint: str | None = None, **
         run: its folder.
         out: the bundle's folder.
         checkpoint: another one than the run's last good one.
+        onnx_skip: refuse towers that ONNX files could not be made of, but these; None where none are wanted.
         settings: of :func:`torchrec_ext.retrieval.export.export`.
+
+    Returns:
+        Whether this is the first rank.
     """
     import torch
 
@@ -59,7 +87,7 @@ def export_run(job: Any, run: Path, out: Path, checkpoint: str | None = None, **
     from torchrec_ext.train.checkpoint.restoring import load
     from torchrec_ext.train.checkpoint.state import model_state
     from torchrec_ext.train.checkpoint.together import Together
-    from torchx_apps.exporting import export_task, told
+    from torchx_apps.exporting import check_onnx, export_task, told
     from torchx_apps.lookups import merge_lookups
     from torchx_apps.resuming import find_checkpoint
     from torchx_apps.training import load_task, quieten_libraries
@@ -71,6 +99,8 @@ def export_run(job: Any, run: Path, out: Path, checkpoint: str | None = None, **
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, task.data)
+        if onnx_skip is not None:
+            check_onnx(model, onnx_skip)
         merge_lookups(job, model, runtime.world_size)
         schema = model.schema(out_of_range=job.model.out_of_range)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
@@ -78,7 +108,8 @@ def export_run(job: Any, run: Path, out: Path, checkpoint: str | None = None, **
         details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"]}
         manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
         if runtime.is_main:
-            print(told(manifest, out))
+            print(told(manifest, out), flush=True)
+        return runtime.is_main
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,6 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--store", default="fp32", choices=["fp32", "fp16", "int8"], help="type of the stored vectors")
     parser.add_argument("--index", default="exact", choices=["exact", "flat", "ivf", "hnsw", "pq"], help="others need FAISS")
     parser.add_argument("--recall", type=float, default=0.95, help="that an approximate index must reach, measured")
+    parser.add_argument(
+        "--onnx", type=Path, metavar="FOLDER", help="also write the towers and the top NN as ONNX files, checked equal"
+    )
+    parser.add_argument("--onnx-skip", action="append", default=[], metavar="TOWER", help="leave one out (or top); repeat at will")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier bundle")
     return parser
 

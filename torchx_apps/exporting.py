@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.distributed.runtime import Runtime
@@ -80,6 +81,22 @@ def end_with_bundle(
         return
     if runtime.is_main:
         print(f"\n{told(manifest, out)}", flush=True)
+
+
+def check_onnx(model: nn.Module, skip: Sequence[str]) -> None:
+    """Refuses a model with towers that no ONNX file can be made of, before minutes of loading."""
+    from torchrec_ext.retrieval.live import LiveModel
+    from torchrec_ext.retrieval.onnx_bundle import check_exportable
+
+    check_exportable({name: own["class"] for name, own in LiveModel(model).towers.items()}, skip)
+
+
+def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overwrite: bool = False) -> str:
+    """Writes a bundle's networks as ONNX files, and says what was written; see :func:`export_bundle`."""
+    from torchrec_ext.retrieval import onnx_bundle
+    from torchrec_ext.retrieval.bundle import Bundle
+
+    return onnx_bundle.told(onnx_bundle.export_bundle(Bundle.load(bundle, verify=False), out, skip=skip, overwrite=overwrite), out)
 
 
 def told(manifest: Manifest, out: Path) -> str:

@@ -97,7 +97,8 @@ class CompressingLayer(nn.Module):
         if self.cross is not None:
             side_by_side = self.cross(side_by_side)
         bags, dense = torch.split(side_by_side, [self.bags, self.dense], dim=1)
-        parts = [] if self.each is None else [self.each(bags.reshape(len(bags) * self.features, -1)).view(len(bags), -1)]
+        rows = bags.shape[0]  # an exporter takes len() for a constant
+        parts = [] if self.each is None else [self.each(bags.reshape(rows * self.features, -1)).view(rows, -1)]
         return torch.cat([*parts, dense if self.all is None else self.all(side_by_side)], dim=1)
 
 

@@ -18,6 +18,7 @@ from torchrec_ext.retrieval.manifest import Manifest, check_files
 from torchrec_ext.retrieval.projection import Projection, projection
 from torchrec_ext.retrieval.sides import (
     Architecture,
+    Side,
     open_interaction,
     open_preprocessor,
     open_side,
@@ -97,6 +98,11 @@ class Bundle:
             if isinstance(error, BundleError):
                 raise
             raise BundleError(f"{folder}: {error}; {_ANEW}, or copy the whole folder anew") from None
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """The query towers, and the candidate tower."""
+        return self._query, self._candidate
 
     @property
     def schema(self) -> BatchSchema:

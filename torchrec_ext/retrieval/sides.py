@@ -19,7 +19,7 @@ from torchrec_ext.retrieval.errors import BundleError
 from torchrec_ext.retrieval.manifest import digest_of, read_json
 from torchrec_ext.retrieval.plain_tower import PlainTower, is_plain
 from torchrec_ext.retrieval.tensors import fill_dense, fill_tables, read_tensors, table_paths
-from torchrec_ext.schema import Jagged
+from torchrec_ext.schema import Jagged, SparseFeature
 
 ARCHITECTURE = "architecture.json"
 INTERACTION = "interaction.safetensors"
@@ -126,11 +126,15 @@ class Side:
         """Their batch."""
         return self.columns.schema.assemble(read.sparse, read.dense, labels=torch.zeros(read.size))
 
+    def listed(self, feature: SparseFeature) -> bool:
+        """Whether a row has a list of its ids, else one."""
+        return self._types.get(feature.name, "").startswith("list") or feature.weights is not None
+
     def unknown(self) -> Tensor:
         """(D,) of a row of which nothing is known: each id the out-of-vocabulary row, lists empty, numbers 0."""
         sparse = {}
         for feature in self.columns.schema.sparse:
-            listed = self._types.get(feature.name, "").startswith("list") or feature.weights is not None
+            listed = self.listed(feature)
             ids = torch.zeros(0, dtype=torch.int64) if listed else torch.tensor([feature.oov_id])
             weights = None if feature.weights is None else torch.zeros(0)
             sparse[feature.name] = Jagged(ids, torch.zeros(1, dtype=torch.int32) if listed else None, weights)
