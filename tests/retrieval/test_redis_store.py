@@ -79,6 +79,10 @@ def test_refused(server: RedisServer) -> None:
         store(server, "t", timeout_s=0)
     with pytest.raises(ValueError, match="url='nowhere': "):
         RedisStore("nowhere", tower="t")
+    for url in ("http://me:secret@host/0", "redis://:se/cret@host", "redis://:se?cret@host:x", "redis://host:x?password=a@secret"):
+        with pytest.raises(ValueError, match=r"url='(http|redis)://[a-z./0:]*': is no address of a Redis") as error:
+            RedisStore(url, tower="t")
+        assert "cret" not in str(error.value)
     with pytest.raises(ValueError, match=r"vectors: shape \(1, 2\) for 2 ids"):
         store(server, "t").put([1, 2], torch.ones(1, 2))
     with pytest.raises(ValueError, match="finite numbers"):
@@ -104,6 +108,21 @@ def test_a_server_that_goes_away_is_told_at_once_and_one_that_comes_back_is_used
                 mine.put([1], torch.ones(1, 2))
             own.start()
             assert not mine.find([1])[1].any()  # empty, as it came back, and by the same object
+    finally:
+        own.stop()
+
+
+def test_a_wrong_password_is_not_told_as_a_server_that_is_away(tmp_path: Path) -> None:
+    own = RedisServer(tmp_path)
+    own.start()
+    try:
+        admin = RedisStore(own.url, tower="t", timeout_s=5.0)
+        admin._redis.config_set("requirepass", "right")
+        with pytest.raises(StoreError, match="refuses: ") as error:
+            RedisStore(own.url.replace("//", "//:wrong@"), tower="t", timeout_s=5.0).find([1])
+        assert not isinstance(error.value, StoreUnreachable)
+        assert "wrong@" not in str(error.value)
+        assert not RedisStore(own.url.replace("//", "//:right@"), tower="t", timeout_s=5.0).find([1])[1].any()
     finally:
         own.stop()
 

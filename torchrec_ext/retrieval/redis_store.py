@@ -37,6 +37,9 @@ class RedisStore:
         timeout_s: for a connection and for an answer.
         batch: ids in one command.
 
+    Attributes:
+        where: the address without its password, for messages.
+
     Raises:
         ValueError: no digest, an address that is none, times or a batch that are not positive, or the package is missing.
     """
@@ -58,14 +61,17 @@ class RedisStore:
         for field, value in (("expiry_s", expiry_s), ("timeout_s", timeout_s), ("batch", batch)):
             if value is not None and not value > 0:
                 raise ValueError(f"{field}={value}: must be greater than 0")
+        self.where = _without_password(url)
         try:
             self._redis = redis.Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
             )
-        except ValueError as error:
-            raise ValueError(f"url={url!r}: {error}") from None
+        except ValueError:  # whose words may hold a part of the password
+            raise ValueError(
+                f"url={self.where!r}: is no address of a Redis; write redis://HOST:PORT/DB, rediss:// for TLS, or unix:// with a "
+                "path, and of a password : / ? # @ as %3A %2F %3F %23 %40"
+            ) from None
         self.tower = tower
-        self._where = _without_password(url)
         self._prefix, self._current = f"{name}:{tower}:", f"{name}:tower"
         self._expiry_ms = None if expiry_s is None else max(1, round(1000 * expiry_s))
         self._batch = batch
@@ -81,7 +87,7 @@ class RedisStore:
         found = np.array([value is not None for value in values], dtype=np.bool_)
         sizes = {len(value) for value in values if value is not None}
         if len(sizes) > 1 or any(size % 4 for size in sizes):
-            raise StoreError(f"{self._where}: vectors under '{self._prefix}*' have {sorted(sizes)} bytes; one tower has one width")
+            raise StoreError(f"{self.where}: vectors under '{self._prefix}*' have {sorted(sizes)} bytes; one tower has one width")
         size = sizes.pop() if sizes else 0
         vectors = np.frombuffer(b"".join(value or bytes(size) for value in values), "<f4").reshape(len(values), size // 4)
         return torch.from_numpy(vectors.copy()), found
@@ -147,12 +153,17 @@ class RedisStore:
             with self._redis.pipeline(transaction=False) as pipe:
                 fill(pipe)
                 return list(pipe.execute())
+        except redis.exceptions.AuthenticationError as error:  # a ConnectionError to its package, from a server that answers
+            raise StoreError(f"{self.where} refuses: {error}") from None
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
-            raise StoreUnreachable(f"{self._where} does not answer ({error}); is redis-server running there?") from None
+            raise StoreUnreachable(f"{self.where} does not answer ({error}); is redis-server running there?") from None
         except redis.exceptions.RedisError as error:
-            raise StoreError(f"{self._where} refuses: {error}") from None
+            raise StoreError(f"{self.where} refuses: {error}") from None
 
 
 def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+    """The address without what stands before the host's @, and without the options, among which a password may be too."""
+    scheme, mark, rest = url.partition("://")
+    place, _, options = rest.partition("?")
+    place = "..." if "@" in options else place.rpartition("@")[2]  # of either part: a password with a ? or an @ is in both
+    return f"{scheme}{mark}{place}"
