@@ -92,11 +92,15 @@ def plan(
 def embed(
     *args: str,
     bundle: str,
-    catalogue: str,
-    id: str,  # noqa: A002  (the flag is --id)
-    out: str,
+    catalogue: Optional[str] = None,
+    id: Optional[str] = None,  # noqa: A002  (the flag is --id)
+    out: Optional[str] = None,
+    refresh: Optional[str] = None,
+    redis: Optional[str] = None,
+    delete: Optional[str] = None,
+    expire: Optional[float] = None,
     tower: Optional[str] = None,
-    store: str = "fp32",
+    store: Optional[str] = None,
     procs: int = 1,
     name: str = "embed",
     image: str = torchx.IMAGE,
@@ -106,20 +110,26 @@ def embed(
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
 ) -> specs.AppDef:
-    r"""Runs one tower of a bundle over a catalogue of parquet files, into a store of vectors in the order of the ids.
+    r"""Runs one tower of a bundle over a catalogue of parquet files, into a store of vectors by id, or into a Redis.
 
     On this machine::
 
         torchx run rec.embed --bundle runs/a/bundle --catalogue items.parquet --id item_id --out vectors --store fp16 --procs 2
+        torchx run rec.embed --bundle runs/a/bundle --catalogue changed.parquet --id item_id --refresh vectors --delete 17,18
+        torchx run rec.embed --bundle runs/a/bundle --catalogue users.parquet --id user_id --tower query --redis redis://host:6379/0
 
     Args:
         args: further flags of torchx_apps.embed, after --
         bundle: a bundle's folder, or a run folder with one
         catalogue: a parquet file, a folder of such, a pattern or an address, with the tower's raw columns
         id: the column with the ids
-        out: folder of the store; one that is there gets a new version
+        out: folder of the store, written whole; one that is there gets a new version
+        refresh: in place of out the folder of a store there is, of which the rows of catalogue changed or are new
+        redis: in place of out the address of a Redis for the vectors of --tower query (ex. redis://host:6379/0)
+        delete: with refresh or redis ids to take out, by commas; or X.parquet or FOLDER/ with them in the column id
+        expire: with redis the seconds after which a vector is forgotten, a day where not given; 0 for never
         tower: of the bundle, or query for those of the query side by side; the candidate's where not given
-        store: type of the stored vectors: fp32, fp16 or int8
+        store: with out the type of the stored vectors: fp32, fp16 or int8; fp32 where not given
         procs: processes that share the rows
         name: of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
@@ -132,12 +142,23 @@ def embed(
     if procs < 1:
         raise ValueError(f"--procs {procs}: must be 1 or more")
     flags = ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={procs}", "-m", "torchx_apps.embed"]
-    flags += [bundle, "--catalogue", catalogue, f"--id={id}", f"--out={out}", f"--store={store}"]
+    flags += [bundle, *(["--catalogue", catalogue] if catalogue is not None else [])]
+    given = {
+        "id": id,
+        "out": out,
+        "refresh": refresh,
+        "redis": redis,
+        "delete": delete,
+        "expire": expire,
+        "tower": tower,
+        "store": store,
+    }
+    flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
     role = specs.Role(
         name="embed",
         image=image,
         entrypoint="python3",
-        args=[*flags, *([f"--tower={tower}"] if tower else []), *args],
+        args=[*flags, *args],
         env={"OMP_NUM_THREADS": "1", **(env or {})},
         resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],

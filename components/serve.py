@@ -95,7 +95,7 @@ def http(
         workers: processes that share the bundle's files
         token_file: file with the token that callers must bear; else the variable TORCHREC_EXT_TOKEN, else none
         vectors: folder of a store with users' vectors, as rec.embed --tower query writes one
-        redis: address of a Redis with users' vectors (ex. redis://host:6379/0)
+        redis: address of a Redis with users' vectors, as rec.embed --redis writes them (ex. redis://host:6379/0)
         name: of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, in place of cpu and memMB

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,7 @@ from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.store import EmbeddingStore
 from torchx_apps import catalogue, embed
 from torchx_apps.catalogue import CatalogueFiles
+from torchx_apps.embedding import TowerRows, embed_files
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +45,9 @@ def on_ranks(runtime: Runtime, root: Path) -> str:
     catalogue.BLOCK_ROWS = 4  # several blocks of a row group
     bundle = Bundle.load(root / "bundle")
     out = root / f"ranks-{runtime.world_size}"
-    store, unknown = embed.embed_files(bundle, [bundle.candidate], runtime, [str(root / "items")], "item_id", out, "fp32")
-    assert not unknown
+    rows = TowerRows(bundle, [bundle.candidate], runtime, [str(root / "items")], "item_id")
+    store = embed_files(rows, out, "fp32")
+    assert not rows.unknown()
     return store.digest
 
 
@@ -81,8 +84,9 @@ def values_never_seen(runtime: Runtime, root: Path) -> tuple[dict[str, int], int
         pq.write_table(items, root / "more.parquet")
     dist.barrier()
     out = root / f"more-{runtime.world_size}"
-    store, unknown = embed.embed_files(bundle, [bundle.candidate], runtime, [str(root / "more.parquet")], "item_id", out, "fp32")
-    return dict(unknown), len(store)
+    rows = TowerRows(bundle, [bundle.candidate], runtime, [str(root / "more.parquet")], "item_id")
+    store = embed_files(rows, out, "fp32")
+    return dict(rows.unknown()), len(store)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -163,3 +167,21 @@ def test_the_component_starts_ranks() -> None:
     (role,) = components.embed(bundle="b", catalogue="items", id="item_id", out="vectors", store="fp16", procs=2).roles
     ranks = ["-m", "torchx_apps.agent", "--standalone", "--nproc_per_node=2", "-m", "torchx_apps.embed"]
     assert role.args == [*ranks, "b", "--catalogue", "items", "--id=item_id", "--out=vectors", "--store=fp16"]
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        (
+            {"catalogue": "c", "id": "i", "refresh": "vectors", "delete": "7,8"},
+            "--catalogue c --id=i --refresh=vectors --delete=7,8",
+        ),
+        (
+            {"catalogue": "c", "id": "i", "redis": "redis://h/0", "tower": "query", "expire": 60},
+            "--catalogue c --id=i --redis=redis://h/0 --expire=60 --tower=query",
+        ),
+    ],
+)
+def test_the_component_says_where_to_write(given: dict[str, Any], flags: str) -> None:
+    (role,) = components.embed(bundle="b", **given).roles
+    assert role.args[4:] == ["-m", "torchx_apps.embed", "b", *flags.split()]

@@ -1,10 +1,13 @@
-"""Run one tower of a bundle over a catalogue of parquet files, into a store of vectors in the order of the ids.
+"""Run one tower of a bundle over a catalogue of parquet files, into a store of vectors in the order of the ids, or into a Redis.
 
     python -m torchx_apps.embed BUNDLE --catalogue items.parquet --id item_id --out vectors
+    python -m torchx_apps.embed BUNDLE --catalogue changed.parquet --id item_id --refresh vectors --delete 17,18
+    python -m torchx_apps.embed BUNDLE --catalogue users.parquet --id user_id --tower query --redis redis://localhost:6379/0
     torchrun --nproc_per_node 2 -m torchx_apps.embed BUNDLE ...      # or torchx run rec.embed --procs 2
 
 Rows stream by, a share of them on each rank; the store is the same on any number of ranks. A store that is there gets a new
-version, and who has the one before open reads on. Users' vectors, of --tower query, are what torchx_apps.serve --vectors takes.
+version, and who has the one before open reads on; with --refresh the rows that are not in the files stay, and new ids come after
+them. Users' vectors, of --tower query, are what torchx_apps.serve takes with --vectors FOLDER or --redis URL.
 """
 
 from __future__ import annotations
@@ -12,20 +15,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchx_apps.agent import exit_code
 
 if TYPE_CHECKING:
-    from torchrec_ext.distributed.runtime import Runtime
     from torchrec_ext.retrieval.bundle import Bundle
-    from torchrec_ext.retrieval.sides import Side
     from torchrec_ext.retrieval.store import EmbeddingStore
-    from torchx_apps.catalogue import Block, CatalogueFiles
+    from torchx_apps.embedding import TowerRows
 
 QUERY = "query"
+_DAY_S = 86_400.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,89 +44,69 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _embed(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
+    _check(options)
     from torchrec_ext.distributed.runtime import Runtime
+    from torchx_apps.embedding import TowerRows
     from torchx_apps.training import quieten_libraries
 
     quieten_libraries()
     with Runtime.start("cpu") as runtime:
         bundle = _bundle(options.bundle)
         names = _towers(bundle, options.tower)
-        store, unknown = embed_files(bundle, names, runtime, options.catalogue, options.id, options.out, options.store)
+        if options.redis is not None and names != list(bundle.query):
+            raise ValueError(f"--redis holds users' vectors, and {', '.join(names)} makes others: add --tower {QUERY}")
+        rows = TowerRows(bundle, names, runtime, options.catalogue or [], options.id)
+        told = _written(rows, options)
+        unknown = rows.unknown()
         if runtime.is_main:
-            print(_told(store, options.out, names))
+            print(told)
             if unknown:
                 print(f"never seen in training, so embedded as unknown: {_counted(unknown)}")
     return 0
 
 
-def embed_files(
-    bundle: Bundle, names: Sequence[str], runtime: Runtime, catalogue: Sequence[str], key: str, out: Path, dtype: Any
-) -> tuple[EmbeddingStore, Counter[str]]:
-    """Runs towers that read the same rows over files, on all ranks together.
+def _written(rows: TowerRows, options: argparse.Namespace) -> str:
+    """Writes to where the flags say, and tells what is there."""
+    from torchx_apps.embedding import embed_files, refresh_files
+    from torchx_apps.embedding_ids import deleted_ids
 
-    Args:
-        bundle: with the towers.
-        names: of the towers, whose outputs stand side by side.
-        runtime: of this rank.
-        catalogue: parquet files, folders or patterns, with the towers' raw columns.
-        key: the column with the ids.
-        out: folder of the store, which all ranks see.
-        dtype: ``fp32``, ``fp16`` or ``int8``.
+    deleted = deleted_ids(options.delete, options.id)
+    if options.redis is not None:
+        from torchx_apps.embed_redis import fill_redis
 
-    Returns:
-        The store, and by column the rows of all ranks with a value that training never saw.
-
-    Raises:
-        ValueError: a file, a column or a value that cannot be taken, or an id twice.
-        StoreError: the disk refuses.
-    """
-    import torch.distributed as dist
-
-    from torchrec_ext.retrieval.embed import embed
-    from torchrec_ext.retrieval.sides import open_preprocessor, open_side, tower_digest
-    from torchx_apps.catalogue import CatalogueFiles
-    from torchx_apps.progress import Progress
-
-    side = open_side(bundle.folder, bundle.architecture, names, open_preprocessor(bundle.folder))
-    rank = {"rank": runtime.rank, "world_size": runtime.world_size}
-    files = CatalogueFiles(catalogue, list(side.request_columns), key, **rank)
-    unknown: Counter[str] = Counter()
-    with Progress(runtime, "embed") as progress:
-        store = embed(
-            lambda block: _vectors(side, block, unknown),
-            _told_of(files, progress, "rows of rank 0"),
-            out,
-            digest=tower_digest(bundle.architecture, names, bundle.manifest.content["files"]),
-            dtype=dtype,
-            barrier=dist.barrier,
-            **rank,
-        )
-    shares: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(shares, unknown)
-    return store, sum(shares, Counter())
+        expire = _DAY_S if options.expire is None else options.expire
+        return fill_redis(rows, options.redis, expire or None, deleted)
+    if options.refresh is not None:
+        store, done = refresh_files(rows, options.refresh, deleted)
+        return f"{_told(store, options.refresh, rows.names)}: {done}"
+    return _told(embed_files(rows, options.out, options.store or "fp32"), options.out, rows.names)
 
 
-def _vectors(side: Side, block: Block, unknown: Counter[str]) -> Any:
-    from torchrec_ext.schema import DataError
+def _check(options: argparse.Namespace) -> None:
+    """Flags that do not go together, before torch is imported."""
+    from torchx_apps.embedding_ids import is_path
 
-    try:
-        read = side.read(block.columns)  # type: ignore[arg-type]
-    except DataError as error:
-        raise DataError(f"{block.where}: {error}") from None
-    unknown.update({name: int(rows.sum()) for name, rows in read.unknown.items() if rows.any()})
-    return side.vectors(read)
+    expire, delete = options.expire, options.delete
+    to = [flag for flag in ("out", "refresh", "redis") if getattr(options, flag) is not None]
+    wrong = {
+        "say one of --out FOLDER, --refresh FOLDER and --redis URL": len(to) != 1,
+        "--delete: a store that is written whole has the rows of --catalogue alone; "
+        "with --refresh FOLDER in place of --out ids are taken out": delete is not None and to == ["out"],
+        f"--store {options.store}: is for --out; a store keeps its type when it is refreshed, and a Redis has fp32": (
+            options.store is not None and to != ["out"]
+        ),
+        f"--expire {expire}: is for --redis; what is in a folder stays": expire is not None and to != ["redis"],
+        f"--expire {expire}: must be seconds, or 0 for never": expire is not None and not 0 <= expire < float("inf"),
+        "--catalogue: name the parquet files with the rows": not options.catalogue and delete is None,
+        "--id: name the column with the ids": not options.id and bool(options.catalogue or is_path(delete or "")),
+    }
+    for told, is_so in wrong.items():
+        if is_so:
+            raise ValueError(told)
 
 
 def _counted(unknown: Counter[str]) -> str:
     return ", ".join(f"{name} in {rows:,} row{'s' if rows > 1 else ''}" for name, rows in unknown.most_common())
-
-
-def _told_of(files: CatalogueFiles, progress: Any, stage: str) -> Iterator[tuple[Any, Block]]:
-    done = 0
-    for block in files:
-        yield block.ids.to_numpy(zero_copy_only=False), block
-        done += len(block.ids)
-        progress(stage, done, files.rows)
 
 
 def _bundle(folder: Path) -> Bundle:
@@ -165,13 +147,21 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("bundle", type=Path, help="a bundle, or a run folder with one")
-    parser.add_argument("--catalogue", nargs="+", required=True, help="parquet files, folders, patterns or addresses")
-    parser.add_argument("--id", required=True, metavar="COLUMN", help="the column with the ids")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the store; all ranks must see it")
+    parser.add_argument("--catalogue", nargs="+", help="parquet files, folders, patterns or addresses")
+    parser.add_argument("--id", default="", metavar="COLUMN", help="the column with the ids")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the store, written whole; all ranks must see it")
+    parser.add_argument(
+        "--refresh", type=Path, metavar="FOLDER", help="of the store there is, of which these rows changed or are new"
+    )
+    parser.add_argument("--redis", metavar="URL", help="to write the vectors of --tower query to, such as redis://host:6379/0")
+    gone = "with --refresh or --redis: ids to take out, by commas; or X.parquet or FOLDER/ with them in the column --id"
+    parser.add_argument("--delete", metavar="IDS", help=gone)
+    day = "with --redis: after which a vector is forgotten, a day by default; 0 for never"
+    parser.add_argument("--expire", type=float, metavar="SECONDS", help=day)
     parser.add_argument(
         "--tower", help=f"of the bundle, or {QUERY} for those of the query side by side; the candidate's by default"
     )
-    parser.add_argument("--store", default="fp32", choices=["fp32", "fp16", "int8"], help="type of the stored vectors")
+    parser.add_argument("--store", choices=["fp32", "fp16", "int8"], help="with --out: type of the stored vectors; fp32 by default")
     return parser
 
 

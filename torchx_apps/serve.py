@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="of torch in each")
     parser.add_argument("--token-file", type=Path, help=f"file with the token that callers must bear; else ${TOKEN}, else none")
     parser.add_argument("--vectors", type=Path, help="folder of a store with users' vectors, of rec.embed --tower query")
-    parser.add_argument("--redis", help="address of a Redis with users' vectors, such as redis://host:6379/0")
+    parser.add_argument("--redis", help="address of a Redis with users' vectors, of rec.embed --redis (redis://host:6379/0)")
     parser.add_argument("--retrieve", type=int, default=100, help="items that the first stage hands to the top NN")
     stages = "how it finds them: by the top NN itself over the whole catalogue, or by a product of the towers' outputs"
     parser.add_argument("--stage", choices=["exact", "dot", "cosine"], default="exact", help=stages)

@@ -1,0 +1,137 @@
+"""Rows of parquet files through towers of a bundle, on all ranks together: into a whole store, or into the store there is."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.embed import embed
+from torchrec_ext.retrieval.ids import Ids
+from torchrec_ext.retrieval.quantized import Dtype
+from torchrec_ext.retrieval.refresh import refresh_store
+from torchrec_ext.retrieval.sides import open_preprocessor, open_side, tower_digest
+from torchrec_ext.retrieval.snapshots import versions
+from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.schema import DataError
+from torchx_apps.catalogue import Block, CatalogueFiles
+from torchx_apps.embedding_ids import of_kind
+from torchx_apps.progress import Progress
+
+
+class TowerRows:
+    """Towers that read the same rows, and this rank's share of the rows.
+
+    Args:
+        bundle: with the towers.
+        names: of the towers, whose outputs stand side by side.
+        runtime: of this rank.
+        catalogue: parquet files, folders or patterns, with the towers' raw columns; none where rows are only taken out.
+        key: the column with the ids.
+
+    Attributes:
+        digest: of the towers.
+        rows: of this rank.
+
+    Raises:
+        DataError: no file, none of parquet, or one that lacks a column.
+    """
+
+    def __init__(self, bundle: Bundle, names: Sequence[str], runtime: Runtime, catalogue: Sequence[str], key: str) -> None:
+        self.names, self.runtime, self.catalogue, self.key = list(names), runtime, list(catalogue), key
+        self.digest = tower_digest(bundle.architecture, self.names, bundle.manifest.content["files"])
+        self.side = open_side(bundle.folder, bundle.architecture, self.names, open_preprocessor(bundle.folder))
+        self.rank = {"rank": runtime.rank, "world_size": runtime.world_size}
+        self._files = CatalogueFiles(catalogue, list(self.side.request_columns), key, **self.rank) if catalogue else None
+        self.rows = self._files.rows if self._files else 0
+        self._unknown: Counter[str] = Counter()
+
+    def blocks(self) -> Iterator[tuple[NDArray[Any], Block]]:
+        """The ids and the rows of each block, whose number is shown as they stream by."""
+        done = 0
+        with Progress(self.runtime, "embed") as progress:
+            for block in self._files or ():
+                yield block.ids.to_numpy(zero_copy_only=False), block
+                done += len(block.ids)
+                progress("rows of rank 0", done, self.rows)
+
+    def vectors(self, block: Block) -> Tensor:
+        """(N, D).
+
+        Raises:
+            DataError: a value that cannot be taken, with its file and row.
+        """
+        try:
+            read = self.side.read(block.columns)
+        except DataError as error:
+            raise DataError(f"{block.where}: {error}") from None
+        self._unknown.update({name: int(rows.sum()) for name, rows in read.unknown.items() if rows.any()})
+        return self.side.vectors(read)
+
+    def unknown(self) -> Counter[str]:
+        """By column the rows of all ranks with a value that training never saw; all ranks call it together."""
+        shares: list[Any] = [None] * self.runtime.world_size
+        dist.all_gather_object(shares, self._unknown)
+        return sum(shares, Counter())
+
+
+def embed_files(rows: TowerRows, out: Path, dtype: Dtype) -> EmbeddingStore:
+    """Writes a version of the store in ``out``, a folder that all ranks see, with these rows and no others.
+
+    Raises:
+        ValueError: a file, a column or a value that cannot be taken, or an id twice.
+        StoreError: the disk refuses.
+    """
+    return embed(rows.vectors, rows.blocks(), out, digest=rows.digest, dtype=dtype, barrier=dist.barrier, **rows.rank)
+
+
+def refresh_files(rows: TowerRows, folder: Path, deleted: Ids) -> tuple[EmbeddingStore, str]:
+    """Writes a version of the store in ``folder`` in which these rows are changed or new and ``deleted`` are gone.
+
+    The towers run on all ranks, each on its share; the first then copies the store.
+
+    Returns:
+        The store, and what was done in words.
+
+    Raises:
+        ValueError: there is no store, it is of another tower, an id twice or in both, or one to delete that is not there.
+        StoreError: the disk refuses, or another process writes.
+    """
+    old = _store_of(rows, folder)
+    gone = of_kind(deleted, old.ids.kind)
+    # A folder of this run alone: another run may refresh the same store at the same time.
+    named = [tempfile.mkdtemp(prefix=f"{folder.name}.changes-", dir=folder.absolute().parent) if rows.runtime.is_main else ""]
+    dist.broadcast_object_list(named)
+    try:
+        changed = embed_files(rows, Path(named[0]) / "rows", "fp32")
+        dist.barrier()  # every rank has opened what the first is to remove
+        if rows.runtime.is_main:
+            refresh_store(folder, changed.ids.ids(), changed.matrix(), deleted=gone, tower=rows.digest)
+    finally:
+        if rows.runtime.is_main:
+            shutil.rmtree(named[0], ignore_errors=True)
+    dist.barrier()
+    store = EmbeddingStore.open(folder)
+    new = len(store) - len(old)
+    return store, f"{len(changed) - new:,} changed, {new:,} new, {len(set(gone)):,} deleted"
+
+
+def _store_of(rows: TowerRows, folder: Path) -> EmbeddingStore:
+    if not versions(folder):
+        raise ValueError(f"--refresh {folder}: there is no store; write one of the whole catalogue first, with --out {folder}")
+    store = EmbeddingStore.open(folder)
+    if store.tower != rows.digest:
+        raise ValueError(
+            f"--refresh {folder}: its vectors are by tower {store.tower[:12] or '(none)'}, {', '.join(rows.names)} of this bundle "
+            f"is {rows.digest[:12]}, and rows of two towers do not compare; embed the whole catalogue anew, with --out {folder}"
+        )
+    return store
