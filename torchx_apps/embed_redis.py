@@ -53,7 +53,7 @@ def fill_redis(rows: TowerRows, url: str, expiry_s: float | None, deleted: Ids) 
         store.close()
     shares = [0] * runtime.world_size
     dist.all_gather_object(shares, written)
-    kept = "for ever" if expiry_s is None else f"for {expiry_s:,g} s"
+    kept = "for ever" if expiry_s is None else f"for {expiry_s:,.12g} s"
     towers = f"tower{'s' if len(rows.names) > 1 else ''} {', '.join(rows.names)} ({rows.digest[:12]})"
     told = f"redis: {store.where} ({sum(shares):,} x {rows.side.width} of {towers} written, kept {kept}"
     return f"{told}; {gone:,} of {len(deleted):,} deleted)" if len(deleted) else f"{told})"
