@@ -116,12 +116,13 @@ def embed(
 
         torchx run rec.embed --bundle runs/a/bundle --catalogue items.parquet --id item_id --out vectors --store fp16 --procs 2
         torchx run rec.embed --bundle runs/a/bundle --catalogue changed.parquet --id item_id --refresh vectors --delete 17,18
-        torchx run rec.embed --bundle runs/a/bundle --catalogue users.parquet --id user_id --tower query --redis redis://host:6379/0
+        torchx run rec.embed --bundle runs/a/bundle --tower query --redis redis://host:6379/0
 
     Args:
         args: further flags of torchx_apps.embed, after --
         bundle: a bundle's folder, or a run folder with one
-        catalogue: a parquet file, a folder of such, a pattern or an address, with the tower's raw columns
+        catalogue: a parquet file, a folder of such, a pattern or an address, with the raw columns of the tower; where not given the
+            users that the bundle knows, by tower query
         id: the column with the ids
         out: folder of the store, written whole; one that is there gets a new version
         refresh: in place of out the folder of a store there is, of which the rows of catalogue changed or are new

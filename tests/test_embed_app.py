@@ -115,6 +115,21 @@ def test_two_ranks_of_torchrun_write_users_vectors(folder: Path, tmp_path: Path)
     torch.testing.assert_close(store.rows(torch.arange(len(store))), expected, rtol=0, atol=float(expected.abs().max()) / 100)
 
 
+def known_users(runtime: Runtime, root: Path, out: Path) -> str:
+    bundle = Bundle.load(root / "bundle")
+    return embed_files(TowerRows(bundle, list(bundle.query), runtime, "known", ""), out, "fp32").digest
+
+
+def test_without_a_catalogue_the_users_that_the_bundle_knows_are_embedded(folder: Path, tmp_path: Path) -> None:
+    alone, *both = [digest for ranks in (1, 2) for digest in run_ranks(known_users, ranks, folder, tmp_path / str(ranks))]
+    assert both == [alone, alone]
+    bundle, store = Bundle.load(folder / "bundle"), EmbeddingStore.open(tmp_path / "2", verify=True)
+    assert bundle.users is not None
+    places = store.ids.positions(bundle.users.ids.ids(range(len(bundle.users))))
+    expected = bundle.embed_query(bundle.users.rows(range(len(bundle.users))))
+    torch.testing.assert_close(store.rows(torch.from_numpy(places)), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

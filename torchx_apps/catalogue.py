@@ -1,4 +1,4 @@
-"""CatalogueFiles: the rows of parquet files as they stream by, an equal share for each rank."""
+"""CatalogueFiles: the rows of parquet files as they stream by, an equal share for each rank; KnownUsers: those of a bundle."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.files import DataFile, PathLike, find_files
 from torchrec_ext.data.preprocess.column_types import missing_column
+from torchrec_ext.retrieval.tables import UserTable
 from torchrec_ext.schema import DataError
 
 BLOCK_ROWS = 4096  # see torchrec_ext.retrieval.embed
@@ -111,6 +112,30 @@ class CatalogueFiles:
             return pq.ParquetFile(source, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{file.name}: is not parquet, or was cut short; copy or write it again ({error})") from error
+
+
+class KnownUsers:
+    """The users that a bundle knows, as :class:`CatalogueFiles` gives rows; arguments as there.
+
+    Args:
+        users: of the bundle.
+        rank: of this process.
+        world_size: how many share the rows.
+    """
+
+    def __init__(self, users: UserTable, *, rank: int = 0, world_size: int = 1) -> None:
+        self._users = users
+        self._first, self._last = (len(users) * share // world_size for share in (rank, rank + 1))
+        self.rows = self._last - self._first
+
+    def __iter__(self) -> Iterator[Block]:
+        """The blocks of this rank."""
+        for start in range(self._first, self._last, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, self._last)
+            rows = self._users.block(start, stop)
+            columns = {name: rows.column(name) for name in rows.schema.names}
+            ids = pa.array(self._users.ids.ids(range(start, stop)))
+            yield Block(where=f"the bundle's users from place {start} on", ids=ids, columns=columns)
 
 
 def _plain_ids(where: str, name: str, ids: pa.Array) -> pa.Array:

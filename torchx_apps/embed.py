@@ -2,7 +2,7 @@
 
     python -m torchx_apps.embed BUNDLE --catalogue items.parquet --id item_id --out vectors
     python -m torchx_apps.embed BUNDLE --catalogue changed.parquet --id item_id --refresh vectors --delete 17,18
-    python -m torchx_apps.embed BUNDLE --catalogue users.parquet --id user_id --tower query --redis redis://localhost:6379/0
+    python -m torchx_apps.embed BUNDLE --tower query --redis redis://localhost:6379/0      # the users that the bundle knows
     torchrun --nproc_per_node 2 -m torchx_apps.embed BUNDLE ...      # or torchx run rec.embed --procs 2
 
 Rows stream by, a share of them on each rank; the store is the same on any number of ranks. A store that is there gets a new
@@ -55,7 +55,8 @@ def _embed(argv: Sequence[str] | None) -> int:
         names = _towers(bundle, options.tower)
         if options.redis is not None and names != list(bundle.query):
             raise ValueError(f"--redis holds users' vectors, and {', '.join(names)} makes others: add --tower {QUERY}")
-        rows = TowerRows(bundle, names, runtime, options.catalogue or [], options.id)
+        alone = None if options.delete is not None else "known"
+        rows = TowerRows(bundle, names, runtime, options.catalogue or alone, options.id)
         told = _written(rows, options)
         unknown = rows.unknown()
         if runtime.is_main:
@@ -97,7 +98,6 @@ def _check(options: argparse.Namespace) -> None:
         ),
         f"--expire {expire}: is for --redis; what is in a folder stays": expire is not None and to != ["redis"],
         f"--expire {expire}: must be seconds, or 0 for never": expire is not None and not 0 <= expire < float("inf"),
-        "--catalogue: name the parquet files with the rows": not options.catalogue and delete is None,
         "--id: name the column with the ids": not options.id and bool(options.catalogue or is_path(delete or "")),
     }
     for told, is_so in wrong.items():
@@ -147,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("bundle", type=Path, help="a bundle, or a run folder with one")
-    parser.add_argument("--catalogue", nargs="+", help="parquet files, folders, patterns or addresses")
+    parser.add_argument(
+        "--catalogue", nargs="+", help="parquet files, folders, patterns or addresses; without, the users that the bundle knows"
+    )
     parser.add_argument("--id", default="", metavar="COLUMN", help="the column with the ids")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the store, written whole; all ranks must see it")
     parser.add_argument(

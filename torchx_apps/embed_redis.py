@@ -9,7 +9,7 @@ from torchrec_ext.retrieval.ids import IdMap, Ids
 from torchrec_ext.retrieval.redis_store import RedisStore
 from torchrec_ext.retrieval.snapshots import StoreError
 from torchx_apps.embedding import TowerRows
-from torchx_apps.embedding_ids import ids_in, of_kind
+from torchx_apps.embedding_ids import of_kind
 
 _TIMEOUT_S = 5.0  # a server that answers requests waits 50 ms; who writes them all can wait
 
@@ -63,7 +63,7 @@ def _check_ids(rows: TowerRows, deleted: Ids) -> None:
     """A Redis takes an id twice without a word, and then the vector of either row."""
     if not rows.catalogue:
         return
-    ids = IdMap.build(ids_in(rows.catalogue, rows.key))
+    ids = IdMap.build(rows.ids())
     gone = of_kind(deleted, ids.kind)
     if (both := ids.positions(gone) >= 0).any():
         raise ValueError(f"--delete: {gone[both][0]!s} is also among the ids to write; leave it out")

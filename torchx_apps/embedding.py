@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -22,9 +22,10 @@ from torchrec_ext.retrieval.refresh import refresh_store
 from torchrec_ext.retrieval.sides import open_preprocessor, open_side, tower_digest
 from torchrec_ext.retrieval.snapshots import versions
 from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.tables import UserTable
 from torchrec_ext.schema import DataError
-from torchx_apps.catalogue import Block, CatalogueFiles
-from torchx_apps.embedding_ids import of_kind
+from torchx_apps.catalogue import Block, CatalogueFiles, KnownUsers
+from torchx_apps.embedding_ids import ids_in, of_kind
 from torchx_apps.progress import Progress
 
 
@@ -35,7 +36,8 @@ class TowerRows:
         bundle: with the towers.
         names: of the towers, whose outputs stand side by side.
         runtime: of this rank.
-        catalogue: parquet files, folders or patterns, with the towers' raw columns; none where rows are only taken out.
+        catalogue: parquet files, folders or patterns, with the towers' raw columns; ``known`` for the users that the bundle knows,
+            by its query towers; None where rows are only taken out.
         key: the column with the ids.
 
     Attributes:
@@ -46,12 +48,19 @@ class TowerRows:
         DataError: no file, none of parquet, or one that lacks a column.
     """
 
-    def __init__(self, bundle: Bundle, names: Sequence[str], runtime: Runtime, catalogue: Sequence[str], key: str) -> None:
-        self.names, self.runtime, self.catalogue, self.key = list(names), runtime, list(catalogue), key
+    def __init__(
+        self, bundle: Bundle, names: Sequence[str], runtime: Runtime, catalogue: Sequence[str] | Literal["known"] | None, key: str
+    ) -> None:
+        self.names, self.runtime, self.catalogue, self.key = list(names), runtime, catalogue, key
         self.digest = tower_digest(bundle.architecture, self.names, bundle.manifest.content["files"])
         self.side = open_side(bundle.folder, bundle.architecture, self.names, open_preprocessor(bundle.folder))
         self.rank = {"rank": runtime.rank, "world_size": runtime.world_size}
-        self._files = CatalogueFiles(catalogue, list(self.side.request_columns), key, **self.rank) if catalogue else None
+        self._files: CatalogueFiles | KnownUsers | None = None
+        if catalogue == "known":
+            self._users = _known(bundle, self.names)
+            self._files = KnownUsers(self._users, **self.rank)
+        elif catalogue is not None:
+            self._files = CatalogueFiles(catalogue, list(self.side.request_columns), key, **self.rank)
         self.rows = self._files.rows if self._files else 0
         self._unknown: Counter[str] = Counter()
 
@@ -63,6 +72,12 @@ class TowerRows:
                 yield block.ids.to_numpy(zero_copy_only=False), block
                 done += len(block.ids)
                 progress("rows of rank 0", done, self.rows)
+
+    def ids(self) -> NDArray[Any]:
+        """(N,) of all ranks, int64 or str, as they come."""
+        if self.catalogue == "known":
+            return self._users.ids.ids(range(len(self._users)))
+        return ids_in(self.catalogue or (), self.key)
 
     def vectors(self, block: Block) -> Tensor:
         """(N, D).
@@ -82,6 +97,13 @@ class TowerRows:
         shares: list[Any] = [None] * self.runtime.world_size
         dist.all_gather_object(shares, self._unknown)
         return sum(shares, Counter())
+
+
+def _known(bundle: Bundle, names: Sequence[str]) -> UserTable:
+    if bundle.users is None or list(names) != list(bundle.query):
+        known = "it knows no users" if bundle.users is None else f"{', '.join(names)} reads others than its users"
+        raise ValueError(f"--catalogue: name the parquet files with the rows; the bundle has none for this: {known}")
+    return bundle.users
 
 
 def embed_files(rows: TowerRows, out: Path, dtype: Dtype) -> EmbeddingStore:

@@ -51,6 +51,10 @@ class UserTable:
         slices = [self._features.slice(place if place >= 0 else len(self), 1) for place in wanted]
         return pa.concat_tables(slices or [self._features.slice(0, 0)]).to_pydict()  # type: ignore[no-any-return]
 
+    def block(self, start: int, stop: int) -> pa.RecordBatch:
+        """The same of the users at neighbouring places."""
+        return self._features.slice(start, stop - start).combine_chunks().to_batches()[0]
+
     def seen(self, place: int) -> Int64:
         """Positions of the items that a user has taken, to be left out of recommendations; none for an unknown user."""
         return self._list("seen", place)
