@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,28 @@ def test_the_mean_of_the_ranks_losses_over_mixed_candidates_is_that_of_one_rank(
     expected = mixed_losses(Runtime(rank=0, local_rank=0, world_size=1, local_world_size=1))
     ranks = run_ranks(mixed_losses, world_size)
     assert [sum(step) / world_size for step in zip(*ranks, strict=True)] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("stop", [3, 7])
+def test_a_state_is_the_same_wherever_the_prefetch_thread_is(stop: int) -> None:
+    """It has reached the end of the epoch, which the caller has not; the epoch after it is begun from either state."""
+    options = SAMPLINGS["mixed, estimated"]
+    expected = list(epochs(loader_of(options), 0, 3))
+    first = loader_of(options | {"prefetch": 20})
+    batches = iter(first)
+    for _ in range(stop):
+        next(batches)
+    while any(thread.name == "torchrec_ext-prefetch" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    second = loader_of(options)
+    second.load_state_dict(first.state_dict(step=stop))
+    if stop < 7:
+        assert all(equal(*pair) for pair in zip(second, expected[0][stop:], strict=True))
+    assert all(equal(*pair) for pair in zip(next(epochs(second, 1, 2)), expected[1], strict=True))
+    first.set_epoch(1)
+    second.load_state_dict(first.state_dict())
+    assert all(equal(*pair) for pair in zip(second, expected[1], strict=True))
+    assert all(equal(*pair) for pair in zip(next(epochs(second, 2, 3)), expected[2], strict=True))
 
 
 def test_an_estimate_comes_near_how_often_a_batch_holds_an_item() -> None:

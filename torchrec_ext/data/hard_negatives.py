@@ -77,7 +77,7 @@ class HardNegatives:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
         return self._log_q(self._hard, users, items)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, epoch: int | None = None) -> dict[str, Any]:
         """The K best items of the last refresh, as pairs of a user and an item, and how many refreshes there were."""
         users, items = self._hard.pairs
         return {"users": torch.from_numpy(users), "items": torch.from_numpy(items), "refreshes": self.refreshes}

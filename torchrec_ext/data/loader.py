@@ -128,7 +128,7 @@ class ChunkLoader(Epochs):
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """See :meth:`Epochs.state_dict`; with the sampler's state, where it has one."""
         state = super().state_dict(step=step)
-        return state | ({"sampler": self._sampler.state_dict()} if isinstance(self._sampler, Stateful) else {})
+        return state | ({"sampler": self._sampler.state_dict(self._epoch)} if isinstance(self._sampler, Stateful) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Epochs.load_state_dict`."""

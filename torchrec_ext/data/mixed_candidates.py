@@ -42,6 +42,9 @@ class MixedCandidates:
         self._frequency = StreamingFrequency(_BUCKETS * (mixed.num_items + 1), seed=mixed.seed) if counts is None else None
         self._epoch, self._counts = 0, False
         self._saved = None if self._frequency is None else self._frequency.state_dict()
+        self._after: dict[str, Any] | None = (
+            None  # at its end, which a prefetch thread reaches before the caller
+        )
 
     @property
     def estimates(self) -> bool:
@@ -64,7 +67,9 @@ class MixedCandidates:
         return log_q
 
     def begin(self, epoch: int) -> None:
-        """Goes back to the start of ``epoch``; what is shown of one that it has counted to the end is not counted again."""
+        """Goes to the start of ``epoch``; what is shown of one before that of its state is not counted again."""
+        if self._after is not None and epoch > self._epoch:
+            self._epoch, self._saved, self._after = self._epoch + 1, self._after, None
         self._counts = self._epoch <= epoch
         if self._frequency is not None and self._saved is not None:
             self._epoch = max(self._epoch, epoch)
@@ -78,11 +83,15 @@ class MixedCandidates:
     def end(self) -> None:
         """The epoch is over: the next one starts from here."""
         if self._frequency is not None and self._counts:
-            self._epoch, self._saved = self._epoch + 1, self._frequency.state_dict()
+            self._after = self._frequency.state_dict()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The estimate at the start of the epoch; nothing where the counts are known."""
-        return {} if self._saved is None else {"epoch": self._epoch, "frequency": self._saved}
+    def state_dict(self, epoch: int) -> dict[str, Any]:
+        """The estimate at the start of ``epoch``; nothing where the counts are known."""
+        if self._saved is None:
+            return {}
+        if self._after is not None and epoch > self._epoch:
+            return {"epoch": self._epoch + 1, "frequency": self._after}
+        return {"epoch": self._epoch, "frequency": self._saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``.
@@ -92,4 +101,4 @@ class MixedCandidates:
         """
         if self._frequency is not None:
             self._frequency.load_state_dict(state["frequency"])
-            self._epoch, self._saved = int(state["epoch"]), self._frequency.state_dict()
+            self._epoch, self._saved, self._after = int(state["epoch"]), self._frequency.state_dict(), None

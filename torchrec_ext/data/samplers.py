@@ -19,8 +19,8 @@ Sampler = Negatives | MixedCandidates
 class Stateful(Protocol):
     """A sampler whose draws depend on more than seed, epoch and row."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the draws depend on."""
+    def state_dict(self, epoch: int) -> dict[str, Any]:
+        """What the draws of ``epoch`` depend on."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Draws as when ``state`` was taken."""
