@@ -42,9 +42,7 @@ class MixedCandidates:
         self._frequency = StreamingFrequency(_BUCKETS * (mixed.num_items + 1), seed=mixed.seed) if counts is None else None
         self._epoch, self._counts = 0, False
         self._saved = None if self._frequency is None else self._frequency.state_dict()
-        self._after: dict[str, Any] | None = (
-            None  # at its end, which a prefetch thread reaches before the caller
-        )
+        self._after: dict[str, Any] | None = None  # at its end, which a prefetch thread reaches before the caller
 
     @property
     def estimates(self) -> bool:
