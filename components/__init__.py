@@ -101,6 +101,7 @@ def embed(
     expire: Optional[float] = None,
     tower: Optional[str] = None,
     store: Optional[str] = None,
+    keep: Optional[int] = None,
     procs: int = 1,
     name: str = "embed",
     image: str = torchx.IMAGE,
@@ -131,6 +132,7 @@ def embed(
         expire: with redis the seconds after which a vector is forgotten, a day where not given; 0 for never
         tower: of the bundle, or query for those of the query side by side; the candidate's where not given
         store: with out the type of the stored vectors: fp32, fp16 or int8; fp32 where not given
+        keep: with out or refresh the versions of the store that stay; all of them where not given
         procs: processes that share the rows
         name: of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
@@ -153,6 +155,7 @@ def embed(
         "expire": expire,
         "tower": tower,
         "store": store,
+        "keep": keep,
     }
     flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
     role = specs.Role(

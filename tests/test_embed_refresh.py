@@ -15,6 +15,7 @@ from tests.contracts import run_ranks
 from tests.retrieval.bundles import bundle_of, contents
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.snapshots import versions
 from torchrec_ext.retrieval.store import EmbeddingStore
 from torchrec_ext.retrieval.vectors import FolderVectors
 from torchx_apps import catalogue, embed
@@ -84,7 +85,9 @@ def test_a_reader_takes_what_the_command_wrote(
     assert capsys.readouterr().out.endswith(": 0 changed, 0 new, 2 deleted\n")
     assert reader.find([5, 6, 7], tower=reader.tower)[1].tolist() == [False, False, True]
     pq.write_table(contents()["catalogue"].features.slice(4, 1), store.parent / "back.parquet")
-    assert main(folder / "bundle", "--refresh", store, "--catalogue", store.parent / "back.parquet") == 0
+    assert main(folder / "bundle", "--refresh", store, "--catalogue", store.parent / "back.parquet", "--keep=1") == 0
+    assert capsys.readouterr().out.endswith(": 1 changed, 0 new, 0 deleted; 2 older versions removed\n")
+    assert versions(store) == ["v00000003"]
     assert reader.find([5, 6], tower=reader.tower)[1].tolist() == [True, False]
 
 
@@ -104,6 +107,7 @@ def test_a_store_keeps_its_type(folder: Path, tmp_path: Path, capsys: pytest.Cap
         (["--delete=41", "--catalogue", "changes.parquet"], "deleted: 41 is also among the ids to write; leave it out"),
         (["--delete=none.parquet"], "none.parquet: no such file"),
         (["--delete=5", "--store=int8"], "--store int8: is for --out; a store keeps its type when it is refreshed"),
+        (["--delete=5", "--keep=0"], "--keep 0: must be 1 or more; the version just written stays"),
         (["--delete=5", "--expire=9"], "--expire 9.0: is for --redis; what is in a folder stays"),
         (["--delete=5", "--out=x"], "say one of --out FOLDER, --refresh FOLDER and --redis URL"),
         (["--catalogue", "changes.parquet", "--id="], "--id: name the column with the ids"),

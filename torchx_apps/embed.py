@@ -79,8 +79,18 @@ def _written(rows: TowerRows, options: argparse.Namespace) -> str:
         return fill_redis(rows, options.redis, expire or None, deleted)
     if options.refresh is not None:
         store, done = refresh_files(rows, options.refresh, deleted)
-        return f"{_told(store, options.refresh, rows.names)}: {done}"
-    return _told(embed_files(rows, options.out, options.store or "fp32"), options.out, rows.names)
+        return f"{_told(store, options.refresh, rows.names)}: {done}{_pruned(rows, options.refresh, options.keep)}"
+    store = embed_files(rows, options.out, options.store or "fp32")
+    return _told(store, options.out, rows.names) + _pruned(rows, options.out, options.keep)
+
+
+def _pruned(rows: TowerRows, folder: Path, keep: int | None) -> str:
+    """Removes all but the newest versions, and says how many; who has one open reads on."""
+    from torchrec_ext.retrieval.snapshots import prune_store
+
+    if keep is None or not rows.runtime.is_main:
+        return ""
+    return f"; {len(prune_store(folder, keep))} older versions removed"
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -98,6 +108,8 @@ def _check(options: argparse.Namespace) -> None:
         ),
         f"--expire {expire}: is for --redis; what is in a folder stays": expire is not None and to != ["redis"],
         f"--expire {expire}: must be seconds, or 0 for never": expire is not None and not 0 <= expire < float("inf"),
+        f"--keep {options.keep}: must be 1 or more; the version just written stays": options.keep is not None and options.keep < 1,
+        f"--keep {options.keep}: is for a store; a Redis has one version": options.keep is not None and to == ["redis"],
         "--id: name the column with the ids": not options.id and bool(options.catalogue or is_path(delete or "")),
     }
     for told, is_so in wrong.items():
@@ -162,6 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--expire", type=float, metavar="SECONDS", help=day)
     parser.add_argument(
         "--tower", help=f"of the bundle, or {QUERY} for those of the query side by side; the candidate's by default"
+    )
+    parser.add_argument(
+        "--keep", type=int, metavar="N", help="with --out or --refresh: versions of the store that stay; all of them by default"
     )
     parser.add_argument("--store", choices=["fp32", "fp16", "int8"], help="with --out: type of the stored vectors; fp32 by default")
     return parser
