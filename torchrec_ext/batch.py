@@ -91,6 +91,13 @@ class TowerBatch(_Fields):
     def __len__(self) -> int:
         return self.labels.numel()
 
+    @property
+    def shared_weights(self) -> Tensor | None:
+        """(Q,) float32, by shared row the sum of the weights of the rows that read it; None without shared rows."""
+        if self.shared is None:
+            return None
+        return self.weights.new_zeros(self.shared.dense.shape[0]).index_add(0, self.shared.index, self.weights)
+
     def bags(self, name: str) -> JaggedTensor:
         """The bags of one feature wherever it stands: B of them, of a shared one Q.
 

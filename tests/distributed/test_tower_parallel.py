@@ -22,7 +22,7 @@ from torchrec_ext.distributed.tables import initialise_tables, local_shards
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.session_tower import SessionTower
-from torchrec_ext.modules.tower import Tower
+from torchrec_ext.modules.tower import Normalization, Tower
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 
 STEPS = 50
@@ -52,14 +52,20 @@ def normed(device: torch.device | None = None) -> TowerModel:
     return redrawn(TowerModel(towers, TopMLP([8, 8], [8])))
 
 
-def shared(device: torch.device | None = None) -> TowerModel:
+def shared(device: torch.device | None = None, normalization: Normalization = "none") -> TowerModel:
     """Two towers run once for the rows that share a user; one has neither dense columns nor layers."""
+    taken = [table("user_id", USERS), table("history", ITEMS)]
     towers = {
-        "user": Tower([table("user_id", USERS), table("history", ITEMS)], [16, 8], dense=["age"], device=device),
+        "user": Tower(taken, [16, 8], dense=["age"], normalization=normalization, device=device),
         "place": Tower([table("place", 7)], [], device=device),
         "item": Tower([table("item_id", ITEMS)], [8], dense=["price"], device=device),
     }
     return redrawn(TowerModel(towers, TopMLP([8, DIM, 8], [8]), shared=["user", "place"]))
+
+
+def shared_normed(device: torch.device | None = None) -> TowerModel:
+    """With batch norm in a shared tower, whose rows count as often as they are read."""
+    return shared(device, "batch")
 
 
 def session(device: torch.device | None = None) -> TowerModel:
@@ -116,6 +122,7 @@ MODELS: dict[str, tuple[Callable[..., TowerModel], Feed]] = {
     "plain": (plain, batches),
     "normed": (normed, batches),
     "shared": (shared, shared_batches),
+    "shared_normed": (shared_normed, shared_batches),
     "session": (session, session_batches),
 }
 
@@ -138,6 +145,7 @@ CASES = {
         Case("plain", "user:0-1,item:0", "row_wise", MANY),
         Case("normed", "user:1,item:0-1", "table_wise"),
         Case("shared", "tower_parallel", "row_wise"),
+        Case("shared_normed", "user:1,place:0,item:0-1", "table_wise"),
         Case("session", "session:0-1,user:1", "row_wise"),
     ],
     4: [

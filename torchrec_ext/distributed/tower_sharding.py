@@ -73,7 +73,7 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         everyone: dist.ProcessGroup = env.process_group
         journeys = {
             name: Journey(
-                widths=Widths(len(self._features[name]), len(tower.dense)),
+                widths=Widths(len(self._features[name]), len(tower.dense) + self._reads[name].weights),
                 out=tower.out_features,
                 shared=self._reads[name].shared,
                 equal=needs_equal_rows(
@@ -108,6 +108,8 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         *,
         joint: KeyedJaggedTensor | None = None,
         names: Sequence[str] | None = None,
+        weights: Tensor | None = None,
+        shared_weights: Tensor | None = None,
     ) -> KJTListSplitsAwaitable[Step]:
         """Begins to send each row to the ranks of its towers.
 
@@ -116,9 +118,13 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         own = {}
         beside = {} if joint is None else of_joint(joint, 0 if shared_dense is None else len(shared_dense))
         for name in self._reads if names is None else names:
-            shared, columns = self._reads[name]
+            shared, columns, weighs = self._reads[name]
             rows, matrix = (shared_sparse, shared_dense) if shared else (sparse, dense)
-            own[name] = _rows(rows, beside, matrix[:, columns], self._features[name])  # type: ignore[index]
+            taken = matrix[:, columns]  # type: ignore[index]
+            if weighs:  # they travel as one dense column more; rows that only fill up are of weight 0
+                counted = shared_weights if shared else weights
+                taken = torch.cat([taken, (taken.new_ones(len(taken)) if counted is None else counted)[:, None]], dim=1)
+            own[name] = _rows(rows, beside, taken, self._features[name])
         counts = len(dense), 0 if shared_dense is None else len(shared_dense)
         return KJTListSplitsAwaitable([self._exchange.begin(ctx, own, counts)], ctx)
 
@@ -129,7 +135,11 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         lent = self._lent(arrived.rows)
         for name, rows in arrived.rows.items():
             kjt = KeyedJaggedTensor(self._features[name], rows.values, lengths=rows.lengths.reshape(-1), stride=rows.height)
-            output = self._run[name](kjt, rows.dense, *([lent[name]] if name in lent else [])).float()
+            beside: dict[str, Any] = {"lent": lent[name]} if name in lent else {}
+            dense = rows.dense
+            if self._reads[name].weights:
+                dense, beside["weights"] = dense[:, :-1], dense[:, -1]
+            output = self._run[name](kjt, dense, **beside).float()
             scale = len(self._placement.ranks[name]) / self._world_size
             if output.requires_grad and scale != 1:
                 # TorchRec and DistributedDataParallel average over the tower's ranks, in the flat model over all.

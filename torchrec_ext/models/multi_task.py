@@ -76,7 +76,7 @@ class MultiTaskModel(TowerModel):
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, TaskPredictions]:  # type: ignore[override]
         """The weighted sum of the losses, (), to call backward on, and the :class:`TaskPredictions`."""
-        logits = self.interaction.of_tasks(self.outputs(batch))  # type: ignore[operator]
+        logits = self.interaction.of_tasks(self.outputs(batch), batch.weights)  # type: ignore[operator]
         losses = self.of_tasks(logits, batch)
         loss = sum(weight * losses[at] for at, weight in enumerate(self.tasks.values()))
         found = {}

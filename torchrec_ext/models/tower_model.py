@@ -13,6 +13,7 @@ from typing_extensions import Self
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.interaction_choice import Interaction as Interaction
 from torchrec_ext.modules.interaction_choice import interaction_layer
+from torchrec_ext.modules.layers import weighs_rows
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.recorded import how_made
 from torchrec_ext.modules.shared_tables import shared_tables, values_by_table
@@ -55,7 +56,8 @@ class TowerModel(nn.Module):
 
     Args:
         towers: by name; the order is that of the interaction's inputs.
-        interaction: a module from the list of tower outputs, each (B, D), to logits (B,).
+        interaction: a module from the list of tower outputs, each (B, D), to logits (B,); one with a :class:`BatchNorm` should also
+            take ``weights``, the rows' (B,), and hand them on.
         loss: a function of (logits, batch) to ().
         shared: names of towers whose input several rows share, such as the user's beside 1 + N candidates: they run once per
             shared row, and their outputs are repeated. Logits and gradients are those of the plain form.
@@ -84,6 +86,8 @@ class TowerModel(nn.Module):
         self._shared_columns = self.towers.columns(shared=True)
         self.shared_tables = shared_tables(towers, self._shared_columns, self._weights)
         self._joint = self.shared_tables is not None and bool(self.shared_tables.joint)
+        self._weighed = {shared: self.towers.weigh_rows(shared=shared) for shared in (False, True)}
+        self._weighed_top = weighs_rows(interaction)
 
     def merge_lookups(self) -> Self:
         """From now on looks up the tables of all towers together, as :class:`SharedTables` says, instead of tower by tower.
@@ -135,6 +139,10 @@ class TowerModel(nn.Module):
             options["lent"] = self.shared_tables(batch, names or self._names)
         if self.shared_tables is None and self._joint:  # a plan has moved them to the ranks of their towers
             options["joint"] = batch.joint
+        if self._weighed[False]:
+            options["weights"] = batch.weights
+        if self._weighed[True]:
+            options["shared_weights"] = batch.shared_weights
         return self.towers(*rows, **options)  # type: ignore[no-any-return]
 
     def outputs(self, batch: TowerBatch) -> list[Tensor]:
@@ -144,7 +152,8 @@ class TowerModel(nn.Module):
 
     def logits(self, batch: TowerBatch) -> Tensor:
         """(B,) logits."""
-        return self.interaction(self.outputs(batch))  # type: ignore[no-any-return]
+        outputs = self.outputs(batch)
+        return self.interaction(outputs, batch.weights) if self._weighed_top else self.interaction(outputs)  # type: ignore[no-any-return]
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """The loss, (), to call backward on, and the :class:`Prediction`."""

@@ -48,9 +48,9 @@ class DeepCross(Recorded, nn.Module):
         self.cross = CrossNet(self.width, layers) if low_rank is None else LowRankCrossNet(self.width, layers, low_rank)
         self.mlp = mlp(self.width, [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
 
-    def forward(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits from the towers' outputs, each (B, D) with a D of its own."""
-        return self.mlp(self.cross(torch.cat(outputs, dim=1))).squeeze(1)  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""
+        return self.mlp(self.cross(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2).
@@ -127,9 +127,9 @@ class DeepFM(Recorded, nn.Module):
             widths, hidden, activation=activation, normalization=normalization, dropout=dropout, activate_input=activate_input
         )
 
-    def forward(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits from the towers' outputs, each (B, D)."""
-        return self.machine(outputs) + self.deep(outputs)  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """(B,) logits from the towers' outputs, each (B, D); ``weights`` (B,), see :class:`BatchNorm`."""
+        return self.machine(outputs) + self.deep(outputs, weights)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """(B, N) logits of every query (B, (T - 1) x D), all towers but the last concatenated, with every candidate (N, D)."""

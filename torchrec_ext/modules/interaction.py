@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
-from torchrec_ext.modules.layers import Activation, Normalization, activation_layer, mlp
+from torchrec_ext.modules.layers import Activation, Normalization, activation_layer, mlp, weighs_rows
 from torchrec_ext.modules.pairs import cross_product, equal_width, over_pairs, query_and_candidate
 from torchrec_ext.modules.recorded import Recorded
 
@@ -104,9 +104,9 @@ class TopMLP(Recorded, nn.Module):
         self.mlp = mlp(sum(widths), [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
         self.activation = activation_layer(activation) if activate_input else nn.Identity()
 
-    def forward(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits from the towers' outputs, each (B, D) with a D of its own."""
-        return self.mlp(self.activation(torch.cat(outputs, dim=1))).squeeze(1)  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""
+        return self.mlp(self.activation(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2).
@@ -149,9 +149,10 @@ class Reordered(Recorded, nn.Module):
             raise ValueError(f"order={list(order)}: must name each of the {len(widths)} outputs once, by its place from 0")
         self.interaction, self.order, self.widths = interaction, list(order), list(widths)
 
-    def forward(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits from the towers' outputs, each (B, D) with a D of its own."""
-        return self.interaction([outputs[place] for place in self.order])  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""
+        reordered = [outputs[place] for place in self.order]
+        return self.interaction(reordered, weights) if weighs_rows(self.interaction) else self.interaction(reordered)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2)."""

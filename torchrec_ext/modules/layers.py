@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, get_args
@@ -22,12 +23,28 @@ def activation_layer(name: Activation) -> nn.Module:
     return _ACTIVATIONS[name]()
 
 
-class Residual(nn.Sequential):
+class Layers(nn.Sequential):
+    """Layers one after the other, of which those that take statistics are given the rows' weights."""
+
+    def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
+        """(B, D) to (B, D'); ``weights`` (B,), see :class:`BatchNorm`."""
+        for layer in self:
+            input = layer(input, weights) if isinstance(layer, BatchNorm | Layers) else layer(input)  # noqa: A001
+        return input
+
+
+class Residual(Layers):
     """Layers whose input is added to their output (He et al. 2016)."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
-        """(B, D) to (B, D)."""
-        return input + super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+    def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
+        """(B, D) to (B, D); ``weights`` (B,), see :class:`BatchNorm`."""
+        return input + super().forward(input, weights)
+
+
+def weighs_rows(module: nn.Module) -> bool:
+    """Whether a tower or an interaction normalises over its batch, and takes the rows' ``weights`` for that."""
+    normalises = any(isinstance(layer, BatchNorm) for layer in module.modules())
+    return normalises and "weights" in inspect.signature(module.forward).parameters
 
 
 def mlp(
@@ -38,15 +55,15 @@ def mlp(
     normalization: Normalization = "none",
     dropout: float = 0.0,
     residual: bool = False,
-) -> nn.Sequential:
+) -> Layers:
     """Linear layers; between them normalisation, activation and dropout, none after the last: its output may be of either sign.
 
     Args:
         in_features: width of the input.
         widths: of the layers, in order.
         activation: after each hidden layer.
-        normalization: before each activation: ``layer`` (Ba et al. 2016), ``batch`` (over the rows of all ranks, see
-            :class:`BatchNorm`) or ``none``.
+        normalization: before each activation: ``layer`` (Ba et al. 2016), ``batch`` (over the rows of all ranks that
+            are no padding, see :class:`BatchNorm`) or ``none``.
         dropout: after each activation.
         residual: add the input of each hidden layer that is as wide as its output.
 
@@ -64,7 +81,7 @@ def mlp(
         block = _block(before, width, activation, normalization, dropout)
         layers += [Residual(*block)] if residual and before == width else block
     activation_layer(activation)  # a wrong name is told of without hidden layers too
-    return nn.Sequential(*layers, nn.Linear(hidden[-1], widths[-1]))
+    return Layers(*layers, nn.Linear(hidden[-1], widths[-1]))
 
 
 def _block(before: int, width: int, activation: Activation, normalization: Normalization, dropout: float) -> list[nn.Module]:

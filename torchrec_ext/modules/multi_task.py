@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchrec_ext.modules.batch_norm import BatchNorm
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Activation, Normalization
 
@@ -41,12 +42,11 @@ class MultiTaskTop(TopMLP):
         first: nn.Linear = self.mlp[-1]  # type: ignore[assignment]
         self.further = nn.ModuleList(nn.Linear(first.in_features, 1) for _ in range(tasks - 1))
 
-    def of_tasks(self, outputs: list[Tensor]) -> Tensor:
+    def of_tasks(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
         """(B, T) logits from the towers' outputs, each (B, D) with a D of its own; column 0 is what :meth:`forward` gives."""
         *layers, first = self.mlp
         hidden = self.activation(torch.cat(outputs, dim=1))
-        for (
-            layer
-        ) in layers:  # one by one, as TorchRec's pipelines trace them: a slice of a Sequential is none of the model's modules
-            hidden = layer(hidden)
+        # One by one, as TorchRec's pipelines trace them: a slice of a Sequential is none of the model's modules.
+        for layer in layers:
+            hidden = layer(hidden, weights) if isinstance(layer, BatchNorm) else layer(hidden)
         return torch.cat([first(hidden), *(head(hidden) for head in self.further)], dim=1)

@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.modules.compression import CompressingLayer, Compression
 from torchrec_ext.modules.layers import Activation as Activation
+from torchrec_ext.modules.layers import Layers
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
@@ -112,10 +113,14 @@ class Tower(Recorded, nn.Module):
         self.embeddings = EmbeddingBagCollection(tables=self._own, device=self.device) if self._own else None
         self.sequences = EmbeddingCollection(tables=lists, device=self.device) if lists else None
 
-    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Lent | None = None) -> Tensor:
+    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Lent | None = None, weights: Tensor | None = None) -> Tensor:
         """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd).
 
-        ``lent``: what lent tables hold.
+        Args:
+            sparse: the batch's.
+            dense: (B, Fd).
+            lent: what lent tables hold.
+            weights: (B,) of the rows, for batch normalisation; all 1 where not given.
         """
         parts = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, lent or {})]
         if self.attention is not None:
@@ -124,7 +129,9 @@ class Tower(Recorded, nn.Module):
                 listed |= by_table(self._own_lists, self.sequences(sparse))
             parts.append(self.attention(listed))
         side_by_side = torch.cat([*parts, dense], dim=1)
-        return self.mlp(side_by_side if self.compress is None else self.compress(side_by_side))  # type: ignore[no-any-return]
+        if self.compress is not None:
+            side_by_side = self.compress(side_by_side)
+        return self.mlp(side_by_side, weights) if isinstance(self.mlp, Layers) else self.mlp(side_by_side)  # type: ignore[no-any-return]
 
     def _pooled(self, sparse: KeyedJaggedTensor, lent: Lent) -> list[Tensor]:
         """The pooled bags, in the order of the tables and their features."""

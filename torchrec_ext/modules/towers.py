@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_ext.modules.layers import weighs_rows
 from torchrec_ext.modules.tower import Lent, Tower
 
 
 class Reads(NamedTuple):
-    """What a tower takes from a batch: the shared rows or the others, and which columns of their dense matrix."""
+    """What a tower takes from a batch: the shared rows or the others, columns of their dense matrix, and maybe their weights."""
 
     shared: bool
     dense: slice
+    weights: bool = False
 
 
 class Towers(nn.ModuleDict):
@@ -39,8 +41,12 @@ class Towers(nn.ModuleDict):
         for name, tower in towers.items():
             start = ends[name in shared]
             ends[name in shared] = stop = start + len(tower.dense)
-            self.reads[name] = Reads(name in shared, slice(start, stop))
+            self.reads[name] = Reads(name in shared, slice(start, stop), weighs_rows(tower))
         _check_columns(self)
+
+    def weigh_rows(self, *, shared: bool) -> bool:
+        """Whether one of the shared towers, or of the others, takes the weights of its rows."""
+        return any(reads.weights and reads.shared == shared for reads in self.reads.values())
 
     def columns(self, *, shared: bool) -> list[str]:
         """The features and dense columns that the shared towers read, or the others."""
@@ -58,6 +64,8 @@ class Towers(nn.ModuleDict):
         *,
         lent: Lent | None = None,
         names: Sequence[str] | None = None,
+        weights: Tensor | None = None,
+        shared_weights: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """(B, D) of each tower by name, (Q, D) of shared ones.
 
@@ -68,13 +76,17 @@ class Towers(nn.ModuleDict):
             shared_dense: (Q, Fd) likewise.
             lent: see :meth:`Tower.forward`.
             names: the towers to run; all where not given.
+            weights: (B,) of the rows, for batch normalisation; all 1 where not given.
+            shared_weights: (Q,) of the shared rows, likewise.
         """
         outputs = {}
         for name in self.reads if names is None else names:
-            shared, own = self.reads[name]
+            shared, own, weighs = self.reads[name]
             rows, columns = (shared_sparse, shared_dense) if shared else (sparse, dense)
-            taken = (lent,) if lent and hasattr(self[name], "lend") else ()
-            outputs[name] = self[name](rows, columns[:, own], *taken)  # type: ignore[index]
+            taken: dict[str, Any] = {"lent": lent} if lent and hasattr(self[name], "lend") else {}
+            if weighs:
+                taken["weights"] = shared_weights if shared else weights
+            outputs[name] = self[name](rows, columns[:, own], **taken)  # type: ignore[index]
         return outputs
 
 

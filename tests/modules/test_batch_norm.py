@@ -1,0 +1,181 @@
+"""Batch normalisation over the rows that count: padding changes nothing, on one rank and on several, in every network."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.contracts import run_ranks
+from tests.examples import ITEMS, USERS, redrawn, table
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.batches import BatchBuilder
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.multi_task import MultiTaskModel
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.batch_norm import BatchNorm
+from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.modules.interaction_choice import interaction_layer
+from torchrec_ext.modules.layers import mlp
+from torchrec_ext.modules.multi_task import MultiTaskTop
+from torchrec_ext.modules.tower import Tower
+
+WIDTH, ROWS = 5, 12
+
+
+def rows_of(seed: int = 0, count: int = ROWS) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 + 2 * torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def learned(layer: nn.Module, rows: Tensor, real: slice, *weights: Tensor) -> dict[str, Tensor]:
+    """What two training steps on ``rows`` leave, and the last output and gradient of those that are ``real``."""
+    layer.double().train()
+    for _ in range(2):
+        values = rows.clone().requires_grad_()
+        output = layer(values, *weights)
+        layer.zero_grad()
+        output[real].square().mul(torch.arange(1, 1 + WIDTH)).sum().backward()
+    found = {"output": output[real].detach(), "gradient": values.grad[real]}
+    return found | {name: p.grad.clone() for name, p in layer.named_parameters()} | dict(layer.named_buffers())
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("padding", [0, 1, 30])
+def test_rows_of_weight_0_change_nothing(padding: int) -> None:
+    rows = rows_of()
+    real, padded = slice(ROWS), torch.cat([rows, torch.full((padding, WIDTH), 77.0, dtype=torch.float64)])
+    weights = (torch.arange(len(padded)) < ROWS).float()
+    expected = learned(nn.BatchNorm1d(WIDTH), rows, real)
+    for name, value in learned(BatchNorm(WIDTH), padded, real, weights).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@pytest.mark.unit
+def test_a_weight_counts_a_row_so_often_and_its_unit_does_not_matter() -> None:
+    rows, weights = rows_of(), torch.arange(ROWS) % 4
+    often = rows.repeat_interleave(weights, dim=0)
+    mean, variance = often.mean(dim=0), often.var(dim=0, unbiased=False)
+    for unit in (1.0, 1e-3):
+        layer = BatchNorm(WIDTH).double().train()
+        torch.testing.assert_close(layer(rows, weights * unit), (rows - mean) / (variance + layer.eps).sqrt())
+        torch.testing.assert_close(layer.running_mean, 0.1 * mean)
+        independent = float(weights.sum() ** 2 / (weights**2).sum())
+        torch.testing.assert_close(layer.running_var, 0.9 + 0.1 * variance * independent / (independent - 1))
+
+
+@pytest.mark.unit
+def test_a_batch_without_any_row_that_counts_leaves_the_statistics_alone() -> None:
+    layer = BatchNorm(WIDTH).train()
+    output = layer(rows_of().float(), torch.zeros(ROWS))
+    assert torch.isfinite(output).all()
+    assert torch.equal(layer.running_mean, torch.zeros(WIDTH))
+    assert torch.equal(layer.running_var, torch.ones(WIDTH))
+
+
+@pytest.mark.unit
+def test_in_evaluation_and_under_autocast_it_is_torchs_layer() -> None:
+    ours, theirs, rows = BatchNorm(WIDTH), nn.BatchNorm1d(WIDTH), rows_of().float()
+    for layer, options in ((ours, (torch.ones(ROWS),)), (theirs, ())):
+        with torch.autocast("cpu", torch.bfloat16):
+            half = layer.train()(rows.bfloat16(), *options)
+        assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    assert torch.equal(ours.eval()(rows, torch.zeros(ROWS)), ours(rows))
+
+
+def on_rank(runtime: Runtime, counts: list[int], padding: list[int]) -> dict[str, Tensor]:
+    """This rank's share of the rows, with rows of weight 0 after them."""
+    start, count = sum(counts[: runtime.rank]), counts[runtime.rank]
+    rows = torch.cat([rows_of()[start : start + count], torch.full((padding[runtime.rank], WIDTH), 77.0, dtype=torch.float64)])
+    weights = (torch.arange(len(rows)) < count).float()
+    return learned(BatchNorm(WIDTH), rows, slice(count), weights)
+
+
+@pytest.mark.parametrize(("counts", "padding"), [([7, 5], [0, 2]), ([12, 0], [0, 12])])
+def test_two_ranks_are_one_batch_without_its_padding(counts: list[int], padding: list[int]) -> None:
+    expected, found = learned(nn.BatchNorm1d(WIDTH), rows_of(), slice(ROWS)), run_ranks(on_rank, 2, counts, padding)
+    for name in ("output", "gradient"):
+        torch.testing.assert_close(torch.cat([part[name] for part in found]), expected[name], msg=name)
+    for part in found:
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(part[name], expected[name], msg=name)
+
+
+Make = Callable[[list[int]], nn.Module]
+TOPS: dict[str, Make] = {
+    **{
+        name: lambda widths, name=name: interaction_layer(name, widths, (8, 4), normalization="batch")  # type: ignore[misc]
+        for name in ("top_nn", "dcn", "deepfm")
+    },
+    "tasks": lambda widths: MultiTaskTop(widths, 2, (8, 4), normalization="batch"),
+}
+
+
+def model_of(top: str, shared: tuple[str, ...]) -> TowerModel:
+    towers = {
+        "user": Tower([table("user_id", USERS)], [8, 8, 4], dense=["age"], normalization="batch", residual=True),
+        "item": Tower([table("item_id", ITEMS)], [8, 4], normalization="batch"),
+    }
+    interaction: Any = TOPS[top]([4, 4])
+    if top == "tasks":
+        return redrawn(MultiTaskModel(towers, interaction, tasks={"click": 1.0, "buy": 0.5}, shared=shared), tables=0)
+    return redrawn(TowerModel(towers, interaction, shared=shared), tables=0)
+
+
+def batch_of(model: TowerModel, padded_rows: int | None) -> TowerBatch:
+    """6 users beside 3 items each, and padding."""
+    generator = torch.Generator().manual_seed(0)
+    users = {"user_id": torch.randint(1, USERS, (6,), generator=generator), "age": torch.rand(6, generator=generator)}
+    items = torch.randint(1, ITEMS, (6, 3), generator=generator).numpy()
+    labels = torch.randint(2, (6, 3), generator=generator).float().numpy()
+    builder = BatchBuilder(model.schema(), Chunk({"item_id": Column(torch.arange(ITEMS).numpy())}))
+    rows = Chunk({name: Column(values.numpy()) for name, values in users.items()})
+    targets = labels[:, :, None] if model.schema().tasks else None
+    return builder.pairs(rows, items, labels=labels, targets=targets, total_weight=18.0, padded_rows=padded_rows)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("shared", [(), ("user",)])
+@pytest.mark.parametrize("top", TOPS)
+def test_a_network_learns_nothing_of_its_padding(top: str, shared: tuple[str, ...]) -> None:
+    model = model_of(top, shared)
+    found = []
+    for padded_rows in (None, 9):
+        twin = copy.deepcopy(model).train()
+        loss, output = twin(batch_of(twin, padded_rows))
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in twin.named_parameters()}
+        found.append({"loss": loss.detach(), "logits": output.logits[:18], **grads, **dict(twin.named_buffers())})
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, msg=name)
+
+
+@pytest.mark.unit
+def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
+    """With a weight for each row, the running variance aside, whose number of independent rows is that of the shared ones."""
+    found = []
+    for shared in ((), ("user",)):
+        model = model_of("top_nn", shared).train()
+        weights = torch.rand(18, generator=torch.Generator().manual_seed(1))
+        loss, output = model(dataclasses.replace(batch_of(model, None), weights=weights))
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        buffers = {name: value for name, value in model.named_buffers() if "user" not in name or "mean" in name}
+        found.append({"loss": loss.detach(), "logits": output.logits, **grads, **buffers})
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, msg=name, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.unit
+def test_layers_without_statistics_take_no_weights() -> None:
+    layers = mlp(4, [8, 8, 2], normalization="layer", residual=True, dropout=0.5).eval()
+    rows = torch.rand(3, 4)
+    assert torch.equal(layers(rows, torch.zeros(3)), layers(rows))
+    top = TopMLP([4, 4], (8,)).train()
+    assert top([rows, rows]).shape == (3,)
