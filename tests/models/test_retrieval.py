@@ -70,6 +70,23 @@ def test_the_loss_is_a_softmax_over_the_batch_corrected_for_popularity(interacti
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("interaction", [DotProduct([8, 8]), Cosine([8, 8], temperature=0.2)])
+def test_under_autocast_only_the_towers_are_of_16_bits(interaction: nn.Module) -> None:
+    """At the logits of 20 and more that log q makes, a score in bfloat16 would be .06 off."""
+    model, rows = retrieval(interaction, counts=COUNTS**4).train(), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, prediction = model(rows)
+        vectors = [output.float() for output in model.outputs(rows)]
+    ids = rows.sparse["item_id"].values()
+    scores = interaction.score_all(*vectors)  # type: ignore[operator]
+    log_q = ((COUNTS**4).clamp(min=1) / (COUNTS**4).sum()).log()[ids]
+    again = (ids[:, None] == ids) & ~torch.eye(ROWS, dtype=torch.bool)
+    expected = softmax_losses(scores, torch.arange(ROWS), log_q=log_q, excluded=again).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(prediction.logits, scores.diagonal())
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("counts", [None, COUNTS])
 def test_what_a_batch_says_of_its_candidates_corrects_them(counts: torch.Tensor | None) -> None:
     """With equal scores a positive's probability is its share of 1 / q over all candidates: of 2 positives, and 2 drawn beside."""

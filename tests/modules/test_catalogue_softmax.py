@@ -79,3 +79,20 @@ def test_without_positions_there_is_no_loss_and_the_graph_is_whole() -> None:
     found = losses(states[:0], table, torch.zeros(0, dtype=torch.int64), torch.arange(1, ITEMS + 1))
     assert found.shape == (0,)
     assert all(not bool(gradient.any()) for gradient in torch.autograd.grad(found.sum(), [states, table]))
+
+
+def test_under_autocast_scores_and_their_sum_are_float32() -> None:
+    states, table, targets = made()
+    half = [values.detach().bfloat16() for values in (states, table)]
+    found = []
+    for autocast, kind in ((False, torch.float32), (True, torch.float32), (True, torch.bfloat16)):
+        leaves = [values.to(kind).requires_grad_() for values in half]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            per_target = losses(*leaves, targets, torch.arange(1, ITEMS + 1))
+            grads = torch.autograd.grad(per_target.sum(), leaves)
+        assert per_target.dtype == torch.float32
+        found.append([per_target, *grads])
+    for other in found[1:]:
+        for mine, right in zip(other, found[0], strict=True):
+            close = 1e-6 if mine.dtype == torch.float32 else 2e-2  # the gradient of a row read twice is added up in bfloat16
+            torch.testing.assert_close(mine, right.to(mine.dtype), rtol=close, atol=close)

@@ -124,3 +124,40 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         softmax_losses(torch.zeros(2, 3), torch.tensor([0, 1]), log_q=torch.zeros(2))
     with pytest.raises(ValueError, match=r"excluded: shape \(3,\), logits: \(2, 3\)"):
         softmax_losses(torch.zeros(2, 3), torch.tensor([0, 1]), excluded=torch.zeros(3, dtype=torch.bool))
+
+
+def vectors(count: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """Vectors that bfloat16 holds, and log q that it does not, such as -20.37."""
+    generator = torch.Generator().manual_seed(2)
+    queries, items = (torch.randn(count, 16, generator=generator, dtype=torch.float32).bfloat16() for _ in range(2))
+    return queries, items, torch.linspace(-20.37, -3.14, count, dtype=torch.float32)
+
+
+def in_batch_loss(queries: Tensor, items: Tensor, log_q: Tensor, autocast: bool) -> tuple[Tensor, list[Tensor]]:
+    queries, items = (vectors.detach().requires_grad_() for vectors in (queries, items))
+    weights = torch.ones(len(queries), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        negatives = in_batch_negatives(items, torch.arange(1, 1 + len(items)), log_q=log_q)
+        loss = in_batch_softmax(queries, negatives, weights=weights, total_weight=weights.sum(), temperature=0.3)
+    return loss.detach(), list(torch.autograd.grad(loss, [queries, items]))
+
+
+def test_under_autocast_the_scores_of_a_batch_are_float32() -> None:
+    queries, items, log_q = vectors()
+    expected, grads = in_batch_loss(queries.float(), items.float(), log_q, autocast=False)
+    for half in (queries, items), (queries.float(), items.float()):
+        loss, own = in_batch_loss(*half, log_q, autocast=True)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        for mine, right in zip(own, grads, strict=True):
+            torch.testing.assert_close(mine, right.to(mine.dtype))
+
+
+def test_under_autocast_the_scores_of_samples_are_float32() -> None:
+    queries, _, log_q = vectors()
+    for logits, autocast in ((queries[:, :3], True), (queries[:, :3].float(), False)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses = softmax_losses(logits, torch.zeros(64, dtype=torch.int64), log_q=log_q[:3], temperature=0.3)
+        assert losses.dtype == torch.float32
+        expected = torch.log_softmax(queries[:, :3].double() / 0.3 - log_q[:3].double(), dim=1)[:, 0]
+        torch.testing.assert_close(losses.double(), -expected, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Prediction, TowerModel
 from torchrec_ext.modules.in_batch import in_batch_negatives
 from torchrec_ext.modules.interaction import Cosine, DotProduct
-from torchrec_ext.modules.losses import in_batch_softmax
+from torchrec_ext.modules.losses import in_batch_softmax, widened
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
@@ -67,7 +67,7 @@ class RetrievalModel(TowerModel):
         """
         if not self.training:
             return super().forward(batch)
-        outputs = self.outputs(batch)
+        outputs = [widened(output) for output in self.outputs(batch)]  # under autocast the towers' are of half precision
         loss = self.in_batch(outputs, batch)
         logits = self.interaction(outputs)
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
+from torchrec_ext.modules.losses import widened
+
 SCORES_PER_BLOCK = 2**20  # 4 MiB: they stay in the cache between the passes over them, and P x C never is in memory
 
 
@@ -20,7 +22,8 @@ def catalogue_softmax(
 
     The sum over all items but the target is estimated by num_items / C times the sum over the C candidates but those that are the
     target. With each item once among the candidates that is the exact softmax; with candidates drawn uniformly, with or without
-    replacement, the sum is estimated without bias (Jean et al. 2015; Bengio and Senecal 2003).
+    replacement, the sum is estimated without bias (Jean et al. 2015; Bengio and Senecal 2003). Scores are computed in float32 at
+    least, under autocast too.
 
     Args:
         states: (P, D).
@@ -30,6 +33,7 @@ def catalogue_softmax(
         candidate_ids: (C,) int64 ids; 0 is padding.
         num_items: items of the catalogue, ids 1 to num_items.
     """
+    states, positives, candidates = widened(states), widened(positives), widened(candidates)
     padding = candidate_ids == 0
     own = (states * positives).sum(dim=1)
     others: Tensor = _LogSumExp.apply(states, candidates, padding, *_hits(targets, candidate_ids))  # type: ignore[no-untyped-call]
@@ -47,9 +51,10 @@ class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, candidates: Tensor, padding: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         sums = states.new_empty(len(states))
-        for block, scores in _scores(states, candidates, padding, rows, columns):
-            greatest = scores.amax(dim=1, keepdim=True)
-            sums[block] = scores.sub_(greatest).exp_().sum(dim=1).log_().add_(greatest[:, 0])
+        with torch.autocast(states.device.type, enabled=False):
+            for block, scores in _scores(states, candidates, padding, rows, columns):
+                greatest = scores.amax(dim=1, keepdim=True)
+                sums[block] = scores.sub_(greatest).exp_().sum(dim=1).log_().add_(greatest[:, 0])
         ctx.save_for_backward(states, candidates, padding, rows, columns, sums)
         return sums
 
@@ -58,10 +63,11 @@ class _LogSumExp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         states, candidates, padding, rows, columns, sums = ctx.saved_tensors
         of_states, of_candidates = torch.empty_like(states), torch.zeros_like(candidates)
-        for block, scores in _scores(states, candidates, padding, rows, columns):
-            shares = scores.sub_(sums[block, None]).exp_().mul_(gradient[block, None])
-            of_states[block] = shares @ candidates
-            of_candidates.addmm_(shares.T, states[block])
+        with torch.autocast(states.device.type, enabled=False):
+            for block, scores in _scores(states, candidates, padding, rows, columns):
+                shares = scores.sub_(sums[block, None]).exp_().mul_(gradient[block, None])
+                of_states[block] = shares @ candidates
+                of_candidates.addmm_(shares.T, states[block])
         return of_states, of_candidates, None, None, None
 
 

@@ -85,7 +85,8 @@ def in_batch_softmax(
 ) -> Tensor:
     """Softmax cross entropy of each query's own candidate against the others of the batch, of all ranks: ().
 
-    The mean over the rows of all ranks; corrected by ``negatives.log_q`` where it is given (Yi et al. 2019, equation 3).
+    The mean over the rows of all ranks; corrected by ``negatives.log_q`` where it is given (Yi et al. 2019, equation 3). Scores are
+    computed in float32 at least, under autocast too: a log q of -20.37 would be -20.375 in bfloat16, and a score of 20.37 with it.
 
     Args:
         queries: (B, D).
@@ -99,15 +100,16 @@ def in_batch_softmax(
     """
     _check_temperature(temperature)
     _check_in_batch(queries, negatives, weights)
-    scaled, candidates = queries / temperature, negatives.candidates.T  # B x D divisions in place of B x C
-    logits = scaled @ candidates if negatives.log_q is None else torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
+    with torch.autocast(queries.device.type, enabled=False):
+        scaled, candidates = widened(queries) / temperature, widened(negatives.candidates).T  # B x D divisions in place of B x C
+        logits = scaled @ candidates if negatives.log_q is None else torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
     return (softmax_losses(logits, negatives.targets, excluded=negatives.excluded) * weights).sum() / total_weight
 
 
 def softmax_losses(
     logits: Tensor, targets: Tensor, *, log_q: Tensor | None = None, excluded: Tensor | None = None, temperature: float = 1.0
 ) -> Tensor:
-    """(B,) -log softmax(logits / temperature - log_q) at the targets, over the candidates that are not excluded.
+    """(B,) -log softmax(logits / temperature - log_q) at the targets, over the candidates that are not excluded, in float32.
 
     Args:
         logits: (B, N) of B queries with N candidates.
@@ -123,12 +125,17 @@ def softmax_losses(
     for name, part in (("log_q", log_q), ("excluded", excluded)):
         if part is not None and part.shape not in (logits.shape, logits.shape[1:] if name == "log_q" else logits.shape):
             raise ValueError(f"{name}: shape {tuple(part.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate")
-    scores = logits / temperature
+    scores = widened(logits) / temperature
     if log_q is not None:
         scores = scores - log_q
     if excluded is not None:
         scores = scores.masked_fill(excluded, -torch.inf)
     return cross_entropy(scores, targets, reduction="none")
+
+
+def widened(values: Tensor) -> Tensor:
+    """``values`` in float32 where they are of half precision, else as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def check_rows(logits: Tensor, batch: TowerBatch) -> None:
