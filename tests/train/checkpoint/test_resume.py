@@ -17,8 +17,11 @@ from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint import manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder
+from torchrec_ext.train.checkpoint.reading import read_manifest
 from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
 from torchrec_ext.train.early_stop import EarlyStop
 from torchrec_ext.train.finite import RunStoppedError
@@ -63,9 +66,15 @@ class Watched:
 
 
 def run(
-    runtime: Runtime, folder: str, resume: bool = False, stop_after: int = 0, dropout: float = 0.0, batch_size: int = 16
+    runtime: Runtime,
+    folder: str,
+    resume: bool | str = False,
+    stop_after: int = 0,
+    dropout: float = 0.0,
+    batch_size: int = 16,
+    saving: CheckpointConfig = CheckpointConfig(),  # noqa: B008  (frozen)
 ) -> dict[str, Any]:
-    """Trains; the last rank asks to stop after so many steps of this attempt."""
+    """Trains, resumed from the newest checkpoint or a path; the last rank asks to stop after so many steps of this attempt."""
     data = checkerboard(users=10, items=14)
     torch.manual_seed(3)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=dropout), data)
@@ -75,8 +84,8 @@ def run(
     torch.manual_seed(4 + runtime.rank)
     config = LoaderConfig(batch_size=batch_size, negatives=2)
     loader = Watched(training_loader(data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size))
-    checkpointer = Checkpointer(folder, runtime)
-    path = checkpointer.last_good() if resume else None
+    checkpointer = Checkpointer(folder, runtime, keep=saving.keep)
+    path = resume if isinstance(resume, str) else checkpointer.last_good() if resume else None
     steps = 0
 
     def stop() -> bool:
@@ -97,7 +106,7 @@ def run(
             runtime,
             settings,
             evaluate=lambda: {"hr": float(gather_all(parallel))},
-            checkpoints=RunCheckpoints(checkpointer, CheckpointConfig(), resume=path),
+            checkpoints=RunCheckpoints(checkpointer, saving, resume=path),
             stop=stop,
         )
     except RunStoppedError as stopped:
@@ -138,6 +147,42 @@ def test_stopped_and_resumed_equals_never_stopped_bit_for_bit(world_size: int, t
     assert parts[-1]["state"].keys() == whole["state"].keys()
     for name, value in whole["state"].items():
         assert torch.equal(parts[-1]["state"][name], value), name
+
+
+def rolled_back(runtime: Runtime, folder: str, steps: list[int]) -> dict[str, Any]:
+    """A run to its end; gone on with from each of ``steps`` for a few steps; then from the newest checkpoint to the end."""
+    saving = CheckpointConfig(steps=3, keep=4)
+    length = run(runtime, folder, saving=saving)["steps"]
+    kept = [CheckpointFolder(folder).steps()]
+    for step in steps:
+        dist.barrier()
+        run(runtime, folder, CheckpointFolder(folder).path(step), stop_after=4, saving=saving)
+        kept.append(CheckpointFolder(folder).steps())
+    dist.barrier()
+    return {"length": length, "kept": kept, **run(runtime, folder, resume=True, saving=saving)}
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    whole = run_ranks(run, 2, str(tmp_path / "whole"))[0]
+    outcome = run_ranks(rolled_back, 2, str(folder), [whole["steps"] - 6])[0]
+    last = outcome["length"]
+    first, second = outcome["kept"]
+    assert first[0] == last
+    back = last - 6
+    assert second[0] == back + 4, "what the branch saved is newest, and was not pruned"
+    assert not [step for step in second if step > back + 4]
+    assert sorted(path.name for path in folder.glob("set-aside-1/step-*")) == [f"step-{s:010d}" for s in sorted(first) if s > back]
+    assert "set aside: the checkpoints of step " in capfd.readouterr().out
+    assert outcome["history"] == whole["history"]
+    for name, value in whole["state"].items():
+        assert torch.equal(outcome["state"][name], value), name
+    manifests = {step: read_manifest(CheckpointFolder(str(folder)).path(step)) for step in CheckpointFolder(str(folder)).steps()}
+    for content in manifests.values():
+        if content["parent"]["step"] in manifests:
+            assert content["parent"]["sha256"] == manifest.digest_of(manifests[content["parent"]["step"]])
 
 
 def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:

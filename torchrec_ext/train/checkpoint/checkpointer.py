@@ -49,6 +49,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_stand_back)
         self._running: Future[None] | None = None
         self._copies: dict[str, Any] = {}
+        self._parent: dict[str, Any] | None = None  # step and digest of the checkpoint that the next one follows
         self.together.on_main(self.folder.lock)
 
     def save(self, step: int, state: ModelState, extra: State | None = None, content: Mapping[str, Any] | None = None) -> None:
@@ -110,6 +111,27 @@ class Checkpointer:
         """Writes the checkpoint of a run into its model, whatever plan and ranks it was saved with; see :func:`load`."""
         return load(path, state, self.together, extra)[0]
 
+    def branch(self, saved: Mapping[str, Any], best: Mapping[str, Any] | None, say: Callable[[str], None] = print) -> None:
+        """Goes on from a checkpoint: those ahead of it in this folder are set aside, and what is saved next has it as its parent.
+
+        Args:
+            saved: the checkpoint's manifest, as :meth:`load` returns it.
+            best: figures and ``best_step`` of the best checkpoint that the loaded run knew, or None.
+            say: called on rank 0 with a line where something was set aside.
+        """
+        self._parent = {"step": saved["step"], "sha256": manifest.digest_of(saved)}
+        line = self.together.on_main(lambda: self.folder.set_aside(saved["step"]))
+        if line and self._runtime.is_main:
+            say(line)
+            self._keep_best(best)
+
+    def _keep_best(self, best: Mapping[str, Any] | None) -> None:
+        """The checkpoint marked as best is again the best of the run as it stands; none where that one is gone."""
+        if best is not None and best["best_step"] in self.folder.steps():
+            self.mark_best(best["best_step"], best)
+        else:
+            self.folder.note("best.json", None)
+
     def _write(self, step: int, copies: State, described: Mapping[str, Any]) -> None:
         needed = sum(self.together.gathered(_bytes(copies)))
         self.together.on_main(lambda: self._make_room(step, needed))
@@ -131,7 +153,9 @@ class Checkpointer:
         self.together.on_main(lambda: self._commit(step, {**described, "files": files}))
 
     def _commit(self, step: int, content: Mapping[str, Any]) -> None:
+        content = {**content, "parent": self._parent}
         self.folder.commit(step, manifest.sealed(content))
+        self._parent = {"step": step, "sha256": manifest.digest_of(content)}
         best = self.folder.noted("best.json")
         self.folder.prune(self._keep, [best["step"]] if isinstance(best, dict) and "step" in best else [])
 

@@ -20,6 +20,7 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 
 _NAME = re.compile(r"step-(\d{10})")
 _PARTIAL = ".partial"
+_ASIDE = re.compile(r"set-aside-(\d+)")
 
 
 class CheckpointFolder:
@@ -92,6 +93,30 @@ class CheckpointFolder:
             if step not in spare:
                 self.files.rm(f"{self.path(step)}/{manifest.NAME}")
                 self.files.rm(self.path(step), recursive=True)
+
+    def set_aside(self, step: int) -> str | None:
+        """Moves every checkpoint newer than ``step`` into a folder of its own, where none is resumed or pruned by itself.
+
+        A run that goes on from an earlier step is another branch from there on: what lies ahead of it is not its past, and would
+        else be taken for the newest, and what the run saves for the oldest.
+
+        Returns:
+            A line that names the steps and the folder, or None where nothing lies ahead.
+        """
+        ahead = sorted(newer for newer in self.steps() if newer > step)
+        if not ahead:
+            return None
+        taken = [int(match[1]) for match in map(_ASIDE.fullmatch, self._names()) if match]
+        name = f"set-aside-{max(taken, default=0) + 1}"
+        self.files.makedirs(f"{self.root}/{name}", exist_ok=True)
+        for newer in reversed(ahead):  # the newest first: whatever interrupts this, none is resumed with its past set aside
+            at = f"{self.root}/{self.path(newer).rpartition('/')[2]}"
+            self.files.mv(at, f"{self.root}/{name}/{at.rpartition('/')[2]}", recursive=True)
+        steps = ", ".join(f"{newer:,}" for newer in ahead)
+        return f"set aside: the checkpoints of step {steps}, which lie ahead of step {step:,}, are in {self._address}/{name}"
+
+    def _names(self) -> list[str]:
+        return [path.rstrip("/").rpartition("/")[2] for path in self.files.ls(self.root, detail=False)]
 
     def note(self, name: str, content: Any) -> None:
         """Writes a small JSON file beside the checkpoints, as a whole."""

@@ -32,6 +32,11 @@ def sealed(content: Mapping[str, Any]) -> bytes:
     return (json.dumps({**whole, "sha256": _of(whole)}, indent=1) + "\n").encode()
 
 
+def digest_of(content: Mapping[str, Any]) -> str:
+    """The digest that a manifest of ``content`` is sealed with, by which a later checkpoint names its parent."""
+    return _of({"format": FORMAT, **content})
+
+
 def opened(data: bytes, where: str) -> dict[str, Any]:
     """The content of a manifest.
 

@@ -165,6 +165,7 @@ class RunCheckpoints:
             if self._config.changed == "refuse":
                 raise ValueError(f"checkpoint '{self._resume}': {error}, with checkpoint.changed=next_epoch") from None
             position.ended = True
+        self._checkpointer.branch(saved, content["watch"]["best"])
         return position
 
     def after_step(self, run: Run) -> None:
