@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -71,7 +72,19 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, store: str, 
     finally:
         results.close()
         results.join_thread()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # an app ends its group itself
+            dist.destroy_process_group()
+
+
+def leave_group(runtime: Runtime) -> None:
+    """Ends the ranks' group and describes another one in the environment, for a function that runs a whole app on them."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        ports: list[Any] = [chosen.getsockname()[1]]
+    dist.broadcast_object_list(ports, src=0)
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), OMP_NUM_THREADS="1")
 
 
 def gather_state(model: nn.Module) -> dict[str, Tensor] | None:

@@ -38,6 +38,7 @@ from torchrec_ext.train.checkpoint.together import Together
 from torchrec_ext.train.checkpoint.vectors import load_vectors
 from torchrec_ext.train.loop import Record, train
 from torchrec_ext.train.run_folder import RunFolder
+from torchrec_ext.train.semi_sync import shard_free_tables
 from torchrec_ext.train.watchdog import Watchdog
 from torchx_apps import report
 from torchx_apps.failures import end_process
@@ -138,6 +139,7 @@ def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtim
         job.plan,
         optimizer=job.optimizer,
         batch_size=rows,
+        constraints=shard_free_tables(model, job.plan) if job.sync.mode == "semi_sync" else None,
         table_copies=job.sync.table_copies,
         measured=decision.found if decision else None,
     )

@@ -95,6 +95,17 @@ class LoaderConfig:
             raise ValueError(
                 f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set sampling='mixed'"
             )
+        if self.sampling in ("popularity", "hard") and not self.negatives:
+            raise ValueError(
+                f"loader.sampling={self.sampling!r} with loader.negatives=0: no negatives are drawn, so it would do nothing; leave "
+                "loader.sampling out, or set loader.negatives to 1 or more"
+            )
+        on_host = {"hard": "the model ranks items", "mixed": "candidates are drawn"}
+        if self.device and self.sampling in on_host:
+            raise ValueError(
+                f"loader.device={self.device!r} with loader.sampling={self.sampling!r}: {on_host[self.sampling]} on the host; "
+                "leave loader.device out, or choose loader.sampling=uniform or popularity"
+            )
         drawn = "shared_negatives" if mixed else "negatives"
         if self.label and getattr(self, drawn):
             raise ValueError(

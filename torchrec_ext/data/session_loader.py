@@ -140,6 +140,8 @@ def _check(config: LoaderConfig) -> None:
             raise ValueError(f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out")
     if config.sampling != "uniform":
         raise ValueError(
-            f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn uniformly; leave it out, or set "
-            "loader.negatives=0 for the whole catalogue"
+            f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn uniformly; leave loader.sampling "
+            "out, and set loader.negatives=0 where the whole catalogue should be the candidates"
         )
+    if config.device:
+        raise ValueError(f"loader.device={config.device!r}: sequences are dealt out on the host; leave loader.device out")

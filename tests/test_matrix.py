@@ -1,0 +1,286 @@
+"""Every option works with every other, or is refused by name before the first step.
+
+A cell is a choice for every option: a recipe with one or two short epochs on planted data, through the same `run` that a command
+calls. A cell that runs gives finite figures above chance, equal on all ranks, and a bundle that answers where one was asked for.
+REFUSED holds the combinations that are refused, with the words that say so; a refusal that is not there is a failure, and so is a
+combination there that runs. A new option enters OPTIONS with the commit that adds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from covertable import make
+
+from tests.contracts import leave_group, run_ranks
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.retrieval.audit import Audit
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.requests import RecommendRequest
+from torchrec_ext.retrieval.scorer import Scorer
+from torchx_apps.cli import apply_overrides, built_in_recipes, load_recipe
+from torchx_apps.training import run
+
+Cell = Mapping[str, str]
+
+
+class Planted(NamedTuple):
+    """A recipe on planted data: overrides with which little data teaches much, and a figure with the least that is not chance."""
+
+    overrides: tuple[str, ...]
+    figure: str = "hr@10"
+    above: float = 0.13  # ten items at random of the 87 that a user has not taken: .115
+
+
+_RATINGS = ("data.name=planted", "data.users=600", "data.items=100", "loader.batch_size=256", "train.epochs=2")
+_ROWS = ("data.name=planted", "loader.batch_size=1024", "optimizer.tables_lr=0.02", "optimizer.dense_lr=0.01", "train.epochs=2")
+_ADAM = ("optimizer.tables_lr=0.02", "optimizer.dense_lr=0.01")
+RECIPES = {
+    "two_tower": Planted(_RATINGS),
+    "retrieval": Planted((*_RATINGS, "data.history_length=20", "model.embedding_dim=16", "model.tower_widths=32")),
+    "ncf": Planted((*_RATINGS, *_ADAM)),
+    "contextual_ncf": Planted((*_ROWS, "model.embedding_std=0.1", "train.early_stop.metric="), figure="auc", above=0.55),
+    "n_tower": Planted(
+        (
+            *(*_ROWS, "model.top_widths=32", "model.embedding_std=0.1", "model.dropout=0", "optimizer.tables_l2=0"),
+            *("train.tables_schedule.kind=constant", "train.dense_schedule.kind=constant", "train.early_stop.metric="),
+        ),
+        figure="auc",
+        above=0.55,
+    ),
+    "session": Planted(
+        (
+            *("data.name=planted", "data.users=600", "data.items=100", "model.embedding_dim=16", "model.hidden=32"),
+            *("train.epochs=4", "loader.batch_size=64", "train.early_stop.metric="),
+        ),
+        above=0.2,
+    ),
+}
+_ON_LABELLED = ("contextual_ncf", "n_tower")
+# By option its choices, and the overrides that each stands for.
+OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "amp": {"off": (), "bf16": ("train.amp=bf16",)},
+    "id_dropout": {"off": (), "on": ("id_dropout={item}=0.1",)},
+    "sampling": {
+        "recipe's": (),
+        "popularity": ("loader.sampling=popularity",),
+        "hard": ("loader.sampling=hard", "loader.hard_k=10"),
+        "mixed": ("loader.sampling=mixed", "loader.negatives=0", "loader.shared_negatives=64"),
+    },
+    "compile": {"off": ("train.compile=off",), "auto": ("train.compile=auto",), "require": ("train.compile=require",)},
+    "rows_on": {"host": (), "cpu": ("loader.device=cpu",)},
+    "drop_last": {"no": (), "yes": ("loader.drop_last=true",)},
+    "early_stop": {"off": (), "on": ("train.early_stop.metric={figure}", "train.early_stop.patience=1", "train.eval_every=1")},
+    "sharding": {
+        "auto": (),
+        "table_wise": ("plan.sharding=table_wise",),
+        "row_wise": ("plan.sharding=row_wise",),
+        "data_parallel": ("plan.sharding=data_parallel",),
+    },
+    "sync": {
+        "every_step": (),
+        "local_sgd": ("sync.mode=local_sgd", "sync.every=4"),
+        "diloco": ("sync.mode=diloco", "sync.every=4"),
+        "semi_sync": ("sync.mode=semi_sync",),
+    },
+    "export": {"never": (), "auto": ("export=auto",), "require": ("export=require",)},
+    "ranks": {"1": (), "2": ()},
+}
+
+
+class Refused(NamedTuple):
+    """Choices that exclude each other, by option, and what the refusal says."""
+
+    choices: Mapping[str, Sequence[str]]
+    words: str
+
+    def matches(self, cell: Cell) -> bool:
+        return all(cell.get(option) in choices for option, choices in self.choices.items())
+
+
+_WAITING = r"train\.compile=require: the training step cannot be captured: 2 ranks wait for each other in every step"
+_ADAGRAD = (
+    "two_tower",
+    "retrieval",
+    "session",
+)  # their tables are sharded; no kernel moves Adam's on a CPU, so these are replicated
+REFUSED = [
+    Refused(
+        {"recipe": ("retrieval", *_ON_LABELLED), "sampling": ("popularity", "hard")},
+        r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: no negatives are drawn",
+    ),
+    Refused(
+        {"recipe": ("session",), "sampling": ("popularity", "hard", "mixed")},
+        r"loader\.sampling='(popularity|hard|mixed)': candidates that all targets share are drawn uniformly",
+    ),
+    Refused(
+        {"recipe": ("two_tower", "ncf"), "sampling": ("mixed",)},
+        r"loader\.negatives=0 without loader\.label: every row would have label 1",
+    ),
+    Refused(
+        {"recipe": _ON_LABELLED, "sampling": ("mixed",)},
+        r"loader\.label='label' with loader\.shared_negatives=64: drawn negatives have label 0",
+    ),
+    Refused({"recipe": ("session",), "rows_on": ("cpu",)}, r"loader\.device='cpu': sequences are dealt out on the host"),
+    Refused({"sampling": ("hard", "mixed"), "rows_on": ("cpu",)}, r"loader\.device='cpu' with loader\.sampling='(hard|mixed)': "),
+    Refused(
+        {"compile": ("require",), "sync": ("semi_sync",)},
+        r"train\.compile=require with sync\.mode=semi_sync: look-ups a step ahead",
+    ),
+    Refused({"compile": ("require",), "ranks": ("2",), "sync": ("every_step",)}, _WAITING),
+    Refused({"compile": ("require",), "ranks": ("2",), "sharding": ("table_wise", "row_wise")}, _WAITING),
+    Refused({"compile": ("require",), "ranks": ("2",), "sharding": ("auto",), "recipe": _ADAGRAD}, _WAITING),
+    Refused({"sharding": ("data_parallel",), "sync": ("semi_sync",)}, r"sync\.mode=semi_sync: table\(s\) .* are data_parallel"),
+    Refused({"sharding": ("data_parallel",), "recipe": ("session",)}, r"data_parallel on a cpu: it is read id by id"),
+]
+
+
+def cells(n: int, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
+    """Cells that run, in which all choices of any ``n`` options meet; ``narrowed`` leaves some of an option's choices."""
+    choices = {"recipe": tuple(built_in_recipes())} | {name: tuple(choice) for name, choice in OPTIONS.items()} | narrowed
+    excluded = [
+        {
+            "operator": "not",
+            "condition": {
+                "operator": "and",
+                "conditions": [{"operator": "in", "left": name, "values": list(of)} for name, of in refused.choices.items()],
+            },
+        }
+        for refused in REFUSED
+    ]
+    made: list[dict[str, str]] = make(choices, strength=n, constraints=excluded)
+    return made
+
+
+def name_of(cell: Cell) -> str:
+    """The recipe, and every choice but each option's first."""
+    chosen = [f"{name}={cell[name]}" for name, choices in OPTIONS.items() if cell[name] != next(iter(choices))]
+    return "-".join([cell["recipe"], *chosen])
+
+
+def overrides_of(cell: Cell) -> list[str]:
+    recipe = RECIPES[cell["recipe"]]
+    item = "session" if cell["recipe"] == "session" else "item_id"
+    chosen = [override for name, choices in OPTIONS.items() for override in choices[cell[name]]]
+    return [*recipe.overrides, *(override.format(figure=recipe.figure, item=item) for override in chosen)]
+
+
+class Outcome(NamedTuple):
+    """What a rank saw of a run: its refusal or None, the steps made, test figures, and scores out of the bundle on rank 0."""
+
+    refusal: str | None
+    steps: int
+    figures: dict[str, float]
+    scores: list[float] | None
+    output: str
+
+
+def trained(runtime: Runtime, cell: Cell, folder: Path) -> Outcome:
+    leave_group(runtime)
+    output, refusal = io.StringIO(), None
+    with contextlib.redirect_stdout(output):
+        try:
+            run(apply_overrides(load_recipe(cell["recipe"]), overrides_of(cell)), folder)
+        except ValueError as error:
+            refusal = str(error)
+    log, summary = folder / "metrics.jsonl", folder / "summary.json"
+    records: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    steps = max((record["step"] for record in records if record["kind"] == "train"), default=0)
+    figures = json.loads(summary.read_text())["test"] if summary.exists() else {}
+    scores = answered(folder / "bundle") if runtime.is_main and (folder / "bundle").exists() else None
+    return Outcome(refusal, steps, figures, scores, output.getvalue())
+
+
+def answered(folder: Path) -> list[float]:
+    """The scores of five recommendations to the first user whom the bundle knows, with the context of an audited request."""
+    bundle = Bundle.load(folder)
+    assert bundle.users is not None
+    (known,) = bundle.users.ids.ids(range(1)).tolist()
+    needed = set(bundle.request_columns) - set(bundle.users.block(0, 1).schema.names)
+    context = Audit.open(folder)[0].queries.slice(0, 1).select(sorted(needed)).to_pylist()[0]
+    return Scorer(bundle).recommend(RecommendRequest(user={**context, bundle.users.key: known}, k=5)).scores
+
+
+def outcomes_of(cell: Cell) -> list[Outcome]:
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes: list[Outcome] = run_ranks(trained, int(cell["ranks"]), cell, Path(folder) / "run", timeout_s=300)
+    return outcomes
+
+
+def check_runs(cell: Cell) -> None:
+    """One cell of the matrix that must run."""
+    outcomes = outcomes_of(cell)
+    assert [outcome.refusal for outcome in outcomes] == [None] * len(outcomes)
+    first, recipe = outcomes[0], RECIPES[cell["recipe"]]
+    assert all(math.isfinite(value) for value in first.figures.values()), first.figures
+    assert first.figures[recipe.figure] > recipe.above, first.figures
+    if cell["export"] != "never":
+        assert first.scores is not None, first.output
+        assert len(first.scores) == 5
+        assert all(map(math.isfinite, first.scores))
+        assert first.scores == sorted(first.scores, reverse=True)
+
+
+# All pairs but those with train.compile=require, each of which compiles for ten seconds and more; the slow test has them.
+@pytest.mark.parametrize("cell", cells(2, compile=("off", "auto")), ids=name_of)
+def test_options_work_together(cell: Cell) -> None:
+    check_runs(cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_three_options_work_together(recipe: str) -> None:
+    failed = {}
+    for cell in cells(3):
+        if cell["recipe"] == recipe:
+            try:
+                check_runs(cell)
+            except AssertionError as error:
+                failed[name_of(cell)] = str(error)
+    assert not failed
+
+
+def refused_cells() -> list[tuple[dict[str, str], str]]:
+    """For each refusal, and each of its choices, a cell with nothing else chosen."""
+    plain = {"recipe": "two_tower"} | {name: next(iter(choices)) for name, choices in OPTIONS.items()}
+    return [
+        (plain | dict(zip(refused.choices, values, strict=True)), refused.words)
+        for refused in REFUSED
+        for values in itertools.product(*refused.choices.values())
+    ]
+
+
+@pytest.mark.parametrize(("cell", "words"), refused_cells(), ids=lambda value: name_of(value) if isinstance(value, dict) else "")
+def test_what_excludes_each_other_is_refused_by_name_before_the_first_step(cell: Cell, words: str) -> None:
+    (outcome,) = outcomes_of(cell)
+    assert outcome.refusal is not None
+    assert re.search(words, outcome.refusal), outcome.refusal
+    assert outcome.steps == 0
+    assert not outcome.figures
+
+
+@pytest.mark.unit
+def test_no_recipe_is_left_out() -> None:
+    assert RECIPES.keys() == built_in_recipes().keys()
+
+
+@pytest.mark.unit
+def test_every_pair_of_choices_is_tried_or_refused() -> None:
+    choices = {"recipe": tuple(RECIPES)} | {name: tuple(of) for name, of in OPTIONS.items()}
+    tried = cells(2)
+    for one, other in itertools.combinations(choices, 2):
+        for pair in itertools.product(choices[one], choices[other]):
+            chosen = {one: pair[0], other: pair[1]}
+            refused = any(refused.matches(chosen) for refused in REFUSED)
+            assert refused != any(chosen.items() <= cell.items() for cell in tried), chosen
+    assert not [cell for cell in tried for refused in REFUSED if refused.matches(cell)]
