@@ -33,7 +33,8 @@ class _Fields(Pipelineable):
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(**{name: value if value is None else function(value) for name, value in values.items()})
+        kept = (int, type(None))
+        return type(self)(**{name: value if isinstance(value, kept) else function(value) for name, value in values.items()})
 
 
 @dataclass
@@ -75,6 +76,11 @@ class TowerBatch(_Fields):
             :class:`torchrec_ext.schema.features.Joint`. None without such.
         weighted: stride Q + B likewise, the bags of tables that pool by weights, with a weight for each id. None without such.
         targets: (B, T - 1) float32, the labels of the second and further tasks. None for one task.
+        users: (B,) int64, the user of each row, and
+        items: (B,) int64, the item of each row, as they were sampled: id dropout changes what is looked up and not these.
+            0 for padding. For losses that compare rows; None where the schema names no such column.
+        queries: the rows from the first on that have a query; those after them are candidates alone. Where it is given, as
+            by a loader, the batches of all ranks are of one size; None: every row has a query, and ranks may differ.
     """
 
     sparse: KeyedJaggedTensor
@@ -87,6 +93,9 @@ class TowerBatch(_Fields):
     joint: KeyedJaggedTensor | None = None
     weighted: KeyedJaggedTensor | None = None
     targets: Tensor | None = None
+    users: Tensor | None = None
+    items: Tensor | None = None
+    queries: int | None = None
 
     def __len__(self) -> int:
         return self.labels.numel()
@@ -97,6 +106,11 @@ class TowerBatch(_Fields):
         if self.shared is None:
             return None
         return self.weights.new_zeros(self.shared.dense.shape[0]).index_add(0, self.shared.index, self.weights)
+
+    def ids(self, name: str) -> Tensor:
+        """(B,) int64, or (Q,) of a shared feature: the first id of each bag of a feature, 0 of an empty bag."""
+        ids: Tensor = self.bags(name).to_padded_dense(1)[:, 0].long()
+        return ids
 
     def bags(self, name: str) -> JaggedTensor:
         """The bags of one feature wherever it stands: B of them, of a shared one Q.

@@ -10,7 +10,9 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.data.datasets import DataConfig
+from torchrec_ext.data.device_negatives import KnownItems
 from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.known_pairs import KnownPairs
 from torchrec_ext.data.loader import LoaderConfig
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.models.retrieval import RetrievalModel
@@ -140,7 +142,8 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     if config.loss == "bce":
         return TowerModel(towers, top, shared=shared)
     counts = torch.from_numpy(data.popularity()) if config.correct else None
-    return RetrievalModel(towers, top, counts=counts, temperature=config.temperature, shared=shared)
+    known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items))
+    return RetrievalModel(towers, top, counts=counts, known=known, temperature=config.temperature, shared=shared)
 
 
 def _tower(config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]) -> Tower:

@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data.test_negatives import SAMPLERS, Sampler, known_by, random_pairs  # noqa: F401
+from torchrec_ext.data import device_negatives as module
 from torchrec_ext.data.device_negatives import DeviceKnownPairs, on_device
 from torchrec_ext.data.known_pairs import KnownPairs
 from torchrec_ext.data.negatives import PopularityNegatives, UniformNegatives
@@ -87,3 +88,20 @@ def test_a_sampler_without_a_torch_form_is_refused() -> None:
 
     with pytest.raises(ValueError, match="sampler=Mine: must be UniformNegatives or PopularityNegatives"):
         on_device(Mine(3, np.array([1]), np.array([1])), torch.device("cpu"))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("most_bits", [1 << 28, 1])
+def test_known_items_of_a_batch_are_those_of_the_pairs(
+    most_bits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(module, "MOST_BITS", most_bits)
+    rng = np.random.default_rng(1)
+    known = KnownPairs(37, rng.integers(9, size=100), rng.integers(1, 38, size=100))
+    users, items = rng.integers(-1, 12, size=20), np.r_[rng.integers(0, 38, size=40), 5, 5, 99]
+    made = module.KnownItems(known).to(device)
+    assert not made.state_dict()
+    found = made(torch.from_numpy(users).to(device), torch.from_numpy(items).to(device))
+    assert np.array_equal(found.cpu().numpy(), known.contains(users[:, None], np.where(items < 38, items, 0)))
+    nobody = module.KnownItems(KnownPairs(37, users[:0], users[:0])).to(device)
+    assert not nobody(torch.arange(3, device=device), torch.arange(4, device=device)).any()

@@ -1,5 +1,6 @@
 """Id dropout: whole bags, the same on any number of ranks and after a resume; what it gives an item that was never seen."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,24 @@ from tests.examples import META, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.device_negatives import KnownItems
 from torchrec_ext.data.id_dropout import IdDropout, unseen_as_oov
 from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.known_pairs import KnownPairs
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, training_loader
+from torchrec_ext.data.mixed_candidates import MixedCandidates
+from torchrec_ext.data.mixed_negatives import MixedNegatives
 from torchrec_ext.data.negatives import UniformNegatives
 from torchrec_ext.data.synthetic import planted
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import initialise_tables
+from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel, two_tower
+from torchrec_ext.modules.interaction import DotProduct
+from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 
@@ -33,20 +42,21 @@ def small() -> InteractionData:
     return planted(users=60, items=60, clusters=4, history_length=5)
 
 
-def model(data: InteractionData, *, shared: bool = True, device: torch.device | None = META, **options: Any) -> TowerModel:
-    def tables(*names: str) -> list[EmbeddingBagConfig]:
-        return [
-            EmbeddingBagConfig(
-                name=name,
-                feature_names=[name],
-                num_embeddings=data.vocab[name],
-                embedding_dim=16,
-                pooling=PoolingType.MEAN,
-            )
-            for name in names
-        ]
+def tables_of(data: InteractionData, *names: str) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            feature_names=[name],
+            num_embeddings=data.vocab[name],
+            embedding_dim=16,
+            pooling=PoolingType.MEAN,
+        )
+        for name in names
+    ]
 
-    users, items = tables("user_id", "occupation", "history"), tables("item_id", "genres")
+
+def model(data: InteractionData, *, shared: bool = True, device: torch.device | None = META, **options: Any) -> TowerModel:
+    users, items = tables_of(data, "user_id", "occupation", "history"), tables_of(data, "item_id", "genres")
     return two_tower(users, items, shared=("user",) if shared else (), device=device, **options)
 
 
@@ -175,6 +185,70 @@ def test_wrong_rates_are_refused(rates: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError) as error:
         IdDropout(loader(data, schema), schema, rates)
     assert text in str(error.value)
+
+
+def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
+    """How often an item that training never saw ranks above one that it saw, over all users; .5 where neither is preferred."""
+    data = planted(users=300, items=120, clusters=4, history_length=1)
+    new = np.zeros(data.num_items + 1, dtype=bool)
+    new[np.random.default_rng(0).permutation(data.num_items)[:30] + 1] = True
+    train = data.train.take(np.flatnonzero(~new[data.train["item_id"].values]))
+    counts = np.bincount(train["item_id"].values, minlength=data.num_items + 1)
+    torch.manual_seed(0)
+    towers = {
+        "user": Tower(tables_of(data, "user_id", "occupation"), (16,)),
+        "item": Tower(tables_of(data, "item_id", "genres"), (16,)),
+    }
+    known = KnownItems(KnownPairs(data.num_items, train["user_id"].values, train["item_id"].values))
+    made = RetrievalModel(towers, DotProduct([16, 16]), counts=torch.from_numpy(counts), known=known)
+    initialise_tables(made, 0)
+    schema = made.schema()
+    feature = schema.feature("item_id")
+    assert feature is not None
+    items = unseen_as_oov(data.items, train, feature)
+    mixed = {"sampling": "mixed", "shared_negatives": 64} if sampling == "mixed" else {}
+    config = LoaderConfig(batch_size=128, negatives=0, prefetch=0, **mixed)  # type: ignore[arg-type]
+    candidates = MixedCandidates(MixedNegatives(data.num_items, 64, 128), counts) if mixed else None
+    plain = ChunkLoader(train, schema, config=config, items=data.items, negatives=candidates)
+    loader = IdDropout(plain, schema, {"item_id": rate})
+    optimizer = torch.optim.Adam(made.parameters(), lr=0.01)
+    for epoch in range(8):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            optimizer.zero_grad()
+            made(batch)[0].backward()
+            optimizer.step()
+    builder, ids = BatchBuilder(schema, items), np.arange(1, data.num_items + 1)
+    with torch.no_grad():
+        users = made.eval().embed("user", builder.user_batch(data.test))
+        scores = made.interaction.score_all(users, made.embed("item", builder.item_batch(ids))).numpy()  # type: ignore[operator]
+    return float((scores[:, new[1:], None] > scores[:, None, ~new[1:]]).mean())
+
+
+@pytest.mark.parametrize("sampling", ["batch", "mixed"])
+@pytest.mark.parametrize("rate", [0.1, 0.3])
+def test_the_unknown_row_is_pushed_down_as_often_as_it_is_pulled_up(rate: float, sampling: str) -> None:
+    """While it was nobody's negative each unseen item stood above each trained one, for every user."""
+    assert 0.35 < share_of_unseen_above_seen(rate, sampling) < 0.65
+
+
+@pytest.mark.unit
+def test_what_was_sampled_stays_beside_what_is_looked_up() -> None:
+    data = small()
+    made = RetrievalModel(
+        {"user": Tower(tables_of(data, "user_id"), (8,)), "item": Tower(tables_of(data, "item_id"), (8,))}, DotProduct([8, 8])
+    )
+    schema = made.schema()
+    whole = list(loader(data, schema, negatives=0))
+    bare = [dataclasses.replace(batch, users=None, items=None, queries=None) for batch in whole]
+    for batches in (whole, bare):
+        feed: Any = batches
+        for old, new in zip(batches, IdDropout(feed, schema, {"item_id": 0.3}), strict=True):
+            looked_up, was = (batch.ids("item_id") for batch in (new, old))
+            assert torch.equal(new.items, was)  # type: ignore[arg-type]
+            dropped = looked_up != was
+            assert dropped.any()
+            assert not looked_up[dropped].any()
 
 
 SIDE, USERS = 16, 40

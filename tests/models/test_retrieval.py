@@ -1,14 +1,21 @@
 """RetrievalModel: on two ranks what it is on one, a gradient for everything, and what it refuses."""
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import ITEMS, META, USERS, table
+from tests.examples import ITEMS, META, USERS, redrawn, table
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.device_negatives import KnownItems
+from torchrec_ext.data.id_dropout import IdDropout
+from torchrec_ext.data.known_pairs import KnownPairs
+from torchrec_ext.data.loader import LoaderConfig, training_loader
+from torchrec_ext.data.synthetic import planted
 from torchrec_ext.distributed.optimizers import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
@@ -107,6 +114,73 @@ def test_what_a_batch_says_of_its_candidates_corrects_them(counts: torch.Tensor 
     loss, _ = model(rows)
     shares = torch.tensor([2.0, 4.0]) / (2 + 4 + 8 + 8)
     torch.testing.assert_close(loss, -shares.log().mean())
+
+
+def sampled(users: list[int], items: list[int], looked_up: list[int], queries: int) -> tuple[RetrievalModel, TowerBatch, Tensor]:
+    """A model that knows that user 1 took item 4 and user 2 item 5, a batch, and the scores of its looked-up rows."""
+    known = KnownItems(KnownPairs(ITEMS, np.array([1, 2]), np.array([4, 5])))
+    model = retrieval(counts=COUNTS, known=known).train()
+    count = len(items)
+    rows = model.schema().assemble(
+        {
+            "user_id": Jagged(torch.tensor(users), (torch.arange(count) < len(users)).int()),
+            "item_id": Jagged(torch.tensor(looked_up)),
+        },
+        labels=torch.ones(count),
+        weights=(torch.arange(count) < queries).float(),
+    )
+    whose = torch.cat([torch.tensor(users), torch.zeros(count - len(users), dtype=torch.int64)])
+    rows = dataclasses.replace(rows, users=whose, items=torch.tensor(items), queries=queries)
+    user, item = model.outputs(rows)
+    return model, rows, user[:queries] @ item.T
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("queries", [3, 4])
+def test_a_dropped_candidate_is_itself_and_known_items_are_no_negatives(queries: int) -> None:
+    """Items 3 (looked up as 0), 4 (user 1's), 4 once more (looked up as 0), and 6, which has no query where ``queries`` is 3."""
+    model, rows, scores = sampled([1, 2, 3, 9][:queries], [3, 4, 4, 6], [0, 4, 0, 6], queries)
+    negatives = {0: [3], 1: [0, 3], 2: [0, 3], 3: [0, 1, 2]}  # by query
+    log_q = (COUNTS.clamp(min=1) / COUNTS.sum()).log()[torch.tensor([3, 4, 4, 6])]
+    corrected = scores - log_q
+    expected = [corrected[query, [query, *negatives[query]]].logsumexp(dim=0) - corrected[query, query] for query in range(queries)]
+    torch.testing.assert_close(model(rows)[0], torch.stack(expected).mean())
+
+
+@pytest.mark.unit
+def test_known_items_need_the_users() -> None:
+    model, rows, _ = sampled([1, 2, 3], [3, 4, 5], [3, 4, 5], 3)
+    with pytest.raises(ValueError, match=r"known=.*make the loader with the model's schema\(\)"):
+        model(dataclasses.replace(rows, users=None))
+
+
+def of_loader(runtime: Runtime, sampling: str, is_known: bool) -> list[float]:
+    """The losses of an epoch on a loader's batches, on which the towers' tables stay as they are."""
+    data = planted(users=60, items=50, clusters=4, history_length=1)
+    known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items))
+    torch.manual_seed(0)
+    towers = {"user": Tower([table("occupation", 22)], (8,)), "item": Tower([table("item_id", 51)], (8,))}
+    made = RetrievalModel(towers, DotProduct([8, 8]), counts=torch.from_numpy(data.popularity()), known=known if is_known else None)
+    made = redrawn(made, tables=0).train()
+    mixed: dict[str, Any] = {"sampling": "mixed", "shared_negatives": 20} if sampling == "mixed" else {}
+    config = LoaderConfig(batch_size=100, negatives=0, device="cpu" if sampling == "resident" else None, **mixed)
+    schema = made.schema()
+    batches: Any = training_loader(data, schema, config, rank=runtime.rank, world_size=runtime.world_size)
+    if sampling == "dropout":
+        batches = IdDropout(batches, schema, {"item_id": 0.3})
+    with torch.no_grad():
+        return [float(made(batch)[0]) for batch in batches]
+
+
+@pytest.mark.parametrize("sampling", ["batch", "mixed", "resident", "dropout"])
+def test_known_items_are_rejected_on_a_loaders_batches_on_any_number_of_ranks(sampling: str) -> None:
+    alone = Runtime(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    expected, without = (of_loader(alone, sampling, is_known) for is_known in (True, False))
+    assert all(one < other for one, other in zip(expected, without, strict=True))
+    ranks = run_ranks(of_loader, 2, sampling, True)
+    assert [sum(step) / 2 for step in zip(*ranks, strict=True)] == pytest.approx(expected, rel=1e-5)
+    if sampling == "resident":
+        assert expected == pytest.approx(of_loader(alone, "batch", True), rel=1e-6)
 
 
 @pytest.mark.unit

@@ -134,6 +134,26 @@ def test_accidental_hits_and_known_items_are_never_counted(device: torch.device)
 
 
 @pytest.mark.unit
+def test_only_padding_is_left_out_and_what_is_unknown_has_its_own_log_q() -> None:
+    """Rows: an item, two unknown ones, another item, and padding."""
+    ids, log_q = torch.tensor([7, 0, 0, 5, 0]), torch.tensor([-8.0, -7.0, -7.0, -6.0, -torch.inf])
+    present = torch.tensor([True, True, True, True, False])
+    made = in_batch_negatives(torch.eye(5), ids, log_q=log_q, queries=4, present=present)
+    assert [row.logical_not().nonzero()[:, 0].tolist() for row in made.excluded] == [
+        [0, 1, 2, 3],
+        [0, 1, 3],
+        [0, 2, 3],
+        [0, 1, 2, 3],
+    ]
+    assert made.log_q is not None
+    assert made.log_q.tolist() == [-8, -7, -7, -6, 0]
+    assert made.ids.tolist() == ids.tolist()
+    issue = in_batch_negatives(torch.eye(3), torch.tensor([7, 0, 5]), log_q=torch.full((3,), -8.0))
+    assert issue.log_q is not None
+    assert issue.log_q.tolist() == [-8, -8, -8]
+
+
+@pytest.mark.unit
 def test_one_process_gathers_nothing() -> None:
     rows = torch.randn(3, 2, requires_grad=True)
     assert gather_rows(rows) is rows
@@ -146,6 +166,7 @@ def test_one_process_gathers_nothing() -> None:
         ({"embeddings": torch.zeros(2, 4)}, r"embeddings: shape \(2, 4\) with 3 ids"),
         ({"ids": torch.zeros(3)}, r"ids: torch.float32 of shape \(3,\); must be int64"),
         ({"log_q": torch.zeros(2)}, r"log_q: shape \(2,\), must be \(B \+ M,\) = \(3,\)"),
+        ({"present": torch.ones(2, dtype=torch.bool)}, r"present: shape \(2,\), must be \(B \+ M,\) = \(3,\)"),
         ({"queries": 4}, r"queries=4: must be 0 to 3"),
         ({"rows": 2}, r"rows=2: this rank has 3 candidates; rows must be the most"),
     ],

@@ -59,6 +59,7 @@ class Assembler:
                 dense=self._matrix(slices, size, self.schema.shared_dense),
                 index=torch.arange(size),
             )
+        users, items = (self._identities(slices, size, name) for name in (self.schema.query, self.schema.candidate))
         return TowerBatch(
             sparse=self._keyed(slices, size, self.schema.row_keys),
             dense=self._matrix(slices, size, self.schema.row_dense),
@@ -69,7 +70,19 @@ class Assembler:
             shared=shared,
             joint=self._keyed(slices, size, self.schema.joint_keys) if self.schema.joint else None,
             weighted=self._keyed(slices, size, self.schema.weighted_keys, weighted=True) if self.schema.weighted else None,
+            users=users,
+            items=items,
+            queries=size if self.schema.candidate else None,
         )
+
+    def _identities(self, slices: Sequence[Slice], size: int, name: str | None) -> Tensor | None:
+        """(size,) the ids of a column with one for each row, and zeros."""
+        if name not in self._scalar:
+            return None
+        ids = torch.zeros(size, dtype=torch.int64)
+        found = _joined_ids(slices, self._scalar[name])
+        ids.numpy()[: len(found)] = found
+        return ids
 
     def chunk(self, slices: Sequence[Slice]) -> Chunk:
         """All columns of the rows of ``slices``, for batches that add items to them."""

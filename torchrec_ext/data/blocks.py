@@ -54,7 +54,7 @@ class Layout:
         labels = [name for name in (floats[0], *schema.tasks) if name]
         bounds = dict.fromkeys(labels, schema.label_range) if schema.label_range else {}
         bounds |= {floats[1]: (0.0, math.inf)} if floats[1] else {}
-        features: dict[str, SparseFeature | None] = dict.fromkeys(ids)
+        features: dict[str, SparseFeature | None] = dict.fromkeys([*ids, *schema.identities])
         features |= {feature.name: feature for feature in schema.sparse}
         dense = dict.fromkeys([*schema.dense, *schema.tasks, *(name for name in floats if name)])
         return cls(

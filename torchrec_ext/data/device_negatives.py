@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.known_pairs import KnownPairs
+from torchrec_ext.data.known_pairs import MOST_BITS, KnownPairs, bitmap
 from torchrec_ext.data.negatives import FROM_REST, PROPOSED, Negatives, PopularityNegatives, RejectionNegatives, UniformNegatives
 from torchrec_ext.data.random_numbers import device_uniform, stream
 
@@ -60,6 +60,56 @@ class DeviceKnownPairs:
         """See :meth:`KnownPairs.nth_free`; ``users`` and ``ranks`` broadcast."""
         rows = self.place(users)
         return ranks + 1 + torch.searchsorted(self.below, ranks + rows * self._width, right=True) - self.starts[rows]
+
+
+class KnownItems(nn.Module):
+    """Which items users are known to have taken, for losses over the batch, as a module that moves with its model.
+
+    Up to ``MOST_BITS`` users x items it reads a bitmap, a row for each user, and a step with it can be captured. Above, it
+    looks for each user's list among the items: that takes time by the items taken, and its shapes depend on the users.
+
+    Args:
+        known: the pairs.
+    """
+
+    bits: Tensor | None
+    taken: Tensor
+    starts: Tensor
+
+    def __init__(self, known: KnownPairs) -> None:
+        super().__init__()
+        self.num_users, self.num_items = known.num_users, known.num_items
+        users, items = known.pairs
+        row = known.num_items // 8 + 1
+        small = (known.num_users + 1) * row * 8 <= MOST_BITS
+        bits = bitmap(users * row * 8 + items, (known.num_users + 1) * row * 8) if small else None
+        # Not in a checkpoint: they are data.
+        self.register_buffer("bits", None if bits is None else torch.from_numpy(bits).view(-1, row), persistent=False)
+        counts = np.bincount(users, minlength=known.num_users + 1)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        self.register_buffer("taken", torch.from_numpy(items[:0] if small else items), persistent=False)
+        self.register_buffer("starts", torch.from_numpy(starts[:0] if small else starts), persistent=False)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        """(B, C) bool of users (B,) and items (C,), int64."""
+        rows = torch.where((users >= 0) & (users < self.num_users), users, self.num_users)
+        items = torch.where((items >= 0) & (items <= self.num_items), items, 0)
+        if self.bits is None:
+            return self._looked_for(rows, items)
+        # By column, since rows of bytes are copied whole: 0.5 ms in place of 4.5 for 1,024 x 1,024.
+        columns = self.bits.index_select(0, rows).T.contiguous().index_select(0, items >> 3)
+        return (columns >> (items & 7).to(torch.uint8)[:, None] & 1).bool().T
+
+    def _looked_for(self, rows: Tensor, items: Tensor) -> Tensor:
+        counts = self.starts[rows + 1] - self.starts[rows]
+        owners = torch.repeat_interleave(counts)
+        taken = self.taken[torch.arange(len(owners), device=rows.device) + (self.starts[rows] - counts.cumsum(0) + counts)[owners]]
+        ordered = items.sort().values
+        places = torch.searchsorted(ordered, taken)
+        there = ordered[places.clamp(max=len(ordered) - 1)] == taken
+        found = torch.zeros(len(ordered), len(rows), dtype=torch.bool, device=rows.device)
+        found[places[there], owners[there]] = True
+        return found.index_select(0, torch.searchsorted(ordered, items)).T
 
 
 class DeviceNegatives(ABC):

@@ -45,8 +45,9 @@ class IdDropout:
     batch: TorchRec's pipelines send ids to their shards before the model's forward runs. Wrap the training loader only.
 
     What is dropped is a function of (seed, epoch, the row's ids), so it is the same on any number of ranks, at any batch size and
-    after a resume; a user shared by 1 + N candidates is dropped for all of them or none. In losses over the batch a dropped
-    candidate counts as unknown: it is no other query's negative.
+    after a resume; a user shared by 1 + N candidates is dropped for all of them or none. ``batch.users`` and
+    ``batch.items`` stay: in losses over the batch a dropped candidate is the item that was sampled, a negative of the other
+    queries with its own log q, and only its vector is that of the out-of-vocabulary row.
 
     Args:
         loader: of the training batches.
@@ -112,7 +113,12 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
     shared = batch.shared
     if shared is not None and "shared" in made:
         shared = dataclasses.replace(shared, sparse=made["shared"])
-    return dataclasses.replace(batch, sparse=made["sparse"], shared=shared, joint=made.get("joint"), weighted=made.get("weighted"))
+    items = batch.items
+    if items is None and schema.candidate and schema.candidate in rates:  # a loader of one's own
+        items = batch.ids(schema.candidate)
+    return dataclasses.replace(
+        batch, sparse=made["sparse"], shared=shared, joint=made.get("joint"), weighted=made.get("weighted"), items=items
+    )
 
 
 def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:

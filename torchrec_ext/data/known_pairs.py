@@ -52,7 +52,7 @@ class KnownPairs:
         # For each pair the number of not taken items below it: ascending within a user, so a search finds the r-th one not taken.
         self._below = self._keys - 1 - (np.arange(len(self._keys)) - self._starts[owners])
         small = (self.num_users + 1) * self._width <= MOST_BITS
-        self._bitmap = _bitmap(self._keys, (self.num_users + 1) * self._width) if small else None
+        self._bitmap = bitmap(self._keys, (self.num_users + 1) * self._width) if small else None
         self._filter = _Filter(self._keys[:0] if small else self._keys)
 
     @property
@@ -132,7 +132,7 @@ class _Filter:
     def __init__(self, keys: Int64) -> None:
         bits = max(16 * len(keys), 8).bit_length()
         self._shift = np.uint64(64 - bits)
-        self._bitmap = _bitmap(self._places(keys), 1 << bits)
+        self._bitmap = bitmap(self._places(keys), 1 << bits)
 
     def may_hold(self, keys: Int64) -> NDArray[np.bool_]:
         """False only where a key is not there."""
@@ -153,7 +153,8 @@ def _check(num_items: int, users: Int64, items: Int64) -> None:
         )
 
 
-def _bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
+def bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
+    """(ceil(size / 8),) bytes whose bits at ``places`` (P,), 0 to size - 1, are 1, the lowest bit of a byte first."""
     bits = np.zeros(size, dtype=bool)
     bits[places] = True
     return np.packbits(bits, bitorder="little")

@@ -51,12 +51,13 @@ class MemoryRows:
             *schema.dense,
             *schema.weight_columns,
             *schema.tasks,
+            *schema.identities,
             "user_id",
             *pairing.ids,
             config.label,
             config.weight,
         }
-        for name in filter(None, (config.label, config.weight, *schema.tasks)):
+        for name in filter(None, (config.label, config.weight, *schema.tasks, schema.query)):
             if name not in chunk:
                 raise DataError(f"column '{name}' is missing; the rows have {sorted(chunk)}")
         self.num_rows = chunk.num_rows

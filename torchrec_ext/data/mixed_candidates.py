@@ -54,7 +54,7 @@ class MixedCandidates:
         return self.mixed.draw(epoch, step, rank=share.rank, world_size=share.world_size)
 
     def log_q(self, ids: Int64) -> Float32:
-        """(C,) log-probability that a place among the candidates of a batch holds each item, 1 or more."""
+        """(C,) log-probability that a place among the candidates of a batch holds each item; 0 is the unknown one."""
         items = torch.from_numpy(ids)
         if self._frequency is not None:
             in_batch = self._frequency.log_q(items).double() - math.log(self.mixed.batch_size)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.batches import BatchBuilder
@@ -38,6 +41,37 @@ class Pairing(Protocol):
         """The batch of ``rows``, padded to the same size on every rank."""
 
 
+def identified(
+    batch: TowerBatch, schema: BatchSchema, rows: StepRows, width: int = 1, candidates: Int64 | None = None
+) -> TowerBatch:
+    """``batch`` with the user and the item of each row, where ``schema`` names their columns.
+
+    Args:
+        batch: of ``rows``, ``width`` of the batch for each, and padding.
+        schema: its columns.
+        rows: of a step.
+        width: rows of the batch for each of ``rows``.
+        candidates: item ids in the order of the batch; those of ``rows`` where not given.
+    """
+    found: dict[str, Int64] = {name: rows.chunk[name].values.repeat(width) for name in schema.identities if name in rows.chunk}
+    if candidates is not None:
+        found["item_id"] = candidates.reshape(-1)
+    users, items = (
+        _padded_ids(schema, name, found[name], len(batch)) if name in found else None for name in (schema.query, schema.candidate)
+    )
+    return dataclasses.replace(batch, users=users, items=items, queries=len(batch) if schema.candidate else None)
+
+
+def _padded_ids(schema: BatchSchema, name: str, ids: Int64, size: int) -> Tensor:
+    """(size,) int64, zeros after the ids; one outside of its table, where that is allowed, is the out-of-vocabulary one."""
+    padded = np.zeros(size, np.int64)
+    padded[: len(ids)] = ids
+    feature = schema.feature(name)
+    if feature is not None:
+        padded[(padded < 0) | (padded >= feature.num_embeddings)] = feature.oov_id
+    return torch.from_numpy(padded)
+
+
 class OwnCandidates:
     """Each positive is followed by its own N negatives; N may be 0.
 
@@ -53,7 +87,7 @@ class OwnCandidates:
         self, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, negatives: Negatives | None, share: Share
     ) -> None:
         self.ids = ("user_id", "item_id") if config.negatives else ("item_id",)
-        self._builder, self._tasks = BatchBuilder(schema, items), schema.tasks
+        self._builder, self._tasks, self._schema = BatchBuilder(schema, items), schema.tasks, schema
         self._config, self._negatives, self._share = config, negatives, share
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
@@ -63,7 +97,7 @@ class OwnCandidates:
         labels = np.zeros((len(rows.numbers), width), dtype=np.float32)
         labels[:, 0] = rows.chunk[self._config.label].values if self._config.label else 1.0
         candidates, log_q = self._candidates(rows, epoch)
-        return self._builder.pairs(
+        batch = self._builder.pairs(
             rows.chunk,
             candidates,
             labels=labels,
@@ -74,6 +108,7 @@ class OwnCandidates:
             row_numbers=rows.numbers,
             padded_rows=self._share.rows(self._config.batch_size),
         )
+        return identified(batch, self._schema, rows, width, candidates)
 
     def _targets(self, rows: StepRows, width: int) -> Array | None:
         """(B, 1 + N, tasks) the labels of further tasks, 0 for negatives."""

@@ -156,6 +156,7 @@ class ResidentRows:
                 index=torch.arange(users, device=self._device).repeat_interleave(width, output_size=users * width),
             )
         labels, weights = (torch.zeros(users, width, device=self._device) for _ in range(2))
+        whose, which = self._identities(place, rows, drawn)
         halves = (users, users * width) if shared else (users * width,)
         own = place.rows.numbers(rows)
         labels[: len(rows), 0] = own[self._config.label] if self._config.label else 1.0
@@ -171,7 +172,22 @@ class ResidentRows:
             shared=shared,
             joint=self._keyed(bags, self._schema.joint_keys, *halves) if self._schema.joint else None,
             weighted=self._keyed(bags, self._schema.weighted_keys, *halves, weighted=True) if self._schema.weighted else None,
+            users=whose,
+            items=which,
+            queries=users * width if self._schema.candidate else None,
         )
+
+    def _identities(self, place: _Place, rows: Tensor, drawn: Drawn | None) -> tuple[Tensor | None, Tensor | None]:
+        """(B,) whose row each of the batch is, and which item, where the schema asks for that; 0 for padding."""
+        size = self._share.rows(self._config.batch_size) * self._width
+        repeated = rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
+        single = [name for name in self._schema.identities if name not in place.rows.ragged]
+        found = {name: bags.values for name, bags in place.rows.bags(repeated, single, {}).items()}
+        if drawn is not None:
+            found["item_id"] = drawn.ids.reshape(-1)
+        named = [found.get(name or "") for name in (self._schema.query, self._schema.candidate)]
+        users, items = (None if ids is None else _padded(ids, size) for ids in named)
+        return users, items
 
     def _targets(self, own: Mapping[str, Tensor], users: int) -> Tensor:
         """The labels of the further tasks, 0 for negatives and padding."""

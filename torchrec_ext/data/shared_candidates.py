@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.item_features import known_items
 from torchrec_ext.data.loader_config import LoaderConfig
 from torchrec_ext.data.mixed_candidates import MixedCandidates
-from torchrec_ext.data.pairing import StepRows
+from torchrec_ext.data.pairing import StepRows, identified
 from torchrec_ext.data.share import Share
 from torchrec_ext.schema import BatchSchema, Jagged
 
@@ -60,17 +61,21 @@ class SharedCandidates:
             elif name in chunk:
                 columns[name] = [(chunk[name], queries), *self._no_user(name, len(drawn))]
         ids = np.concatenate([positives, extra])
+        items = np.zeros(size, np.int64)
         places = np.concatenate([np.arange(len(positives)), queries + np.arange(len(extra))])
-        return self._schema.assemble(
+        items[places] = ids
+        batch = self._schema.assemble(
             {name: _jagged(sections) for name, sections in columns.items() if name in self._schema.keys},
             {name: _vector(sections) for name, sections in columns.items() if name in self._schema.dense},
             labels=_spread(_labels(chunk, self._config.label), size),
             weights=_spread(np.ones(len(positives)) if rows.weights is None else rows.weights, size),
-            log_q=_spread(self._candidates.log_q(np.clip(ids, 1, None)), size, places),
+            log_q=_spread(self._candidates.log_q(ids), size, places),
             total_weight=rows.total / self._share.world_size,
             index=torch.arange(size) if self._alone else torch.from_numpy(np.arange(size) * (np.arange(size) < queries)),
             shared_rows=_numbers(rows.numbers, size if self._alone else queries),
         )
+        batch = identified(batch, self._schema, rows, candidates=items)
+        return dataclasses.replace(batch, queries=queries)
 
     def _no_user(self, name: str, count: int) -> Sections:
         return [] if name in self._schema.shared and not self._alone else [(None, count)]

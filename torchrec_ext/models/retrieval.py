@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -25,11 +26,17 @@ class RetrievalModel(TowerModel):
     batch says how its candidates were sampled, by ``log_q``, that corrects them instead: of ``loader.sampling=mixed``, whose rows
     after the positives are candidates alone, with weight 0 (Yang et al. 2020).
 
+    ``batch.items`` and ``batch.users``, which a loader fills as :meth:`schema` asks, say which item and whose row each is. So
+    a candidate whose id is dropped stays itself, a negative of the others with its own log q, however it is looked up.
+
     Args:
         towers: the query's and the candidate's, in this order.
         interaction: :class:`DotProduct` or :class:`Cosine`, whose temperature is that of the softmax.
         counts: (I,) how often each candidate stands in the training rows, for batches without ``log_q``; these are not corrected
             where it is not given.
+        known: from users (B,) and items (C,) to (B, C) bool, what each user is known to have taken, such as a ``KnownItems``
+            of the training rows: these are no negatives. Where it is not given, of a query's items only its own candidate.
+        user_feature: the column with each row's user, needed where ``known`` is given; no tower has to read it.
         item_feature: the key that holds each row's candidate, one id from 1.
         temperature: of the softmax over dot products; greater than 0.
         shared: see :class:`TowerModel`.
@@ -44,6 +51,8 @@ class RetrievalModel(TowerModel):
         interaction: DotProduct | Cosine,
         *,
         counts: Tensor | None = None,
+        known: nn.Module | None = None,
+        user_feature: str = "user_id",
         item_feature: str = "item_id",
         temperature: float = 1.0,
         shared: Sequence[str] = (),
@@ -54,11 +63,13 @@ class RetrievalModel(TowerModel):
                 f"{type(interaction).__name__}; use TowerModel with a loss over given rows for others"
             )
         super().__init__(towers, interaction, shared=shared)
-        self.in_batch = _InBatchSoftmax(interaction, counts, item_feature, temperature)
+        self.in_batch = _InBatchSoftmax(interaction, counts, known, item_feature, temperature)
+        self._query, self._candidate = None if known is None else user_feature, item_feature
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
         """See :meth:`TowerModel.schema`; a loss that compares rows reads no labels, so they may have any value."""
-        return dataclasses.replace(super().schema(out_of_range=out_of_range, oov_ids=oov_ids), label_range=None)
+        made = super().schema(out_of_range=out_of_range, oov_ids=oov_ids)
+        return dataclasses.replace(made, label_range=None, query=self._query, candidate=self._candidate)
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """The loss over the batch, (), and each row's own logit in the :class:`Prediction`.
@@ -78,8 +89,11 @@ class _InBatchSoftmax(nn.Module):
 
     log_q: Tensor | None
 
-    def __init__(self, interaction: nn.Module, counts: Tensor | None, item_feature: str, temperature: float) -> None:
+    def __init__(
+        self, interaction: nn.Module, counts: Tensor | None, known: nn.Module | None, item_feature: str, temperature: float
+    ) -> None:
         super().__init__()
+        self.known = known
         self._cosine = isinstance(interaction, Cosine)
         self._temperature = interaction.temperature if isinstance(interaction, Cosine) else temperature
         self._item_feature = item_feature
@@ -88,11 +102,33 @@ class _InBatchSoftmax(nn.Module):
 
     def forward(self, outputs: list[Tensor], batch: TowerBatch) -> Tensor:
         queries, candidates = map(normalize, outputs) if self._cosine else outputs
-        ids = batch.bags(self._item_feature).to_padded_dense(1)[:, 0].long()
+        ids = batch.ids(self._item_feature) if batch.items is None else batch.items
         log_q = batch.log_q
         if log_q is None and self.log_q is not None:
             log_q = self.log_q[ids]
-        negatives = in_batch_negatives(candidates, ids, log_q=log_q)
-        return in_batch_softmax(
-            queries, negatives, weights=batch.weights, total_weight=batch.total_weight, temperature=self._temperature
+        count = len(ids) if batch.queries is None else batch.queries
+        negatives = in_batch_negatives(
+            candidates,
+            ids,
+            log_q=log_q,
+            queries=count,
+            rows=None if batch.queries is None else len(ids),
+            present=(ids != 0) | (batch.weights > 0),  # item 0 with a weight is one that nobody knows
+            is_known=None if self.known is None else partial(self.known, _users(batch)[:count]),
         )
+        return in_batch_softmax(
+            queries[:count],
+            negatives,
+            weights=batch.weights[:count],
+            total_weight=batch.total_weight,
+            temperature=self._temperature,
+        )
+
+
+def _users(batch: TowerBatch) -> Tensor:
+    if batch.users is None:
+        raise ValueError(
+            "the model has known=..., and the batch does not say whose its rows are: make the loader with the model's "
+            "schema(), set batch.users, or leave known out"
+        )
+    return batch.users

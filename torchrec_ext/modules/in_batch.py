@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_PADDING = -1  # what is no candidate at all; item 0 is the unknown one, or padding where nobody says which rows are present
 # torch 2.13 renamed both and warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -21,7 +22,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class InBatch(NamedTuple):
     """The candidates of all ranks, in rank order, as :func:`torchrec_ext.modules.losses.in_batch_softmax` takes them.
 
-    A rank with fewer than P has zeros and item 0 after them, which count nothing.
+    A rank with fewer than P has zeros and item 0 after them, which are excluded for every query.
 
     ``candidates`` (C, D) with gradient; ``targets`` (B,) int64, the place of each query's own candidate; ``excluded`` (B, C) bool,
     which candidates are no negative of a query; ``log_q`` (C,) float32 or None; ``ids`` (C,) int64.
@@ -41,23 +42,27 @@ def in_batch_negatives(
     log_q: Tensor | None = None,
     queries: int | None = None,
     rows: int | None = None,
+    present: Tensor | None = None,
     is_known: Callable[[Tensor], Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> InBatch:
     """Gathers the candidates of all ranks and says which of them are negatives of which query.
 
-    Excluded are accidental hits (the query's own item elsewhere in the batch), the query's other known items, and item 0, which
-    stands for padding and for the unknown item; a query's own candidate never is. On more than one rank three exchanges, the first
-    of which says how many candidates each rank has, or two with ``rows``; on one none.
+    Excluded are accidental hits (the query's own item elsewhere in the batch), the query's other known items, and padding;
+    a query's own candidate never is. On more than one rank three exchanges, the first of which says how many candidates
+    each rank has, or two with ``rows``; on one none.
 
     Args:
         embeddings: (B + M, D); the first B are the positives of this rank's queries, in order, the rest are negatives only
             (mixed negatives, Yang et al. 2020).
-        ids: (B + M,) int64 items, 0 for padding: ``batch.bags("item_id").to_padded_dense(1)[:, 0].long()``.
+        ids: (B + M,) int64, which items they are, 0 or more. Not what is looked up for them: a candidate whose id was dropped
+            stays itself, ``batch.items``.
         log_q: (B + M,) log-probability that a place of the batch holds the item, up to one constant.
         queries: B; all rows where not given.
         rows: P, where it is known and the same on every rank, as it is of the loader's batches: for batch_size rows of R ranks
             ceil(batch_size / R), plus M. Spares an exchange, and on CUDA a wait for it.
+        present: (B + M,) bool, which rows have a candidate, the others being padding; where not given those with an id
+            other than 0.
         is_known: from items (C,) to (B, C) bool, whether each query's user is known to have taken each, such as
             ``lambda items: known.contains(users[:, None], items)``.
         group: of ranks; all where not given.
@@ -73,19 +78,21 @@ def in_batch_negatives(
     """
     size = len(ids)
     count = size if queries is None else queries
-    _check(embeddings, ids, log_q, count, rows)
+    _check(embeddings, ids, log_q, count, rows, present)
     if rows is None:
         rows = _greatest(embeddings, log_q, group)
-    ids, log_q = _gather_facts(_padded(ids, rows), None if log_q is None else _padded(log_q, rows), group)
+    ids = torch.where(ids != 0 if present is None else present, ids, _PADDING)
+    ids, log_q = _gather_facts(_padded(ids, rows, _PADDING), None if log_q is None else _padded(log_q, rows), group)
     targets = torch.arange(count, device=ids.device) + _rank(group) * rows
-    excluded = (ids == ids[targets][:, None]) | (ids == 0)
+    padding, items = ids == _PADDING, ids.clamp(min=0)
+    excluded = (ids == ids[targets][:, None]) | padding
     if is_known is not None:
-        excluded |= is_known(ids)
+        excluded |= is_known(items)
     # No scatter with a value of the host's: that would wait for a copy.
     excluded &= torch.arange(len(ids), device=ids.device) != targets[:, None]
     if log_q is not None:
-        log_q = torch.where(ids == 0, 0.0, log_q)  # a padding row's may be infinite, and 0 x inf would reach the loss
-    return InBatch(gather_rows(_padded(embeddings, rows), group), targets, excluded, log_q, ids)
+        log_q = log_q.masked_fill(padding & log_q.isinf(), 0.0)  # 0 x inf would reach the loss
+    return InBatch(gather_rows(_padded(embeddings, rows), group), targets, excluded, log_q, items)
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -142,10 +149,10 @@ def _greatest(embeddings: Tensor, log_q: Tensor | None, group: dist.ProcessGroup
     return int(max(size[0] for size in sizes))
 
 
-def _padded(rows: Tensor, size: int) -> Tensor:
+def _padded(rows: Tensor, size: int, value: int = 0) -> Tensor:
     if len(rows) == size:
         return rows
-    return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
+    return torch.cat([rows, rows.new_full((size - len(rows), *rows.shape[1:]), value)])
 
 
 def _ranks(group: dist.ProcessGroup | None) -> int:
@@ -156,7 +163,7 @@ def _rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-def _check(embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int, rows: int | None) -> None:
+def _check(embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int, rows: int | None, present: Tensor | None) -> None:
     size = len(ids)
     if embeddings.dim() != 2 or len(embeddings) != size:
         raise ValueError(
@@ -166,8 +173,9 @@ def _check(embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int, 
         raise ValueError(
             f"ids: {ids.dtype} of shape {tuple(ids.shape)}; must be int64 of shape (B + M,); convert them with .long()"
         )
-    if log_q is not None and log_q.shape != ids.shape:
-        raise ValueError(f"log_q: shape {tuple(log_q.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id")
+    for name, part in (("log_q", log_q), ("present", present)):
+        if part is not None and part.shape != ids.shape:
+            raise ValueError(f"{name}: shape {tuple(part.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id")
     if not 0 <= queries <= size:
         raise ValueError(f"queries={queries}: must be 0 to {size}, the number of ids; the first rows belong to the queries")
     if rows is not None and size > rows:

@@ -31,6 +31,8 @@ class BatchColumns:
         out_of_range: what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps it to the feature's
             ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the sharding type (a row-wise table
             trains the row of another id, see FACTS).
+        query: the column with the user of each row of a training batch, for ``batch.users``, and
+        candidate: the column with its item, for ``batch.items``. A model that compares rows names them.
     """
 
     sparse: tuple[SparseFeature, ...]
@@ -41,6 +43,8 @@ class BatchColumns:
     tasks: tuple[str, ...] = ()
     label_range: tuple[float, float] | None = (0.0, 1.0)
     out_of_range: OutOfRange = "error"
+    query: str | None = None
+    candidate: str | None = None
 
     def __post_init__(self) -> None:
         if self.out_of_range not in get_args(OutOfRange):
@@ -141,6 +145,11 @@ class BatchColumns:
     @cached_property
     def _by_name(self) -> dict[str, SparseFeature]:
         return {feature.name: feature for feature in self.sparse}
+
+    @property
+    def identities(self) -> tuple[str, ...]:
+        """The columns of ``batch.users`` and ``batch.items``."""
+        return tuple(name for name in (self.query, self.candidate) if name)
 
     def feature(self, name: str) -> SparseFeature | None:
         """The sparse feature of that name, if there is one."""

@@ -54,8 +54,8 @@ class Layout:
 
 
 def _unpacked(kind: Any, left: Any) -> Any:
-    if kind is None:
-        return None
+    if kind is None or isinstance(kind, int):
+        return kind
     if isinstance(kind, Bags):
         return kind.keyed([next(left) for _ in range(3 if kind.weighted else 2)])
     if isinstance(kind, Layout):
@@ -86,6 +86,8 @@ class Packer:
                 kind = self._bags(f"{where}.{field.name}", value, tensors)
             elif isinstance(value, SharedRows):
                 kind = self._fields(f"{where}.{field.name}", value, tensors)
+            elif isinstance(value, int):
+                kind = value
             elif value is not None:
                 kind = (tuple(value.shape), value.dtype)
                 tensors.append(value)
