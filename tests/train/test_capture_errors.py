@@ -106,3 +106,34 @@ def test_an_error_of_the_capture_alone_is_told_with_its_line_and_no_step_is_left
     assert "this engine takes nothing; training goes on without" in refused[2]
     assert required[0].startswith("CannotCaptureError: train.compile=require: the training step cannot be captured: RuntimeError")
     assert broken[0] == "RuntimeError: index out of bounds: 0 <= tmp7 < 654"  # the model itself has nothing against the batch
+
+
+def sometimes(size: int) -> nn.Module:
+    """A model of which batches of ``size`` rows give one parameter no gradient, so that it makes fewer steps than the others."""
+    model = small_model(META)
+    model.loss.scale = nn.Parameter(torch.ones(()))
+
+    def loss(logits: Tensor, batch: TowerBatch) -> Tensor:
+        return bce(logits, batch) * (1.0 if len(batch) == size else model.loss.scale)
+
+    model.loss.function = loss
+    return model
+
+
+def once(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
+    """Takes batches of 24 rows alone."""
+    if not any(part.shape == (24,) for part in inputs):
+        raise RuntimeError("this engine takes 24 rows")
+    return as_it_is(step, memory, inputs)
+
+
+def uneven(runtime: Runtime) -> list[tuple[str, Any, str]]:
+    return [end_of(runtime, sometimes(12), engine, way) for engine, way in ((as_it_is, "off"), (once, "auto"), (once, "require"))]
+
+
+def test_a_step_after_which_parameters_stand_apart_ends_the_capture_and_not_the_run() -> None:
+    ((plain, auto, required),) = run_ranks(uneven, 1)
+    assert plain[0] == auto[0] == ""
+    assert auto[2].count("not captured: some parameters have made 3 steps and others 4; training goes on without") == 1
+    assert all(torch.allclose(auto[1][name], value, atol=1e-5) for name, value in plain[1].items())
+    assert required[0].startswith("CannotCaptureError: train.compile=require: the training step cannot be captured: ")

@@ -1,37 +1,48 @@
-"""Rows that catch up in closed form end where dense Adam ends, however rarely they get a gradient."""
+"""Rows that catch up in closed form end where dense Adam ends, however rarely they get a gradient, whatever the rates were."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchrec_ext.train.catch_up import caught_up, has_closed_form, tails
+from torchrec_ext.train import catch_up
+from torchrec_ext.train.catch_up import caught_up, has_closed_form, reach, slide_on, slides
+from torchrec_ext.train.schedule import Schedule
 
 pytestmark = pytest.mark.unit
 ROWS, DIM, STEPS = 200, 4, 400
 
 
-def distance(share: float, betas: tuple[float, float], eps: float) -> float:
+def constant(step: int) -> float:
+    del step
+    return 1e-3
+
+
+def distance(share: float, betas: tuple[float, float], eps: float, rate: Callable[[int], float] = constant) -> float:
     """|lazy - dense| / |dense - start| after 400 steps in each of which ``share`` of the rows get a gradient."""
-    numbers = {"lr": 1e-3, "betas": betas, "eps": eps}
+    numbers = {"betas": betas, "eps": eps}
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(ROWS, DIM, generator=generator)
     dense = torch.nn.Parameter(start.clone())
-    adam = torch.optim.Adam([dense], **numbers)  # type: ignore[arg-type]
+    adam = torch.optim.Adam([dense], lr=rate(0), **numbers)  # type: ignore[arg-type]
     rows, first, second = start.clone(), torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)
-    since, tail = torch.zeros(ROWS, dtype=torch.int32), tails(betas)
+    since, sums, powers = torch.zeros(ROWS, dtype=torch.int32), slides(), reach(betas)
     for step in range(1, STEPS + 1):
+        lr = adam.param_groups[0]["lr"] = rate(step - 1)
         live = torch.rand(ROWS, generator=generator) < share
         noise = torch.randn(ROWS, DIM, generator=generator)
         dense.grad = torch.where(live[:, None], gradient(dense.detach(), noise), 0.0)
         adam.step()
         before = torch.tensor(step - 1, dtype=torch.int32)
-        own, m, v = caught_up(rows[live], first[live], second[live], since[live], before, tail, **numbers)  # type: ignore[arg-type]
+        own, m, v = caught_up(rows[live], first[live], second[live], since[live], before, sums, **numbers)  # type: ignore[arg-type]
         grad = gradient(own, noise[live])
         m, v = betas[0] * m + (1 - betas[0]) * grad, betas[1] * v + (1 - betas[1]) * grad.square()
         root = (v / (1 - betas[1] ** step)).sqrt() + eps
-        rows[live], first[live], second[live] = own - 1e-3 * m / (1 - betas[0] ** step) / root, m, v
+        rows[live], first[live], second[live] = own - lr * m / (1 - betas[0] ** step) / root, m, v
         since[live] = step
-    end, m, _ = caught_up(rows, first, second, since, torch.tensor(STEPS, dtype=torch.int32), tail, **numbers)  # type: ignore[arg-type]
+        slide_on(sums, powers, torch.tensor(float(step)), lr, betas)
+    end, m, _ = caught_up(rows, first, second, since, torch.tensor(STEPS, dtype=torch.int32), sums, **numbers)  # type: ignore[arg-type]
     assert torch.allclose(m, adam.state[dense]["exp_avg"], atol=1e-5)
     return float((end - dense.detach()).norm() / (dense.detach() - start).norm())
 
@@ -47,6 +58,23 @@ def test_rows_of_any_rarity_end_where_dense_adam_does(share: float, betas: tuple
     assert distance(share, betas, 1e-8) < 1e-4
 
 
+def rate_of(schedule: Schedule) -> Callable[[int], float]:
+    return lambda step: 1e-3 * schedule.factor(step, STEPS)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.01])
+@pytest.mark.parametrize(
+    "schedule", [Schedule(kind="cosine", warmup=50), Schedule(kind="step", every=100), Schedule(kind="inverse_sqrt", warmup=20)]
+)
+def test_skipped_steps_count_at_their_own_rates_under_a_schedule(share: float, schedule: Schedule) -> None:
+    assert distance(share, (0.9, 0.999), 1e-8, rate_of(schedule)) < 1e-4
+
+
+def test_more_steps_than_are_kept_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catch_up, "SLIDES", 256)  # no row of these waits for longer, and 400 steps are made
+    assert distance(0.05, (0.9, 0.999), 1e-8, rate_of(Schedule(kind="cosine"))) < 1e-4
+
+
 def test_a_great_eps_costs_less_than_half_a_percent() -> None:
     assert distance(0.02, (0.9, 0.999), 1e-3) < 5e-3
 
@@ -54,14 +82,14 @@ def test_a_great_eps_costs_less_than_half_a_percent() -> None:
 def test_a_row_that_skipped_nothing_stays_bit_for_bit() -> None:
     rows, first, second = torch.randn(3, DIM), torch.randn(3, DIM), torch.rand(3, DIM)
     since = torch.full((3,), 7, dtype=torch.int32)
-    new = caught_up(rows, first, second, since, since[0], tails((0.9, 0.999)), lr=0.1, betas=(0.9, 0.999), eps=1e-8)
+    new = caught_up(rows, first, second, since, since[0], slides(), betas=(0.9, 0.999), eps=1e-8)
     assert all(torch.equal(left, right) for left, right in zip(new, (rows, first, second), strict=True))
 
 
 def test_a_row_that_never_had_a_gradient_stays_even_without_eps() -> None:
     zeros, rows = torch.zeros(2, DIM), torch.randn(2, DIM)
     since = torch.zeros(2, dtype=torch.int32)
-    new = caught_up(rows, zeros, zeros, since, since[0] + 9, tails((0.9, 0.999)), lr=0.1, betas=(0.9, 0.999), eps=0.0)
+    new = caught_up(rows, zeros, zeros, since, since[0] + 9, slides() + 0.1, betas=(0.9, 0.999), eps=0.0)
     assert torch.equal(new[0], rows)
 
 

@@ -21,13 +21,13 @@ from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
 from torchrec_ext.distributed.sweep import row_by_row
 from torchrec_ext.train.engines import Engine, first_line, line_of
 from torchrec_ext.train.lowering import CannotCaptureError, lowered, static_bags
-from torchrec_ext.train.packing import Packer
+from torchrec_ext.train.packing import Layout, Packer
 from torchrec_ext.train.parameters import Moved
 from torchrec_ext.train.step_memory import StepMemory
 from torchrec_ext.train.table_rows import TableRows
 from torchrec_ext.train.updates import stepped
 
-MOST_GRAPHS = 4  # shapes of batches that are captured; each costs a compilation
+MOST_GRAPHS = 4  # sizes of batches that are captured; each costs a compilation
 
 
 class RareShapeError(CannotCaptureError):
@@ -36,6 +36,8 @@ class RareShapeError(CannotCaptureError):
 
 class CapturedStep:
     """One rank's training step, captured once for each shape of a batch.
+
+    Lists of ids are padded, see :class:`Packer`; a step whose lists have outgrown it is captured anew and takes its place.
 
     Args:
         model: from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
@@ -46,6 +48,9 @@ class CapturedStep:
         take_time: called before a capture, which may take minutes.
         patience: how often another shape than the first is refused before it is captured, such as that of an epoch's last batch:
             a capture takes longer than a few steps of the model's own.
+
+    Attributes:
+        captures: how often a step was captured.
 
     Raises:
         CannotCaptureError: a model or an optimizer that has no captured form.
@@ -65,6 +70,7 @@ class CapturedStep:
         self._clip_norm, self._engine, self._autocast, self._rule = optimizer.clip_norm, engine, autocast, rule
         self._take_time, self._patience = take_time, patience
         self._refused: Counter[Any] = Counter()
+        self._failed: dict[Any, str] = {}
         self._reading: dict[str, TableRows] = {}
         self._model = lowered(model, static_bags(lambda name, ids: self._reading[name].read(ids)))
         fixed = dict(self._model.named_buffers()) | {
@@ -73,6 +79,7 @@ class CapturedStep:
         self._memory = StepMemory(model, optimizer, fixed)
         self._packer = Packer()
         self._calls: dict[Any, _Call] = {}
+        self.captures = 0
 
     def reload(self) -> None:
         """Takes over the number of steps that the optimizer has made, where somebody else has made the last ones.
@@ -94,17 +101,10 @@ class CapturedStep:
             CannotCaptureError: the engine cannot take the model, or this is one shape too many; nothing was trained then.
         """
         key, inputs, make = self._inputs(item)
+        inputs = [part.to(self._memory.device, non_blocking=True) for part in inputs]  # a loader's batches are on the host
         call = self._calls.get(key)
         if call is None:
-            if self._calls and self._refused[key] < self._patience:
-                self._refused[key] += 1
-                raise RareShapeError("a batch of a shape that came seldom so far")
-            try:
-                call = self._calls[key] = self._captured(inputs, item, make)
-            except CannotCaptureError:
-                raise
-            except Exception as error:  # the user's too, perhaps: who has the eager step tries that on the same batch
-                raise CannotCaptureError(f"{type(error).__name__} at {line_of(error)}: {first_line(error)}") from error
+            call = self._captured_once(key, inputs, item, make)
         self._memory.begin()
         loss, *output = call.run(inputs)
         return loss, pytree.tree_unflatten(output, call.spec)
@@ -117,9 +117,42 @@ class CapturedStep:
         layout, tensors = self._packer.pack(item)
         return layout, tensors, lambda _, parts: layout.batch(list(parts))
 
+    def _captured_once(self, key: Any, inputs: Sequence[Tensor], item: TowerBatch | DrawnStep, make: Any) -> _Call:
+        """The step for batches of the shape ``key``, unless that has failed before."""
+        outgrown = [known for known in self._calls if _size(known) == _size(key)]
+        if key in self._failed:
+            raise CannotCaptureError(self._failed[key])
+        if self._calls and not outgrown and self._refused[key] < self._patience:
+            self._refused[key] += 1
+            raise RareShapeError("a batch of a shape that came seldom so far")
+        try:
+            if not outgrown:
+                self._check_number(key)
+            call = self._captured(inputs, item, make)
+        except CannotCaptureError as error:
+            self._failed[key] = str(error)
+            raise
+        except Exception as error:  # the user's too, perhaps: who has the eager step tries that on the same batch
+            self._failed[key] = f"{type(error).__name__} at {line_of(error)}: {first_line(error)}"
+            raise CannotCaptureError(self._failed[key]) from error
+        for known in outgrown:
+            del self._calls[known]
+        self._calls[key] = call
+        self.captures += 1
+        return call
+
+    def _check_number(self, key: Any) -> None:
+        if len(self._calls) < MOST_GRAPHS:
+            return
+        rows = [_rows(known) for known in self._calls]
+        if _rows(key) not in rows:
+            sizes = ", ".join(map(str, sorted({*rows, _rows(key)})))
+            raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size")
+        last = next(known for known in reversed(self._calls) if _rows(known) == _rows(key))
+        how = last.difference(key) if isinstance(last, Layout) and isinstance(key, Layout) else f"{last} and {key}"
+        raise CannotCaptureError(f"batches of {_rows(key)} rows differ in more than {MOST_GRAPHS} ways: {how}")
+
     def _captured(self, inputs: Sequence[Tensor], item: TowerBatch | DrawnStep, make: Any) -> _Call:
-        if len(self._calls) >= MOST_GRAPHS:
-            raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} shapes; give them one batch_size")
         self._take_time()
         resident = item.source.tensors if isinstance(item, DrawnStep) else ()
         if not self._calls:  # how a table is moved stays so for all later shapes
@@ -199,6 +232,16 @@ class CapturedStep:
         values, new = stepped(tensors[moved.name], grad, state, clock.step, clock.lr, moved.choice, table=False)
         for target, value in zip([tensors[moved.name], *state], [values, *new], strict=True):
             target.copy_(value)
+
+
+def _size(key: Any) -> Any:
+    """What the shapes of two batches have in common of which one's lists have outgrown the other's."""
+    return key.sizes if isinstance(key, Layout) else key
+
+
+def _rows(key: Any) -> int:
+    """Of a batch of that shape."""
+    return int(dict(key.fields)["labels"][0][0] if isinstance(key, Layout) else key[0][0])
 
 
 class _Call:

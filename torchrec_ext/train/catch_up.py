@@ -1,56 +1,72 @@
 """Rows of a table whose Adam moves them when they are next read, in closed form, by what dense Adam would have done meanwhile.
 
 Dense Adam also moves a row that gets no gradient: its moments decay, and it slides on along the first. Over the k steps after step
-s, with first moment m and second moment v of step s, the row moves by
+s, with first moment m and second moment v of step s, and with the learning rate lr(t) of step t, the row moves by
 
-    lr x sum over j = 1..k of  (b1^j m / (1 - b1^(s+j))) / (sqrt(b2^j v / (1 - b2^(s+j))) + eps)
+    sum over j = 1..k of  lr(s+j) x (b1^j m / (1 - b1^(s+j))) / (sqrt(b2^j v / (1 - b2^(s+j))) + eps)
 
-which, eps taken as it counts at the first of these steps, is lr x m / (sqrt(v) + eps') x S(s, k), where S depends on steps alone:
-S(s, k) = tail(s) - r^k tail(s + k), r = b1 / sqrt(b2), tail(s) = sum over j >= 1 of r^j sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)).
+which, eps taken as it counts at the first of these steps, is m / (sqrt(v) + eps') x S(s), where S depends on steps and rates
+alone: S(s) = sum over j = 1..k of r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2). :func:`slides` keeps S of
+each step s that may have moved a row last; a step adds to those of the last :func:`reach` steps, since r^j is nothing for those
+before.
 
-So a step needs to touch only the rows it reads, and ends where dense Adam does. The result differs by rounding, by eps where the
-second moment is near its square, and where the learning rate changes: skipped steps are taken at the rate of the step that catches
-up.
+So a step needs to touch only the rows it reads, and ends where dense Adam does, whatever its schedule. The result differs by
+rounding, and by eps where the second moment is near its square.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from torchrec_ext.train.updates import debiased
+
+SLIDES = 1 << 18  # steps that are kept: whoever makes more brings every row up to date before
 _ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is nothing
-_LONGEST = 1 << 22  # steps; beta2 = 0.99999 needs 1.7 million
 
 
 def has_closed_form(betas: tuple[float, float]) -> bool:
-    """Whether the sum over skipped steps converges fast enough to be a table: b1 below sqrt(b2), b2 not 0 nor too near 1."""
+    """Whether the sum over skipped steps converges within a few thousand of them: b1 below .999 sqrt(b2), and b2 not 0."""
     beta1, beta2 = betas
-    return beta2 > 0 and beta1 < 0.999 * math.sqrt(beta2) and _steps(beta2) <= _LONGEST
+    return beta2 > 0 and beta1 < 0.999 * math.sqrt(beta2)
 
 
-def _steps(beta2: float) -> int:
-    """Steps until the bias correction of the second moment is 1 to the last bit."""
-    return 1 + math.ceil(math.log(_ROUNDING) / math.log(beta2))
-
-
-@lru_cache(maxsize=8)
-def tails(betas: tuple[float, float]) -> Tensor:
-    """(L,) float32, ``tail(s)`` of s = 0 .. L - 1; all later ones are the last.
+def reach(betas: tuple[float, float]) -> Tensor:
+    """(W,) float32, r^1 .. r^W, of which all further ones are nothing beside the first.
 
     Example:
-        >>> round(float(tails((0.0, 0.999))[5]), 6)  # without a first moment nothing slides
-        0.0
+        >>> reach((0.5, 0.25 / 0.36))[:3]
+        tensor([0.6000, 0.3600, 0.2160])
+        >>> len(reach((0.9, 0.999)))
+        166
     """
-    beta1, beta2 = betas
-    ratio = beta1 / math.sqrt(beta2)
-    tail = [ratio / (1 - ratio)]
-    for step in range(_steps(beta2) - 1, 0, -1):
-        corrected = math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        tail.append(ratio * (corrected + tail[-1]))
-    return torch.tensor(tail[::-1], dtype=torch.float32)
+    ratio = betas[0] / math.sqrt(betas[1])
+    count = max(math.ceil(math.log(_ROUNDING) / math.log(ratio)), 1) if ratio else 1
+    return torch.tensor([ratio**power for power in range(1, count + 1)], dtype=torch.float32)
+
+
+def slides() -> Tensor:
+    """(K,) float32, S of the last K steps: that of step s at s modulo K, which is 0 when s has just been made."""
+    return torch.zeros(SLIDES)
+
+
+def slide_on(slides: Tensor, powers: Tensor, step: Tensor, lr: Tensor | float, betas: tuple[float, float]) -> None:
+    """Adds to :func:`slides` what a row moves by in ``step`` that got no gradient in it.
+
+    Args:
+        slides: (K,), written; K is greater than W.
+        powers: (W,) from :func:`reach`.
+        step: () float32, the step that has been made.
+        lr: its learning rate.
+        betas: decay of the moments.
+    """
+    corrected = lr * debiased(betas[1], step).sqrt() / debiased(betas[0], step)
+    now = step.long()
+    before = (now - 1 - torch.arange(len(powers), device=slides.device)).remainder(len(slides))
+    slides.index_put_((before,), slides.index_select(0, before) + powers * corrected)
+    slides.index_put_((now.remainder(len(slides)).view(1),), slides.new_zeros(1))
 
 
 def caught_up(
@@ -59,9 +75,8 @@ def caught_up(
     second: Tensor,
     since: Tensor,
     step: Tensor,
-    tail: Tensor,
+    slides: Tensor,
     *,
-    lr: Tensor | float,
     betas: tuple[float, float],
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,9 +87,8 @@ def caught_up(
         first: (n, D) first moment, of step ``since``, and
         second: (n, D) the second.
         since: (n,) int32, the last step that a row has made.
-        step: () int32, not before it.
-        tail: from :func:`tails`.
-        lr: learning rate.
+        step: () int32, not before it, and less than K steps after it.
+        slides: (K,) from :func:`slides`, with ``step`` as its last.
         betas: decay of the moments.
         eps: see :class:`torch.optim.Adam`.
 
@@ -85,10 +99,8 @@ def caught_up(
     skipped = (step - since).to(rows.dtype)[:, None]
     decay1 = torch.exp(skipped * math.log(beta1)) if beta1 > 0 else (skipped == 0).to(rows.dtype)
     decay2 = torch.exp(skipped * math.log(beta2))
-    ratio = decay1 / decay2.sqrt()
-    last = len(tail) - 1
-    slide = tail.index_select(0, since.clamp(max=last))[:, None] - ratio * tail.index_select(0, step.clamp(max=last).view(1))
+    slide = slides.index_select(0, since.remainder(len(slides)))[:, None]
     near = eps * torch.sqrt(1 - torch.exp((since + 1).to(rows.dtype) * math.log(beta2)))[:, None]
-    moved = rows - lr * slide * first / (second.sqrt() + near)
+    moved = rows - slide * first / (second.sqrt() + near)
     # A row that never had a gradient has moments of 0, and where eps is 0 too that would be 0 / 0.
     return torch.where(first == 0, rows, moved), first * decay1, second * decay2

@@ -10,6 +10,7 @@ in one of two ways:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
-from torchrec_ext.train.catch_up import caught_up, has_closed_form, tails
+from torchrec_ext.train.catch_up import caught_up, has_closed_form, reach, slides
 from torchrec_ext.train.lowering import CannotCaptureError
 from torchrec_ext.train.parameters import Moved, moved_parameters
 from torchrec_ext.train.table_rows import Clock, RowTable, TableRows, WholeTable
 
-_ROWS = ("since", "place", "tail")
+BLOCK_ROWS = 1 << 14  # of a table that are brought up to date at once: six temporaries of so many rows
+_ROWS = ("since", "place", "slides", "powers")
 
 
 class StepMemory:
@@ -42,12 +44,12 @@ class StepMemory:
         self.fixed = dict(fixed)
         self._clips = bool(optimizer.clip_norm)
         self._groups = list({id(moved.group): moved.group for moved in self.moved}.values())
-        device = self.moved[0].weight.device
-        self._step = torch.zeros((), device=device)
-        self._rates = [torch.zeros((), device=device) for _ in self._groups]
+        self.device = self.moved[0].weight.device
+        self._step = torch.zeros((), device=self.device)
+        self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._known_rates = [float("nan")] * len(self._groups)
-        self._since: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        self._rows_moved = False
+        self._since: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._unsettled, self._most = 0, math.inf  # steps since every row was brought up to date, and before it must be again
         self.reload()
 
     @property
@@ -70,8 +72,8 @@ class StepMemory:
         if len(counts) > 1:
             raise CannotCaptureError(f"some parameters have made {min(counts):.0f} steps and others {max(counts):.0f}")
         self._step.fill_(max(counts, default=0.0))
-        for since, _, _ in self._since.values():
-            since.fill_(int(self._step))
+        for name in self._since:
+            self._all_made(name)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -79,30 +81,49 @@ class StepMemory:
         for moved in self.moved:
             for step in moved.steps:
                 step.copy_(self._step)
-            if moved.name in self._since and moved.choice.kind == "adam" and self._rows_moved:
-                since, _, tail = self._since[moved.name]
-                numbers: Any = {"lr": moved.group["lr"], "betas": moved.choice.betas, "eps": moved.choice.eps}
-                new = caught_up(moved.weight, moved.state[0], moved.state[1], since, self._step.int(), tail, **numbers)
-                for target, value in zip([moved.weight, *moved.state], new, strict=True):
-                    target.copy_(value)
-                since.fill_(int(self._step))
-        self._rows_moved = False
+            if moved.name in self._since and self._unsettled:
+                if moved.choice.kind == "adam":
+                    self._catch_up(moved)
+                self._all_made(moved.name)
+        self._unsettled = 0
+
+    def _catch_up(self, moved: Moved) -> None:
+        """Every row of a table, a block of rows at a time."""
+        since, _, sums, _ = self._since[moved.name]
+        (first, second), now = moved.state, self._step.int()
+        for start in range(0, len(since), BLOCK_ROWS):
+            rows, m, v, last = (part[start : start + BLOCK_ROWS] for part in (moved.weight, first, second, since))
+            new = caught_up(rows, m, v, last, now, sums, betas=moved.choice.betas, eps=moved.choice.eps)
+            for target, value in zip((rows, m, v), new, strict=True):
+                target.copy_(value)
+
+    def _all_made(self, name: str) -> None:
+        """Every row of a table has made the last step."""
+        since, _, sums, _ = self._since[name]
+        now = int(self._step)
+        since.fill_(now)
+        sums[now % len(sums)] = 0.0
 
     def begin(self) -> None:
-        """Before each step: the learning rates of now."""
+        """Before each step: the learning rates of now; every row is brought up to date where one may lag too far behind."""
+        if self._unsettled >= self._most:
+            self.settle()
         for at, group in enumerate(self._groups):
             if group["lr"] != self._known_rates[at]:
                 self._known_rates[at] = group["lr"]
                 self._rates[at].fill_(group["lr"])
-        self._rows_moved = True
+        self._unsettled += 1
 
     def choose(self, lookups: Mapping[str, int], rule: Callable[[int, int], bool]) -> None:
         """Decides how each table is moved, by how many look-ups a step makes of it."""
         for name, moved in self.tables.items():
             if self._by_row(moved, lookups[name], rule):
-                tail = tails(moved.choice.betas).to(moved.weight.device) if moved.choice.kind == "adam" else torch.zeros(1)
-                since = torch.full((len(moved.weight),), int(self._step), dtype=torch.int32, device=moved.weight.device)
-                self._since[name] = since, torch.zeros_like(since), tail
+                since = torch.full((len(moved.weight),), int(self._step), dtype=torch.int32, device=self.device)
+                sums, powers = torch.zeros(1), torch.zeros(1)
+                if moved.choice.kind == "adam":
+                    sums, powers = slides(), reach(moved.choice.betas)
+                    self._most = min(self._most, len(sums) - 1)
+                self._since[name] = since, torch.zeros_like(since), sums.to(self.device), powers.to(self.device)
 
     def _by_row(self, moved: Moved, lookups: int, rule: Callable[[int, int], bool]) -> bool:
         if moved.choice.kind == "adam" and not has_closed_form(moved.choice.betas):
@@ -133,8 +154,8 @@ class StepMemory:
         state, clock = self.state(moved, tensors), self.clock(moved, tensors)
         if moved.name not in self._since:
             return WholeTable(tensors[moved.name], state, moved.choice, clock)
-        since, place, tail = (tensors[f"{moved.name}/{part}"] for part in _ROWS)
-        return RowTable(tensors[moved.name], state, since, place, tail, moved.choice, clock)
+        since, place, sums, powers = (tensors[f"{moved.name}/{part}"] for part in _ROWS)
+        return RowTable(tensors[moved.name], state, since, place, sums, powers, moved.choice, clock)
 
     def state(self, moved: Moved, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The optimizer's state of a parameter."""

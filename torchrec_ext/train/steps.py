@@ -198,12 +198,12 @@ class Steps:
 
     def _run(self, step: CapturedStep, items: Iterator[Step]) -> Iterator[Any]:
         for item in items:
-            start, known = time.perf_counter(), step.shapes
+            start, known = time.perf_counter(), step.captures
             try:
                 loss, output = step(item)
             except CannotCaptureError as error:
                 yield from self._instead(step, item, error)
-                if not step.shapes:
+                if self._step is None or not step.shapes:
                     self._step = None
                     yield from self._eager(items)
                     return
@@ -211,7 +211,7 @@ class Steps:
             except Exception as error:
                 self._as_the_model_says(item, error)
                 raise
-            if step.shapes > known:
+            if step.captures > known:
                 self._say(f"... {time.perf_counter() - start:.1f} s; {step.describe()}")
             self._forward.look(loss, item, written=True)
             for call in self._optimizer.after_step if isinstance(self._optimizer, HybridOptimizer) else ():
@@ -229,7 +229,10 @@ class Steps:
             self._as_the_model_says(item, error)
             self._refuse(error)
         outputs = list(self._eager([item]))
-        step.reload()  # before anybody looks at how many steps were made
+        try:
+            step.reload()  # before anybody looks at how many steps were made
+        except CannotCaptureError as apart:  # the eager step has moved some parameters only, as one without a gradient
+            self._step, error, rare = None, apart, False
         if not rare:
             self._refuse(error)
         return outputs

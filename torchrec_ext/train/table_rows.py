@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from torchrec_ext.distributed.choices import Choice
-from torchrec_ext.train.catch_up import caught_up
+from torchrec_ext.train.catch_up import caught_up, slide_on
 from torchrec_ext.train.updates import stepped
 
 
@@ -73,7 +73,8 @@ class RowTable:
         state: of all rows, both written where they are read.
         since: (rows,) int32, the last step that each row has made.
         place: (rows,) int32, of any value before and after a step: where among a step's look-ups each row stands.
-        tail: from :func:`tails`.
+        slides: (K,) of Adam: how far rows without a gradient slide, see :mod:`catch_up`, and
+        powers: (W,) from :func:`reach`.
         choice: its rule.
         clock: of this step.
     """
@@ -82,7 +83,8 @@ class RowTable:
     state: list[Tensor]
     since: Tensor
     place: Tensor
-    tail: Tensor
+    slides: Tensor
+    powers: Tensor
     choice: Choice
     clock: Clock
     _reads: list[tuple[Tensor, Tensor, list[Tensor]]] = field(default_factory=list)
@@ -93,8 +95,8 @@ class RowTable:
         state = [part.index_select(0, ids) for part in self.state]
         if self.choice.kind == "adam":
             since, before = self.since.index_select(0, ids), (self.clock.step - 1).int()
-            numbers: Any = {"lr": self.clock.lr, "betas": self.choice.betas, "eps": self.choice.eps}
-            rows, *state = caught_up(rows, state[0], state[1], since, before, self.tail, **numbers)
+            numbers: Any = {"betas": self.choice.betas, "eps": self.choice.eps}
+            rows, *state = caught_up(rows, state[0], state[1], since, before, self.slides, **numbers)
         leaf = rows.detach().requires_grad_()
         self._reads.append((ids, leaf, state))
         return leaf
@@ -105,6 +107,8 @@ class RowTable:
 
     def move(self, grads: Sequence[Tensor | None]) -> None:
         """Writes the step; ``grads`` are those of :meth:`leaves`."""
+        if self.choice.kind == "adam":  # all rows have been read by now
+            slide_on(self.slides, self.powers, self.clock.step, self.clock.lr, self.choice.betas)
         if not self._reads:
             return
         ids = torch.cat([ids for ids, _, _ in self._reads])

@@ -23,11 +23,11 @@ def _adam(
     (beta1, beta2), (first, second) = choice.betas, state
     first = first + (grad - first) * (1 - beta1)
     second = second * beta2 + grad * grad * (1 - beta2)
-    size, scale = lr / _debiased(beta1, step), 1 / _debiased(beta2, step).sqrt()
+    size, scale = lr / debiased(beta1, step), 1 / debiased(beta2, step).sqrt()
     return values - size * first / (second.sqrt() * scale + choice.eps), [first, second]
 
 
-def _debiased(beta: float, step: Tensor) -> Tensor:
+def debiased(beta: float, step: Tensor) -> Tensor:
     """1 - beta^step: by a subtraction float32 would keep four digits of it in the first steps, as beta is nearly 1.
 
     By 1 - e^x = -tanh(x / 2) (1 + e^x): inductor computes what has an exp once per step, but an expm1 again for every few weights.

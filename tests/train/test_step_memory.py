@@ -1,0 +1,130 @@
+"""Rows that lag behind between captured steps are brought up to date in blocks, at the rates of the steps they skipped."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import USERS, batches
+from tests.train.test_captured import KINDS, farthest, sharded, stepped
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train import step_memory
+from torchrec_ext.train.captured import CapturedStep
+from torchrec_ext.train.engines import as_it_is
+from torchrec_ext.train.schedule import Schedule, scheduler
+
+COUNT = 40
+
+
+class _Largest(TorchDispatchMode):
+    """The rows of the largest matrix that any op makes."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        in_place = func._schema.name.endswith("_") or func._schema.is_mutable or not isinstance(made, Tensor) or made._is_view()
+        if not in_place and made.dim() == 2:
+            self.rows = max(self.rows, len(made))
+        return made
+
+
+def settled(runtime: Runtime, block: int) -> tuple[dict[str, Tensor] | None, int]:
+    """Weights of tables moved row by row, brought up to date ``block`` rows at a time; the rows of the largest temporary."""
+    model, optimizer = sharded(runtime, *KINDS[0])
+    first, *rest = batches(12)
+    stepped(model, optimizer, first)
+    step = CapturedStep(model, optimizer, as_it_is, rule=lambda *_: True)
+    for batch in rest:
+        step(batch)
+    step_memory.BLOCK_ROWS = block
+    with _Largest() as largest:
+        step.settle()
+    return gather_state(model), largest.rows
+
+
+def in_blocks(runtime: Runtime) -> list[Any]:
+    return [settled(runtime, block) for block in (1 << 30, 16, 7)]
+
+
+def test_rows_brought_up_to_date_in_blocks_are_those_of_one_sweep_bit_for_bit() -> None:
+    (((whole, rows), *others),) = run_ranks(in_blocks, 1)
+    assert rows == USERS
+    assert [largest for _, largest in others] == [16, 7]
+    for other, _ in others:
+        assert all(torch.equal(other[name], value) for name, value in whole.items())
+
+
+def scheduled(runtime: Runtime, schedule: Schedule) -> float:
+    """How far captured steps end from those of dense Adam under one schedule, where each step reads 2 of 101 users."""
+    given, states = list(batches(COUNT, size=2)), []
+    for captured in (False, True):
+        model, optimizer = sharded(runtime, *KINDS[0])
+        rates = scheduler(optimizer, schedule, schedule, COUNT)
+        step: CapturedStep | None = None
+        for number, batch in enumerate(given):
+            if captured and number == 1:
+                step = CapturedStep(model, optimizer, as_it_is, rule=lambda *_: True)
+            _ = stepped(model, optimizer, batch) if step is None else step(batch)
+            rates.step()
+        if step is not None:
+            step.settle()
+        states.append(gather_state(model))
+    return farthest(*states)
+
+
+def under_schedules(runtime: Runtime) -> list[float]:
+    return [scheduled(runtime, each) for each in (Schedule(), Schedule(kind="step", every=10), Schedule(kind="cosine", warmup=5))]
+
+
+def test_rows_that_are_seldom_read_end_where_dense_adam_ends_under_a_schedule() -> None:
+    (found,) = run_ranks(under_schedules, 1)
+    for far in found:
+        assert far < 5e-3, found
+
+
+def devices(runtime: Runtime) -> list[set[str]]:
+    """Where the inputs are that an engine is given, and then called with, for a memory on another device than the batches."""
+    found: list[set[str]] = []
+
+    def looking(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
+        def run(later: list[Tensor]) -> list[Tensor]:
+            found.extend({str(part.device) for part in parts} for parts in (inputs, later))
+            return [torch.zeros(())]
+
+        return run
+
+    model, optimizer = sharded(runtime, *KINDS[0])
+    stepped(model, optimizer, next(batches(1)))
+    step = CapturedStep(model, optimizer, as_it_is)
+    step(next(batches(1)))
+    step._engine, step._memory.device = looking, torch.device("meta")  # type: ignore[assignment]
+    with contextlib.suppress(AttributeError):  # this engine leaves nothing to put together
+        step(next(batches(1, size=12)))
+    return found
+
+
+def test_a_batch_on_the_host_reaches_the_engine_on_the_device_of_the_tables() -> None:
+    (found,) = run_ranks(devices, 1)
+    assert found == [{"meta"}, {"meta"}]
+
+
+@pytest.mark.gpu
+def test_batches_on_the_host_train_a_cuda_graph() -> None:
+    from torchrec_ext.train.engines import cuda_graph
+
+    with Runtime.start("cuda") as runtime:
+        losses = []
+        for on_host in (False, True):
+            model, optimizer = sharded(runtime, *KINDS[0])
+            first, *rest = batches(20)
+            stepped(model, optimizer, first.to(runtime.device))
+            step = CapturedStep(model, optimizer, cuda_graph)
+            losses.append([float(step(batch if on_host else batch.to(runtime.device))[0]) for batch in rest])
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
