@@ -20,7 +20,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import Record, train
 from torchx_apps.cli import apply_overrides, load_recipe
 from torchx_apps.recipes import Job
-from torchx_apps.training import load_task
+from torchx_apps.training import build_model, load_task
 
 
 def job_of(recipe: str, *overrides: str) -> Job:
@@ -32,7 +32,7 @@ def trained(runtime: Runtime, job: Job) -> dict[str, Record]:
     """As the app trains it, without its printing."""
     task = load_task(job, runtime)
     torch.manual_seed(job.train.seed)
-    model = job.build(job.model, task.data)
+    model: Any = build_model(job, task)
     schema = model.schema(out_of_range=job.model.out_of_range)
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
     loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,20 @@ import torch
 
 from tests.contracts import run_ranks
 from torchrec_ext.data.batches import BatchBuilder
+from torchrec_ext.data.columns import Column
 from torchrec_ext.data.datasets import DatasetUnavailable
 from torchrec_ext.data.loader import training_loader
 from torchrec_ext.data.synthetic import planted
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import Record, train
-from torchx_apps.cli import apply_overrides
+from torchx_apps import stackable
+from torchx_apps.cli import apply_overrides, load_recipe
+from torchx_apps.labelled import LabelledTask
+from torchx_apps.members import MemberJob
 from torchx_apps.ranking import RankingJudge, RankingTask, Recommended, recommendation_text
 from torchx_apps.recipes import Job, two_tower
-from torchx_apps.training import load_task
+from torchx_apps.training import build_model, load_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,7 @@ def trained(runtime: Runtime, job: Job) -> Outcome:
     """The recipe as the app trains it, without its printing."""
     data = load_task(job, runtime).data
     torch.manual_seed(job.train.seed)
-    model = job.build(job.model, data)
+    model: Any = build_model(job, RankingTask(data))
     schema = model.schema()
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
     loader = training_loader(data, schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
@@ -211,3 +216,36 @@ def test_without_real_set_and_fallback_every_rank_says_which_file_to_put_where(n
     assert first[0].startswith("set 'ml-100k' is not on this machine and was not downloaded: data.offline is set. Looked in ")
     assert f"ml-100k.zip (4,924,029 bytes) at {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k' / 'ml-100k.zip'}, or set " in first[0]
     assert first[1] == ""
+
+
+def last_bias(job: Job, runtime: Runtime) -> float:
+    model: Any = build_model(job, load_task(job, runtime))
+    return float(model.interaction.last_biases[0])
+
+
+def begun(runtime: Runtime) -> list[float]:
+    n_tower = apply_overrides(load_recipe("n_tower"), ["data.name=planted"])
+    stacked = stackable.build([MemberJob("a", (), n_tower)], runtime)[0].network
+    task = load_task(n_tower, runtime)
+    labels = task.data.train["label"].values
+    weighted = dataclasses.replace(task.data, train=task.data.train.with_columns({"w": Column(1 + 3 * labels)}))
+    loader = dataclasses.replace(n_tower.loader, weight="w")
+    return [
+        float(labels.mean()),
+        last_bias(n_tower, runtime),
+        float(stacked.interaction.last_biases[0]),  # type: ignore[index, union-attr]
+        LabelledTask(weighted).positives(loader)[0],
+        last_bias(two_tower_with("data.name=planted", "loader.negatives=3"), runtime),
+        last_bias(apply_overrides(load_recipe("ncf"), ["data.name=planted"]), runtime),
+    ]
+
+
+def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_alone_or_stacked_on_every_rank() -> None:
+    found, other = run_ranks(begun, 2)
+    share, alone, stacked, weighted, two_tower_bias, ncf_bias = found
+    assert alone == pytest.approx(math.log(share / (1 - share)))
+    assert stacked == alone
+    assert weighted == pytest.approx(4 * share / (1 + 3 * share))
+    assert two_tower_bias == pytest.approx(math.log(1 / 3))
+    assert ncf_bias == pytest.approx(math.log(1 / 4))
+    assert other == found

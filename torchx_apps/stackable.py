@@ -48,7 +48,7 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
         task = tasks[job.data]
         job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))
         torch.manual_seed(job.train.seed)
-        network = job.build(job.model, task.data)
+        network = training.build_model(job, task)
         for _, collection in collections(network):
             collection.to_empty(device=runtime.device)
         initialise_tables(network, job.train.seed)

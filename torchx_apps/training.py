@@ -30,6 +30,7 @@ from torchrec_ext.distributed.planning import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.streams import on_streams
 from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
@@ -44,6 +45,7 @@ from torchx_apps import report
 from torchx_apps.failures import end_process
 from torchx_apps.job import Job, Judge, Task
 from torchx_apps.lookups import merge_lookups
+from torchx_apps.named_data import NamedData
 from torchx_apps.placing import place_towers, report_steps
 from torchx_apps.resuming import (
     CHECKPOINTS,
@@ -76,7 +78,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         task = load_task(job, runtime)
         job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))  # after a fallback another one
         torch.manual_seed(job.train.seed)
-        model = job.build(job.model, task.data)
+        model = build_model(job, task)
         job, decision = place_towers(job, task, model, runtime)
         merge_lookups(job, model, runtime.world_size)
         schema = model.schema(out_of_range=job.model.out_of_range)
@@ -121,6 +123,16 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
 
             details = {"recipe": job.name, "run": str(path)}
             end_with_bundle(job.export, parallel, task, schema, runtime, path / BUNDLE, details)
+
+
+def build_model(job: Job, task: Task) -> nn.Module:
+    """The untrained model of a job, which predicts the share of positives of its training rows where both tell of one."""
+    model: nn.Module = job.build(job.model, task.data)
+    if isinstance(model, TowerModel) and isinstance(task, NamedData):
+        shares = task.positives(job.loader, model.schema(out_of_range=job.model.out_of_range).tasks)
+        if shares:
+            model.begin_at(shares)
+    return model
 
 
 def _loader(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> Any:

@@ -1,6 +1,7 @@
 """Several tasks over one hidden layer: a head, a loss and figures for each; the loader brings the labels of all."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,13 @@ def test_several_tasks_trained_on_two_ranks_equal_those_trained_unsharded() -> N
     assert (missed, names) == ([], list(WEIGHTS))
     for name, value in made.named_parameters():
         torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.unit
+def test_each_head_begins_at_its_own_share_and_that_of_another_loss_stays() -> None:
+    made = model(losses={"like": square}).eval()
+    top: Any = made.interaction
+    before = [float(bias) for bias in top.last_biases]
+    odds = made.begin_at([0.5, 0.01, 0.3])
+    assert odds == pytest.approx([0.0, math.log(0.01 / 0.99)])
+    assert [float(bias) for bias in top.last_biases] == pytest.approx([*odds, before[2]])

@@ -1,5 +1,7 @@
 """Towers learn, every parameter of them, and wrong declarations are refused."""
 
+import math
+
 import pytest
 import torch
 
@@ -97,3 +99,25 @@ def test_the_top_nn_does_not_put_a_linear_layer_on_a_linear_layer() -> None:
     top = TopMLP([8, 8], hidden=[])  # one linear layer: affine in the outputs unless there is an activation between
     logits = {scale: top([output * scale for output in outputs]) for scale in (-1.0, 0.0, 1.0)}
     assert (logits[-1.0] + logits[1.0] - 2 * logits[0.0]).abs().max() > 1e-3
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("interaction", ["top_nn", "gmf", "dcn", "fm", "deepfm", "dot"])
+def test_an_untrained_model_begins_at_the_share_of_positives(interaction: str) -> None:
+    model, batch = small_model(interaction=interaction).eval(), next(batches(1, size=512))  # type: ignore[arg-type]
+    before, odds = model.logits(batch).mean(), math.log(0.02 / 0.98)
+    if interaction == "dot":
+        assert model.begin_at([0.02]) == []
+        assert torch.equal(model.logits(batch).mean(), before)
+        return
+    (bias,) = model.interaction.last_biases  # type: ignore[misc]
+    moved = odds - bias.item()
+    assert model.begin_at([0.02]) == [odds]
+    assert float(model.logits(batch).mean() - before) == pytest.approx(moved, abs=1e-4)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("shares", "text"), [([0.1, 0.2], "shares: 2, heads: 1"), ([1.0], "shares: 1.0: must be above 0")])
+def test_wrong_shares_are_refused(shares: list[float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        small_model(META).begin_at(shares)

@@ -56,3 +56,11 @@ def test_processes_of_a_host_are_pinned_to_cores_of_their_own() -> None:
     assert set(first) == on_first
     assert set(second) == on_second
     assert not set(first) & set(second)
+
+
+def test_an_epoch_that_is_over_before_anything_was_measured_leaves_the_number_as_it_was() -> None:
+    torch.set_num_threads(2)
+    said: list[str] = []
+    assert list(with_best_threads(iter(range(3)), iter, Runtime(), said.append)) == [0, 1, 2]  # what is slow once takes them all
+    assert torch.get_num_threads() == 2
+    assert said[0].startswith("threads: 2 (as before: the epoch was over before a step could be measured)")

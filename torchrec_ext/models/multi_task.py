@@ -65,6 +65,9 @@ class MultiTaskModel(TowerModel):
         self.tasks = dict(tasks)
         self.of_tasks = _TaskLosses({name: losses.get(name, bce) for name in tasks})
 
+    def _losses(self) -> list[Loss]:
+        return list(self.of_tasks.losses.values())
+
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
         """See :meth:`TowerModel.schema`; labels may have any value if a loss is not binary cross entropy."""
         binary = all(loss is bce for loss in self.of_tasks.losses.values())

@@ -161,6 +161,11 @@ class NCFHead(Recorded, nn.Module):
         nn.init.uniform_(self.predict.weight, -bound, bound)
         nn.init.zeros_(self.predict.bias)
 
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the logit, (1,)."""
+        return [self.predict.bias]
+
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """(B,) logits from the two towers' outputs, each (B, G + H)."""
         (user, first_user), (item, first_item) = map(self._halves, outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,6 +111,36 @@ class TowerModel(nn.Module):
         for name, holder, _ in values_by_table(self):
             holder.weight = values[name]
         return self
+
+    def begin_at(self, shares: Sequence[float]) -> list[float]:
+        """Sets the last bias to the log-odds of the share of positives, which an untrained model then predicts for every row.
+
+        Without it the first steps of a model of rare positives do nothing but move a bias, and a short training ends far above the
+        log loss of a constant prediction. An interaction without a bias and a loss other than binary cross entropy stay as they are.
+
+        Args:
+            shares: of positives among the training rows, above 0 and below 1, for each head: one, or of a MultiTaskModel T.
+
+        Returns:
+            The log-odds that were set.
+
+        Raises:
+            ValueError: other numbers of shares and heads, or a share that is not between 0 and 1.
+        """
+        found, losses = [], self._losses()
+        if len(shares) != len(losses):
+            raise ValueError(f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head")
+        for share, loss, bias in zip(shares, losses, getattr(self.interaction, "last_biases", []), strict=False):
+            if not 0 < share < 1:
+                raise ValueError(f"shares: {share}: must be above 0 and below 1, since the log-odds of others are not finite")
+            if loss is bce:
+                found.append(math.log(share / (1 - share)))
+                nn.init.constant_(bias, found[-1])
+        return found
+
+    def _losses(self) -> list[Loss]:
+        """Of each head."""
+        return [self.loss.function]
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
         """The columns that a batch for this model needs."""

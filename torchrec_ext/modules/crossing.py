@@ -48,6 +48,11 @@ class DeepCross(Recorded, nn.Module):
         self.cross = CrossNet(self.width, layers) if low_rank is None else LowRankCrossNet(self.width, layers, low_rank)
         self.mlp = mlp(self.width, [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
 
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the logit, (1,)."""
+        return [self.mlp[-1].bias]  # type: ignore[list-item]
+
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
         """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""
         return self.mlp(self.cross(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
@@ -79,6 +84,11 @@ class FactorizationMachine(Recorded, nn.Module):
         self.width = equal_width("FactorizationMachine", widths, remedy="TopMLP or DeepCross, which take any")
         self.first_order = nn.Linear(sum(widths), 1)
         self.second_order = deepfm.FactorizationMachine()
+
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the logit, (1,)."""
+        return [self.first_order.bias]
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """(B,) logits from the towers' outputs, each (B, D)."""
@@ -126,6 +136,11 @@ class DeepFM(Recorded, nn.Module):
         self.deep = TopMLP(
             widths, hidden, activation=activation, normalization=normalization, dropout=dropout, activate_input=activate_input
         )
+
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the machine's logit, (1,), to which the deep half's is added."""
+        return self.machine.last_biases
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
         """(B,) logits from the towers' outputs, each (B, D); ``weights`` (B,), see :class:`BatchNorm`."""

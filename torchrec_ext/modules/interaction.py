@@ -68,6 +68,11 @@ class GeneralizedMF(Recorded, nn.Module):
         super().__init__()
         self.linear = nn.Linear(equal_width("GeneralizedMF", widths, towers=2, remedy="TopMLP, which takes any"), 1)
 
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the logit, (1,)."""
+        return [self.linear.bias]
+
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """(B,) logits from the towers' outputs [(B, D), (B, D)]."""
         return self.linear(outputs[0] * outputs[1]).squeeze(1)  # type: ignore[no-any-return]
@@ -103,6 +108,11 @@ class TopMLP(Recorded, nn.Module):
         self.widths = list(query_and_candidate("TopMLP", widths))
         self.mlp = mlp(sum(widths), [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
         self.activation = activation_layer(activation) if activate_input else nn.Identity()
+
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the logit, (1,)."""
+        return [self.mlp[-1].bias]  # type: ignore[list-item]
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
         """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""

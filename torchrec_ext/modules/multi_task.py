@@ -42,6 +42,11 @@ class MultiTaskTop(TopMLP):
         first: nn.Linear = self.mlp[-1]  # type: ignore[assignment]
         self.further = nn.ModuleList(nn.Linear(first.in_features, 1) for _ in range(tasks - 1))
 
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of each task's logit, (1,), in order."""
+        return [*super().last_biases, *(head.bias for head in self.further)]  # type: ignore[list-item]
+
     def of_tasks(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
         """(B, T) logits from the towers' outputs, each (B, D) with a D of its own; column 0 is what :meth:`forward` gives."""
         *layers, first = self.mlp

@@ -35,7 +35,7 @@ def with_best_threads(
 ) -> Iterator[Any]:
     """Runs the first of ``items`` with several numbers of threads and leaves the fastest set; they count as any other step.
 
-    All ranks call it, try the same numbers on as many steps, and choose the one with which the slowest of them is fastest. Each
+    Where the items end before any number was measured, the number stays what it was. All ranks call it, try the same numbers on as many steps, and choose the one with which the slowest of them is fastest. Each
     process is pinned to its own share of the host's cores first. More threads than a small network can use make it slower, and many
     times slower where other processes want the cores.
 
@@ -45,7 +45,7 @@ def with_best_threads(
         runtime: this process's place in the job.
         say: is told what came out.
     """
-    own = pin(runtime)
+    given, own = torch.get_num_threads(), pin(runtime)
     tried = numbers(len(own))
     yield from run(islice(items, 3))  # what is slow once is over then
     step = _slowest((yield from _clocked(run(islice(items, _FEWEST)))), runtime)
@@ -54,10 +54,12 @@ def with_best_threads(
     for number in tried:
         torch.set_num_threads(number)
         times[number] = _slowest((yield from _clocked(run(islice(items, count)))), runtime)
-    best = min(times, key=lambda number: times[number])
+    times = {number: seconds for number, seconds in times.items() if math.isfinite(seconds)}
+    best = min(times, key=lambda number: times[number], default=given)
     torch.set_num_threads(best)
     measured = ", ".join(f"{number}: {seconds * 1e3:.2f} ms" for number, seconds in times.items())
-    say(f"threads: {best} (a step with {measured}); each process is pinned to {len(own)} core(s)")
+    why = f"a step with {measured}" if measured else "as before: the epoch was over before a step could be measured"
+    say(f"threads: {best} ({why}); each process is pinned to {len(own)} core(s)")
 
 
 def _clocked(outputs: Iterator[Any]) -> Generator[Any, None, float]:
