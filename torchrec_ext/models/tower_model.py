@@ -116,7 +116,8 @@ class TowerModel(nn.Module):
         """Sets the last bias to the log-odds of the share of positives, which an untrained model then predicts for every row.
 
         Without it the first steps of a model of rare positives do nothing but move a bias, and a short training ends far above the
-        log loss of a constant prediction. An interaction without a bias and a loss other than binary cross entropy stay as they are.
+        log loss of a constant prediction. An interaction without a bias stays as it is, as do heads with another loss than binary
+        cross entropy.
 
         Args:
             shares: of positives among the training rows, above 0 and below 1, for each head: one, or of a MultiTaskModel T.

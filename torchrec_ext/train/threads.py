@@ -35,9 +35,10 @@ def with_best_threads(
 ) -> Iterator[Any]:
     """Runs the first of ``items`` with several numbers of threads and leaves the fastest set; they count as any other step.
 
-    Where the items end before any number was measured, the number stays what it was. All ranks call it, try the same numbers on as many steps, and choose the one with which the slowest of them is fastest. Each
-    process is pinned to its own share of the host's cores first. More threads than a small network can use make it slower, and many
-    times slower where other processes want the cores.
+    Where the items end before any number was measured, the number stays what it was. All ranks call it, try the same numbers on as
+    many steps, and choose the one with which the slowest of them is fastest. Each process is pinned to its own share of the host's
+    cores first. More threads than a small network can use make it slower, and many times slower where other processes want the
+    cores.
 
     Args:
         items: batches; what is not needed stays there.
