@@ -1,5 +1,5 @@
 # Everything a newcomer needs is `make demo`: it makes .venv, installs the triple that fits this machine, and trains.
-# PYTHON=python3.12 picks another interpreter, PYTEST_ARGS="-k schema" picks tests.
+# PYTHON=python3.12 picks another interpreter, PYTEST_ARGS="-k schema" picks tests, DEMO_ARGS="--set train.epochs=2" changes the demo.
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,7 +27,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP) ## set up, train the recipe two_tower on two ranks (`torchx run`) and export it; without MovieLens, on generated data
-	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted --set export=auto
+	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted --set export=auto $(DEMO_ARGS)
 
 test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
 	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS) || test $$? -eq 5

@@ -196,6 +196,7 @@ def _app(
     app = getattr(dist, "torchrun", dist.ddp)(
         *flags,
         m=main,
+        tee=2,  # a rank's errors begin with its number; what it prints is the job's result, and stays as it is
         j=_topology(j),
         name=name,
         image=image,

@@ -47,7 +47,7 @@ def test_torchx_run_is_ours() -> None:
 def test_by_default_two_ranks_train_two_tower_on_one_thread_each() -> None:
     (role,) = launch().roles
     assert role.entrypoint == "bash"
-    assert role.args[-1].endswith("--nnodes 1 --nproc_per_node 2 --tee 3 --role '' -m torchx_apps.train --recipe two_tower")
+    assert role.args[-1].endswith("--nnodes 1 --nproc_per_node 2 --tee 2 --role '' -m torchx_apps.train --recipe two_tower")
     assert role.env["OMP_NUM_THREADS"] == "1"
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in role.env
 

@@ -19,12 +19,16 @@ from torchx.components.component_test_base import ComponentTestCase
 
 from tests.contracts import run_ranks
 from tests.retrieval.bundles import bundle_of, contents
+from tests.small_sets import write_ml_100k
+from torchrec_ext.data.datasets import load
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.store import EmbeddingStore
-from torchx_apps import catalogue, embed
+from torchrec_ext.schema import DataError
+from torchx_apps import catalogue, embed, recipes
 from torchx_apps.catalogue import CatalogueFiles
 from torchx_apps.embedding import TowerRows, embed_files
+from torchx_apps.served import of_interactions
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,20 @@ def test_every_row_is_read_once(ranks: int, folder: Path, monkeypatch: pytest.Mo
     blocks = [block for share in shares for block in share]
     assert sorted(np.concatenate([block.ids.to_numpy() for block in blocks]).tolist()) == list(range(1, 50))
     assert [sum(len(block.ids) for block in share) for share in shares] == [share.rows for share in shares]
+
+
+def test_the_demos_own_items_file_gives_what_training_read(tmp_path: Path) -> None:
+    root = write_ml_100k(tmp_path)
+    data = load("ml-100k", folder=str(root))
+    model = recipes.two_tower()
+    trained = of_interactions(data, model.build(model.model, data).schema()).catalogue.features
+    names = [name for name in trained.column_names if name != "genres"]  # so does a tower that reads one of both alone
+    for columns in (trained.column_names, names):
+        files = CatalogueFiles(root / "ml-100k" / "items.parquet", columns, "item_id", derived=catalogue.PUBLISHED["ml-100k"])
+        rows = pa.Table.from_batches([pa.RecordBatch.from_pydict(dict(block.columns)) for block in files])
+        assert rows.sort_by("item_id").cast(trained.select(columns).schema).equals(trained.select(columns))
+    with pytest.raises(DataError, match=r"items\.parquet: column 'genres' is missing"):
+        CatalogueFiles(root / "ml-100k" / "items.parquet", trained.column_names, "item_id")
 
 
 def run(*flags: object) -> tuple[int, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -20,6 +21,8 @@ from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
+from tests.data.test_datasets import publish
+from torchrec_ext.data import datasets
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Preprocessor
@@ -261,6 +264,26 @@ def test_movielens(ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert sum(rows.values()) == 100_000
     train = read_parquet(tmp_path / "ready/train/part-00000.parquet")
     assert train["timestamp"].values.max() < read_parquet(tmp_path / "ready/test/part-00000.parquet")["timestamp"].values.min()
+
+
+@quiet
+def test_movielens_is_found_where_training_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_duckdb()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
+    flags = ["--set", "pictures=false", "--set", "config.test_share=0.3", "--out", str(tmp_path / "ready")]
+    monkeypatch.setattr(datasets, "ML_100K", dataclasses.replace(datasets.ML_100K, url=(tmp_path / "gone.zip").as_uri()))
+    assert main(flags) == 1
+    (told,) = capsys.readouterr().err.splitlines()[1:]  # behind the licence
+    assert told.startswith("recipe ml_100k: set 'ml-100k' is not on this machine and was not downloaded: ")
+    assert told.endswith("or name that folder: --set config.folder=DIR")
+    monkeypatch.setattr(datasets, "ML_100K", publish(tmp_path / "published.zip"))  # a download, without a network
+    assert main(flags) == 0
+    years = pq.read_table(tmp_path / "ready/train")["release_year"]
+    assert sorted(years.to_pylist()) == [1, 1, 2], "1995, 1995 and 1998, by frequency"
+    assert len(pq.read_table(tmp_path / "ready/test")) == 1
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -38,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    _end_when_lost(run.parse_args(arguments))
+    _leave_the_error_to_us()
+    options = run.parse_args(list(sys.argv[1:] if argv is None else argv))
+    _end_when_lost(options)
     try:
-        run.main(arguments)
+        run.run(options)  # without the wrapper of run.main, which writes the scheduler's reply file too, and not in one move
     except ChildFailedError as failed:
         hand_over(describe_failure(*first_failure(failed.failures)))
         return 1
@@ -135,6 +137,12 @@ def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] |
     from torchx_apps.failures import RankErrorHandler
 
     return record(app, RankErrorHandler())(argv) or 0
+
+
+def _leave_the_error_to_us() -> None:
+    """Keeps torchrun's log of a failed rank, whose error `hand_over` tells, off the terminal; LOGLEVEL=INFO shows it."""
+    if os.environ.get("LOGLEVEL", "WARNING").upper() not in ("INFO", "DEBUG"):
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 
 def _end_when_lost(options: argparse.Namespace) -> None:

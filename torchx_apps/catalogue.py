@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchrec_ext.data import movielens
 from torchrec_ext.data.files import DataFile, PathLike, find_files
 from torchrec_ext.data.preprocess.column_types import missing_column
 from torchrec_ext.retrieval.tables import UserTable
@@ -33,6 +34,25 @@ class Block:
     columns: Mapping[str, pa.Array]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """Columns that training derives from others of a published file.
+
+    Args:
+        makes: the columns.
+        reads: the columns of the file, all texts.
+        make: from (N,) of those to (N,) of these.
+    """
+
+    makes: Sequence[str]
+    reads: Sequence[str]
+    make: Callable[[Mapping[str, pa.Array]], Mapping[str, pa.Array]]
+
+
+# By the set that a bundle was trained on; the files of all other sets have the columns that requests name.
+PUBLISHED = {"ml-100k": Derived(makes=("release_year", "genres"), reads=movielens.ITEM_COLUMNS, make=movielens.features_of_items)}
+
+
 class CatalogueFiles:
     """Blocks at places that do not depend on the number of ranks, of which each rank reads its part, one after the other.
 
@@ -40,6 +60,7 @@ class CatalogueFiles:
         paths: files, folders, patterns or addresses; see :func:`torchrec_ext.data.files.find_files`.
         columns: to read.
         key: the column with the ids.
+        derived: how columns that a file lacks are made of those that it has.
         rank: of this process.
         world_size: how many share the rows.
 
@@ -48,9 +69,16 @@ class CatalogueFiles:
     """
 
     def __init__(
-        self, paths: PathLike | Sequence[PathLike], columns: Sequence[str], key: str, *, rank: int = 0, world_size: int = 1
+        self,
+        paths: PathLike | Sequence[PathLike],
+        columns: Sequence[str],
+        key: str,
+        *,
+        derived: Derived | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self._columns, self._key = list(columns), key
+        self._columns, self._key, self._derived = list(columns), key, derived
         self._names = list(dict.fromkeys([key, *columns]))
         self._files = find_files(paths, (".parquet",))
         places = [place for file in range(len(self._files)) for place in self._places(file)]
@@ -62,15 +90,27 @@ class CatalogueFiles:
         """File, row group, block and rows of each block of a file."""
         file = self._files[at]
         with self._opened(file) as parquet:
-            for name in self._names:
-                if name not in parquet.schema_arrow.names:
-                    raise missing_column(file.name, name, parquet.schema_arrow.names)
+            self._names_in(file, parquet.schema_arrow.names)
             sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
         return [
             (at, group, block, min(BLOCK_ROWS, rows - block * BLOCK_ROWS))
             for group, rows in enumerate(sizes)
             for block in range(ceil(rows / BLOCK_ROWS))
         ]
+
+    def _names_in(self, file: DataFile, names: Sequence[str]) -> list[str]:
+        """The columns to read of a file with columns ``names``."""
+        wanted = self._names
+        if self._is_published(names):
+            wanted = list(dict.fromkeys([*(name for name in wanted if name not in self._derived.makes), *self._derived.reads]))
+        for name in wanted:
+            if name not in names:
+                raise missing_column(file.name, name, names)
+        return wanted
+
+    def _is_published(self, names: Sequence[str]) -> bool:
+        own = self._derived
+        return own is not None and {*own.reads} <= {*names} and not {*own.makes} <= {*names}
 
     def __iter__(self) -> Iterator[Block]:
         """The blocks of this rank.
@@ -92,8 +132,9 @@ class CatalogueFiles:
                         break
 
     def _read(self, file: DataFile, parquet: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch]:
+        names = self._names_in(file, parquet.schema_arrow.names)
         try:
-            yield from parquet.iter_batches(batch_size=BLOCK_ROWS, row_groups=[group], columns=self._names)
+            yield from parquet.iter_batches(batch_size=BLOCK_ROWS, row_groups=[group], columns=names)
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{file.name}: row group {group} cannot be read ({error}); copy or write the file again") from error
 
@@ -102,9 +143,10 @@ class CatalogueFiles:
         if ids.null_count:
             row = ids.is_null().index(True).as_py()
             raise DataError(f"{where}: column '{self._key}' is null {row} rows later; give every row an id")
-        return Block(
-            where=where, ids=_plain_ids(where, self._key, ids), columns={name: rows.column(name) for name in self._columns}
-        )
+        held = dict(zip(rows.schema.names, rows.columns, strict=True))
+        if self._is_published(list(held)):
+            held |= self._derived.make(held)
+        return Block(where=where, ids=_plain_ids(where, self._key, ids), columns={name: held[name] for name in self._columns})
 
     def _opened(self, file: DataFile) -> pq.ParquetFile:
         source: Any = file.path if file.remote is None else file.open()

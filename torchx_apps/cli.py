@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import shutil
 import sys
@@ -132,6 +133,10 @@ def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":  # once for all ranks
+            super().print_help(file)
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; `{self.prog} --help` lists the flags")
 

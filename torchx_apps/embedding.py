@@ -24,7 +24,7 @@ from torchrec_ext.retrieval.snapshots import versions
 from torchrec_ext.retrieval.store import EmbeddingStore
 from torchrec_ext.retrieval.tables import UserTable
 from torchrec_ext.schema import DataError
-from torchx_apps.catalogue import Block, CatalogueFiles, KnownUsers
+from torchx_apps.catalogue import PUBLISHED, Block, CatalogueFiles, KnownUsers
 from torchx_apps.embedding_ids import ids_in, of_kind
 from torchx_apps.progress import Progress
 
@@ -60,7 +60,8 @@ class TowerRows:
             self._users = _known(bundle, self.names)
             self._files = KnownUsers(self._users, **self.rank)
         elif catalogue is not None:
-            self._files = CatalogueFiles(catalogue, list(self.side.request_columns), key, **self.rank)
+            derived = PUBLISHED.get(bundle.manifest.certificate.get("data", ""))
+            self._files = CatalogueFiles(catalogue, list(self.side.request_columns), key, derived=derived, **self.rank)
         self.rows = self._files.rows if self._files else 0
         self._unknown: Counter[str] = Counter()
 

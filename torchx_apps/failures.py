@@ -44,8 +44,10 @@ def _reply(message: str, told: str) -> bool:
     if not path:
         return False
     extra = {"py_callstack": told, "timestamp": str(int(time.time()))}
-    with open(path, "w") as file:
+    # In one move: TorchX looks into the file of its own process every second, and half a JSON ends it with a traceback.
+    with open(f"{path}.part", "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    os.replace(file.name, path)
     return True
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.data.datasets import FOLDER_VARIABLE
+import pyarrow as pa
+
+from torchrec_ext.data.datasets import DatasetUnavailable, data_folder, find_ml_100k, ml_100k_tables
 from torchrec_ext.data.files import find_files
 from torchrec_ext.data.preprocess import (
     Categorify,
@@ -86,7 +87,8 @@ class MovieLensConfig:
     """The recipe ``ml_100k``.
 
     Args:
-        folder: with inter.parquet, users.parquet and items.parquet; ``$TORCHREC_EXT_DATA/ml-100k`` where not given.
+        folder: with inter.parquet, users.parquet and items.parquet, or ml-100k.zip; where not given the set is looked for, and
+            downloaded, as in training.
         history_length: the most earlier items of a row.
         test_share: the latest share of the ratings, kept for testing.
         min_count: rarer items and users are unknown.
@@ -111,14 +113,13 @@ def ml_100k() -> PreprocessJob:
 
 def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
     """Joins the three files; a rating of 4 or 5 is a 1."""
-    folder = _movielens_folder(config)
-    ratings = engine.read(scan(folder / "inter.parquet"))
-    users, items = (engine.read(scan(folder / f"{name}.parquet")) for name in ("users", "items"))
+    path = _movielens(config)
+    ratings, users, items = _movielens_tables(path, engine)
     users, items = (table.drop(ROW) if ROW in table.columns else table for table in (users, items))
     rows = ratings.join(users, "user_id").join(items, "item_id")
     rows = engine.stage(rows.mutate(label=(rows.rating >= 4).cast("float32"), genres=rows["class"]))
     times = rows.select(x=rows.timestamp.cast("float64"))
-    (cut,) = quantiles_of("the split by time", times, [1 - config.test_share], str(folder / "inter.parquet"), engine)
+    (cut,) = quantiles_of("the split by time", times, [1 - config.test_share], str(path), engine)
     steps: list[Step] = [
         History(user="user_id", item="item_id", time="timestamp", length=config.history_length),
         Categorify(column="item_id", also=("history",), min_count=config.min_count),
@@ -142,13 +143,24 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
     )
 
 
-def _movielens_folder(config: MovieLensConfig) -> Path:
-    root = os.environ.get(FOLDER_VARIABLE)
-    if not config.folder and not root:
-        raise DataError(
-            f"recipe ml_100k needs its files: --set config.folder=DIR with inter.parquet in it, or set {FOLDER_VARIABLE}"
-        )
-    return Path(config.folder) if config.folder else Path(root or "") / "ml-100k"
+def _movielens(config: MovieLensConfig) -> Path:
+    """A folder with parquet files, or the publisher's zip."""
+    if config.folder:
+        given = Path(config.folder)
+        return given / "ml-100k.zip" if (given / "ml-100k.zip").exists() and not (given / "inter.parquet").exists() else given
+    try:
+        return find_ml_100k(data_folder("ml-100k", None))
+    except DatasetUnavailable as error:
+        raise DataError(f"recipe ml_100k: {error}, or name that folder: --set config.folder=DIR") from None
+
+
+def _movielens_tables(path: Path, engine: Engine) -> list[Any]:
+    """Ratings, users and items as tables of the engine."""
+    if path.suffix != ".zip":
+        return [engine.read(scan(path / f"{name}.parquet")) for name in ("inter", "users", "items")]
+    chunks = ml_100k_tables(path)
+    held = [pa.table({name: pa.array(column.values) for name, column in chunk.items()}) for chunk in chunks]
+    return [engine.register(table.append_column(ROW, pa.array(range(len(table)), pa.int64()))) for table in held]
 
 
 @dataclass(frozen=True, kw_only=True)

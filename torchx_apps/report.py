@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,15 +15,15 @@ from torchrec_ext.train.run_folder import RunFolder
 from torchx_apps.job import Task
 
 
-def say_start(task: Task, runtime: Runtime, plan: str) -> None:
-    """The data, the ranks and the plan."""
+def say_start(task: Task, runtime: Runtime) -> None:
+    """The data and the ranks, as soon as both are known: what comes next takes seconds."""
     print(f"data: {task.describe()}")
     if task.licence:
         print(f"licence: {task.licence}")
     print(f"ranks: {runtime.world_size} on {runtime.device.type} over {runtime.backend}, {runtime.threads} thread(s) each")
     if runtime.oversubscribed:
         print(f"note: {runtime.oversubscribed}")
-    print(f"\n{plan}\n", flush=True)
+    sys.stdout.flush()
 
 
 def finish(

@@ -1,28 +1,43 @@
 """`torchx run` as our components need it; every other component runs as TorchX ships it.
 
-TorchX lets a package replace a subcommand (entry point group `torchx.cli.cmds`). Five things are only reachable from there:
-TorchX 0.7.0 refuses a repeated flag, so `--set a=1 --set b=2` never reaches a component; it ends a failed job with a dump of its
-own status, after the failed rank's error; it answers a component's ValueError and Ctrl-C with a traceback; it finds
-python3 on PATH alone, which fails for `.venv/bin/torchx run` in a venv that is not activated; and where its own `docker` package
-is installed it runs in Docker unless told otherwise, whether or not this machine has Docker.
+TorchX lets a package replace a subcommand (entry point group `torchx.cli.cmds`). Some things are only reachable from there.
+TorchX 0.7.0 refuses a repeated flag, so `--set a=1 --set b=2` never reaches a component. It prints all that a local job
+says on stderr, figures too. It starts all ranks before one of them reads a flag. It keeps logs in a folder that it deletes.
+It ends a failed job with a dump of its own status, after the failed rank's error, and answers a component's ValueError, a
+package that is missing and Ctrl-C with a traceback. It finds python3 on PATH alone, which fails for `.venv/bin/torchx run`
+in a venv that is not activated; and where its own `docker` package is installed it runs in Docker unless told otherwise,
+whether or not this machine has Docker.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import os
+import re
+import shlex
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 from torchx.cli.cmd_run import CmdRun
 from torchx.runner import Runner, config
-from torchx.schedulers import get_default_scheduler_name
+from torchx.schedulers import get_default_scheduler_name, get_scheduler_factories
+from torchx.schedulers.api import Stream
 from torchx.schedulers.local_scheduler import SignalException
-from torchx.specs import NONE, AppStatus
+from torchx.specs import NONE, AppDef, AppDryRunInfo, AppStatus, CfgVal, Role
+
+LOGS = Path("runs") / "logs"
+_LOCAL = "local_cwd"
+_WITH_THIS_ENVIRONMENT = (_LOCAL, "slurm")  # the others run an image, whose package and recipes may differ from those here
 
 
 class Run(CmdRun):
@@ -41,25 +56,46 @@ class Run(CmdRun):
 
     def run(self, args: argparse.Namespace) -> None:
         """Runs a component."""
-        self._ours = is_ours(args.component_name_and_args)
-        args.scheduler = args.scheduler or ("local_cwd" if self._ours else get_default_scheduler_name())
+        tokens = with_component(args.component_name_and_args)
+        self._ours = is_ours(tokens)
+        args.scheduler = args.scheduler or (_LOCAL if self._ours else get_default_scheduler_name())
         if not self._ours:
             if args.set:
                 self._parser.error(f"--set {args.set[0]}: only the components of torchrec_ext take it; name one, or leave it out")
             super().run(args)
             return
-        overrides = [f"--set={override}" for override in args.set]
-        args.component_name_and_args = gather_overrides([*args.component_name_and_args, *overrides])
+        # In the order typed: of two changes to one key the later wins.
+        args.component_name_and_args = gather_overrides([tokens[0], *(f"--set={item}" for item in args.set), *tokens[1:]])
         _put_this_python_on_path()
+        if args.scheduler == _LOCAL:
+            _quieten_torchx(args.log_level)
         try:
             super().run(args)
         except SignalException as stop:
             print(f"torchx run: stopped by {stop.sigval.name}; no rank is left", file=sys.stderr)
             sys.exit(128 + stop.sigval)
+        except ModuleNotFoundError as error:
+            if self._launched or args.scheduler == _LOCAL:
+                raise
+            print(missing_package(args.scheduler, error), file=sys.stderr)
+            sys.exit(1)
         except (ValueError, KeyError) as error:
             if self._launched:
                 raise
             self._parser.error(str(error.args[0]))
+
+    def _run(self, runner: Runner, args: argparse.Namespace) -> None:
+        if not self._ours:
+            super()._run(runner, args)
+            return
+        self._scheduler, self._out = args.scheduler, sys.stdout
+        with JobRunner("torchx", get_scheduler_factories(), config.load_sections(prefix="component")) as own:
+            if args.scheduler != _LOCAL or args.dryrun:
+                super()._run(own, args)
+                return
+            # TorchX prints the job's handle; of a local job, which ends with this process, it is of no use.
+            with contextlib.redirect_stdout(io.StringIO()):
+                super()._run(own, args)
 
     def _wait_and_exit(self, runner: Runner, app_handle: str, log: bool) -> None:
         self._launched = True
@@ -73,19 +109,142 @@ class Run(CmdRun):
                 print(last_words(runner.status(app_handle)), file=sys.stderr)
                 raise
 
+    def _start_log_thread(self, runner: Runner, app_handle: str) -> threading.Thread:
+        if not self._ours or self._scheduler != _LOCAL:
+            return super()._start_log_thread(runner, app_handle)
+        thread = threading.Thread(target=print_output, args=(runner, app_handle, self._out, sys.stderr), daemon=True)
+        thread.start()
+        return thread
+
+
+class JobRunner(Runner):
+    """A Runner that keeps a local job's logs, and reads a job's settings before it starts a rank of it."""
+
+    def dryrun(
+        self,
+        app: AppDef,
+        scheduler: str,
+        cfg: Mapping[str, CfgVal] | None = None,
+        workspace: str | None = None,
+        parent_run_id: str | None = None,
+    ) -> AppDryRunInfo[Any]:
+        """What would be run; logs of local jobs are in ``runs/logs`` unless ``-cfg log_dir=...`` names another folder."""
+        own = {**(cfg or {})}
+        if scheduler == _LOCAL and not own.get("log_dir") and _can_make(LOGS):
+            own["log_dir"] = str(LOGS.absolute())
+        return super().dryrun(app, scheduler, cfg=own, workspace=workspace, parent_run_id=parent_run_id)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
+        """Starts the job, unless it is only to print something, which is done here, or there is a mistake in its settings.
+
+        Raises:
+            SystemExit: with the exit code, when there is nothing to start.
+        """
+        role, scheduler = dryrun_info._app.roles[0], dryrun_info._scheduler
+        launch = Launch.of(role) if scheduler in _WITH_THIS_ENVIRONMENT else None
+        if launch is not None and launch.only_prints:
+            sys.exit(launch.here(role.env).returncode)
+        if launch is not None and scheduler == _LOCAL:
+            logs = os.path.relpath(dryrun_info.request.log_dir)
+            print(f"torchx run: starting {launch}; logs: {logs}", file=sys.stderr, flush=True)
+        if launch is not None and launch.has_settings and (mistake := launch.mistake(role.env, bugs=scheduler == _LOCAL)):
+            print(mistake, file=sys.stderr)
+            sys.exit(1)
+        return str(super().schedule(dryrun_info))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a role starts.
+
+    Args:
+        module: of the app.
+        flags: of the app.
+        ranks: that torchx_apps.agent starts, on all nodes; 0 for an app that is one process.
+    """
+
+    module: str
+    flags: Sequence[str]
+    ranks: int
+
+    @classmethod
+    def of(cls, role: Role) -> Launch | None:
+        """Reads it from a role's command; None where that is no app of ours.
+
+        Example:
+            >>> command = "exec python3 -m torchx_apps.agent --nnodes 1:2 --nproc_per_node 4 -m torchx_apps.train --recipe ncf"
+            >>> print(Launch.of(Role(name="train", image="", entrypoint="bash", args=["-c", command])))
+            8 ranks of ncf
+            >>> print(Launch.of(Role(name="plan", image="", entrypoint="python3", args=["-m", "torchx_apps.plan", "--json"])))
+            plan
+        """
+        words = shlex.split(role.args[-1]) if role.entrypoint == "bash" and role.args else role.args
+        apps = [at for at, word in enumerate(words) if word.startswith("torchx_apps.")]
+        if not apps:
+            return None
+        ranks = 0
+        if words[apps[0]] == "torchx_apps.agent" and len(apps) > 1:
+            of_agent = dict(re.findall(r"--(nnodes|nproc_per_node)[= ](?:\d+:)?(\d+)", " ".join(words[: apps[1]])))
+            ranks = int(of_agent.get("nnodes", 1)) * int(of_agent["nproc_per_node"])
+            apps = apps[1:]
+        return cls(module=words[apps[0]], flags=words[apps[0] + 1 :], ranks=ranks)
+
+    @property
+    def only_prints(self) -> bool:
+        """Whether ranks would each print the same, and end."""
+        return self.ranks > 0 and not _PRINTING.isdisjoint(self.flags)
+
+    @property
+    def has_settings(self) -> bool:
+        """Whether ranks would read settings that the user has given."""
+        return self.module in _TRAINING and list(self.flags) != ["--recipe", "two_tower"]
+
+    def here(self, env: Mapping[str, str], *flags: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Runs the app in one process, with the Python and the environment of the ranks."""
+        world = {**os.environ, **env, "PATH": os.environ["PATH"], "WORLD_SIZE": str(max(self.ranks, 1))}
+        return subprocess.run(["python3", "-m", self.module, *self.flags, *flags], env=world, text=True, check=False, **options)
+
+    def mistake(self, env: Mapping[str, str], *, bugs: bool) -> str:
+        """What is wrong with the recipe's name, a key or a value, as the app tells it, or nothing.
+
+        Args:
+            env: of the role.
+            bugs: also what ends in a traceback; false where the job runs on other machines, which may have what is missing here.
+        """
+        done = self.here(env, "--dry-run", capture_output=True)
+        told = done.stderr.strip() if done.returncode else ""
+        return told if bugs or "Traceback" not in told else ""
+
+    def __str__(self) -> str:
+        flags = dict(zip(self.flags, self.flags[1:], strict=False))
+        name = flags.get("--recipe", self.module.rpartition(".")[2])
+        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''} of {name}" if self.ranks else name
+
+
+_PRINTING = {"-h", "--help", "--dry-run", "--list-recipes", "--list"}
+_TRAINING = ("torchx_apps.train", "torchx_apps.train_networks")
+
+
+def with_component(tokens: Sequence[str]) -> list[str]:
+    """Component name and its flags; where no name is given the one in .torchxconfig, if there is one."""
+    words = list(tokens[1:] if tokens[:1] == ["--"] else tokens)
+    if words and not words[0].startswith("-"):
+        return words
+    named = config.get_config(prefix="cli", name="run", key="component")
+    return [named, *words] if named else words
+
 
 def is_ours(tokens: Sequence[str]) -> bool:
     """Whether the component is one of this package.
 
     Args:
-        tokens: component name and its flags; without a name the one in .torchxconfig counts.
+        tokens: component name and its flags.
 
     Example:
         >>> is_ours(["rec.train.hybrid", "-j", "1x2"]), is_ours(["components/train.py:hybrid"]), is_ours(["dist.ddp"])
         (True, True, False)
     """
-    first = next(iter(token for token in tokens if token != "--"), "-")
-    name = (config.get_config(prefix="cli", name="run", key="component") or "") if first.startswith("-") else first
+    name = tokens[0] if tokens else ""
     return name.startswith("rec.") or Path(name.partition(":")[0]).parent.name == "components"
 
 
@@ -95,13 +254,16 @@ _REPEATED = ("--set", "--vary", "--member")
 def gather_overrides(tokens: Sequence[str]) -> list[str]:
     """Moves every `--set`, `--vary` and `--member` behind `--`, where TorchX hands it on as it stands.
 
+    Args:
+        tokens: component name and its flags; the name must be there, since TorchX drops a `--` that comes first.
+
     Example:
         >>> gather_overrides(["rec.train.hybrid", "--set", "a=1", "-j", "1x2", "--set=b=2"])
         ['rec.train.hybrid', '-j', '1x2', '--', '--set=a=1', '--set=b=2']
         >>> gather_overrides(["rec.train.hybrid", "--", "--set", "a=1", "--dry-run"])
         ['rec.train.hybrid', '--', '--dry-run', '--set=a=1']
     """
-    rest = list(tokens[1:] if tokens[:1] == ["--"] else tokens)
+    rest = list(tokens)
     kept: list[str] = []
     found: dict[str, None] = {}
     while rest:
@@ -117,6 +279,47 @@ def gather_overrides(tokens: Sequence[str]) -> list[str]:
     if not found:
         return kept
     return [*kept, *([] if "--" in kept else ["--"]), *found]
+
+
+def print_output(runner: Runner, app_handle: str, out: TextIO, err: TextIO) -> None:
+    """Prints what a local job says as it says it, its stdout to ``out`` and its stderr to ``err``, until the job has ended.
+
+    Lines of a job on several nodes begin with the role and the node.
+    """
+    replicas = [(role.name, node) for role in runner.describe(app_handle).roles for node in range(role.num_replicas)]
+    threads = []
+    for role, node in replicas:
+        prefix = f"{role}/{node} " if len(replicas) > 1 else ""
+        for stream, file in ((Stream.STDOUT, out), (Stream.STDERR, err)):
+            lines = runner.log_lines(app_handle, role, node, should_tail=True, streams=stream)
+            threads.append(threading.Thread(target=_copy, args=(lines, prefix, file), daemon=True))
+            threads[-1].start()
+    for thread in threads:
+        thread.join()
+
+
+def _copy(lines: Iterable[str], prefix: str, file: TextIO) -> None:
+    begins = True
+    try:
+        for line in lines:  # or a part of one
+            file.write(prefix + line if begins else line)
+            file.flush()
+            begins = line.endswith("\n")
+    except BrokenPipeError:  # as of `| head`; the job goes on, and its logs are kept
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+def missing_package(scheduler: str, error: ModuleNotFoundError) -> str:
+    """The package that a scheduler needs, and how to install it.
+
+    Example:
+        >>> print(missing_package("kubernetes", ModuleNotFoundError("", name="kubernetes.client")))
+        -s kubernetes needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'
+    """
+    package = (error.name or str(error)).partition(".")[0]
+    if package != "kubernetes":
+        return f"-s {scheduler} needs the package {package}: pip install it, or TorchX's extra for this scheduler"
+    return f"-s {scheduler} needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
 
 
 def last_words(status: AppStatus | None) -> str:
@@ -140,6 +343,17 @@ def _no_status_dump() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(keep)
+
+
+def _quieten_torchx(log_level: str) -> None:
+    """Leaves what TorchX says of its own steps to those who ask for it by LOGLEVEL; its warnings stay."""
+    if log_level == "INFO" and "LOGLEVEL" not in os.environ:
+        logging.getLogger("torchx").setLevel(logging.WARNING)
+
+
+def _can_make(folder: Path) -> bool:
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK)
 
 
 def _put_this_python_on_path() -> None:

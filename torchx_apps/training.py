@@ -77,6 +77,8 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
     with Runtime.start(job.device, threads=job.threads) as runtime:
         task = load_task(job, runtime)
         job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))  # after a fallback another one
+        if runtime.is_main:
+            report.say_start(task, runtime)
         torch.manual_seed(job.train.seed)
         model = build_model(job, task)
         job, decision = place_towers(job, task, model, runtime)
@@ -90,7 +92,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
         plan, text = _plan(job, model, decision, runtime)
         if folder is not None:
-            report.say_start(task, runtime, text)
+            print(f"\n{text}\n", flush=True)
             folder.write("plan.txt", text)
         parallel, optimizer = hybrid_parallel(
             model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed, table_copies=job.sync.table_copies

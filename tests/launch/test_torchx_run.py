@@ -76,7 +76,7 @@ def torchx_run(folder: Path, *flags: str, cores: int | None = None, **changes: s
 
 
 def failed(folder: Path, *flags: str, told: str, **changes: str) -> str:
-    """The last line of a run that fails as a user's mistake: ``told`` once, in no traceback. Returns all of stderr."""
+    """Of a run that fails as a user's mistake, ``told`` once and in no traceback, all of stderr."""
     done = torchx_run(folder, "rec.train.hybrid", *flags, **changes)
     assert done.returncode == 1
     assert (done.stdout + done.stderr).count(told) == 1, done.stderr
@@ -105,15 +105,14 @@ def test_repeated_overrides_reach_the_job(trained: tuple[subprocess.CompletedPro
 def test_more_ranks_than_cores_work_and_one_line_says_so(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     done, _ = trained
     cores = min(2, len(os.sched_getaffinity(0)))
-    assert "ranks: 3 on cpu over gloo, 1 thread(s) each" in done.stderr
+    assert "ranks: 3 on cpu over gloo, 1 thread(s) each" in done.stdout
     told = f"note: 3 processes share {cores} cores on this host, so they oversubscribe it: each step takes longer than with "
-    assert done.stderr.count(told) == done.stderr.count("oversubscribe") == 1
+    assert done.stdout.count(told) == (done.stdout + done.stderr).count("oversubscribe") == 1
 
 
 def test_a_run_prints_plan_figures_and_recommendations_once(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     done, _ = trained
-    lines = [re.sub(r"^train/0 \[0\]:", "", line) for line in done.stderr.splitlines()]
-    printed = "\n".join(lines)
+    printed = done.stdout
     assert printed.count("data: planted, ") == 1
     for table, rows in (("user_id", 61), ("gender", 3), ("history", 61), ("item_id", 61), ("genres", 19)):
         assert re.search(rf"^{table} +{rows} x 32 +\d+\.\d+ +\w+ +\w+", printed, re.MULTILINE), table
@@ -123,7 +122,8 @@ def test_a_run_prints_plan_figures_and_recommendations_once(trained: tuple[subpr
     assert printed.count("user 1 liked before: item ") == 1
     assert len(re.findall(r"^ *\d+\. item \d+, kind \d+  \(-?\d+\.\d\d\)", printed, re.MULTILINE)) == 10
     assert "run folder: out (" in printed
-    assert not re.search(r"\[[12]\]:", done.stderr), "ranks 1 and 2 say nothing"
+    (told,) = done.stderr.splitlines()  # and so ranks 1 and 2 say nothing
+    assert re.fullmatch(r"torchx run: starting 3 ranks of two_tower; logs: runs/logs/torchx/train-\w+", told)
 
 
 def test_a_run_leaves_its_folder(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
@@ -149,10 +149,10 @@ def test_a_bare_torchx_run_in_the_clone_trains_on_two_ranks(tmp_path: Path) -> N
     (tmp_path / "components").symlink_to(CLONE / "components")
     done = torchx_run(tmp_path, TORCHREC_EXT_DATA=str(write_ml_100k(tmp_path / "data")))
     assert done.returncode == 0, done.stderr
-    assert "data: ml-100k, 600 training rows, 60 users with a held-out item, 40 items" in done.stderr
-    assert "licence: MovieLens 100K (c) GroupLens" in done.stderr
-    assert "ranks: 2 on cpu over gloo" in done.stderr
-    (run,) = (tmp_path / "runs").iterdir()
+    assert "data: ml-100k, 600 training rows, 60 users with a held-out item, 40 items" in done.stdout
+    assert "licence: MovieLens 100K (c) GroupLens" in done.stdout
+    assert "ranks: 2 on cpu over gloo" in done.stdout
+    (run,) = (tmp_path / "runs").glob("two_tower-*")
     assert json.loads((run / "config.json").read_text())["name"] == "two_tower"
 
 
@@ -200,17 +200,35 @@ def test_a_mistake_on_another_node_is_the_last_line_once(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_that_every_rank_makes_is_told_once(folder: Path) -> None:
+def test_a_mistake_in_a_setting_is_told_before_any_rank_starts(folder: Path) -> None:
     flags = ["--set", "loader.batchsize=3", "--set", "data.name=planted"]
-    last = failed(folder, *flags, told="there is no key").splitlines()[-1]
-    assert "--set loader.batchsize=3: there is no key 'batchsize'; did you mean 'batch_size'?" in last
+    starting, told = failed(folder, *flags, told="there is no key").splitlines()
+    assert starting.startswith("torchx run: starting 2 ranks of two_tower; logs: ")
+    assert told.startswith("--set loader.batchsize=3: there is no key 'batchsize'; did you mean 'batch_size'?")
+    assert not (folder / "runs" / "logs").exists(), "a rank was started"
 
 
 @pytest.mark.slow
 def test_an_unknown_recipe_is_told_with_the_nearest(folder: Path) -> None:
     last = failed(folder, "-j", "1x1", "--recipe", "two_towr", told="there is no such recipe").splitlines()[-1]
     names = "contextual_ncf, n_tower, ncf, retrieval, session, two_tower"
-    assert last == f"rank 0: --recipe two_towr: there is no such recipe; did you mean 'two_tower'? Built in: {names}"
+    assert last == f"--recipe two_towr: there is no such recipe; did you mean 'two_tower'? Built in: {names}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["rec.train.hybrid", "--recipe", "ncf", "--", "--dry-run"], "loader.batch_size "),
+        (["rec.train.hybrid", "--", "--list-recipes"], "two_tower "),
+        (["rec.train.networks", "--vary", "train.seed=0,1", "--", "--list"], "seed=1 .* 1$"),
+        (["rec.embed", "--bundle", "b", "--procs", "2", "--", "--help"], "usage: "),
+    ],
+)
+def test_what_only_prints_is_printed_once_and_without_ranks(folder: Path, flags: list[str], line: str) -> None:
+    done = torchx_run(folder, *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(re.findall(f"^{line}", done.stdout, re.MULTILINE)) == 1
+    assert os.listdir(folder) == ["my_recipe.py"]
 
 
 @pytest.mark.slow

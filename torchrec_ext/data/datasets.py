@@ -145,7 +145,7 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
         DataError: a file is damaged.
     """
     if config.name == "ml-100k":
-        return _ml_100k(config, _ml_100k_tables(config, progress))
+        return _ml_100k(config, _found_ml_100k(config, progress))
     if config.name not in GENERATED:
         return _from_folder(config)
     options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
@@ -214,28 +214,52 @@ def _from_folder(config: DataConfig) -> InteractionData:
     )
 
 
-def _ml_100k_tables(config: DataConfig, progress: bool) -> Tables:
-    folder = data_folder(config.name, config.folder)
+def find_ml_100k(folder: Path | None, *, offline: bool = False, progress: bool = True) -> Path:
+    """Where MovieLens 100K is: a folder with its parquet files, or the publisher's zip; downloaded if it is nowhere.
+
+    Args:
+        folder: looked into first.
+        offline: never download.
+        progress: show the download and the licence on stderr.
+
+    Raises:
+        DatasetUnavailable: the set is not on this machine and cannot be downloaded.
+        DataError: the zip is damaged.
+    """
     if folder and (folder / "inter.parquet").exists():
-        _warn_if_other(folder)
-        return from_parquet(folder)
-    for place in filter(None, (folder, cache_folder() / config.name)):
-        if (place / "ml-100k.zip").exists():
-            verify(place / "ml-100k.zip", ML_100K)
-            return from_zip(place / "ml-100k.zip")
-    target = cache_folder() / config.name / "ml-100k.zip"
-    reason = "data.offline is set" if config.offline else fetch(ML_100K, target, licence=LICENCE, progress=progress)
+        return folder
+    target = cache_folder() / "ml-100k" / "ml-100k.zip"
+    for path in filter(None, (folder and folder / target.name, target)):
+        if path.exists():
+            verify(path, ML_100K)
+            return path
+    reason = "data.offline is set" if offline else fetch(ML_100K, target, licence=LICENCE, progress=progress)
     if reason:
-        raise DatasetUnavailable(_where_to_put_it(config, folder, target, reason))
-    return from_zip(target)
+        raise DatasetUnavailable(_where_to_put_it(folder, target, reason))
+    return target
 
 
-def _where_to_put_it(config: DataConfig, folder: Path | None, target: Path, reason: str) -> str:
+def ml_100k_tables(path: Path) -> Tables:
+    """(ratings, users, items) of what :func:`find_ml_100k` found."""
+    return from_zip(path) if path.suffix == ".zip" else from_parquet(path)
+
+
+def _found_ml_100k(config: DataConfig, progress: bool) -> Tables:
+    try:
+        path = find_ml_100k(data_folder(config.name, config.folder), offline=config.offline, progress=progress)
+    except DatasetUnavailable as error:
+        raise DatasetUnavailable(f"{error}, or use generated data: data.name=planted") from None
+    if path.is_dir():
+        _warn_if_other(path)
+    return ml_100k_tables(path)
+
+
+def _where_to_put_it(folder: Path | None, target: Path, reason: str) -> str:
     looked = f"{folder} and {target.parent}" if folder else f"{target.parent} ({FOLDER_VARIABLE} is not set)"
     return (
-        f"set '{config.name}' is not on this machine and was not downloaded: {reason}. Looked in {looked}. Either put "
+        f"set 'ml-100k' is not on this machine and was not downloaded: {reason}. Looked in {looked}. Either put "
         f"{ML_100K.url} ({ML_100K.size:,} bytes) at {target}, or set {FOLDER_VARIABLE} to a folder that has it as "
-        f"{config.name}/ml-100k.zip or as {config.name}/{{{','.join(ML_100K_PARQUET)}}}, or use generated data: data.name=planted"
+        f"ml-100k/ml-100k.zip or as ml-100k/{{{','.join(ML_100K_PARQUET)}}}"
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.evaluation import Evaluation
@@ -121,6 +122,29 @@ def split_title(title: str, year: str = "") -> tuple[str, int]:
     return title.strip().replace("unkonwn", "unknown"), 0
 
 
+ITEM_COLUMNS = ("movie_title", "release_year", "class")
+
+
+def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
+    """What a request says of items, from the columns :data:`ITEM_COLUMNS` of ``items.parquet``, as training reads them.
+
+    Args:
+        columns: (N,) texts by name.
+
+    Returns:
+        ``release_year``, whole numbers, null where it is not known, and ``genres``, texts with a space between two.
+
+    Example:
+        >>> texts = {"movie_title": ["Toy Story (1995)"], "release_year": [""], "class": ["Animation Comedy"]}
+        >>> made = features_of_items({name: pa.array(values) for name, values in texts.items()})
+        >>> {name: values.to_pylist() for name, values in made.items()}
+        {'release_year': [1995], 'genres': ['Animation Comedy']}
+    """
+    named = zip(columns["movie_title"].to_pylist(), columns["release_year"].to_pylist(), strict=True)
+    years = [split_title(title or "", year or "")[1] or None for title, year in named]
+    return {"release_year": pa.array(years, pa.int64()), "genres": columns["class"]}
+
+
 def from_parquet(folder: Path) -> Tables:
     """(ratings, users, items) from ``inter.parquet``, ``users.parquet`` and ``items.parquet``.
 
@@ -140,7 +164,7 @@ def from_parquet(folder: Path) -> Tables:
 
 
 def from_zip(path: Path) -> Tables:
-    """The same tables from the publisher's ``ml-100k.zip`` (latin-1 text), read without unpacking it.
+    """The same tables, years in a column of their own, from the publisher's ``ml-100k.zip`` (latin-1 text), not unpacked.
 
     Raises:
         DataError: it is not a zip, or a file in it is missing or has another form.
@@ -157,6 +181,7 @@ def from_zip(path: Path) -> Tables:
     _check_fields(path, "u.item", movies, 5 + 1 + len(GENRES))
     genres = np.array(["unknown", *GENRES], dtype=object)
     flags = np.array([fields[5:] for fields in movies]) == "1"
+    titles = [split_title(title) for title in _texts(movies, 1)]
     return (
         Chunk({name: Column(_ints(ratings, at)) for at, name in enumerate(("user_id", "item_id", "rating", "timestamp"))}),
         Chunk(
@@ -166,8 +191,8 @@ def from_zip(path: Path) -> Tables:
         Chunk(
             {
                 "item_id": Column(_ints(movies, 0)),
-                "movie_title": Column(_texts(movies, 1)),
-                "release_year": Column(np.array([""] * len(movies), dtype=object)),
+                "movie_title": Column(np.array([title for title, _ in titles], dtype=object)),
+                "release_year": Column(np.array([str(year) if year else "" for _, year in titles], dtype=object)),
                 "class": Column(np.array([" ".join(genres[row]) for row in flags], dtype=object)),
             }
         ),

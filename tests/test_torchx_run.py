@@ -1,0 +1,87 @@
+"""Our `torchx run` up to what it would launch: flags arrive in the order typed, mistakes are told before anything runs."""
+
+import argparse
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchx_apps.torchx_run import Run
+
+pytestmark = pytest.mark.unit
+
+CLONE = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where .torchxconfig names the component; TorchX looks for that file where it was imported, unless told otherwise."""
+    monkeypatch.chdir(CLONE)
+    monkeypatch.setenv("TORCHXCONFIG", str(CLONE / ".torchxconfig"))
+
+
+def run(*words: str) -> None:
+    """`torchx run` with these words."""
+    parser = argparse.ArgumentParser(prog="torchx run")
+    command = Run()
+    command.add_arguments(parser)
+    command.run(parser.parse_args([*words], namespace=argparse.Namespace(log_level="INFO")))
+
+
+def launched(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The command of the job that `torchx run --dryrun` would start."""
+    run("--dryrun", *words)
+    printed = re.sub(r"['\"]\n\s*['\"]", "", capsys.readouterr().out)  # long strings are broken into lines
+    return next(line for line in printed.splitlines() if "torchx_apps.train" in line)
+
+
+def overrides(command: str) -> list[str]:
+    return re.findall(r"--set=([\w.]+=\w+)", command)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--set a=1 --set b=2",
+        "--set a=1 -- -j 1x3 --set b=2",
+        "--set=a=1 rec.train.hybrid --set b=2",
+        "--set a=1 rec.train.hybrid -j 1x3 --set=b=2 --recipe ncf",
+        "rec.train.hybrid --set a=1 -j 1x3 --set b=2",
+        "rec.train.hybrid --set a=1 -- --set b=2 --dry-run",
+        "--set a=1 rec.train.hybrid -- --dry-run --set b=2",
+        "--set b=1 --set a=1 rec.train.hybrid --set b=1 --set b=2",
+    ],
+)
+@pytest.mark.usefixtures("in_the_clone")
+def test_every_override_is_launched_in_the_order_typed(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = launched(capsys, *shlex.split(typed))
+    assert overrides(command)[-1] == "b=2"
+    assert set(overrides(command)) >= {"a=1", "b=2"}
+    assert overrides(command).index("a=1") < overrides(command).index("b=2")
+    for flag, words in (("-j 1x3", "--nproc_per_node 3 "), ("--recipe ncf", "--recipe ncf"), ("--dry-run", "--dry-run")):
+        assert (words in command) == (flag in typed)
+
+
+@pytest.mark.usefixtures("in_the_clone")
+def test_the_demo_of_the_makefile_launches_all_that_its_line_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(
+        r"^demo:.*\n\t@\$\(WITH_VENV\) \$\(BIN\)/torchx run (.+) \$\(DEMO_ARGS\)$", (CLONE / "Makefile").read_text(), re.MULTILINE
+    )
+    said = re.findall(r"--set (\S+)", line)
+    assert "fallback=planted" in said
+    assert overrides(launched(capsys, *shlex.split(line))) == said
+
+
+def test_a_scheduler_without_its_package_is_told_in_one_line_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("kubernetes", "kubernetes.client", "kubernetes.client.models"):
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    with pytest.raises(SystemExit, match=r"^1$"):
+        run("-s", "kubernetes", "-cfg", "queue=default", "--workspace=", "--dryrun", "rec.train.hybrid", "--image", "my_image:1")
+    printed = capsys.readouterr()
+    told = "-s kubernetes needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
+    assert (printed.out, printed.err.splitlines()[-1]) == ("", told)
+    assert "Traceback" not in printed.err
