@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_ext.data.files import find_files
-from torchrec_ext.data.preprocess.folders import disk_errors, keep_sources, whole_folder
+from torchrec_ext.data.preprocess.folders import _HOST, disk_errors, keep_sources, whole_folder
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -66,6 +66,36 @@ def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_remo
     write(tmp_path / "out", "new", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     assert (tmp_path / "out/part-0").read_text() == "new"
+
+
+def test_what_killed_processes_left_is_removed_from_whatever_host_and_whoever_has_their_number_now(tmp_path: Path) -> None:
+    left = [f".out.partial-{host}-{process}" for host, process in (("another-host", 17), (_HOST, os.getppid()))]
+    for name in left:
+        (tmp_path / name / "train").mkdir(parents=True)
+    write(tmp_path / "out", "new")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as staging:
+        (staging / "part-0").write_text("first")
+        renamed = staging.rename(staging.with_name(".out.partial-another-host-17"))  # so would a process elsewhere call it
+        write(tmp_path / "out", "second")
+        assert (renamed / "part-0").read_text() == "first"
+        renamed.rename(staging)
+        (tmp_path / "out" / "part-0").unlink()
+        (tmp_path / "out").rmdir()
+    assert (tmp_path / "out" / "part-0").read_text() == "first"
+
+
+def test_a_result_that_a_killed_process_had_moved_aside_is_put_back(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+    (tmp_path / "out").rename(tmp_path / ".out.old-another-host-17")  # and killed before the new one took the name
+    (tmp_path / ".out.partial-another-host-17").mkdir()
+    with pytest.raises(DataError, match=r"out: there is something already"):
+        write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "part-0").read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_what_is_never_replaced(tmp_path: Path) -> None:

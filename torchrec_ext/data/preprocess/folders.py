@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import glob
 import os
 import re
@@ -24,7 +26,8 @@ _HOST = socket.gethostname()
 def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
     """A folder to write into, which takes its name when the block ends well and vanishes when it does not.
 
-    A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name removes.
+    A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name removes, from
+    whatever host; one that is being written is locked, and stays. An earlier result that it had moved aside is put back.
 
     Args:
         out: its name.
@@ -34,18 +37,24 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
     Raises:
         DataError: there is something of that name already, or it cannot be written.
     """
+    if re.match(r"\w+:/", str(out)) or not out.name:
+        raise DataError(
+            f"{out}: must be the path of a folder to make; write to this machine or a mounted disk, and copy it from there"
+        )
+    with disk_errors(out):
+        _remove_leftovers(out)
     _check_free(out, overwrite, mark)
     staging = out.parent / f".{out.name}.partial-{_HOST}-{os.getpid()}"
+    with disk_errors(out):
+        held = _made_and_locked(staging)
     try:
-        with disk_errors(out):
-            _remove_leftovers(out)
-            staging.mkdir(parents=True)
         with disk_errors(out, writing=False):
             yield staging
         with disk_errors(out):
             _replace(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        os.close(held)
 
 
 def keep_sources(out: Path, files: Iterable[DataFile]) -> None:
@@ -60,10 +69,6 @@ def keep_sources(out: Path, files: Iterable[DataFile]) -> None:
 
 
 def _check_free(out: Path, overwrite: bool, mark: str) -> None:
-    if re.match(r"\w+:/", str(out)) or not out.name:
-        raise DataError(
-            f"{out}: must be the path of a folder to make; write to this machine or a mounted disk, and copy it from there"
-        )
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
@@ -74,13 +79,61 @@ def _check_free(out: Path, overwrite: bool, mark: str) -> None:
         )
 
 
+def _made_and_locked(staging: Path) -> int:
+    """Makes the folder, and holds its lock as long as the returned file descriptor is open."""
+    while True:
+        staging.mkdir(parents=True)
+        handle = os.open(staging, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if staging.exists():
+            return handle
+        os.close(handle)  # another process took it for a leftover before it was locked
+
+
 def _remove_leftovers(out: Path) -> None:
-    """What killed processes of this machine left behind."""
-    prefix = f".{out.name}.partial-{_HOST}-"
-    for folder in out.parent.glob(glob.escape(prefix) + "*"):
-        process = folder.name.removeprefix(prefix)
-        if process.isdecimal() and (int(process) == os.getpid() or not _runs(int(process))):
-            shutil.rmtree(folder, ignore_errors=True)
+    """What killed processes left behind; an earlier result that one of them had moved aside is put back."""
+    for old in _hidden(out, "old"):
+        writer = out.with_name(old.name.replace(f".{out.name}.old-", f".{out.name}.partial-", 1))
+        if writer.exists() and not _remove_unless_written(writer):
+            continue
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(out)
+    for left in _hidden(out, "partial"):
+        _remove_unless_written(left)
+
+
+def _hidden(out: Path, kind: str) -> list[Path]:
+    return list(out.parent.glob(glob.escape(f".{out.name}.{kind}-") + "*"))
+
+
+def _remove_unless_written(folder: Path) -> bool:
+    """Removes the folder where no process is writing it; whether it is gone."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    try:
+        if _is_written(handle, folder.name):
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+    finally:
+        os.close(handle)
+
+
+def _is_written(handle: int, name: str) -> bool:
+    """Whether a process holds the folder's lock; on a file system without locks the folder's name says whose it is."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        host, _, process = name.partition(".partial-")[2].rpartition("-")
+        return host != _HOST or not process.isdecimal() or (int(process) != os.getpid() and _runs(int(process)))
+    return False
 
 
 def _runs(process: int) -> bool:
