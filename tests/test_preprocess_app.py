@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -188,6 +189,10 @@ def test_the_recipe_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     summary = json.loads(Path("ready/summary.json").read_text())
     assert summary["rows"] == {"train": 20, "test": 7}
     assert summary["vocab"]["history"] == summary["vocab"]["item_id"] == 4
+    (use,) = re.findall(r"```py\n([^`]*?FittedPreprocessor\.load.*?)```", readme, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(use, found)  # with its own imports
+    assert {table.name: table.num_embeddings for table in found["tables"]} == summary["vocab"]
 
 
 @pytest.mark.unit

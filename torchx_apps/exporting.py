@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torchrec_ext.retrieval.manifest import Manifest
 from torchrec_ext.schema import BatchSchema
 from torchx_apps.job import Export, Task
 from torchx_apps.progress import Progress
+from torchx_apps.report import program
 
 BUNDLE = "bundle"
 
@@ -105,11 +104,5 @@ def told(manifest: Manifest, out: Path) -> str:
     whom = f" and {users['count']:,} users" if users else ""
     return (
         f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{whom}; its logits are the trained model's within {apart:.1g})\n"
-        f"serve it: {_torchx()} run rec.serve.http --bundle {out}"
+        f"serve it: {program('torchx')} run rec.serve.http --bundle {out}"
     )
-
-
-def _torchx() -> str:
-    """As it is started from here."""
-    beside = Path(sys.executable).parent / "torchx"
-    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else "torchx"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,14 @@ def finish(
 
 def say_end(folder: Path, picture: Path) -> None:
     """Where the run's files are."""
-    print(f"\nrun folder: {folder} (picture: {picture.name}; `tensorboard --logdir {folder}` shows the events)", flush=True)
+    events = f"`{program('tensorboard')} --logdir {folder}` shows the events"
+    print(f"\nrun folder: {folder} (picture: {picture.name}; {events})", flush=True)
+
+
+def program(name: str) -> str:
+    """A program of this environment, as it is started from the current folder."""
+    beside = Path(sys.executable).parent / name
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else name
 
 
 def figures_table(task: Task, figures: Record, baseline: Record) -> str:

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.readme_output import block, shown
+
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
@@ -44,3 +46,48 @@ def test_the_program_that_streams_files_trains(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "my_stream.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "epoch 1, step 2 of 2: loss 0." in done.stdout
+
+
+RUN = """data: ml-100k, 98,114 training rows
+licence: MovieLens 100K (c) GroupLens, University of Minnesota: research use only, no redistribution without permission, no more
+epoch 1, step 1 of 9: loss 0.4
+epoch 1, step 2 of 9: loss 0.4
+epoch 1, step 3 of 9: loss 0.4
+epoch 2, step 4 of 9: loss 0.4
+epoch 2, step 5 of 9: loss 0.4
+epoch 3, step 9 of 9: loss 0.4
+epoch 3, step 9 of 9: auc 0.8
+
+user 7 liked before: One Film; Another Film
+3 recommendations (the held-out item was: Film, A (again)):
+  1. One Film  (2.24)
+  2. Film (1995)  (-1.98)   <- the held-out item
+ 10. Another Film  (1.20)
+"""
+
+
+@pytest.mark.unit
+def test_the_sample_output_is_what_the_script_makes_of_one_run() -> None:
+    made = shown(RUN)
+    assert made == shown(made)
+    assert "Film" not in made
+    assert [line for line in made.splitlines() if line.startswith(("epoch", "."))][4:] == [
+        "epoch 2, step 5 of 9: loss 0.4",
+        "...",
+        "epoch 3, step 9 of 9: auc 0.8",
+    ]
+    assert made.endswith("was: ...):\n  1. ...  (2.24)\n  2. ...  (-1.98)\n  ...\n")
+    sample = block(README.read_text())
+    assert sample == shown(sample)
+    told = [
+        r"data: ml-100k, ",
+        r"ranks: 2 on cpu",
+        r"item_id  +1,683 x 32 ",
+        r"epoch 1, step ",
+        r"\.\.\.$",
+        r"epoch 10, step .*: auc ",
+    ]
+    told += [r"hr@10 +\S+ +\S+ +\S+x$", r"trained in ", r"  1\. \.\.\.  \(", r"run folder: (\S+) ", r"bundle: (\S+)/bundle "]
+    at = [re.search(f"^{line}", sample, re.MULTILINE) for line in told]
+    assert all(at), [line for line, found in zip(told, at, strict=True) if not found]
+    assert at[-1][1] == at[-2][1], "of one run"
