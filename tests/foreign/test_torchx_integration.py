@@ -96,7 +96,7 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         embed=lambda image: components.embed(bundle="run", catalogue="items.parquet", id="item_id", out="vectors", image=image),
         http=lambda image: serve.http(bundle="run", port=port, image=image),
     )
-    left = {"run/summary.json", "networks/summary.json", "plan/plan.json", "ready/summary.json", "bundle/manifest.json"}
+    left = {"run/summary.json", "networks/results.json", "plan/plan.json", "ready/summary.json", "bundle/manifest.json"}
     assert {name for name in (*left, "vectors/CURRENT") if not (folder / name).exists()} == set()
     ran = {"train.hybrid", "train.networks", "plan", "data.preprocess", "serve.export", "embed", "serve.http"}
     assert {name for name in get_components() if name.startswith("rec.")} == {f"rec.{name}" for name in ran}
