@@ -11,6 +11,7 @@ from typing import Any
 
 from torchx_apps.members import named
 
+GPUS = "TORCHREC_EXT_GPUS"  # as in torchrec_ext.distributed.runtime, whose import takes seconds
 _TIMEOUT_S = 7 * 24 * 3600.0
 
 
@@ -108,17 +109,18 @@ class World:
     """
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        import torch
         import torch.distributed as dist
 
         self._environ = environ
         self.rank, self.size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
         self._local = int(environ.get("LOCAL_RANK", "0"))
         self._address = _address(environ)
-        self._gpus = _gpus(environ)
+        self._gpus = torch.cuda.device_count()
         local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.processes_per_gpu = -(-local // len(self._gpus)) if self._gpus else 0
+        self.processes_per_gpu = -(-local // self._gpus) if self._gpus else 0
         alone = "RANK" not in environ
-        self._store: Any = dist.HashStore() if alone else next(iter(dist.rendezvous("env://")))[0]  # type: ignore[no-untyped-call]
+        self._store: Any = dist.HashStore() if alone else next(iter(dist.rendezvous("env://")))[0]
         self._store = dist.PrefixStore("networks", self._store)
 
     def narrow(self, group: RankGroup, name: str) -> None:
@@ -151,7 +153,7 @@ class World:
             MASTER_PORT=port,
             TORCHELASTIC_USE_AGENT_STORE="False",
         )
-        self._environ.update(_visible(self._gpus, [int(said[rank][2]) for rank in beside]))
+        self._environ.update(_of_local_ranks(self._gpus, [int(said[rank][2]) for rank in beside]))
 
     def widen(self) -> None:
         """Gives this process back its rank in the whole job, by which an error names it."""
@@ -180,24 +182,20 @@ def _address(environ: Mapping[str, str]) -> str:
     return socket.getfqdn()
 
 
-def _gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs of this host that the job may use, by what CUDA_VISIBLE_DEVICES calls them."""
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        return [name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
-    import torch
+def _of_local_ranks(gpus: int, local_ranks: Sequence[int]) -> dict[str, str]:
+    """What tells ``Runtime.start`` the GPU of each of a group's ranks on one host.
 
-    return [str(number) for number in range(torch.cuda.device_count())]
+    CUDA_VISIBLE_DEVICES would change nothing: fbgemm's import has initialised CUDA. With more processes than GPUs, groups of one
+    rank share them in turn; for others there is nothing to choose.
 
-
-def _visible(gpus: Sequence[str], local_ranks: Sequence[int]) -> dict[str, str]:
-    """The GPUs of a group's ranks on one host, so that its first sees its own as number 0.
-
-    With more processes than GPUs, groups of one rank share them in turn; for others there is nothing to choose.
+    Args:
+        gpus: that this host's processes see.
+        local_ranks: of the group, each among all processes of the host.
 
     Example:
-        >>> _visible(["0", "1", "2"], [1, 2]), _visible(["0", "1"], [3]), _visible([], [0])
-        ({'CUDA_VISIBLE_DEVICES': '1,2'}, {'CUDA_VISIBLE_DEVICES': '1'}, {})
+        >>> _of_local_ranks(3, [1, 2]), _of_local_ranks(2, [3]), _of_local_ranks(2, [1, 2]), _of_local_ranks(0, [0])
+        ({'TORCHREC_EXT_GPUS': '1,2'}, {'TORCHREC_EXT_GPUS': '1'}, {}, {})
     """
-    if not gpus or (len(local_ranks) > 1 and max(local_ranks) >= len(gpus)):
+    if not gpus or (len(local_ranks) > 1 and max(local_ranks) >= gpus):
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank % len(gpus)] for rank in local_ranks)}
+    return {GPUS: ",".join(str(rank % gpus) for rank in local_ranks)}

@@ -183,18 +183,29 @@ def test_a_mean_beside_row_wise_tables_is_divided_once() -> None:
             torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5, msg=lambda text, plan=plan: f"{plan}: {text}")
 
 
-def refused_feature(runtime: Runtime) -> str:
-    one, other = (
+def both_readers(device: torch.device) -> TowerModel:
+    tables = [
         EmbeddingBagConfig(name=name, feature_names=["a"], num_embeddings=20, embedding_dim=16, pooling=PoolingType.MEAN)
         for name in ("one", "other")
-    )
-    model = TowerModel({"user": Tower([one, other], (), device=META)}, TopMLP([32]))
+    ]
+    return TowerModel({"user": Tower(tables, (), device=device)}, TopMLP([32]))
+
+
+def pooled_by_both(model: TowerModel, vectors: Callable[[TowerBatch], list[Tensor]]) -> Tensor:
+    ids = {"a": Jagged(torch.arange(6), torch.tensor([1, 3, 2]))}
+    with torch.no_grad():
+        return vectors(model.schema().assemble(ids, {}, labels=torch.zeros(3)))[0]
+
+
+def feature_of_both(runtime: Runtime) -> Tensor:
+    model = both_readers(META)
     plan = plan_sharding(model, runtime, PlanConfig(tables=("one=row_wise", "other=table_wise")))
-    with pytest.raises(ValueError, match=r"one sharding type, as in plan\.tables=other=row_wise") as refusal:
-        hybrid_parallel(model, runtime, plan=plan)
-    return str(refusal.value)
+    parallel, _ = hybrid_parallel(model, runtime, plan=plan, seed=3)
+    return pooled_by_both(model, parallel.module.outputs)
 
 
-def test_a_feature_of_a_row_wise_mean_and_of_another_table_is_refused() -> None:
-    one, other = run_ranks(refused_feature, 2)
-    assert one == other
+def test_a_feature_of_a_row_wise_mean_and_of_another_table_has_the_mean_in_both() -> None:
+    model = both_readers(torch.device("cpu"))
+    initialise_tables(model, 3)
+    for vectors in run_ranks(feature_of_both, 2):
+        torch.testing.assert_close(vectors, pooled_by_both(model, model.outputs), rtol=0, atol=1e-5)

@@ -14,7 +14,7 @@ from torchrec_ext.distributed.choices import Choice
 from torchrec_ext.distributed.gradient_buckets import settle_buckets
 from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer, keyed_optimizers
 from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, has_kernel, shardings
-from torchrec_ext.distributed.planning import plan_sharding, sharders
+from torchrec_ext.distributed.planning import on_own_device, plan_sharding, sharders
 from torchrec_ext.distributed.row_decay import decay_sharded_rows
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharded_adam import sharded_adams
@@ -55,7 +55,7 @@ def hybrid_parallel(
         ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception fits nothing.
     """
     optimizer = optimizer or OptimizerConfig()
-    plan = plan or plan_sharding(model, runtime, optimizer=optimizer, table_copies=table_copies)
+    plan = on_own_device(plan or plan_sharding(model, runtime, optimizer=optimizer, table_copies=table_copies), runtime)
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
     layers = optimizer.for_layers(dense_layers(model))  # while all are there: a plan may leave this rank without some towers
@@ -63,6 +63,11 @@ def hybrid_parallel(
     placing = TowerSharder(timedelta(seconds=runtime.timeout_s))
     if table_copies > 1:
         refuse_unaveraged(model, plan, choices)
+        if runtime.device.type == "cuda" and runtime.device.index != runtime.local_rank:
+            raise ValueError(
+                f"sync.table_copies={table_copies}: rank {runtime.rank} is on {runtime.device}, but TorchRec's DMPCollection puts "
+                f"it on the GPU of its local rank, cuda:{runtime.local_rank}; leave sync.table_copies at 1"
+            )
         sharded = copies_of_tables(model, runtime, plan, table_copies, sharders())
     else:
         sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=[placing, *sharders()])

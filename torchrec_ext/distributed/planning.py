@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import (
     HardwareConfig,
@@ -19,14 +20,14 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ModuleShardingPlan, ShardingPlan
 
 from torchrec_ext.distributed.drafting import PlanError as PlanError
 from torchrec_ext.distributed.drafting import Request, draft
 from torchrec_ext.distributed.host_memory import available_memory
 from torchrec_ext.distributed.measurements import Measurements
 from torchrec_ext.distributed.optimizers import OptimizerConfig
-from torchrec_ext.distributed.placement import PLACEMENTS, parse_ranks
+from torchrec_ext.distributed.placement import PLACEMENTS, TowerPlan, parse_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import sharders as sharders
 from torchrec_ext.distributed.sync_config import SyncConfig
@@ -140,6 +141,40 @@ def plan_sharding(
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]
+
+
+def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
+    """``plan`` with this rank's shards on its own device.
+
+    TorchRec's planner gives the local ranks of a host its GPUs from 0 on; a rank group's are others, and TorchRec checks that a
+    shard is where its plan says.
+    """
+    if runtime.device.type == "cpu":
+        return plan
+    return ShardingPlan({path: _on_own_device(module, runtime) for path, module in plan.plan.items()})
+
+
+def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleShardingPlan:
+    if isinstance(plan, TowerPlan):
+        tables = {
+            tower: {path: _on_own_device(module, runtime) for path, module in modules.items()}
+            for tower, modules in plan.tables.items()
+        }
+        return dataclasses.replace(plan, tables=tables)
+    if not isinstance(plan, EmbeddingModuleShardingPlan):
+        return plan
+    moved = {}
+    for name, sharding in plan.items():
+        spec = sharding.sharding_spec
+        if isinstance(spec, EnumerableShardingSpec):
+            device = _remote_device(f"rank:{runtime.rank}/{runtime.device}")
+            shards = [
+                dataclasses.replace(shard, placement=device if shard.placement.rank() == runtime.rank else shard.placement)
+                for shard in spec.shards
+            ]
+            sharding = dataclasses.replace(sharding, sharding_spec=EnumerableShardingSpec(shards))
+        moved[name] = sharding
+    return EmbeddingModuleShardingPlan(moved)
 
 
 def _topology(runtime: Runtime, capacity: int, measured: Measurements | None) -> Topology:

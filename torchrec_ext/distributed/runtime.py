@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT_S = 300.0
+GPUS = "TORCHREC_EXT_GPUS"  # an environment variable: the GPU of each local rank, as 2,3; where not set, each rank's own number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class Runtime:
         """Joins the process group that torchrun describes, or makes a group of one without torchrun.
 
         Args:
-            device: ``cpu``, ``cuda`` for the GPU of the local rank's number, or ``cuda:0`` where each process sees one GPU of its
-                own; where not given, ``cuda`` on a host with GPUs, else ``cpu``.
+            device: ``cpu``, ``cuda`` for the GPU of the local rank's number (or the one that TORCHREC_EXT_GPUS gives it), or
+                ``cuda:0`` where each process sees one GPU of its own; where not given, ``cuda`` on a host with GPUs, else ``cpu``.
             threads: compute threads; where not given, OMP_NUM_THREADS, else the cores divided by the local processes.
             timeout_s: seconds after which a collective that another rank does not join fails.
 
@@ -97,7 +98,8 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     cores = len(os.sched_getaffinity(0))
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: must be 1 or more")
-    chosen = _device(device, local_rank, local_world_size)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    chosen = choose_device(device, local_rank, local_world_size, gpus, os.environ.get(GPUS, ""))
     return Runtime(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=local_rank,
@@ -110,12 +112,29 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     )
 
 
-def _device(name: str | None, local_rank: int, local_world_size: int) -> torch.device:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus: int, given: str = "") -> torch.device:
+    """The device of a process.
+
+    Args:
+        name: see :meth:`Runtime.start`.
+        local_rank: the process among those of the job on this host.
+        local_world_size: of these the number.
+        gpus: that this process sees.
+        given: the number of the GPU of each local rank, as ``2,3``: the job has some of the host's GPUs, see GPUS.
+
+    Raises:
+        ValueError: another name, or a device that is not there.
+
+    Example:
+        >>> choose_device("cuda", 1, 2, gpus=4), choose_device(None, 1, 2, gpus=4, given="2,3"), choose_device(None, 0, 1, gpus=0)
+        (device(type='cuda', index=1), device(type='cuda', index=3), device(type='cpu'))
+    """
     if name == "cpu" or (name is None and gpus == 0):
         return torch.device("cpu")
     if name not in (None, "cuda", "cuda:0"):
         raise ValueError(f"device={name!r}: must be 'cpu', 'cuda' or 'cuda:0'")
+    if given and gpus:
+        return torch.device("cuda", int(given.split(",")[local_rank]))
     if name == "cuda:0" and gpus:
         return torch.device("cuda", 0)
     if gpus < local_world_size:

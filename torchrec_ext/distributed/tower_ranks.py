@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
@@ -19,15 +18,16 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.distributed.placement import TowerPlacement
+from torchrec_ext.distributed.sharded_bags import ShardedBags
 from torchrec_ext.distributed.sharders import BagSharder, SequenceSharder
 from torchrec_ext.distributed.tables import collections
 
 
-class _Bags(ShardedEmbeddingBagCollection):
+class _Bags(ShardedBags):
     def reset_parameters(self) -> None:
         """Nothing: initialise_tables draws each table. TorchRec's broadcasts from rank 0 of the job, which a tower may lack."""
 
@@ -40,16 +40,10 @@ class _Sequences(ShardedEmbeddingCollection):
 class TowerBagSharder(BagSharder):
     """Shards an EmbeddingBagCollection over any group of ranks; its tables hold nothing until :func:`initialise_tables`."""
 
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection:
-        """See the base class."""
-        return _Bags(module, params, env, self.fused_params, device, qcomm_codecs_registry=self.qcomm_codecs_registry)
+    @property
+    def sharded_module_type(self) -> type[ShardedBags]:
+        """ShardedBags that keep the values they are given."""
+        return _Bags
 
 
 class TowerSequenceSharder(SequenceSharder):

@@ -1,0 +1,65 @@
+"""Runtime: the device of each process, also of a rank group that has some of a host's GPUs."""
+
+import pytest
+import torch
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from tests.examples import META, table
+from torchrec_ext.distributed.planning import on_own_device
+from torchrec_ext.distributed.runtime import GPUS, Runtime, choose_device
+from torchrec_ext.distributed.sharders import BagSharder
+from torchx_apps.rank_groups import GPUS as TOLD
+from torchx_apps.rank_groups import _of_local_ranks
+
+
+def devices(groups: list[list[int]], gpus: int) -> list[int | None]:
+    """The GPU of each local rank of a host whose ranks are in these groups."""
+    chosen: dict[int, int | None] = {}
+    for ranks in groups:
+        told = _of_local_ranks(gpus, ranks).get(GPUS, "")
+        for place, rank in enumerate(ranks):
+            chosen[rank] = choose_device("cuda", place, len(ranks), gpus, told).index
+    return [chosen[rank] for rank in sorted(chosen)]
+
+
+@pytest.mark.unit
+def test_each_rank_of_a_rank_group_has_the_gpu_of_its_place_on_the_host() -> None:
+    assert TOLD == GPUS
+    assert devices([[0], [1], [2, 3]], gpus=4) == [0, 1, 2, 3]
+    assert devices([[0, 2], [1]], gpus=3) == [0, 1, 2]
+    assert devices([[0], [1], [2], [3]], gpus=2) == [0, 1, 0, 1]
+
+
+@pytest.mark.unit
+def test_a_group_of_more_ranks_than_gpus_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 processes on this host, but torch sees 2 GPU"):
+        devices([[0, 1, 2]], gpus=2)
+
+
+@pytest.mark.unit
+def test_a_plan_has_the_shards_of_a_rank_on_its_device() -> None:
+    collection = EmbeddingBagCollection(tables=[table("one", 10), table("other", 20)], device=META)
+    plan = construct_module_sharding_plan(
+        collection,
+        per_param_sharding={"one": row_wise(), "other": table_wise(rank=1)},
+        sharder=BagSharder(),
+        local_size=2,
+        world_size=2,
+        device_type="cuda",
+    )
+    runtime = Runtime(rank=1, local_rank=1, world_size=2, local_world_size=2, device=torch.device("cuda", 3), backend="nccl")
+    moved = on_own_device(ShardingPlan({"": plan}), runtime).plan[""]
+    assert isinstance(moved, EmbeddingModuleShardingPlan)
+    shards = {name: [str(shard.placement) for shard in own.sharding_spec.shards] for name, own in moved.items()}  # type: ignore[union-attr]
+    assert shards == {"one": ["rank:0/cuda:0", "rank:1/cuda:3"], "other": ["rank:1/cuda:3"]}
+
+
+@pytest.mark.gpu
+def test_a_process_starts_on_the_gpu_that_its_group_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = torch.cuda.device_count() - 1
+    monkeypatch.setenv(GPUS, str(last))
+    with Runtime.start() as runtime:
+        assert runtime.device == torch.device("cuda", last)
+        assert torch.empty(1, device="cuda").device == runtime.device

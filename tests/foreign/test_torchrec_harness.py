@@ -1,0 +1,118 @@
+"""TorchRec's own model-parallel harness with our sharder: a step of the sharded model predicts what the unsharded one does.
+
+TorchRec itself runs it on CUDA, and skips on gloo what fails there.
+"""
+
+import os
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.modules.embedding_configs import PoolingType
+
+from tests.contracts import run_ranks
+from tests.foreign.torchrec_source import add_tests, needs_source
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sharders import BagSharder
+
+pytestmark = [pytest.mark.slow, needs_source]
+KINDS = ("row_wise", "table_row_wise", "table_wise", "column_wise", "data_parallel")
+BATCHES = ("equal", "unequal", "per_feature")
+IN_BACKWARD = {"embedding_bags": (torch.optim.SGD, {"lr": 0.01}), "embeddings": (torch.optim.SGD, {"lr": 0.2})}
+
+
+class Case(NamedTuple):
+    """One call of the harness.
+
+    ``mixed`` gives the tables one sharding type after the other. All but ``per_feature`` have a weighted collection beside the
+    other.
+    """
+
+    sharding: str
+    pooling: str
+    batches: str
+    world_size: int
+    in_backward: bool = False
+    quantised: bool = False
+
+    def __str__(self) -> str:
+        more = [name for name in ("in_backward", "quantised") if getattr(self, name)]
+        return "-".join([self.sharding, self.pooling, self.batches, f"{self.world_size}ranks", *more])
+
+
+CASES = [
+    *(
+        Case(kind, pooling, sizes, ranks)
+        for ranks in (2, 4)
+        for kind in (*KINDS, "mixed")
+        for pooling in ("SUM", "MEAN")
+        for sizes in BATCHES
+    ),
+    *(Case(kind, pooling, "equal", 2, in_backward=True) for kind in KINDS for pooling in ("SUM", "MEAN")),
+    *(Case(kind, pooling, "unequal", 2, in_backward=True) for kind in KINDS[:2] for pooling in ("SUM", "MEAN")),
+    *(Case(kind, "SUM", "equal", 2, quantised=True) for kind in KINDS[:4]),
+]
+
+
+def of_upstream(case: Case) -> str | None:
+    """Why TorchRec itself cannot do this."""
+    return None
+
+
+def run(runtime: Runtime, case: Case, local_size: int) -> None:
+    """The harness of one rank; its classes need TorchRec's tests, so they are made here."""
+    add_tests()
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+    from torchrec.distributed.planner import ParameterConstraints
+    from torchrec.distributed.test_utils.emb_sharder import TestEBCSharder
+    from torchrec.distributed.test_utils.test_model_parallel import ModelParallelTestShared
+    from torchrec.distributed.test_utils.test_sharding import sharding_single_rank_test_single_process
+
+    class Sharder(TestEBCSharder, BagSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(KINDS) if case.sharding == "mixed" else [case.sharding]
+
+        def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+            return ["dense" if sharding_type == "data_parallel" else "fused"]
+
+    class Harness(ModelParallelTestShared):
+        def _run_multi_process_test(self, *, callable: Any, backend: str, **kwargs: Any) -> None:  # noqa: A002
+            assert dist.group.WORLD is not None
+            sharding_single_rank_test_single_process(pg=dist.group.WORLD, device=torch.device("cpu"), rank=runtime.rank, **kwargs)
+
+    os.environ.update(LOCAL_WORLD_SIZE=str(local_size), LOCAL_RANK=str(runtime.rank % local_size))
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16) if case.quantised else None
+    harness = Harness()
+    harness.setUp(backend="gloo")
+    names = [*harness.table_names, "weighted_table_0", "weighted_table_1"]
+    kinds = {name: [KINDS[at % len(KINDS)]] if case.sharding == "mixed" else None for at, name in enumerate(names)}
+    harness._test_sharding(
+        sharders=[
+            Sharder(
+                case.sharding,
+                "fused",
+                {"learning_rate": 0.1},
+                {} if config is None else get_qcomm_codecs_registry(config, device=torch.device("cpu")),
+            )
+        ],
+        backend="gloo",
+        world_size=runtime.world_size,
+        local_size=local_size,
+        constraints={name: ParameterConstraints(sharding_types=kind, min_partition=4) for name, kind in kinds.items()},
+        qcomms_config=config,
+        apply_optimizer_in_backward_config=IN_BACKWARD if case.in_backward else None,
+        variable_batch_size=case.batches == "unequal",
+        variable_batch_per_feature=case.batches == "per_feature",
+        has_weighted_tables=case.batches != "per_feature",
+        pooling=PoolingType[case.pooling],
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_torchrecs_own_harness_with_our_sharder(case: Case) -> None:
+    run_ranks(run, case.world_size, case, 2)
