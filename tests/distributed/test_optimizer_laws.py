@@ -1,5 +1,7 @@
 """Every optimizer, weight decay, clipping and exception: ranks and plans change nothing, over real gloo processes."""
 
+import io
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, batches, small_model
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optimizers import OptimizerConfig, apply_optimizer_in_backward
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
@@ -252,3 +254,38 @@ def refused(runtime: Runtime) -> str:
 def test_a_plan_made_for_another_optimizer_is_refused_before_anything_is_sharded() -> None:
     (told,) = run_ranks(refused, 1)
     assert told.startswith("table 'item_id': FBGEMM has no kernel of lamb for the cpu")
+
+
+def declared_or_given(runtime: Runtime) -> dict[str, Any]:
+    """One step of the model with its optimizer declared, with and without a plan of its own, and with it given; and the log."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("torchrec_ext").addHandler(handler)
+    states = {}
+    for case in ("declared", "planned", "given", "default"):
+        model = small_model(META)
+        if case in ("declared", "planned"):
+            tables = [value for name, value in model.named_parameters() if "embedding_bags" in name]
+            apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": 0.7})
+        plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise")) if case == "planned" else None
+        given = OptimizerConfig(tables="sgd", tables_lr=0.7) if case == "given" else None
+        parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=given, seed=7)
+        make_pipeline(parallel, keyed, runtime.device).progress(batches(1))
+        states[case] = gather_state(parallel)
+    return {"states": states, "log": log.getvalue().splitlines()}
+
+
+def test_a_declared_optimizer_moves_its_tables_and_defaults_are_told() -> None:
+    (found,) = run_ranks(declared_or_given, 1)
+    states = found["states"]
+    for name, value in states["given"].items():
+        assert torch.equal(states["declared"][name], value), name
+        assert torch.equal(states["planned"][name], value), name
+    assert not torch.equal(
+        states["default"]["towers.user.embeddings.embedding_bags.user_id.weight"],
+        states["given"]["towers.user.embeddings.embedding_bags.user_id.weight"],
+    )
+    told = "hybrid_parallel() was given no optimizer=, so it takes the defaults, "
+    dense = "dense layers: adam at 0.001; give optimizer=OptimizerConfig(...)"
+    tables = "table(s) user_id, history, item_id: adagrad at 0.05; "
+    assert found["log"] == [told + dense, told + dense, told + tables + dense]

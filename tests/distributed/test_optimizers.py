@@ -11,11 +11,19 @@ from torchrec import EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.distributed.choices import Choice
 from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError, HybridOptimizer
-from torchrec_ext.distributed.optimizers import OptimizerConfig, shardings
+from torchrec_ext.distributed.optimizers import (
+    OptimizerConfig,
+    apply_optimizer_in_backward,
+    chosen_optimizer,
+    declare_table_optimizer,
+    shardings,
+    undeclared,
+)
 from torchrec_ext.distributed.row_adam import RowAdam
 from torchx_apps.overrides import apply_overrides
 
@@ -54,6 +62,48 @@ def test_l2_of_an_optimizer_that_does_not_move_every_row_is_refused_and_can_be_t
         config.for_tables(small_model(META))
     chosen = OptimizerConfig(tables="adam", tables_l2=0.05, per_table=("history=adagrad l2=0", "item_id=l2=0.5"))
     assert [c.l2 for c in chosen.for_tables(small_model(META)).values()] == [0.05, 0.0, 0.5]
+
+
+def declared_model(kind: type[torch.optim.Optimizer], **arguments: object) -> nn.Module:
+    model = small_model(META)
+    apply_optimizer_in_backward(kind, [dict(model.named_parameters())[USER_ID]], arguments)
+    return model
+
+
+USER_ID = "towers.user.embeddings.embedding_bags.user_id.weight"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "expected"),
+    [
+        (torch.optim.SGD, {"lr": 0.3}, ("sgd", 0.3, 1e-8)),
+        (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6}, ("row_wise_adagrad", 0.1, 1e-6)),
+        (torch.optim.Adam, {"lr": 0.2, "betas": (0.9, 0.999)}, ("lazy_adam", 0.2, 1e-8)),
+        (torch.optim.Adagrad, {}, ("adagrad", 0.01, 1e-8)),
+    ],
+)
+def test_an_optimizer_declared_by_apply_optimizer_in_backward_is_that_of_its_table(
+    kind: type[torch.optim.Optimizer], arguments: dict[str, object], expected: tuple[str, float, float]
+) -> None:
+    model = declared_model(kind, **arguments)
+    for _ in range(2):  # a plan declares ours in its place, and hybrid_parallel() asks again
+        chosen = chosen_optimizer(model, None)
+        user = chosen.for_tables(model)["user_id"]
+        assert (user.kind, user.lr, user.eps) == expected
+        assert chosen.for_tables(model)["item_id"] == OptimizerConfig().for_tables(model)["item_id"]
+        assert undeclared(model) == ["history", "item_id"]
+        declare_table_optimizer(model, chosen)
+
+
+def test_a_declared_optimizer_beside_one_given_or_beyond_words_is_refused() -> None:
+    model = declared_model(torch.optim.SGD, lr=0.3)
+    with pytest.raises(ValueError, match=r"optimizer= is given, but .* declared SGD\(lr=0.3\) for table 'user_id'; leave out one"):
+        chosen_optimizer(model, OptimizerConfig())
+    with pytest.raises(ValueError, match=r"table 'user_id': .* SGD\(lr=0.3, momentum=0.9\), of which momentum=0.9 is not among"):
+        chosen_optimizer(declared_model(torch.optim.SGD, lr=0.3, momentum=0.9), None)
+    with pytest.raises(ValueError, match=r"table 'user_id': .* of which AdamW is not among sgd, adagrad"):
+        chosen_optimizer(declared_model(torch.optim.AdamW), None)
+    assert chosen_optimizer(small_model(META), None) == OptimizerConfig()
 
 
 @pytest.mark.parametrize(

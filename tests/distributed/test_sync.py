@@ -225,6 +225,11 @@ def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(two_ranks:
         ({"mode": "local"}, "mode='local': must be one of every_step, local_sgd, diloco, semi_sync"),
         ({"mode": "local_sgd", "every": 0}, "every=0: must be 1 step or more"),
         ({"mode": "local_sgd", "warmup": -1}, "warmup=-1: must be 0 steps or more"),
+        (
+            {"mode": "diloco", "warmup": 0},
+            "warmup=0: must be 1 step or more for local_sgd and diloco: ranks take their first step together, because DDP "
+            "records its graph in it",
+        ),
         ({"mode": "local_sgd", "optimizer_state": "reset"}, "optimizer_state='reset': must be one of keep, average"),
         ({"mode": "diloco", "outer_lr": 0.0}, "outer_lr=0.0: must be a positive number"),
         ({"mode": "diloco", "outer_momentum": 1.0}, "outer_momentum=1.0: must be at least 0 and below 1"),
@@ -237,6 +242,12 @@ def test_settings_that_cannot_be_or_would_do_nothing_are_refused(fields: dict[st
     with pytest.raises(ValueError) as error:
         SyncConfig(**fields)
     assert str(error.value) == told
+
+
+@pytest.mark.unit
+def test_a_mode_begins_as_early_as_it_can_where_no_warm_up_is_given() -> None:
+    assert [SyncConfig(mode=mode).together for mode in ("local_sgd", "diloco", "semi_sync")] == [1, 1, 0]  # type: ignore[arg-type]
+    assert SyncConfig(mode="semi_sync", warmup=0).together == 0
 
 
 @pytest.mark.unit

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+import torch
 from torch import nn
 from torch.distributed.optim import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,  # torchrec's own name for it is deprecated
 )
+from torchrec import optim as placeholders
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_ext.distributed.choices import Choice, DenseOptimizer, Override, TableOptimizer, parse_override
 from torchrec_ext.distributed.kernels import refused_because
@@ -21,6 +24,20 @@ FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
 REPLICATED_WEIGHTS = 2**20  # larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows
 EMULATED = ("adam", "lazy_adam")  # by ShardedAdam, where no kernel runs them
 _TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
+_CALLERS = "_declared_by_the_caller"  # an attribute of a table beside these tags: what they were before ours
+Declaration = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+# Adam in a backward moves the rows of the batch alone, as FBGEMM's does.
+_KINDS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "sgd",
+    placeholders.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    placeholders.Adagrad: "adagrad",
+    RowWiseAdagrad: "row_wise_adagrad",
+    torch.optim.Adam: "lazy_adam",
+    placeholders.Adam: "lazy_adam",
+    placeholders.PartialRowWiseAdam: "partial_row_wise_adam",
+    placeholders.LAMB: "lamb",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +143,65 @@ def _decide(what: str, default: Choice, overrides: list[Override], paths: Mappin
     return choices
 
 
+def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> OptimizerConfig:
+    """``optimizer``; where none is given, that which ``apply_optimizer_in_backward`` has declared, and OptimizerConfig's defaults.
+
+    Args:
+        model: unsharded.
+        optimizer: of all tables and layers.
+
+    Raises:
+        ValueError: both are given, or a declaration that OptimizerConfig cannot express.
+    """
+    declared = {name: found for name, parameter in _tables_of(model) if (found := _declared(parameter)) is not None}
+    if not declared:
+        return optimizer or OptimizerConfig()
+    if optimizer is not None:
+        name, (kind, arguments) = next(iter(declared.items()))
+        raise ValueError(
+            f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}({_words(arguments)}) for table "
+            f"'{name}'; leave out one of them: per_table=('{name}=sgd lr=0.1',) of OptimizerConfig says the same"
+        )
+    return OptimizerConfig(per_table=tuple(_as_override(name, *found) for name, found in declared.items()))
+
+
+def undeclared(model: nn.Module) -> list[str]:
+    """The tables of the unsharded ``model`` for which nobody has declared an optimizer."""
+    return [name for name, parameter in _tables_of(model) if _declared(parameter) is None]
+
+
+def _tables_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for _, collection in collections(model):
+        yield from ((name.split(".")[1], parameter) for name, parameter in collection.named_parameters())
+
+
+def _declared(parameter: nn.Parameter) -> Declaration | None:
+    """What the caller has declared, also after :func:`declare_table_optimizer` has put its own in that place."""
+    if hasattr(parameter, _CALLERS):
+        return cast(Declaration | None, getattr(parameter, _CALLERS))
+    if not hasattr(parameter, "_optimizer_classes"):
+        return None
+    return parameter._optimizer_classes[-1], parameter._optimizer_kwargs[-1]  # type: ignore[attr-defined]
+
+
+def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str:
+    """The declaration as an exception of ``per_table``; what it leaves out is FBGEMM's default, as TorchRec takes it."""
+    given = {"lr": 0.01, "eps": 1e-8, **arguments}
+    usual = {"betas": (0.9, 0.999), "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "momentum": 0, "amsgrad": False}
+    strange = {key: value for key, value in given.items() if key not in ("lr", "eps") and usual.get(key, math.nan) != value}
+    if kind not in _KINDS or strange:
+        raise ValueError(
+            f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_words(arguments)}), of which "
+            f"{_words(strange) or kind.__name__} is not among {', '.join(dict.fromkeys(_KINDS.values()))} with lr and eps; give "
+            "optimizer=OptimizerConfig(...) and leave the declaration out"
+        )
+    return f"{name}={_KINDS[kind]} lr={float(given['lr'])!r} eps={float(given['eps'])!r}"
+
+
+def _words(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+
+
 def declare_table_optimizer(
     model: nn.Module, optimizer: OptimizerConfig, emulated: Container[str] = frozenset()
 ) -> dict[str, Choice]:
@@ -144,6 +220,7 @@ def declare_table_optimizer(
     choices = optimizer.for_tables(model)
     for _, collection in collections(model):
         for name, parameter in collection.named_parameters():
+            setattr(parameter, _CALLERS, _declared(parameter))
             for tag in _TAGS:
                 if hasattr(parameter, tag):
                     delattr(parameter, tag)

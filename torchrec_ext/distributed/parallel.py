@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -13,7 +14,14 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec_ext.distributed.choices import Choice
 from torchrec_ext.distributed.gradient_buckets import settle_buckets
 from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer, keyed_optimizers
-from torchrec_ext.distributed.optimizers import OptimizerConfig, declare_table_optimizer, has_kernel, shardings
+from torchrec_ext.distributed.optimizers import (
+    OptimizerConfig,
+    chosen_optimizer,
+    declare_table_optimizer,
+    has_kernel,
+    shardings,
+    undeclared,
+)
 from torchrec_ext.distributed.planning import on_own_device, plan_sharding, sharders
 from torchrec_ext.distributed.row_decay import decay_sharded_rows
 from torchrec_ext.distributed.runtime import Runtime
@@ -42,7 +50,8 @@ def hybrid_parallel(
             the meta device; its dense layers on all ranks become those of rank 0.
         runtime: this process's place in the job.
         plan: TorchRec's sharding plan; made by :func:`plan_sharding` where not given.
-        optimizer: optimizers and learning rates.
+        optimizer: optimizers and learning rates. Where not given: of the tables that ``apply_optimizer_in_backward`` has given one,
+            that; of the others and of the dense layers :class:`OptimizerConfig`'s defaults, which a line of the log names.
         seed: of the tables' first values, which depend on it and the table's name alone: not on the plan, not on the ranks.
         table_copies: see :class:`SyncConfig`; as it was given to :func:`plan_sharding`.
 
@@ -52,9 +61,12 @@ def hybrid_parallel(
         and the dense layers'.
 
     Raises:
-        ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception fits nothing.
+        ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception fits nothing; a table has
+            an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or it is one that cannot be expressed.
     """
-    optimizer = optimizer or OptimizerConfig()
+    told, optimizer = optimizer, chosen_optimizer(model, optimizer)
+    if told is None and runtime.is_main:
+        _tell_defaults(model, optimizer)
     plan = on_own_device(plan or plan_sharding(model, runtime, optimizer=optimizer, table_copies=table_copies), runtime)
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
@@ -75,6 +87,16 @@ def hybrid_parallel(
     settle_buckets(sharded)
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
+
+
+def _tell_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
+    tables = undeclared(model)
+    more = f" and {len(tables) - 3} more" if len(tables) > 3 else ""
+    parts = [f"table(s) {', '.join(tables[:3])}{more}: {optimizer.tables} at {optimizer.tables_lr:g}"] if tables else []
+    parts += [f"dense layers: {optimizer.dense} at {optimizer.dense_lr:g}"] if dense_layers(model) else []
+    if parts:
+        text = "hybrid_parallel() was given no optimizer=, so it takes the defaults, %s; give optimizer=OptimizerConfig(...)"
+        logging.getLogger(__name__).warning(text, "; ".join(parts))
 
 
 def dense_layers(model: nn.Module) -> list[str]:

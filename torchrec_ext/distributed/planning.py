@@ -26,7 +26,7 @@ from torchrec_ext.distributed.drafting import PlanError as PlanError
 from torchrec_ext.distributed.drafting import Request, draft
 from torchrec_ext.distributed.host_memory import available_memory
 from torchrec_ext.distributed.measurements import Measurements
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optimizers import OptimizerConfig, chosen_optimizer
 from torchrec_ext.distributed.placement import PLACEMENTS, TowerPlan, parse_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import sharders as sharders
@@ -111,7 +111,7 @@ def plan_sharding(
         PlanError: the tables do not fit, or cannot be sharded as asked, on every rank alike.
         PlacementError: ``config.towers`` does not fit the model's towers or the ranks, on every rank alike.
     """
-    config, optimizer = config or PlanConfig(), optimizer or OptimizerConfig()
+    config, optimizer = config or PlanConfig(), chosen_optimizer(model, optimizer)
     placement = tower_placement(model, config.towers, runtime.world_size)
     ranks = SyncConfig(table_copies=table_copies).table_ranks(runtime.world_size)
     if placement is not None and table_copies > 1:

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from torchrec_ext.distributed.averaging import Averager
 from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError, HybridOptimizer
 from torchrec_ext.distributed.placement import TowerPlan
-from torchrec_ext.distributed.sync_config import LOCAL, OptimizerState, SyncConfig
+from torchrec_ext.distributed.sync_config import LOCAL, OptimizerState, SyncConfig, check_warmup
 from torchrec_ext.distributed.tables import collections
 
 
@@ -84,8 +84,11 @@ class LocalSGD(EveryStep):
         model: from :func:`hybrid_parallel`.
         optimizer: likewise.
         every: k, steps between two averages.
-        warmup: steps taken together before the first local one; at least 1.
+        warmup: steps taken together before the first local one.
         optimizer_state: ``keep`` or ``average``.
+
+    Raises:
+        ValueError: ``warmup`` of less than one step: DDP records its graph in the first.
 
     Example: (after ``model, optimizer = hybrid_parallel(...)``)
         with LocalSGD(model, optimizer, every=32) as ranks:
@@ -100,12 +103,13 @@ class LocalSGD(EveryStep):
         optimizer: HybridOptimizer,
         *,
         every: int,
-        warmup: int = 0,
+        warmup: int = 1,
         optimizer_state: OptimizerState = "keep",
     ) -> None:
         super().__init__(model)
+        check_warmup(warmup)
         self._model, self._optimizer = model, optimizer
-        self._every, self._warmup, self._average_state = every, max(warmup, 1), optimizer_state == "average"
+        self._every, self._warmup, self._average_state = every, warmup, optimizer_state == "average"
         self._shards_tables = any(
             sharding.sharding_type != "data_parallel" for tables in model.plan.plan.values() for sharding in tables.values()
         )
@@ -207,10 +211,13 @@ class DiLoCo(LocalSGD):
         model: from :func:`hybrid_parallel`.
         optimizer: the inner one.
         every: steps between two outer steps.
-        warmup: steps taken together before the first local one; at least 1.
+        warmup: steps taken together before the first local one.
         optimizer_state: of the inner optimizer, ``keep`` or ``average``.
         outer_lr: of the outer SGD.
         outer_momentum: of the outer SGD; 0 for none.
+
+    Raises:
+        ValueError: ``warmup`` of less than one step.
     """
 
     def __init__(
@@ -219,7 +226,7 @@ class DiLoCo(LocalSGD):
         optimizer: HybridOptimizer,
         *,
         every: int,
-        warmup: int = 0,
+        warmup: int = 1,
         optimizer_state: OptimizerState = "keep",
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
@@ -265,7 +272,7 @@ def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
     if not (isinstance(model, DistributedModelParallel) and isinstance(optimizer, HybridOptimizer)):
         made = f"{type(model).__name__} with {type(optimizer).__name__}"
         raise ValueError(f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {made}")
-    local: dict[str, Any] = {name: getattr(config, name) for name in ("every", "warmup", "optimizer_state")}
+    local: dict[str, Any] = {"every": config.every, "warmup": config.together, "optimizer_state": config.optimizer_state}
     if config.mode == "local_sgd":
         return LocalSGD(model, optimizer, **local)
     return DiLoCo(model, optimizer, outer_lr=config.outer_lr, outer_momentum=config.outer_momentum, **local)

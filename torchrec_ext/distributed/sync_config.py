@@ -28,7 +28,8 @@ class SyncConfig:
     Args:
         mode: see above.
         every: of ``local_sgd`` and ``diloco``, k: steps between two averages.
-        warmup: steps as ``every_step`` before the other modes begin; their first step is always taken together.
+        warmup: steps as ``every_step`` before the other modes begin. Where not given, 0 for ``semi_sync``; for ``local_sgd`` and
+            ``diloco`` 1, the least, because DDP records its graph in the first step.
         optimizer_state: of ``local_sgd`` and ``diloco``: ``keep`` each rank's moments, or ``average`` them too.
         outer_lr: of ``diloco``.
         outer_momentum: of ``diloco``; Nesterov's where it is not 0.
@@ -40,7 +41,7 @@ class SyncConfig:
 
     mode: Mode = "every_step"
     every: int = 32
-    warmup: int = 0
+    warmup: int | None = None
     optimizer_state: OptimizerState = "keep"
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -60,8 +61,10 @@ class SyncConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.tables_every > 1 and self.table_copies == 1:
             raise ValueError(f"tables_every={self.tables_every}: only for table_copies of 2 or more")
-        if self.warmup < 0:
+        if self.warmup is not None and self.warmup < 0:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
+        if self.mode in LOCAL:
+            check_warmup(self.together)
         if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
             raise ValueError(f"outer_lr={self.outer_lr}: must be a positive number")
         if not 0 <= self.outer_momentum < 1:
@@ -76,6 +79,11 @@ class SyncConfig:
             if self.mode not in modes and value != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name}={value!r}: only for mode={' or '.join(modes)}, but mode={self.mode}")
 
+    @property
+    def together(self) -> int:
+        """The steps that ranks take together before the mode begins."""
+        return int(self.mode in LOCAL) if self.warmup is None else self.warmup
+
     def table_ranks(self, world_size: int) -> int:
         """The ranks that shard one copy of the tables.
 
@@ -89,3 +97,16 @@ class SyncConfig:
         if world_size % self.table_copies:
             raise ValueError(f"sync.table_copies={self.table_copies}: must divide the number of ranks, {world_size}")
         return world_size // self.table_copies
+
+
+def check_warmup(steps: int) -> None:
+    """Refuses a local mode that begins with the first step.
+
+    Raises:
+        ValueError: no step is taken together.
+    """
+    if steps < 1:
+        raise ValueError(
+            f"warmup={steps}: must be 1 step or more for {' and '.join(LOCAL)}: ranks take their first step together, because DDP "
+            "records its graph in it"
+        )

@@ -92,7 +92,7 @@ def semi_sync_pipeline(
         model: from :func:`hybrid_parallel`, with every table sharded.
         optimizer: likewise.
         device: of the model.
-        sync: ``warmup``, batches before it begins, and ``stash_gradients``.
+        sync: ``together``, batches before it begins, and ``stash_gradients``.
         forward: calls the model in its place.
         before_tables: called in each step before the tables' backward.
 
@@ -118,7 +118,7 @@ def semi_sync_pipeline(
         optimizer,
         device,
         execute_all_batches=True,
-        start_batch=sync.warmup,
+        start_batch=sync.together,
         stash_gradients=sync.stash_gradients,
         custom_model_fwd=forward,
         dmp_collection_sync_interval_batches=sync.tables_every,
