@@ -1,13 +1,10 @@
-"""TorchRec's own source of the installed version, in the folder that TORCHREC_SOURCE names: its wheel lacks tests and examples.
+"""TorchRec's own source of the installed version, in the folder that TORCHREC_SOURCE names: its wheel lacks some tests.
 
 Nothing of it is in this repository; `git clone --branch release/v1.8.0 https://github.com/meta-pytorch/torchrec` brings it.
 """
 
-import importlib.util
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torchrec.distributed
@@ -24,14 +21,3 @@ def add_tests() -> None:
     folder = str(SOURCE / "torchrec/distributed")
     if folder not in torchrec.distributed.__path__:
         torchrec.distributed.__path__.append(folder)
-
-
-def example(path: str) -> ModuleType:
-    """The module in the file ``path`` of ``examples/``."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, SOURCE / "examples" / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.array_columns import with_elements
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.schema import BatchSchema, DataError, Dense, Jagged
 
@@ -30,7 +31,7 @@ class BatchBuilder:
 
     def __init__(self, schema: BatchSchema, items: Chunk | None) -> None:
         self.schema = schema
-        self.items = items if items is not None else Chunk({})
+        self.items = with_elements(items, schema.dense) if items is not None else Chunk({})
         names = [*schema.keys, *schema.dense, *schema.weight_columns]
         self._item_side = [name for name in names if name in self.items]
         self._user_side = [name for name in names if name not in self.items]
@@ -38,6 +39,7 @@ class BatchBuilder:
 
     def user_batch(self, users: Chunk) -> TowerBatch:
         """B rows with the user side only; labels are 0."""
+        users = with_elements(users, self._user_side)
         return self._assemble(self._user_columns(users, 1), users.num_rows, 1, {"labels": np.zeros(users.num_rows)})
 
     def item_batch(self, item_ids: Int64) -> TowerBatch:
@@ -70,6 +72,7 @@ class BatchBuilder:
             row_numbers: (B,) what an error message calls the rows.
             padded_rows: add rows of weight 0, with empty bags and zeros, until there are this many users.
         """
+        users = with_elements(users, self._user_side)
         if candidates is None and self._item_side:
             candidates = users["item_id"].values[:, None]
         width = 1 if candidates is None else candidates.shape[1]

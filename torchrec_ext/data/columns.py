@@ -31,7 +31,7 @@ class Column:
     not.
 
     Args:
-        values: (B,), or (sum of lengths,) with ``offsets``.
+        values: (B,), or (sum of lengths,) with ``offsets``, or (B, W) for a ragged column with W values in each row.
         offsets: (B + 1,) int64 from 0 to the number of values, or None.
 
     Raises:
@@ -41,8 +41,11 @@ class Column:
     __slots__ = ("_pool", "_values", "_windows")
 
     def __init__(self, values: Array, offsets: Int64 | None = None) -> None:
+        if values.ndim == 2 and offsets is None:
+            offsets = np.arange(len(values) + 1, dtype=np.int64) * values.shape[1]
+            values = values.reshape(-1)
         if values.ndim != 1:
-            raise ValueError(f"values have shape {values.shape}, must be one-dimensional; give a ragged column its offsets")
+            raise ValueError(f"values have shape {values.shape}, must be (B,) or (B, W); give a ragged column its offsets")
         if offsets is not None:
             if offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets):
                 raise ValueError(f"offsets are {offsets.dtype} of shape {offsets.shape}, must be int64 of shape (B + 1,)")

@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from torchrec_ext.data.array_columns import with_elements
 from torchrec_ext.data.arrow import ColumnRules, Kind, kind_of
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files import DataFile, PathLike, find_files
 from torchrec_ext.data.row_groups import RowGroup
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.arrays import element_of
 
+ARRAYS: tuple[Kind, ...] = ("floats", "ints")
 _WHOLE_FOOTERS = 8  # footers read at a time: each waits for the disk or the network
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 HEAVY = 256 << 20  # bytes that reading a part may hold before it is told; a group of a million rows of 41 columns holds 80 MB
@@ -83,6 +86,9 @@ class FileSource(ABC):
         return {name: self._require(name, kinds) for name, kinds in columns.items()}
 
     def _require(self, name: str, kinds: Sequence[Kind]) -> Kind:
+        if self._column(name) != name:
+            self._require(self._column(name), ARRAYS)
+            return "float"
         types = [self._type(at, name) for at in range(len(self.files))]
         found = kind_of(types[0])
         if found is None or found not in kinds:
@@ -96,6 +102,12 @@ class FileSource(ABC):
                 "give files with the same types"
             )
         return found
+
+    def _column(self, name: str) -> str:
+        """The column in which ``name`` stands: an array column for its elements."""
+        element = element_of(name)
+        known = element is None or name in self._partitions or name in self._schemas[0].names
+        return name if known or element is None else element.column
 
     def _type(self, at: int, name: str) -> pa.DataType:
         if name in self._partitions:
@@ -141,7 +153,7 @@ class FileSource(ABC):
             )
 
     def _stored(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if name not in self._partitions]
+        return list(dict.fromkeys(self._column(name) for name in names if name not in self._partitions))
 
     def _chunk(self, part: RowGroup, names: Sequence[str], read: Callable[[list[str]], pa.Table | pa.RecordBatch]) -> Chunk:
         file, stored = self.files[part.file], self._stored(names)
@@ -156,7 +168,8 @@ class FileSource(ABC):
             where = part.name + (f", column '{column}'" if column else "")
             raise DataError(f"{where} cannot be read: the file is damaged or cut; copy or write it again ({error})") from error
         columns = {name: self.rules.column(part.name, name, table.column(name), part.first) for name in stored if table is not None}
-        return Chunk(columns | {name: self._partition(part, name) for name in names if name in self._partitions})
+        chunk = Chunk(columns | {name: self._partition(part, name) for name in names if name in self._partitions})
+        return with_elements(chunk, names, part.name, part.first)
 
     def _readable(self, group: RowGroup, name: str) -> bool:
         try:

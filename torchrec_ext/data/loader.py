@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.data.array_columns import with_elements
 from torchrec_ext.data.batch_streams import on_device, on_host
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.epochs import Epochs
@@ -98,6 +99,9 @@ class ChunkLoader(Epochs):
             raise ValueError(f"refresh with negatives={type(negatives).__name__}: only HardNegatives are refreshed; leave it out")
         self._sampler, self._refresh = negatives, refresh
         device = device or config.device
+        names = [*schema.dense, *schema.tasks]
+        chunk = with_elements(chunk, names) if isinstance(chunk, Chunk) else chunk
+        items = None if items is None else with_elements(items, names)
         if device is None:
             self._rows = on_host(chunk, schema, config, items, negatives, share)
         else:

@@ -135,6 +135,8 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
     Raises:
         PlanError: the tables do not fit.
     """
+    if not request.tables:
+        return Draft(ShardingPlan({}), [])
     kept = _Kept()
     planner = EmbeddingShardingPlanner(
         topology=topology,

@@ -39,11 +39,13 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
                 _where(table, sharding, world_size),
             ]
         )
+    towers = "".join(f"\ntowers run on the ranks {own.placement}" for own in plan.plan.values() if isinstance(own, TowerPlan))
+    if not rows:
+        return f"no table to shard: each rank holds all layers{towers and ' of its towers'}{towers}"
     totals = ", ".join(_by_rank(per_rank))
     readable = tabulate(rows, headers=["table", "rows x dim", "MiB", "sharding", "where"], disable_numparse=True)
-    towers = [f"\ntowers run on the ranks {own.placement}" for own in plan.plan.values() if isinstance(own, TowerPlan)]
     sweeps = _sweeps(plan, model, captured_rows) if captured_rows else ""
-    return f"{readable}\nweights on {totals}{''.join(towers)}{sweeps}"
+    return f"{readable}\nweights on {totals}{towers}{sweeps}"
 
 
 def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:

@@ -212,8 +212,8 @@ def two_tower(
     user_tables: Sequence[EmbeddingBagConfig],
     item_tables: Sequence[EmbeddingBagConfig],
     *,
-    user_dense: Sequence[str] = (),
-    item_dense: Sequence[str] = (),
+    user_dense: Sequence[str] | Mapping[str, int] = (),
+    item_dense: Sequence[str] | Mapping[str, int] = (),
     tower_widths: Sequence[int] = (64, 32),
     interaction: Interaction = "top_nn",
     top_widths: Sequence[int] = (64,),
@@ -228,10 +228,10 @@ def two_tower(
     """User features -> NN_user, item features -> NN_item, then a top NN over both outputs or their dot product.
 
     Args:
-        user_tables: tables of the tower ``user``.
+        user_tables: tables of the tower ``user``; may be none where it has dense columns.
         item_tables: tables of the tower ``item``.
-        user_dense: names of the user tower's dense columns.
-        item_dense: names of the item tower's dense columns.
+        user_dense: names of the user tower's dense columns; or by name the numbers in a row of each, for array columns.
+        item_dense: those of the item tower.
         tower_widths: MLP widths of both towers; the last is D.
         interaction: ``top_nn`` (concatenation, MLP, logit; Covington et al. 2016), ``dot`` or another of
             :func:`interaction_layer`.
@@ -249,6 +249,11 @@ def two_tower(
         >>> model = two_tower([table("user_id", 100)], [table("item_id", 50)], user_dense=["age"])
         >>> model.schema().keys, model.schema().dense
         (['user_id', 'item_id'], ('age',))
+
+        Two networks over dense columns alone, one array column each:
+
+        >>> two_tower([], [], user_dense={"profile": 60}, item_dense={"content": 40}).schema().dense[59:61]
+        ('profile[59]', 'content[0]')
     """
     layers: dict[str, Any] = {"activation": activation, "normalization": normalization, "dropout": dropout}
     towers = {

@@ -15,6 +15,7 @@ from torchrec_ext.modules.jagged_attention import Attention, Packing
 from torchrec_ext.modules.recorded import Recorded
 from torchrec_ext.modules.session_encoder import Position, SessionEncoder
 from torchrec_ext.modules.tower import Activation, Lent, by_table, mlp
+from torchrec_ext.schema.arrays import dense_names
 
 Pooling = Literal["flatten", "last", "mean"]
 BST_WIDTHS = (1024, 512, 256)
@@ -71,7 +72,7 @@ class SessionTower(Recorded, nn.Module):
         target: Sequence[str] = (),
         mlp_widths: Sequence[int] = BST_WIDTHS,
         max_length: int = 20,
-        dense: Sequence[str] = (),
+        dense: Sequence[str] | Mapping[str, int] = (),
         layers: int = 1,
         heads: int = 8,
         hidden: int | None = None,
@@ -87,7 +88,7 @@ class SessionTower(Recorded, nn.Module):
         _check_features(tables, session, target)
         if pooling not in get_args(Pooling):
             raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(get_args(Pooling))}")
-        self.tables, self.dense = list(tables), tuple(dense)
+        self.tables, self.dense = list(tables), dense_names(dense)
         self.out_features = mlp_widths[-1] if mlp_widths else 0
         self.device = device or torch.device("cpu")
         self._names = _feature_keys(self.tables)

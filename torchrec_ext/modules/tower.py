@@ -19,6 +19,7 @@ from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
 from torchrec_ext.modules.pooling import BagAttention, RowPooling
 from torchrec_ext.modules.recorded import Recorded
+from torchrec_ext.schema.arrays import dense_names
 
 Found = TypeVar("Found")
 # By ``feature@table`` what tables outside a tower hold for it: pooled bags (B, width), or rows (sum of lengths, width) in bags.
@@ -37,7 +38,8 @@ class Tower(Recorded, nn.Module):
             the type of the dense columns. Towers of one model that give configs of one name share that table.
         mlp_widths: widths of the MLP; the last is D, the width of the tower's output. Without any, the output is the concatenation:
             pooled bags, then bags under attention, then dense columns; with ``compress`` what it makes of these.
-        dense: names of the dense columns that the tower reads, Fd of them.
+        dense: names of the dense columns that the tower reads, Fd of them; or by name the numbers in a row of each, as in
+            ``{"age": 1, "profile": 60}``, where ``profile`` is an array column: see :func:`dense_names`.
         weights: by feature the column with a weight for each of its ids, such as how long ago each item of a history was: the bag
             is the sum of weight x row. Its tables are EmbeddingBagConfigs pooled by sum, which a TowerModel looks up; their other
             features have weights of 1.
@@ -50,8 +52,8 @@ class Tower(Recorded, nn.Module):
         device: of the tables; ``meta`` declares them without memory, and ``hybrid_parallel`` allocates the shards.
 
     Raises:
-        ValueError: a tower without tables, a table with the name of a method of ModuleDict (``items``), tables under attention of
-            unequal width, a wrong MLP, or a compression that does not fit the tables.
+        ValueError: a tower without tables and dense columns, a table with the name of a method of ModuleDict (``items``), tables
+            under attention of unequal width, a wrong MLP, or a compression that does not fit the tables.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Tower(Recorded, nn.Module):
         tables: Sequence[BaseEmbeddingConfig],
         mlp_widths: Sequence[int],
         *,
-        dense: Sequence[str] = (),
+        dense: Sequence[str] | Mapping[str, int] = (),
         weights: Mapping[str, str] | None = None,
         activation: Activation = "relu",
         normalization: Normalization = "none",
@@ -69,10 +71,10 @@ class Tower(Recorded, nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if not tables:
-            raise ValueError("a Tower needs at least one table; a network of dense columns alone is a plain nn.Module")
+        self.dense = dense_names(dense)
+        if not tables and not self.dense:
+            raise ValueError("tables=[] and dense=(): a Tower needs a table or a dense column")
         _check_names(tables)
-        self.dense = tuple(dense)
         self.tables = list(tables)
         self.bags = bags = [table for table in tables if isinstance(table, EmbeddingBagConfig)]
         self.lists = lists = [table for table in tables if isinstance(table, EmbeddingConfig)]

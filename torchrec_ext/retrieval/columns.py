@@ -17,6 +17,7 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.step import Step
 from torchrec_ext.data.preprocess.vocabulary import Categorify
 from torchrec_ext.schema import BatchSchema, DataError, Jagged, SparseFeature
+from torchrec_ext.schema.arrays import columns_of, widths_of
 
 Rows = Mapping[str, Sequence[Any]]
 
@@ -51,7 +52,9 @@ class Columns:
 
     def __init__(self, schema: BatchSchema, types: Mapping[str, str], preprocessor: FittedPreprocessor | None = None) -> None:
         self.schema = schema
-        wanted = [*schema.keys, *schema.dense, *schema.weight_columns]
+        names = types.keys() if preprocessor is None else preprocessor.outputs.keys()
+        self._widths = widths_of(schema.dense, names)
+        wanted = [*schema.keys, *columns_of(schema.dense, names), *schema.weight_columns]
         self._part = None if preprocessor is None else part_of(preprocessor, wanted)
         if self._part is None:
             self.request_columns = {name: _type_of(name, types) for name in wanted}
@@ -81,8 +84,12 @@ class Columns:
             column_of_weights = weights[feature.name]
             weighing = None if column_of_weights is None else made[column_of_weights].values
             read.sparse[feature.name], read.unknown[feature.name] = _bags(feature, column, weighing)
+        for name, width in self._widths.items():
+            numbers = _array(name, made[name], width)
+            read.dense.update({f"{name}[{at}]": _dense(name, Values(column, None)) for at, column in enumerate(numbers.T)})
         for name in self.schema.dense:
-            read.dense[name] = _dense(name, made[name])
+            if name not in read.dense:
+                read.dense[name] = _dense(name, made[name])
         return read
 
     def _as_they_are(self, rows: Rows) -> dict[str, Values]:
@@ -161,6 +168,15 @@ def _bags(feature: SparseFeature, column: Values, weights: NDArray[Any] | None) 
     of_lengths = None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
     weighing = None if weights is None else torch.from_numpy(weights.astype(np.float32))
     return Jagged(torch.from_numpy(known), of_lengths, weighing), unknown
+
+
+def _array(name: str, column: Values, width: int) -> NDArray[Any]:
+    """(B, W)."""
+    lengths = np.ones(len(column.values), np.int64) if column.lengths is None else column.lengths
+    if (lengths != width).any():
+        row = int((lengths != width).argmax())
+        raise DataError(f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many")
+    return column.values.reshape(len(lengths), width)
 
 
 def _dense(name: str, column: Values) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,7 @@ class PlainTower:
     """
 
     def __init__(self, tower: Tower) -> None:
-        assert tower.embeddings is not None, "a plain tower has tables"
-        bags = tower.embeddings.embedding_bags
+        bags: Any = {} if tower.embeddings is None else tower.embeddings.embedding_bags
         self._tables = [
             (name, bags[table.name].weight, _MODES[table.pooling]) for table in tower.bags for name in table.feature_names
         ]

@@ -13,10 +13,12 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.schema.arrays import widths_of
 from torchrec_ext.schema.bags import Bags, Jagged, bags_of, check_ids, no_bags
 from torchrec_ext.schema.checks import (
     DataError,
     Rows,
+    array_of,
     between,
     check_index,
     check_repeats,
@@ -61,7 +63,8 @@ class BatchSchema(BatchColumns):
         Args:
             sparse: a :class:`Jagged` for each sparse feature, of B rows or, where it is shared, Q, with weights where the feature
                 has such; further entries are ignored.
-            dense: a (B,) or (Q,) column for each dense name, where further entries are ignored; or :class:`Dense`.
+            dense: a (B,) or (Q,) column for each dense name, (B, W) or (Q, W) for an array column; further entries are ignored; or
+                :class:`Dense`.
             labels: (B,).
             weights: (B,), 0 for padding; ones where not given.
             total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; this rank's own sum where
@@ -141,7 +144,11 @@ class BatchSchema(BatchColumns):
         return bags_of(feature, self._column(sparse, feature.name), rows) if feature else no_bags(rows)
 
     def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: Rows) -> Tensor:
-        return side_by_side(names, [self._column(dense, name) for name in names], rows)
+        widths = {name: width for name, width in widths_of(names, dense).items() if name in dense}
+        arrays = {name: array_of(name, dense[name], width, rows) for name, width in widths.items()}
+        elements = {f"{name}[{at}]": column for name, array in arrays.items() for at, column in enumerate(array.unbind(dim=1))}
+        columns = {**elements, **dense}
+        return side_by_side(names, [self._column(columns, name) for name in names], rows)
 
     def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The same checks for a KeyedJaggedTensor of your own, as in ``batch.sparse = schema.check(batch.sparse)``.

@@ -45,6 +45,13 @@ def side_by_side(names: Sequence[str], columns: Sequence[Tensor], rows: Rows) ->
     return torch.stack([_of_shape(name, column, rows) for name, column in zip(names, columns, strict=True)], dim=1)
 
 
+def array_of(name: str, array: Tensor, width: int, rows: Rows) -> Tensor:
+    """(B, W) an array column."""
+    if array.shape != (rows.size, width):
+        raise DataError(f"column '{name}': shape {tuple(array.shape)}, must be ({rows.axis}, W) = ({rows.size}, {width})")
+    return array
+
+
 def finite_matrix(names: Sequence[str], matrix: Tensor, rows: Rows) -> Tensor:
     """The matrix, every value finite: one NaN poisons the dense weights and all tables of all ranks in one step."""
     if matrix.shape != (rows.size, len(names)):

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from typing_extensions import Self
 
+from torchrec_ext.schema.arrays import columns_of
 from torchrec_ext.schema.checks import DataError
 from torchrec_ext.schema.features import Joint, Keys, SparseFeature, features_of, joints, merged, unique
 
@@ -22,7 +23,8 @@ class BatchColumns:
 
     Args:
         sparse: the features, F of them.
-        dense: the names of the columns of the one dense matrix, Fd of them.
+        dense: the names of the columns of the one dense matrix, Fd of them; ``profile[3]`` is the fourth number of the array column
+            ``profile``, where the data have no column of that very name.
         shared: which of these columns are in the batch's shared part, see :class:`SharedRows`.
         joint: the keys of ``batch.joint``, for tables that read shared and other features.
         weighted: the keys of ``batch.weighted``, for tables that pool by weights.
@@ -157,5 +159,5 @@ class BatchColumns:
 
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
         """What to raise where ``columns`` lack a column of the schema."""
-        needed = [*self.keys, *self.dense, *self.weight_columns]
+        needed = [*self.keys, *columns_of(self.dense), *self.weight_columns]
         return DataError(f"column '{name}' is missing; the batch has {sorted(columns)}, the schema needs {needed}")

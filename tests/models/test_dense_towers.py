@@ -1,0 +1,259 @@
+"""Towers without tables, and array columns: trained, planned, saved, exported and served as every other model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import META, redrawn, table
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader import ChunkLoader
+from torchrec_ext.data.loader_config import LoaderConfig
+from torchrec_ext.data.source import ParquetSource
+from torchrec_ext.distributed.explain import explain
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.models.tower_model import TowerModel, two_tower
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.contents import Catalogue, Users
+from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.requests import RecommendRequest
+from torchrec_ext.retrieval.scorer import Scorer
+from torchrec_ext.schema import DataError, Jagged
+from torchrec_ext.train.loop import TrainConfig, train
+
+PROFILE, CONTENT, STEPS, ROWS = 60, 40, 6, 24
+SGD = OptimizerConfig(dense="sgd", dense_lr=0.5, tables="sgd", tables_lr=0.5)
+
+
+def dense_model() -> TowerModel:
+    """The first user's own: two networks over 60 and 40 numbers."""
+    return redrawn(two_tower([], [], user_dense={"profile": PROFILE}, item_dense={"content": CONTENT}, tower_widths=(16, 8)))
+
+
+def beside_tables(device: torch.device | None = None) -> TowerModel:
+    """A tower without a table beside one with tables."""
+    return redrawn(
+        two_tower(
+            [table("user_id", 30)], [], user_dense=["age"], item_dense={"content": CONTENT}, tower_widths=(16, 8), device=device
+        )
+    )
+
+
+def columns(count: int, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    draw = np.random.default_rng(seed)
+    profile, content = draw.normal(size=(count, PROFILE)), draw.normal(size=(count, CONTENT))
+    return {
+        "user_id": draw.integers(0, 30, count),
+        "age": draw.random(count, np.float32),
+        "profile": profile.astype(np.float32),
+        "content": content.astype(np.float32),
+        "label": (profile[:, 0] * content[:, 0] > 0).astype(np.float32),
+    }
+
+
+def batches(model: TowerModel, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
+    schema = model.schema()
+    for step in range(STEPS):
+        own = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+        made = {name: torch.from_numpy(values[own]) for name, values in columns(ROWS, step).items()}
+        yield schema.assemble({"user_id": Jagged(made["user_id"])}, made, labels=made["label"])
+
+
+def unsharded(model: TowerModel) -> dict[str, Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches(model):
+        optimizer.zero_grad()
+        model(batch)[0].backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+class Batches:
+    """A loader of the batches above."""
+
+    def __init__(self, model: TowerModel, runtime: Runtime) -> None:
+        self._made = list(batches(model, runtime.rank, runtime.world_size))
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        return iter(self._made)
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def state_dict(self, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def trained(runtime: Runtime, sync: SyncConfig, compile_: str, folder: str) -> dict[str, Any]:
+    """The weights after an epoch of :func:`train`, what explain() says, and the weights of a run resumed in its middle."""
+    model = dense_model()
+    plan = plan_sharding(model, runtime, optimizer=SGD, table_copies=sync.table_copies)
+    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=SGD, table_copies=sync.table_copies)
+    config = TrainConfig(epochs=1, compile=compile_)  # type: ignore[arg-type]
+    train(parallel, optimizer, Batches(model, runtime), runtime, config, sync=sync)
+    return {"state": gather_state(parallel), "text": explain(plan, parallel, runtime.world_size)}
+
+
+SYNCS = [
+    SyncConfig(),
+    SyncConfig(mode="local_sgd", every=1),
+    SyncConfig(mode="diloco", every=1, outer_lr=1.0, outer_momentum=0.0),
+    SyncConfig(mode="semi_sync"),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: sync.mode)
+def test_a_model_without_tables_learns_as_one_process_does(sync: SyncConfig, world_size: int, tmp_path: Path) -> None:
+    expected = unsharded(dense_model())
+    for result in run_ranks(trained, world_size, sync, "off", str(tmp_path)):
+        assert "no table" in result["text"]
+        if result["state"] is not None:
+            assert result["state"].keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-5)
+
+
+def plain(runtime: Runtime) -> dict[str, Tensor]:
+    model = nn.Linear(4, 1)
+    nn.init.ones_(model.weight)
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=SGD)
+    optimizer.zero_grad()
+    parallel(torch.full((2, 4), float(runtime.rank))).sum().backward()
+    optimizer.step()
+    return {name: value.detach() for name, value in parallel.module.named_parameters()}
+
+
+def test_a_plain_module_is_data_parallel() -> None:
+    for state in run_ranks(plain, 2):
+        assert state["weight"].tolist() == [[0.5] * 4]  # the mean gradient is 2 x (0 + 1) / 2
+
+
+def test_columns_in_memory_in_files_and_in_a_batch_make_one_batch(tmp_path: Path) -> None:
+    model, made = dense_model(), columns(ROWS)
+    lists = pa.list_(pa.float32())
+    fixed = pa.FixedSizeListArray.from_arrays(pa.array(made["content"].ravel()), CONTENT)
+    pq.write_table(
+        pa.table({"profile": pa.array(list(made["profile"]), lists), "content": fixed, "label": made["label"]}),
+        tmp_path / "rows.parquet",
+    )
+    config = LoaderConfig(batch_size=ROWS, negatives=0, label="label", shuffle=False)
+    chunk = Chunk({name: Column(made[name]) for name in ("profile", "content", "label")})
+    (in_memory,) = ChunkLoader(chunk, model.schema(), config=config)
+    (from_files,) = ChunkLoader(ParquetSource(tmp_path), model.schema(), config=config)
+    (on_device,) = ChunkLoader(chunk, model.schema(), config=config, device="cpu")
+    by_hand = next(batches(model))
+    for batch in (in_memory, from_files, on_device):
+        assert torch.equal(batch.dense, by_hand.dense)
+        assert torch.equal(batch.labels, by_hand.labels)
+
+
+def test_a_row_with_too_few_numbers_is_named(tmp_path: Path) -> None:
+    schema = dense_model().schema()
+    made = columns(3)
+    tensors = {name: torch.from_numpy(made[name]) for name in ("profile", "content")}
+    with pytest.raises(DataError, match=r"column 'profile': shape \(3, 59\), must be \(B, W\) = \(3, 60\)"):
+        schema.assemble({}, {**tensors, "profile": tensors["profile"][:, :59]}, labels=torch.zeros(3))
+    with pytest.raises(DataError, match=r"column 'content' is missing; .* the schema needs \['profile', 'content'\]"):
+        schema.assemble({}, {"profile": tensors["profile"]}, labels=torch.zeros(3))
+    ragged = [list(row) for row in made["content"]]
+    ragged[1] = ragged[1][:39]
+    pq.write_table(
+        pa.table({"profile": pa.array(list(made["profile"])), "content": ragged, "label": made["label"]}), tmp_path / "a.parquet"
+    )
+    loader = ChunkLoader(ParquetSource(tmp_path), schema, config=LoaderConfig(batch_size=3, negatives=0, label="label"))
+    with pytest.raises(DataError, match=r"row group 0, column 'content', row 1: 39 numbers, must be 40 in each row"):
+        list(loader)
+
+
+def test_a_tower_needs_a_table_or_a_dense_column() -> None:
+    with pytest.raises(ValueError, match=r"tables=\[\] and dense=\(\): a Tower needs a table or a dense column"):
+        Tower([], (8,))
+    with pytest.raises(ValueError, match=r"dense: profile=0: the column must have 1 number in each row or more"):
+        Tower([], (8,), dense={"profile": 0})
+
+
+def placed(runtime: Runtime, with_tables: bool) -> dict[str, Tensor] | None:
+    """The weights of towers on ranks of their own, all of them on rank 0."""
+    model = beside_tables(META) if with_tables else dense_model()
+    plan = plan_sharding(model, runtime, PlanConfig(towers="user:0,item:1"), optimizer=SGD)
+    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=SGD, seed=7)
+    train(parallel, optimizer, Batches(model, runtime), runtime, TrainConfig(epochs=1, compile="off"))
+    return {name: value.detach() for name, value in parallel.module.named_parameters() if "embedding_bags" not in name}
+
+
+@pytest.mark.parametrize("with_tables", [False, True])
+def test_towers_without_tables_run_on_ranks_of_their_own(with_tables: bool) -> None:
+    from torchrec_ext.distributed.tables import initialise_tables
+
+    model = beside_tables() if with_tables else dense_model()
+    initialise_tables(model, 7)
+    expected = unsharded(model)
+    ranks = run_ranks(placed, 2, with_tables)
+    found = {**ranks[0], **ranks[1]}
+    assert {name for name in expected if "embedding_bags" not in name} == set(found)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
+
+
+def exported(folder: Path) -> tuple[TowerModel, Bundle]:
+    """The model, and its bundle of 9 users and 12 items."""
+    model, users, items = dense_model().eval(), columns(9), columns(12, seed=1)
+    ids, content = np.arange(1, 13), pa.array(items["content"].tolist(), pa.list_(pa.float32()))
+    profile = pa.array(users["profile"].tolist(), pa.list_(pa.float32()))
+    keys, none = pa.array(np.arange(1, 10)), pa.array([[]] * 9, pa.list_(pa.int64()))
+    export(
+        model,
+        folder,
+        catalogue=Catalogue(ids=ids, features=pa.table({"item_id": ids, "content": content})),
+        users=Users(
+            key="user_id",
+            ids=np.arange(1, 10),
+            features=pa.table({"user_id": keys, "profile": profile}),
+            unknown={"user_id": 0, "profile": [0.0] * PROFILE},
+            seen=none,
+            liked=none,
+        ),
+    )
+    return model, Bundle.load(folder)
+
+
+def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
+    model, bundle = exported(tmp_path / "bundle")
+    assert set(bundle.request_columns) == {"profile"}
+    users, items = columns(9)["profile"][:1], columns(12, seed=1)["content"]
+    rows = {"profile": torch.from_numpy(users.repeat(12, axis=0)), "content": torch.from_numpy(items)}
+    with torch.no_grad():
+        logits = model.logits(model.schema().assemble({}, rows, labels=torch.zeros(12)))
+    found = Scorer(bundle).recommend(RecommendRequest(user={"profile": users[0].tolist()}, k=12))
+    order = logits.argsort(descending=True)
+    assert [item.id for item in found.items] == (order + 1).tolist()
+    with pytest.raises(DataError, match=r"column 'profile', row 0: 59 numbers, must be a list of 60; send as many"):
+        bundle.embed_query({"profile": [users[0, :59].tolist()]})
+
+
+def test_a_bundle_with_array_columns_is_written_as_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="the package onnxscript is not installed (extra `onnx`)")
+    from torchrec_ext.retrieval.onnx_bundle import export_bundle
+
+    _, bundle = exported(tmp_path / "bundle")
+    assert max(export_bundle(bundle, tmp_path / "onnx")["differences"].values()) < 1e-5
