@@ -3,8 +3,10 @@
 TorchRec itself runs it on CUDA, and skips on gloo what fails there.
 """
 
+import functools
 import os
 import random
+import traceback
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,11 +57,6 @@ CASES = [
     *(Case(kind, pooling, "unequal", 2, in_backward=True) for kind in KINDS[:2] for pooling in ("SUM", "MEAN")),
     *(Case(kind, "SUM", "equal", 2, quantised=True) for kind in KINDS[:4]),
 ]
-
-
-def of_upstream(case: Case) -> str | None:
-    """Why TorchRec itself cannot do this."""
-    return None
 
 
 def run(runtime: Runtime, case: Case, local_size: int) -> None:
@@ -113,6 +110,26 @@ def run(runtime: Runtime, case: Case, local_size: int) -> None:
     )
 
 
+def errors(runtime: Runtime, cases: list[Case]) -> dict[Case, str]:
+    """What the harness says of each case, one after the other on the same ranks; nothing where it passes."""
+    found = {}
+    for case in cases:
+        try:
+            run(runtime, case, 2)
+        except Exception:
+            found[case] = traceback.format_exc()
+    return found
+
+
+@functools.cache
+def failures(sharding: str, world_size: int) -> dict[Case, str]:
+    """By case the error of a rank."""
+    cases = [case for case in CASES if (case.sharding, case.world_size) == (sharding, world_size)]
+    ranks = run_ranks(errors, world_size, cases, timeout_s=600)
+    return {case: error for found in ranks for case, error in found.items()}
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_torchrecs_own_harness_with_our_sharder(case: Case) -> None:
-    run_ranks(run, case.world_size, case, 2)
+    error = failures(case.sharding, case.world_size).get(case, "")
+    assert not error, error

@@ -1,5 +1,6 @@
 """Towers without tables, and array columns: trained, planned, saved, exported and served as every other model."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle import Bundle
@@ -32,6 +34,10 @@ from torchrec_ext.retrieval.export import export
 from torchrec_ext.retrieval.requests import RecommendRequest
 from torchrec_ext.retrieval.scorer import Scorer
 from torchrec_ext.schema import DataError, Jagged
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.config import CheckpointConfig
+from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
+from torchrec_ext.train.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 
 PROFILE, CONTENT, STEPS, ROWS = 60, 40, 6, 24
@@ -103,8 +109,8 @@ class Batches:
         pass
 
 
-def trained(runtime: Runtime, sync: SyncConfig, compile_: str, folder: str) -> dict[str, Any]:
-    """The weights after an epoch of :func:`train`, what explain() says, and the weights of a run resumed in its middle."""
+def trained(runtime: Runtime, sync: SyncConfig, compile_: str = "off") -> dict[str, Any]:
+    """The weights after an epoch of :func:`train`, and what explain() says."""
     model = dense_model()
     plan = plan_sharding(model, runtime, optimizer=SGD, table_copies=sync.table_copies)
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=SGD, table_copies=sync.table_copies)
@@ -123,14 +129,62 @@ SYNCS = [
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: sync.mode)
-def test_a_model_without_tables_learns_as_one_process_does(sync: SyncConfig, world_size: int, tmp_path: Path) -> None:
+def test_a_model_without_tables_learns_as_one_process_does(sync: SyncConfig, world_size: int) -> None:
     expected = unsharded(dense_model())
-    for result in run_ranks(trained, world_size, sync, "off", str(tmp_path)):
-        assert "no table" in result["text"]
+    for result in run_ranks(trained, world_size, sync):
+        assert result["text"] == "no table to shard: each rank holds all layers"
         if result["state"] is not None:
             assert result["state"].keys() == expected.keys()
             for name, value in expected.items():
                 torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_", ["auto", "require"])
+def test_a_captured_step_of_a_model_without_tables_is_the_step(compile_: str) -> None:
+    expected = unsharded(dense_model())
+    (result,) = run_ranks(trained, 1, SyncConfig(), compile_, timeout_s=600)
+    for name, value in expected.items():
+        torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-5)
+
+
+def stashing(runtime: Runtime) -> str:
+    model = dense_model()
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=SGD)
+    sync = SyncConfig(mode="semi_sync", stash_gradients=True)
+    with pytest.raises(
+        ValueError, match=r"sync.stash_gradients: \w+ has no table, whose look-up would overlap; leave it out"
+    ) as error:
+        train(parallel, optimizer, Batches(model, runtime), runtime, TrainConfig(epochs=1, compile="off"), sync=sync)
+    return str(error.value)
+
+
+def test_gradients_that_would_overlap_with_no_look_up_are_not_stashed() -> None:
+    assert len(set(run_ranks(stashing, 2))) == 1
+
+
+def attempt(runtime: Runtime, folder: str, stop_after: int) -> dict[str, Tensor] | None:
+    """An epoch in two attempts, of which the first ends after some steps; in one where ``stop_after`` is 0."""
+    rows = Chunk({name: Column(values) for name, values in columns(96).items()})
+    for resume in (False, True) if stop_after else (False,):
+        model = dense_model()
+        parallel, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(dense_lr=0.01))
+        config = LoaderConfig(batch_size=16, negatives=0, label="label")
+        loader = ChunkLoader(rows, model.schema(), config=config, rank=runtime.rank, world_size=runtime.world_size)
+        checkpointer = Checkpointer(folder, runtime)
+        checkpoints = RunCheckpoints(checkpointer, CheckpointConfig(), resume=checkpointer.last_good() if resume else None)
+        steps = iter(range(1, 99))
+        stop = None if resume or not stop_after else (lambda steps=steps: next(steps) == stop_after)
+        with contextlib.suppress(RunStoppedError):
+            train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2, compile="off"), checkpoints=checkpoints, stop=stop)
+    return gather_state(parallel)
+
+
+def test_a_run_without_tables_is_saved_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole = run_ranks(attempt, 2, str(tmp_path / "whole"), 0)[0]
+    parts = run_ranks(attempt, 2, str(tmp_path / "parts"), 3)[0]
+    for name, value in whole.items():
+        assert torch.equal(parts[name], value), name
 
 
 def plain(runtime: Runtime) -> dict[str, Tensor]:
@@ -203,8 +257,6 @@ def placed(runtime: Runtime, with_tables: bool) -> dict[str, Tensor] | None:
 
 @pytest.mark.parametrize("with_tables", [False, True])
 def test_towers_without_tables_run_on_ranks_of_their_own(with_tables: bool) -> None:
-    from torchrec_ext.distributed.tables import initialise_tables
-
     model = beside_tables() if with_tables else dense_model()
     initialise_tables(model, 7)
     expected = unsharded(model)
@@ -246,7 +298,7 @@ def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
         logits = model.logits(model.schema().assemble({}, rows, labels=torch.zeros(12)))
     found = Scorer(bundle).recommend(RecommendRequest(user={"profile": users[0].tolist()}, k=12))
     order = logits.argsort(descending=True)
-    assert [item.id for item in found.items] == (order + 1).tolist()
+    assert list(found.items) == (order + 1).tolist()
     with pytest.raises(DataError, match=r"column 'profile', row 0: 59 numbers, must be a list of 60; send as many"):
         bundle.embed_query({"profile": [users[0, :59].tolist()]})
 

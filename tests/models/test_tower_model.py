@@ -75,7 +75,7 @@ def test_three_towers_are_declared_like_two() -> None:
             lambda: two_tower([table("a", 5)], [table("b", 5)], interaction="angle"),  # type: ignore[arg-type]
             "interaction='angle': must be one of top_nn, dot, cosine",
         ),
-        (lambda: two_tower([table("a", 5)], []), "a Tower needs at least one table"),
+        (lambda: two_tower([table("a", 5)], []), "a Tower needs a table or a dense column"),
         (lambda: TowerModel({}, DotProduct([1, 1])), "a TowerModel needs at least one tower"),
         (lambda: small_model().embed("users", next(batches(1))), "tower 'users' is not one of ['user', 'item']"),
     ],

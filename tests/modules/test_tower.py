@@ -122,7 +122,7 @@ def test_a_tower_reads_half_precision_as_float32(data_type: DataType) -> None:
         (lambda: mlp(4, [1], normalization="group"), "normalization='group': must be one of none, layer, batch"),  # type: ignore[arg-type]
         (lambda: mlp(4, [1], dropout=1.0), "dropout=1.0: must be at least 0 and below 1"),
         (lambda: mlp(4, [8, 4], residual=True), "residual=True with an input of width 4 and widths=[8, 4]: no hidden layer"),
-        (lambda: Tower([], [4], dense=["x"]), "a Tower needs at least one table; a network of dense columns alone"),
+        (lambda: Tower([], [4]), "a Tower needs a table or a dense column"),
         (
             lambda: Tower([listed("a"), listed("b", dim=8)], [4]),
             "tables 'a' (D = 4) and 'b' (D = 8) are pooled by attention, and TorchRec's EmbeddingCollection holds tables of one",

@@ -99,9 +99,8 @@ class ChunkLoader(Epochs):
             raise ValueError(f"refresh with negatives={type(negatives).__name__}: only HardNegatives are refreshed; leave it out")
         self._sampler, self._refresh = negatives, refresh
         device = device or config.device
-        names = [*schema.dense, *schema.tasks]
-        chunk = with_elements(chunk, names) if isinstance(chunk, Chunk) else chunk
-        items = None if items is None else with_elements(items, names)
+        chunk = with_elements(chunk, schema.dense) if isinstance(chunk, Chunk) else chunk
+        items = None if items is None else with_elements(items, schema.dense)
         if device is None:
             self._rows = on_host(chunk, schema, config, items, negatives, share)
         else:

@@ -64,10 +64,10 @@ def hybrid_parallel(
         ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception fits nothing; a table has
             an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or it is one that cannot be expressed.
     """
-    told, optimizer = optimizer, chosen_optimizer(model, optimizer)
-    if told is None and runtime.is_main:
+    given, optimizer = optimizer, chosen_optimizer(model, optimizer)
+    if given is None and runtime.is_main:
         _tell_defaults(model, optimizer)
-    plan = on_own_device(plan or plan_sharding(model, runtime, optimizer=optimizer, table_copies=table_copies), runtime)
+    plan = on_own_device(plan or plan_sharding(model, runtime, optimizer=given, table_copies=table_copies), runtime)
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
     layers = optimizer.for_layers(dense_layers(model))  # while all are there: a plan may leave this rank without some towers

@@ -126,6 +126,6 @@ def _within(plan: EmbeddingModuleShardingPlan, members: list[int]) -> EmbeddingM
 
 
 def needs_equal_rows(plans: Iterable[EmbeddingModuleShardingPlan], ranks: tuple[int, ...]) -> bool:
-    """Whether all ranks of a tower must look up as many rows: the backward of row_wise on gloo gathers equal parts alone."""
+    """Whether all ranks of a tower look up as many rows, so that the exchange of its row_wise tables is one of equal parts."""
     kinds = {own.sharding_type for plan in plans for own in plan.values()}
     return len(ranks) > 1 and ShardingType.ROW_WISE.value in kinds

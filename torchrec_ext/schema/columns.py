@@ -160,4 +160,5 @@ class BatchColumns:
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
         """What to raise where ``columns`` lack a column of the schema."""
         needed = [*self.keys, *columns_of(self.dense), *self.weight_columns]
-        return DataError(f"column '{name}' is missing; the batch has {sorted(columns)}, the schema needs {needed}")
+        had = sorted(columns_of(columns))
+        return DataError(f"column '{columns_of([name])[0]}' is missing; the batch has {had}, the schema needs {needed}")

@@ -33,12 +33,21 @@ def make_pipeline(
         optimizer: likewise.
         device: of the model.
         forward: calls the model in its place, such as :class:`FiniteLoss`.
-        sync: its mode ``semi_sync`` takes TrainPipelineSemiSync; every other one is the same pipeline. Copies of tables are
-            averaged at its interval.
+        sync: its mode ``semi_sync`` takes TrainPipelineSemiSync, where there are tables to look up ahead; every other one is the
+            same pipeline. Copies of tables are averaged at its interval.
         before_tables: called in each step when the loss's backward has come to its end, such as that of :class:`FiniteLoss`.
+
+    Raises:
+        ValueError: ``sync`` does not fit the model.
     """
     sync = sync or SyncConfig()
-    if sync.mode == "semi_sync":
+    tables = any(isinstance(module, ShardedModule) for module in model.modules())
+    if sync.stash_gradients and not tables:
+        raise ValueError(
+            f"sync.stash_gradients: {type(model).__name__} has no table, whose look-up would overlap; leave it out, or take "
+            "sync.mode=every_step"
+        )
+    if sync.mode == "semi_sync" and tables:
         refuse_placed_towers(model, sync)
         return semi_sync_pipeline(model, optimizer, device, sync, forward, before_tables)
     return GatedPipeline(
@@ -53,7 +62,7 @@ def make_pipeline(
 
 
 class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
-    """TorchRec's, with something to do between the backward of the dense layers and that of the tables.
+    """TorchRec's, with something to do between the backward of the dense layers and that of the tables; also without tables.
 
     Args:
         before_tables: called after the loss's backward, which a :class:`GradientGate` may have ended before the tables.
@@ -64,6 +73,11 @@ class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
     def __init__(self, before_tables: Callable[[], None], *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
         self._before_tables = before_tables
+
+    def _pipeline_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing where there is no input dist to begin early: TorchRec would trace through every layer in search of one."""
+        if any(isinstance(module, ShardedModule) for module in self._model.modules()):
+            super()._pipeline_model(*args, **kwargs)
 
     def _backward(self, losses: Tensor) -> None:
         super()._backward(losses)
