@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrec_ext.data.preprocess.folders import hidden_folder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.embed import embed
@@ -114,7 +114,19 @@ def embed_files(rows: TowerRows, out: Path, dtype: Dtype) -> EmbeddingStore:
         ValueError: a file, a column or a value that cannot be taken, or an id twice.
         StoreError: the disk refuses.
     """
-    return embed(rows.vectors, rows.blocks(), out, digest=rows.digest, dtype=dtype, barrier=dist.barrier, **rows.rank)
+    with _meanwhile(rows, out) as shares:
+        return embed(
+            rows.vectors, rows.blocks(), out, digest=rows.digest, dtype=dtype, barrier=dist.barrier, shares=shares, **rows.rank
+        )
+
+
+@contextmanager
+def _meanwhile(rows: TowerRows, out: Path) -> Iterator[Path]:
+    """A folder of this run alone, which all ranks see: another run may write the same store at the same time."""
+    with ExitStack() as first:
+        named = [str(first.enter_context(hidden_folder(out.absolute()))) if rows.runtime.is_main else ""]
+        dist.broadcast_object_list(named)
+        yield Path(named[0])
 
 
 def refresh_files(rows: TowerRows, folder: Path, deleted: Ids) -> tuple[EmbeddingStore, str]:
@@ -131,17 +143,11 @@ def refresh_files(rows: TowerRows, folder: Path, deleted: Ids) -> tuple[Embeddin
     """
     old = _store_of(rows, folder)
     gone = of_kind(deleted, old.ids.kind)
-    # A folder of this run alone: another run may refresh the same store at the same time.
-    named = [tempfile.mkdtemp(prefix=f"{folder.name}.changes-", dir=folder.absolute().parent) if rows.runtime.is_main else ""]
-    dist.broadcast_object_list(named)
-    try:
-        changed = embed_files(rows, Path(named[0]) / "rows", "fp32")
+    with _meanwhile(rows, folder) as made:
+        changed = embed_files(rows, made / "rows", "fp32")
         dist.barrier()  # every rank has opened what the first is to remove
         if rows.runtime.is_main:
             refresh_store(folder, changed.ids.ids(), changed.matrix(), deleted=gone, tower=rows.digest)
-    finally:
-        if rows.runtime.is_main:
-            shutil.rmtree(named[0], ignore_errors=True)
     dist.barrier()
     store = EmbeddingStore.open(folder)
     new = len(store) - len(old)

@@ -140,14 +140,17 @@ class JobRunner(Runner):
         Raises:
             SystemExit: with the exit code, when there is nothing to start.
         """
-        role, scheduler = dryrun_info._app.roles[0], dryrun_info._scheduler
-        launch = Launch.of(role) if scheduler in _WITH_THIS_ENVIRONMENT else None
-        if launch is not None and launch.only_prints:
+        role, local = dryrun_info._app.roles[0], dryrun_info._scheduler == _LOCAL
+        launch = Launch.of(role) if dryrun_info._scheduler in _WITH_THIS_ENVIRONMENT else None
+        if launch is None:
+            return str(super().schedule(dryrun_info))
+        if launch.only_prints:
             sys.exit(launch.here(role.env).returncode)
-        if launch is not None and scheduler == _LOCAL:
+        if local:
             logs = os.path.relpath(dryrun_info.request.log_dir)
             print(f"torchx run: starting {launch}; logs: {logs}", file=sys.stderr, flush=True)
-        if launch is not None and launch.has_settings and (mistake := launch.mistake(role.env, bugs=scheduler == _LOCAL)):
+        mistake = launch.mistake(role.env, bugs=local) if launch.has_settings else ""
+        if mistake:
             print(mistake, file=sys.stderr)
             sys.exit(1)
         return str(super().schedule(dryrun_info))
@@ -197,7 +200,8 @@ class Launch:
     @property
     def has_settings(self) -> bool:
         """Whether ranks would read settings that the user has given."""
-        return self.module in _TRAINING and list(self.flags) != ["--recipe", "two_tower"]
+        told = [flag for flag in self.flags if not flag.startswith(("--run-dir=", "--resume="))]
+        return self.module in _TRAINING and told != ["--recipe", "two_tower"]
 
     def here(self, env: Mapping[str, str], *flags: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Runs the app in one process, with the Python and the environment of the ranks."""

@@ -30,6 +30,7 @@ def embed(
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], object] | None = None,
+    shares: Path | None = None,
 ) -> EmbeddingStore:
     """Runs ``tower`` over a catalogue as it streams by and writes its outputs to a store, whose positions ascend with the ids.
 
@@ -40,12 +41,13 @@ def embed(
         tower: from the rows of a block, such as a ``TowerBatch``, to (N, D); in evaluation mode.
         blocks: (ids, rows) of this rank's share, best some thousands of rows each: what the layers of a tower make of more leaves
             the cache, and is fresh memory each time (4,096 rows took two thirds of the time of 16,384).
-        folder: of the store; the shares of several ranks lie beside it meanwhile, where all ranks must see them.
+        folder: of the store; all ranks must see it.
         digest: of the tower.
         dtype: of the rows on disk.
         rank: of this process.
         world_size: how many processes share the catalogue.
         barrier: waits for all of them, such as ``torch.distributed.barrier``.
+        shares: folder for the shares of several ranks meanwhile, which all of them must see; beside ``folder`` where not given.
 
     Raises:
         ValueError: an id twice, in whatever shares; a number that is not finite; several ranks without a barrier.
@@ -58,14 +60,14 @@ def embed(
     if world_size == 1 and dtype == "fp32":  # shorter numbers are made once, of the tower's own
         store = write_store(folder, embedded, tower=digest)
         return store if _ascend(store.ids) else _joined([store], folder, dtype, digest)
-    shares = [folder.with_name(f"{folder.name}.share{each}") for each in range(world_size)]
-    write_store(shares[rank], embedded, tower=digest)
+    parts = [(shares or folder.parent) / f"{folder.name}.share{each}" for each in range(world_size)]
+    write_store(parts[rank], embedded, tower=digest)
     wait = barrier or (lambda: None)
     wait()
     if rank == 0:
-        _joined([EmbeddingStore.open(share) for share in shares], folder, dtype, digest)
-        for share in shares:
-            shutil.rmtree(share)
+        _joined([EmbeddingStore.open(part) for part in parts], folder, dtype, digest)
+        for part in parts:
+            shutil.rmtree(part)
     wait()
     return EmbeddingStore.open(folder)
 

@@ -44,14 +44,26 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
     with disk_errors(out):
         _remove_leftovers(out)
     _check_free(out, overwrite, mark)
-    staging = out.parent / f".{out.name}.partial-{_HOST}-{os.getpid()}"
-    with disk_errors(out):
-        held = _made_and_locked(staging)
-    try:
+    with hidden_folder(out) as staging:
         with disk_errors(out, writing=False):
             yield staging
         with disk_errors(out):
             _replace(staging, out)
+
+
+@contextmanager
+def hidden_folder(out: Path) -> Iterator[Path]:
+    """An empty hidden folder beside ``out`` for the time of the block, locked; what killed processes left there is removed.
+
+    Raises:
+        DataError: it cannot be made.
+    """
+    staging = out.parent / f".{out.name}.partial-{_HOST}-{os.getpid()}"
+    with disk_errors(out):
+        _remove_leftovers(out)
+        held = _made_and_locked(staging)
+    try:
+        yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         os.close(held)
