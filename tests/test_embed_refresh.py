@@ -134,3 +134,10 @@ def test_rows_of_another_tower_are_refused(folder: Path, store: Path, tmp_path: 
     assert main(folder / "bundle", "--out", store, "--delete=5") == 1
     assert "with --refresh FOLDER in place of --out ids are taken out" in capsys.readouterr().err
     assert EmbeddingStore.open(store).version == "v00000001"
+
+
+def test_what_a_killed_run_left_beside_the_store_is_removed_by_the_next(folder: Path, store: Path) -> None:
+    left = store.with_name(f".{store.name}.partial-another-host-17")
+    (left / f"{store.name}.share1").mkdir(parents=True)
+    assert main(folder / "bundle", "--catalogue", folder / "changes.parquet", "--refresh", store) == 0
+    assert [path.name for path in store.parent.iterdir()] == [store.name]
