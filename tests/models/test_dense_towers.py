@@ -156,10 +156,12 @@ def stashing(runtime: Runtime) -> str:
         ValueError, match=r"sync.stash_gradients: \w+ has no table, whose look-up would overlap; leave it out"
     ) as error:
         train(parallel, optimizer, Batches(model, runtime), runtime, TrainConfig(epochs=1, compile="off"), sync=sync)
+    with pytest.raises(ValueError, match=r"sync.table_copies=2: TowerModel has no table to copy; leave it at 1"):
+        hybrid_parallel(dense_model(), runtime, optimizer=SGD, table_copies=2)
     return str(error.value)
 
 
-def test_gradients_that_would_overlap_with_no_look_up_are_not_stashed() -> None:
+def test_what_is_of_tables_alone_is_refused_without_tables() -> None:
     assert len(set(run_ranks(stashing, 2))) == 1
 
 
@@ -303,6 +305,7 @@ def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
         bundle.embed_query({"profile": [users[0, :59].tolist()]})
 
 
+@pytest.mark.slow
 def test_a_bundle_with_array_columns_is_written_as_onnx(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="the package onnxscript is not installed (extra `onnx`)")
     from torchrec_ext.retrieval.onnx_bundle import export_bundle

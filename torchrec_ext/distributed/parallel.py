@@ -73,6 +73,8 @@ def hybrid_parallel(
     layers = optimizer.for_layers(dense_layers(model))  # while all are there: a plan may leave this rank without some towers
     host_look_ups(model, plan)
     placing = TowerSharder(timedelta(seconds=runtime.timeout_s))
+    if table_copies > 1 and not choices:
+        raise ValueError(f"sync.table_copies={table_copies}: {type(model).__name__} has no table to copy; leave it at 1")
     if table_copies > 1:
         refuse_unaveraged(model, plan, choices)
         if runtime.device.type == "cuda" and runtime.device.index != runtime.local_rank:
