@@ -50,7 +50,8 @@ class ShardedBags(ShardedEmbeddingBagCollection):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._has_mean_pooling_callback = False  # TorchRec's
-        self._means = [name in self._row_wise_means() for name in self._embedding_names]
+        means = self._row_wise_means()
+        self._means = [name in means for name in self._embedding_names]
         group = self._env.process_group
         if group is not None and dist.get_backend(group) == "gloo":
             for output_dist in self._output_dists:
