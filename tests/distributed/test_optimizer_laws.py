@@ -279,8 +279,8 @@ def test_a_declared_optimizer_moves_its_tables_and_defaults_are_told() -> None:
     (found,) = run_ranks(declared_or_given, 1)
     states = found["states"]
     for name, value in states["given"].items():
-        assert torch.equal(states["declared"][name], value), name
-        assert torch.equal(states["planned"][name], value), name
+        for case in ("declared", "planned"):  # another sharding type rounds otherwise
+            torch.testing.assert_close(states[case][name], value, rtol=0, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}")
     assert not torch.equal(
         states["default"]["towers.user.embeddings.embedding_bags.user_id.weight"],
         states["given"]["towers.user.embeddings.embedding_bags.user_id.weight"],
