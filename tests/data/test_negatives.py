@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -156,3 +158,22 @@ def test_free_mass_covers_each_item_not_taken_by_its_own_weight(users: int, item
         places = np.concatenate([[0], ends[:-1], ends - 1])  # the first and the last place of each
         assert free.mass[free.known.place(np.array([user]))[0]] == ends[-1]
         assert np.array_equal(free.item_at(np.full(len(places), user), places), np.concatenate([left, left]))
+
+
+@pytest.mark.parametrize("pairs", [1_000, 300_000])
+def test_a_filter_of_known_pairs_takes_a_bit_a_bit_while_it_is_made(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the largest bitmap, 32 MB, and of the filter above it; in bytes it was eight times as much."""
+    rng = np.random.default_rng(0)
+    items = known_pairs.MOST_BITS // 4_001 - 1
+    users, taken = rng.integers(4_000, size=pairs), rng.integers(1, items + 1, size=pairs)
+    for most_bits in (known_pairs.MOST_BITS, 0):
+        monkeypatch.setattr(known_pairs, "MOST_BITS", most_bits)
+        tracemalloc.start()
+        known = KnownPairs(items, users, taken)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < (known_pairs.MOST_BITS // 8 if most_bits else 4 * pairs) + 100 * pairs + 2**20
+        assert known.contains(users, taken).all()
+        others = rng.integers(1, items + 1, size=1_000)
+        wanted = np.isin(users[:1_000] * (items + 1) + others, users * (items + 1) + taken)
+        assert np.array_equal(known.contains(users[:1_000], others), wanted)

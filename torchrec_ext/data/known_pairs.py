@@ -11,6 +11,7 @@ from torchrec_ext.data.columns import Int64
 from torchrec_ext.schema import DataError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_AT_ONCE = 1 << 18  # places whose copies a bitmap is made from: they stay in the cache
 MOST_BITS = 1 << 28  # a bitmap of users x items up to 32 MB; above it, a search in the sorted pairs
 
 
@@ -155,9 +156,13 @@ def _check(num_items: int, users: Int64, items: Int64) -> None:
 
 def bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
     """(ceil(size / 8),) bytes whose bits at ``places`` (P,), 0 to size - 1, are 1, the lowest bit of a byte first."""
-    bits = np.zeros(size, dtype=bool)
-    bits[places] = True
-    return np.packbits(bits, bitorder="little")
+    made = np.zeros(-(-size // 8), np.uint8)
+    for start in range(0, len(places), _AT_ONCE):
+        some = places[start : start + _AT_ONCE]
+        bytes_, bits = some >> 3, (some & 7).astype(np.uint8)
+        for bit in range(8):  # one at a time, since a byte that stands twice in an assignment takes the last value alone
+            made[bytes_[bits == bit]] |= np.uint8(1 << bit)
+    return made
 
 
 def _bits(bitmap: NDArray[np.uint8], places: Int64) -> NDArray[np.bool_]:
