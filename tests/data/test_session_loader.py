@@ -13,6 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Column
+from torchrec_ext.data.id_dropout import IdDropout
 from torchrec_ext.data.loader_config import LoaderConfig
 from torchrec_ext.data.session_loader import SessionLoader, deal
 from torchrec_ext.schema import BatchSchema, DataError
@@ -164,6 +165,12 @@ def test_a_sequence_without_a_target_is_refused() -> None:
     short = Column.from_lengths(np.array([1, 2, 3]), np.array([2, 1]))
     with pytest.raises(DataError, match="sequence 1 has 1 items, must have 2 or more"):
         SessionLoader(short, SCHEMA, config=LoaderConfig(), num_items=ITEMS)
+
+
+def test_sessions_of_ids_alone_take_no_id_dropout() -> None:
+    """Whole sessions of unknown items would train nothing, and still count in the weight that the loss is divided by."""
+    with pytest.raises(ValueError, match=r"rates=\{'session': 0.1\} with a SessionLoader"):
+        IdDropout(loader_of(5), SCHEMA, {"session": 0.1})
 
 
 def test_an_item_outside_the_table_is_refused() -> None:

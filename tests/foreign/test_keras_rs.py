@@ -8,7 +8,8 @@ not run: the arguments of their ``named_parameters`` and the expected values are
 - rows and items may have weights there; here means are over queries, and a weight of 0 is a candidate that is left out;
 - precision there divides by the number of candidates where that is less than k; here always by k;
 - probabilities there are cut at 1e-6; here log q is taken as it is;
-- a hit there gets the smallest float / 100 added; here it is excluded;
+- a hit there gets smallest_normal / 100 = 1.2e-40 added (812d35b), which leaves its logit where it was, although it is said
+  to become extremely small; here it is excluded, as in TensorFlow Recommenders, which adds finfo.min / 100;
 - mean average precision, DCG and hard negatives chosen within the loss are there alone (here the loader draws hard ones).
 """
 
@@ -153,7 +154,10 @@ def test_a_correction_for_the_sampling_probability() -> None:
 
 
 def test_accidental_hits_are_removed() -> None:
-    """Ours of candidates that all rows share; theirs may differ by row. Row i's own candidate is the i-th, whose logit stays."""
+    """Ours of candidates that all rows share; theirs may differ by row. Row i's own candidate is the i-th, whose logit stays.
+
+    What is compared is what their docstring says, by the constant that TensorFlow Recommenders has.
+    """
     ranks = ranks_of("layers/retrieval/remove_accidental_hits_test.py", ("logits_rank", "candidate_ids_rank"))
     assert (2, 1) in ranks
     logits, ids = logits_of(10, 10), torch.randint(10, (10,), generator=torch.Generator().manual_seed(42))

@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.random_numbers import device_uniform, mixed, stream
+from torchrec_ext.data.session_loader import SessionLoader
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.features import SparseFeature
 
@@ -56,7 +57,7 @@ class IdDropout:
         seed: of the choice.
 
     Raises:
-        ValueError: a feature that the schema does not have, or a rate outside 0 to 1.
+        ValueError: a feature that the schema does not have, a rate outside 0 to 1, or a SessionLoader.
 
     Example::
 
@@ -64,6 +65,11 @@ class IdDropout:
     """
 
     def __init__(self, loader: ResumableLoader, schema: BatchSchema, rates: Mapping[str, float], *, seed: int = 0) -> None:
+        if rates and isinstance(loader, SessionLoader):
+            raise ValueError(
+                f"rates={dict(rates)} with a SessionLoader: its items are ids alone, without features that could stand for one "
+                "that is dropped, and unknown items are no targets; leave id dropout out"
+            )
         for name, rate in rates.items():
             if schema.feature(name) is None:
                 raise ValueError(f"rates names '{name}', which is no sparse feature; the features are {list(schema.keys)}")
