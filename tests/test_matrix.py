@@ -131,6 +131,7 @@ REFUSED = [
         {"recipe": _ON_LABELLED, "sampling": ("mixed",)},
         r"loader\.label='label' with loader\.shared_negatives=64: drawn negatives have label 0",
     ),
+    Refused({"recipe": ("session",), "id_dropout": ("on",)}, r"id_dropout=session=0\.1 with a SessionLoader: "),
     Refused({"recipe": ("session",), "rows_on": ("cpu",)}, r"loader\.device='cpu': sequences are dealt out on the host"),
     Refused({"sampling": ("hard", "mixed"), "rows_on": ("cpu",)}, r"loader\.device='cpu' with loader\.sampling='(hard|mixed)': "),
     Refused(

@@ -66,9 +66,10 @@ class IdDropout:
 
     def __init__(self, loader: ResumableLoader, schema: BatchSchema, rates: Mapping[str, float], *, seed: int = 0) -> None:
         if rates and isinstance(loader, SessionLoader):
+            feature, rate = next(iter(rates.items()))
             raise ValueError(
-                f"rates={dict(rates)} with a SessionLoader: its items are ids alone, without features that could stand for one "
-                "that is dropped, and unknown items are no targets; leave id dropout out"
+                f"id_dropout={feature}={rate} with a SessionLoader: its items are ids alone, without features that could stand "
+                "for one that is dropped, and unknown items are no targets; leave id_dropout out"
             )
         for name, rate in rates.items():
             if schema.feature(name) is None:
