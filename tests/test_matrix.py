@@ -77,6 +77,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "hard": ("loader.sampling=hard", "loader.hard_k=10"),
         "mixed": ("loader.sampling=mixed", "loader.negatives=0", "loader.shared_negatives=64"),
     },
+    "reject_known": {"off": (), "on": ("model.reject_known=true",)},
     "compile": {"off": ("train.compile=off",), "auto": ("train.compile=auto",), "require": ("train.compile=require",)},
     "rows_on": {"host": (), "cpu": ("loader.device=cpu",)},
     "drop_last": {"no": (), "yes": ("loader.drop_last=true",)},
@@ -130,6 +131,11 @@ REFUSED = [
     Refused(
         {"recipe": _ON_LABELLED, "sampling": ("mixed",)},
         r"loader\.label='label' with loader\.shared_negatives=64: drawn negatives have label 0",
+    ),
+    Refused({"recipe": ("two_tower",), "reject_known": ("on",)}, r"model\.reject_known=true with model\.loss=bce: "),
+    Refused(
+        {"recipe": ("ncf", *_ON_LABELLED, "session"), "reject_known": ("on",)},
+        r"--set model\.reject_known=true: there is no key 'reject_known'",
     ),
     Refused({"recipe": ("session",), "id_dropout": ("on",)}, r"id_dropout=session=0\.1 with a SessionLoader: "),
     Refused({"recipe": ("session",), "rows_on": ("cpu",)}, r"loader\.device='cpu': sequences are dealt out on the host"),

@@ -48,6 +48,8 @@ class TwoTowerConfig:
             ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``.
         temperature: of ``in_batch`` and of ``cosine``.
         correct: correct ``in_batch`` for the popularity of its candidates.
+        reject_known: under ``in_batch`` take no item as a negative of a user who has taken it, exactly. Off, a user's other items
+            compete with the row's own, as in the softmax over the whole catalogue that the batch stands for.
         share_items: the user's history reads the table of the items, in place of one of its own.
         share_user: run the user tower once for a positive and its negatives; the result is the same.
         out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
@@ -65,6 +67,7 @@ class TwoTowerConfig:
     loss: Loss = "bce"
     temperature: float = 1.0
     correct: bool = True
+    reject_known: bool = False
     share_items: bool = False
     share_user: bool = True
     out_of_range: OutOfRange = "error"
@@ -77,6 +80,11 @@ class TwoTowerConfig:
             raise ValueError(
                 f"model.loss=in_batch with model.interaction={self.interaction}: each query meets every candidate of the batch, "
                 "for which a product is cheap enough; set model.interaction=dot or cosine"
+            )
+        if self.reject_known and self.loss != "in_batch":
+            raise ValueError(
+                f"model.reject_known=true with model.loss={self.loss}: drawn negatives are never known items; leave it out, or set "
+                "model.loss=in_batch"
             )
         if not self.temperature > 0:
             raise ValueError(f"model.temperature={self.temperature}: must be greater than 0")
@@ -142,7 +150,7 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     if config.loss == "bce":
         return TowerModel(towers, top, shared=shared)
     counts = torch.from_numpy(data.popularity()) if config.correct else None
-    known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items))
+    known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items)) if config.reject_known else None
     return RetrievalModel(towers, top, counts=counts, known=known, temperature=config.temperature, shared=shared)
 
 
