@@ -94,6 +94,6 @@ class LabelledJudge:
             getattr(self._data, part), self._schema, config=config, rank=self._runtime.rank, world_size=self._runtime.world_size
         )
         with torch.no_grad():
-            outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in loader]
+            outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))]
         logits, labels, weights = (torch.cat([getattr(out, name) for out in outputs]) for name in ("logits", "labels", "weights"))
         return metrics.classification_metrics(logits, labels, weights, self._runtime)

@@ -185,7 +185,7 @@ class RankingJudge:
         rank, world_size = self._runtime.rank, self._runtime.world_size
         loader = ChunkLoader(self._labelled[part], self._schema, config=config, items=self._items, rank=rank, world_size=world_size)
         with torch.no_grad():
-            outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in loader]
+            outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))]
         columns = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "labels", "weights"))
         return metrics.auc(*columns, self._runtime)
 

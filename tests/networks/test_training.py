@@ -74,8 +74,8 @@ def test_a_member_stops_early_by_its_own_figure_and_the_others_go_on() -> None:
     history = train_stack(members, evaluate=evaluate)
     assert (seen.count("a"), seen.count("b")) == (3, 6)
     assert history["a"][-1]["message"].startswith("stopped early: no auc better than 0.5000, of epoch 1, in 2 evaluation(s)")
-    assert [record["epoch"] for record in history["a"] if record["kind"] == "eval" and record.get("best")] == [0]
-    assert history["b"][-1] == {"kind": "eval", "epoch": 5, "step": 18, "auc": 0.6}
+    assert [record["epoch"] for record in history["a"] if record["kind"] == "eval" and record.get("best")] == [1]
+    assert history["b"][-1] == {"kind": "eval", "epoch": 6, "step": 18, "auc": 0.6}
 
 
 def test_a_member_whose_loss_is_no_number_ends_and_the_others_are_as_alone() -> None:
@@ -85,7 +85,7 @@ def test_a_member_whose_loss_is_no_number_ends_and_the_others_are_as_alone() -> 
     history = train_stack(members)
     assert [record["kind"] for record in history["wild"]] == ["error"]
     assert history["wild"][0]["message"].startswith(
-        "'wild': the loss is nan at step 1 of epoch 0; nothing was written by this step"
+        "'wild': the loss is nan at step 1 of epoch 1; nothing was written by this step"
     )
     alone = learn_alone(network(PLAIN, seed=2), [rows.batch(epoch, step) for epoch in range(3) for step in range(STEPS)], SGD)
     assert greatest_difference(members["tame"].network.state_dict(), alone.state_dict()) < 1e-6

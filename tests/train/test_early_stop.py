@@ -18,7 +18,7 @@ def seen(config: EarlyStop, figures: list[float]) -> tuple[list[bool], int | Non
     """Which figures were the best so far, the evaluation after which the run ends, and what is kept of the best."""
     watch, best = EarlyStopWatch(config, Runtime()), []
     for number, figure in enumerate(figures):
-        best.append(watch.see({"epoch": number, "step": 10 * number, "auc": figure}))
+        best.append(watch.see({"epoch": number + 1, "step": 10 * number, "auc": figure}))
         if stop := watch.stops():
             return best, number, stop
     return best, None, watch.best
@@ -30,7 +30,7 @@ def test_a_run_ends_after_patience_evaluations_without_a_better_figure() -> None
     assert best == [True, True, False, True, False, False]
     assert ended == 5
     message = "stopped early: no auc better than 0.7000, of epoch 4, in 2 evaluation(s)"
-    assert stop == {"kind": "stop", "metric": "auc", "best": 0.7, "best_epoch": 3, "best_step": 30, "message": message}
+    assert stop == {"kind": "stop", "metric": "auc", "best": 0.7, "best_epoch": 4, "best_step": 30, "message": message}
 
 
 @pytest.mark.unit
@@ -76,14 +76,14 @@ def test_all_ranks_end_at_the_same_step_by_the_figures_of_rank_0() -> None:
     assert epochs == other_epochs == [0, 1, 2, 3]
     assert {key: first[-1][key] for key in ("kind", "epoch", "step", "metric", "best", "best_epoch", "best_step")} == {
         "kind": "stop",
-        "epoch": 3,
+        "epoch": 4,
         "step": 8,
         "metric": "auc",
         "best": 0.7,
-        "best_epoch": 1,
+        "best_epoch": 2,
         "best_step": 4,
     }
-    assert [record["epoch"] for record in first if record.get("best") is True] == [0, 1]
+    assert [record["epoch"] for record in first if record.get("best") is True] == [1, 2]
 
 
 def watching_nothing(runtime: Runtime) -> str:

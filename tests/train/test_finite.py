@@ -86,7 +86,7 @@ def ranks() -> Any:
 def test_every_rank_tells_the_same_step_rank_and_column_at_once(ranks: Any, fault: str) -> None:
     first, second = (rank[fault] for rank in ranks)
     assert first["told"] == second["told"]
-    epoch = 0 if fault in IN_DATA else 1
+    epoch = 1 if fault in IN_DATA else 2
     start = f"the loss is nan on rank(s) [1] at step 3 of epoch {epoch}: "
     assert first["told"].startswith(start + {**IN_DATA, **IN_WEIGHTS}[fault])
     assert (first["step"], second["step"]) == (3, 3)
@@ -121,7 +121,7 @@ def test_a_gradient_that_is_no_number_ends_the_run_on_every_rank_before_it_is_wr
     (told, before, after), (also_told, *_) = run_ranks(bad_gradient, 2)
     assert told == also_told
     assert told.startswith(
-        "the gradient of towers.user.mlp.0.bias is not finite at step 3 of epoch 1; no dense layer and no data_parallel"
+        "the gradient of towers.user.mlp.0.bias is not finite at step 3 of epoch 2; no dense layer and no data_parallel"
     )
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
@@ -155,7 +155,7 @@ class MeanLabel(nn.Module):
 def test_an_answer_that_is_read_late_still_names_its_own_step() -> None:
     first, second = run_ranks(late, 2)
     message = (
-        "the loss is nan on rank(s) [0] at step 4 of epoch 1: the label is nan in row 1 of the batch on rank 0; the update of this "
+        "the loss is nan on rank(s) [0] at step 4 of epoch 2: the label is nan in row 1 of the batch on rank 0; the update of this "
         "step was written; mend the column, or fill its missing values in preprocessing"
     )
     assert first == second == [(4, 4, message), (4, 4, message)]

@@ -60,7 +60,7 @@ def test_a_label_that_is_no_number_on_one_rank_ends_all_before_it_is_written(two
     assert first == second
     assert (first["step"], first["finite"]) == (4, True)
     assert first["told"].startswith(
-        "the loss is nan on rank(s) [1] at step 4 of epoch 0: the label is nan in row 0 and 1 more of the batch on rank 1; "
+        "the loss is nan on rank(s) [1] at step 4 of epoch 1: the label is nan in row 0 and 1 more of the batch on rank 1; "
         "nothing was written by this step; "
     )
 
@@ -70,7 +70,7 @@ def test_a_gradient_that_is_no_number_on_one_rank_ends_all_and_names_it(two_rank
     first, second = (rank[f"gradient, {sharding}"] for rank in two_ranks)
     assert first == second
     assert (first["step"], first["finite"]) == (4, True)
-    assert first["told"].startswith("the gradient of towers.user.mlp.0.bias is not finite on rank 1 at step 4 of epoch 0; no")
+    assert first["told"].startswith("the gradient of towers.user.mlp.0.bias is not finite on rank 1 at step 4 of epoch 1; no")
 
 
 def evaluated(runtime: Runtime) -> list[list[Tensor]]:

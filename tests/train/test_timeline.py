@@ -207,7 +207,7 @@ def test_training_records_its_timeline_once_and_hands_it_to_rank_0(real: tuple[l
     first, second = real[0]
     (record,) = first["records"]
     assert second["records"] == [record]
-    assert (record["epoch"], record["step"]) == (1, SKIP + 2)
+    assert (record["epoch"], record["step"]) == (2, SKIP + 2)
     assert record.keys() > {"ranks_in_towers", "towers_at_once", "exchange_hidden"}
     assert (first["seen"], second["seen"]) == (1, 0)
 

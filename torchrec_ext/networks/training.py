@@ -20,6 +20,7 @@ from torchrec_ext.networks.peers import Codistillation, StalePeers
 from torchrec_ext.networks.saving import MemberRun, MemberWindow, drawing_from, is_over, optimizer_of
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
+from torchrec_ext.train.best import BestWeights
 from torchrec_ext.train.checkpoint.run_checkpoints import Position, RunCheckpoints
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.finite import RunStoppedError
@@ -78,6 +79,7 @@ def train_stack(
         run = _Run(members, evaluate, log, codistillation or Codistillation(), stop)
         while run.active and run.at.epoch < max(member.train.epochs for member in members.values()):
             run.epoch()
+        run.restore_best()
     finally:
         for member in members.values():
             if member.checkpoints is not None:
@@ -109,6 +111,7 @@ class _Run:
         self._peers = self._new_peers()
         self._watches = {name: EarlyStopWatch(member.train.early_stop, Runtime()) for name, member in members.items()}
         self.history: dict[str, list[Record]] = {name: [] for name in members}
+        self._best = {name: BestWeights(member.network) for name, member in members.items() if member.train.early_stop.metric}
         self._window = _Window(self.active)
         self.at = Position()
         if self._saved():
@@ -132,10 +135,31 @@ class _Run:
             self._members[name].network.train()
         for batches in zip(*loaders, strict=True):
             read = {id(loader): batch for loader, batch in zip(loaders, batches, strict=True)}
-            if not self._train(self.at.epoch, {name: read[id(self._members[name].loader)] for name in self.active}, self._window):
+            if not self._train(
+                self.at.epoch + 1, {name: read[id(self._members[name].loader)] for name in self.active}, self._window
+            ):
                 return
-        self._end_of_epoch(self.at.epoch)
+        self._end_of_epoch(self.at.epoch + 1)
         self.at.begin(self.at.epoch + 1)
+
+    def restore_best(self) -> None:
+        """Each member goes back to the weights of its best evaluation, where its early stop watched for it."""
+        for name, member in self._members.items():
+            steps = [record["step"] for record in self.history[name] if record["kind"] != "error"]
+            best = self._watches[name].better_than(max(steps, default=0))
+            if best is None or self.history[name][-1]["kind"] == "error":
+                continue
+            found = self._best[name].held
+            if found:
+                self._best[name].put_back()
+            elif member.checkpoints is not None:
+                found = member.checkpoints.load_weights(member.network, best["best_step"])
+            told = self._watches[name].told(best)
+            text = (
+                f"restored {told}" if found else f"{told} was the best, but its checkpoint is gone: the weights are the last step's"
+            )
+            if self._log is not None:
+                self._log(name, {"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text})
 
     def _restore(self) -> None:
         """All members stand where their checkpoints say; at the beginning where there are none."""
@@ -215,7 +239,7 @@ class _Run:
         return True
 
     def _end_here(self) -> None:
-        where = f"step {self.at.step} of epoch {self.at.epoch}"
+        where = f"step {self.at.step} of epoch {self.at.epoch + 1}"
         if not self._saved():
             raise RunStoppedError(f"stopped by a signal after {where}; nothing was saved, since the run has no checkpoints")
         self._save(RunCheckpoints.save)
@@ -239,16 +263,18 @@ class _Run:
     def _end_of_epoch(self, epoch: int) -> None:
         ended, best = [], []
         for name in self.active:
-            config, last = self._members[name].train, epoch + 1 == self._members[name].train.epochs
+            config, last = self._members[name].train, epoch == self._members[name].train.epochs
             if last:
                 ended.append(name)
-            if self._evaluate is None or not (last or (epoch + 1) % config.eval_every == 0):
+            if self._evaluate is None or not (last or epoch % config.eval_every == 0):
                 continue
             self._members[name].network.eval()
             record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluate(name)}
             watch = self._watches[name]
             if watch.see(record):
                 best.append(name)
+                if config.early_stop.restore:
+                    self._best[name].keep()
             self._keep(name, {**record, "best": True} if name in best else record)
             if (stop := watch.stops()) and not last:
                 self._keep(name, {"epoch": epoch, "step": self.at.step, **stop})

@@ -24,7 +24,7 @@ class TrainConfig:
         seed: of the dense layers, the tables and dropout; added to the loader's, of the order of samples and the negatives.
         tables_schedule: how the tables' learning rates change over the run.
         dense_schedule: how the dense layers' do.
-        early_stop: after which evaluations the run ends before its last epoch.
+        early_stop: after which evaluations the run ends before its last epoch, and with which weights.
         on_nan: what a loss or gradient that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the step on all
             ranks, which then moves nothing; a record of kind ``left_out`` says why.
         check_gradients: look at each step's gradients before they reach a sharded table, see :class:`GradientGate`: ``on``, ``off``

@@ -22,12 +22,15 @@ class EarlyStop:
         mode: whether the figure should rise (``max``) or fall (``min``).
         patience: evaluations without a better figure after which the run ends.
         min_delta: by how much a figure must be better than the best to count.
+        restore: end the run, early or not, with the weights of its best evaluation, which are then tested, exported and served;
+            else with those of its last step.
     """
 
     metric: str = ""
     mode: Literal["max", "min"] = "max"
     patience: int = 3
     min_delta: float = 0.0
+    restore: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Literal["max", "min"]):
@@ -86,9 +89,19 @@ class EarlyStopWatch:
         """What a record says of the end, where the run should end now."""
         if self.best is None or self._since < self._config.patience:
             return None
-        name, best, epoch = self._config.metric, self.best["best"], self.best["best_epoch"] + 1
+        name, best, epoch = self._config.metric, self.best["best"], self.best["best_epoch"]
         message = f"stopped early: no {name} better than {best:.4f}, of epoch {epoch}, in {self._since} evaluation(s)"
         return {"kind": "stop", "metric": name, **self.best, "message": message}
+
+    def better_than(self, step: int) -> dict[str, Any] | None:
+        """The best evaluation, where a run that ends at ``step`` should go back to it."""
+        if not (self._config.metric and self._config.restore) or self.best is None or self.best["best_step"] == step:
+            return None
+        return self.best
+
+    def told(self, best: Mapping[str, Any]) -> str:
+        """How a message names the best evaluation."""
+        return f"epoch {best['best_epoch']} ({self._config.metric} {best['best']:.4f})"
 
     def _gain(self, value: float) -> float:
         before = self.best["best"] if self.best else value

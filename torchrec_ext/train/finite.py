@@ -217,8 +217,8 @@ class FiniteLoss:
         return f"step {step} of epoch {self.epoch(step)}"
 
     def epoch(self, step: int) -> int:
-        """The epoch of a step."""
-        return (step - 1) // self._steps_per_epoch
+        """The epoch of a step, counted from 1."""
+        return 1 + (step - 1) // self._steps_per_epoch
 
     def _explain(self, seen: _Seen | None) -> tuple[str, int]:
         """The same text and step on every rank; all call it."""

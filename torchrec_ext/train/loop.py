@@ -17,12 +17,14 @@ from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train import run_parts
 from torchrec_ext.train.amp import forward_context
+from torchrec_ext.train.best import BestWeights
 from torchrec_ext.train.checkpoint.run_checkpoints import Position, RunCheckpoints
 from torchrec_ext.train.config import TrainConfig as TrainConfig
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.even_steps import check_even, exactly
 from torchrec_ext.train.finite import FiniteLoss, RunStoppedError
 from torchrec_ext.train.finite import TrainingDivergedError as TrainingDivergedError
+from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watching
 from torchrec_ext.train.pipelines import make_pipeline, unpipelined
 from torchrec_ext.train.progress import Progress, Window
 from torchrec_ext.train.schedule import rates, scheduler
@@ -62,6 +64,8 @@ def train(
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
 
+    Where an early stop watches a figure, the model ends with the weights of its best evaluation, see :class:`EarlyStop`.
+
     Args:
         model: from :func:`hybrid_parallel`; its forward returns (loss, output with a ``loss`` and ``weights``).
         optimizer: likewise.
@@ -75,14 +79,17 @@ def train(
         timeline: called on rank 0 with that of ``config.trace_steps``.
         checkpoints: saves the run, and says where it begins; the loader must then be one that resumes.
         watchdog: told of each step.
-        stop: asked on every rank after each step; where it says yes on one, the run is saved and ends on all.
+        stop: asked on every rank after each step and between blocks of an evaluation; where it says yes on one, the run is saved
+            and ends on all.
 
     Returns:
-        The records, the same on every rank but for throughput. Each has ``kind``, ``epoch`` and ``step``. ``train``: ``loss``,
-        ``rows`` and ``rows_per_s`` over all ranks since the record before, and the learning rates where a schedule changes them.
-        ``eval``: the figures, and ``best`` where it is the best so far of an early stop's metric. ``stop``, the last one after an
-        early stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. ``timeline``: what ran at the same
-        time, see :func:`overlap`. Before a diverged run ends, ``log`` gets one of kind ``error`` with its ``message``.
+        The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and ``step``.
+        ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before, and the learning rates where a
+        schedule changes them. ``eval``: the figures, and ``best`` where it is the best so far of an early stop's metric. ``stop``,
+        the last one after an early stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. ``timeline``:
+        what ran at the same time, see :func:`overlap`. Before a diverged run ends, ``log`` gets one of kind ``error`` with its
+        ``message``. What this process did is logged, and is not among them: ``steps`` says which way steps went (``captured`` and
+        the milliseconds of each way), ``restore`` that the weights are those of the best evaluation.
 
     Raises:
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
@@ -98,10 +105,11 @@ def train(
     trace = StepTrace(model, runtime, config.trace_steps, timeline) if config.trace_steps else None
     with synchronised(model, optimizer, sync) as ranks:
         run = _Run(model, optimizer, loader, runtime, config, ranks, sync, trace, checkpoints, log, stop, watchdog)
-        while run.at.epoch < config.epochs:
+        while run.at.epoch < config.epochs and not run.over:
             run.train_epoch()
-            if run.ends_after(evaluate):
-                break
+            run.end_epoch(evaluate)
+        run.ways.finish()
+        run.restore_best()
         run.close()
     return run.at.history
 
@@ -131,9 +139,10 @@ class _Run:
         changing = config.tables_schedule.changes or config.dense_schedule.changes
         self.schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if changing else None
         self.watch = EarlyStopWatch(config.early_stop, runtime)
-        self.window = Window(runtime)
+        self.window, self.best, self.over = Window(runtime), BestWeights(model), False
         self.at = checkpoints.restore(self) if checkpoints is not None else Position()
         self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
+        self.looking = EvaluationWatch(runtime, stop=stop, say=self.progress.say)
         context = forward_context(config.amp, runtime.device)
         looks: dict[str, Any] = {
             "leave_out": run_parts.leave_out(config, sync, optimizer),
@@ -149,7 +158,7 @@ class _Run:
         way = "off" if config.compile == "auto" and piped else config.compile
         chosen: dict[str, Any] = {"compile": way, "total": left, "piped": piped, "context": context, "threads": config.threads}
         chosen["scaling"] = scaling
-        chosen["take_time"] = self._take_time
+        chosen |= {"take_time": self._take_time, "tell": self._tell_way}
         self.ways = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, **chosen)
         self._resume()
 
@@ -162,10 +171,13 @@ class _Run:
             for record in self.at.history:
                 self.log(record)
         if self.at.ended:
+            self.over = self.watch.stops() is not None
             self.at.begin(self.at.epoch + 1)
 
     def train_epoch(self) -> None:
-        """What is left of the epoch."""
+        """What is left of the epoch: nothing in a run that was saved before its evaluation."""
+        if self.at.done and self.at.done == len(self.loader):
+            return
         if not self.at.done:
             self.loader.set_epoch(self.at.epoch)
             self.window.restart()
@@ -185,16 +197,16 @@ class _Run:
         step = self.at.step
         self.progress.advance()
         if self.forward.left_out:
-            self._keep({"kind": "left_out", "epoch": self.at.epoch, "step": step, "message": self.forward.left_out})
+            self._keep({"kind": "left_out", "epoch": self.at.epoch + 1, "step": step, "message": self.forward.left_out})
         else:
             self.window.add(output.loss, output.weights)
         if self.trace is not None and (overlap := self.trace.step()) is not None:
-            self._keep({"kind": "timeline", "epoch": self.at.epoch, "step": step, **overlap})
+            self._keep({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
         if self.progress.first and self.runtime.is_main and self.ways.piped:
             run_parts.warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self.forward.settle()
-            self._keep({**self.window.record(self.at.epoch, step), **(rates(self.optimizer) if self.schedule else {})})
+            self._keep({**self.window.record(self.at.epoch + 1, step), **(rates(self.optimizer) if self.schedule else {})})
         if self.schedule:
             self.schedule.step()
         if self.checkpoints is not None and self.at.done < len(self.loader):
@@ -204,24 +216,62 @@ class _Run:
         if self.watchdog is not None:
             self.watchdog.beat(self.forward.where(step))
 
-    def ends_after(self, evaluate: Callable[[], Record] | None) -> bool:
-        """Evaluates where it is time to, saves, and says whether the run is over."""
-        epoch, best, stop = self.at.epoch, False, None
+    def end_epoch(self, evaluate: Callable[[], Record] | None) -> None:
+        """Saves, evaluates where it is time to, and finds out whether the run is over."""
+        epoch, best = self.at.epoch + 1, False
         self._take_time()
-        last = epoch + 1 == self.config.epochs
-        if evaluate is not None and ((epoch + 1) % self.config.eval_every == 0 or last):
-            self.model.eval()
-            record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **evaluate()}
+        last = epoch == self.config.epochs
+        if evaluate is not None and (epoch % self.config.eval_every == 0 or last):
+            if self.checkpoints is not None:
+                self.checkpoints.before_evaluation(self, last=last)
+            record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluated(evaluate)}
             best = self.watch.see(record)
             self._keep({**record, "best": True} if best else record)
-            stop = None if last else self.watch.stops()
-            if stop:
+            if not last and (stop := self.watch.stops()) is not None:
+                self.over = True
                 self._keep({"epoch": epoch, "step": self.at.step, **stop})
         self.at.ended = True
         if self.checkpoints is not None:
-            self.checkpoints.after_epoch(self, last=last or stop is not None, best=best)
-        self.at.begin(epoch + 1)
-        return stop is not None
+            self.checkpoints.after_epoch(self, last=last or self.over, best=best)
+        if best and self.config.early_stop.restore and not (self.checkpoints is not None and self.checkpoints.saves):
+            self.best.keep()
+        self.at.begin(self.at.epoch + 1)
+
+    def _evaluated(self, evaluate: Callable[[], Record]) -> Record:
+        self.model.eval()
+        try:
+            with watching(self.looking):
+                return evaluate()
+        except EvaluationStoppedError:
+            self._stop(f"in the evaluation after epoch {self.at.epoch + 1}")
+            raise  # never: _stop raises
+
+    def restore_best(self) -> None:
+        """Goes back to the weights of the best evaluation, where an early stop watched for it; all ranks call it."""
+        best = self.watch.better_than(self.at.step)
+        if best is None:
+            return
+        self._take_time()
+        found = self.best.held
+        if found:
+            self.best.put_back()
+        elif self.checkpoints is not None:
+            found = self.checkpoints.load_weights(self.model, best["best_step"])
+        told = self.watch.told(best)
+        text = (
+            f"restored {told}"
+            if found
+            else f"{told} was the best, but its checkpoint is gone: the weights are those of the last step"
+        )
+        self.progress.say(text)
+        if self.runtime.is_main and self.log is not None:
+            self.log({"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text})
+
+    def _tell_way(self, told: Record) -> None:
+        """Which way steps go: what this process does, and no part of the run's history."""
+        self.progress.say(told["message"])
+        if self.runtime.is_main and self.log is not None:
+            self.log({"kind": "steps", "epoch": self.at.epoch + 1, "step": self.at.step, **told})
 
     def _take_time(self) -> None:
         """An evaluation, a save or a refresh of negatives may follow."""
@@ -235,14 +285,14 @@ class _Run:
         self.ranks.settle()
         self.ways.settle()
 
-    def _stop(self) -> None:
-        """Saves and ends the run, on all ranks after the same step."""
-        where = self.forward.where(self.at.step)
+    def _stop(self, where: str = "") -> None:
+        """Saves, unless this step is saved already, and ends the run, on all ranks after the same step or block."""
+        where = where or f"after {self.forward.where(self.at.step)}"
         if self.checkpoints is None:
-            raise RunStoppedError(f"stopped by a signal after {where}; nothing was saved, since the run has no checkpoints")
+            raise RunStoppedError(f"stopped by a signal {where}; nothing was saved, since the run has no checkpoints")
         self.checkpoints.save(self)
         self.close()
-        raise RunStoppedError(f"stopped by a signal after {where}, which is saved; go on with --resume auto")
+        raise RunStoppedError(f"stopped by a signal {where}, which is saved; go on with --resume auto")
 
     def close(self) -> None:
         """Waits for what is still being written."""

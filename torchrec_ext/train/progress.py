@@ -99,7 +99,13 @@ class Progress:
         elif self._terminal:
             self._bar.set_postfix_str(figures)
         elif self._visible and figures:
-            print(f"epoch {record['epoch'] + 1}, step {record['step']} of {self._total}: {figures}", flush=True)
+            print(f"epoch {record['epoch']}, step {record['step']} of {self._total}: {figures}", flush=True)
+
+    def say(self, text: str) -> None:
+        """A line beside the bar; on rank 0 alone."""
+        if self._visible:
+            tqdm.write(text)
+            sys.stdout.flush()
 
     def close(self) -> None:
         """Leaves the bar as it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Literal, TypeVar
@@ -31,6 +31,7 @@ Compile = Literal["auto", "off", "require"]
 WATCHED = 12  # steps of the pipeline that are timed before "auto" decides
 PAYS_S = {"cpu": 60.0, "cuda": 10.0}  # seconds that the rest of a run must take for a capture to pay off
 PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too
+_PIPED = "a timeline, train.on_nan=skip and sync.mode=semi_sync need the pipeline's steps"
 Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
@@ -57,6 +58,8 @@ class Steps:
         scaling: of the loss, as the pipeline's forward and optimizer have it; such steps are not captured.
         threads: ``auto`` measures the right number on the first steps, on a CPU.
         take_time: called before what may take minutes.
+        tell: is told once, and where it changes, which way steps go: ``captured``, ``eager_ms`` and ``captured_ms``, medians,
+            and a ``message``.
 
     Raises:
         CannotCaptureError: ``require``, and it is known beforehand that no step can be captured.
@@ -78,12 +81,16 @@ class Steps:
         scaling: LossScaling | None = None,
         threads: Threads = "given",
         take_time: Callable[[], None] = lambda: None,
+        tell: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self._model, self._optimizer, self._runtime, self._context = model, optimizer, runtime, context
         self._pipeline, self._forward, self._ranks, self._compile, self._left = pipeline, forward, ranks, compile, total
         self._step: CapturedStep | None = None
         self._undecided = compile != "off"
-        self._seconds: list[float] = []
+        self._seconds: list[float] = []  # of eager steps, and
+        self._captured_seconds: list[float] = []
+        self._tell, self._way_told, self._since = tell, False, 0
+        self._why = _PIPED if piped else f"train.compile={compile}" if compile == "off" else ""
         self._told: set[str] = set()
         self._take_time = take_time
         self._threads = threads if runtime.device.type == "cpu" else "given"
@@ -106,12 +113,21 @@ class Steps:
             yield from with_best_threads(items, self._eager, self._runtime, self._say)
         while self._undecided:
             before = len(self._seconds)
-            yield from self._timed(self._eager(islice(items, self._watched() - before)))
+            yield from self._timed(self._eager(islice(items, self._watched() - before)), self._seconds)
             if len(self._seconds) < self._watched():
                 return  # the epoch is over
             self._decide()
-        yield from self._eager(items) if self._step is None else self._run(self._step, items)
+        if self._step is None:
+            yield from self._timed(self._eager(items), self._seconds)
+        else:
+            yield from self._timed(self._run(self._step, items), self._captured_seconds)
         self.settle()
+
+    def finish(self) -> None:
+        """After the last step: tells which way steps went, where there were too few to tell it before."""
+        if not self._way_told and self._seconds:
+            self._why = self._why or f"{len(self._seconds):,} steps are too few to look at"
+            self._tell_way()
 
     def settle(self) -> None:
         """Brings model and optimizer to where steps of their own would have brought them, for everybody else to read."""
@@ -146,32 +162,53 @@ class Steps:
             except StopIteration:
                 return
 
-    def _timed(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            start = time.perf_counter()
-            try:
-                output = next(outputs)
-            except StopIteration:
+    def _timed(self, outputs: Iterator[Any], seconds: list[float]) -> Iterator[Any]:
+        """The outputs; takes their time until it is told which way steps go."""
+        while self._undecided or not self._way_told:
+            start, missing = time.perf_counter(), object()
+            output: Any = next(outputs, missing)
+            if output is missing:
                 return
-            self._seconds.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
             yield output
+            if not self._undecided and len(seconds) > WATCHED:  # one more: the first captured step is that of the capture
+                self._tell_way()
+        yield from outputs
+
+    def _tell_way(self) -> None:
+        """Says whether steps are captured and why, with what a step takes."""
+        self._way_told = True
+        eager = _median(self._seconds) * 1e3
+        told: dict[str, Any] = {"captured": self._step is not None, "eager_ms": eager}
+        if self._step is not None:
+            captured = told["captured_ms"] = _median(self._captured_seconds) * 1e3
+            told["message"] = f"captured since step {self._since:,}: {captured:.3g} ms a step, eager {eager:.3g} ms"
+        else:
+            told["message"] = f"eager: {self._why}; {eager:.3g} ms a step"
+        self._tell(told)
 
     def _decide(self) -> None:
         self._undecided = False
-        seconds = statistics.median(self._seconds[len(self._seconds) // 2 :])
+        seconds = _median(self._seconds)
         self._left -= len(self._seconds)
-        if self._compile == "auto" and self._left * seconds < PAYS_S[self._runtime.device.type]:
-            return
         if self._runtime.world_size > 1 and not self._ranks.silent:
+            self._why = f"{self._runtime.world_size} ranks wait for each other in every step"
             if self._compile == "require":
                 self._refuse(
                     CannotCaptureError(
-                        f"{self._runtime.world_size} ranks wait for each other in every step; launch one rank (-j 1x1), or set "
-                        "sync.mode=local_sgd and plan.sharding=data_parallel"
+                        f"{self._why}; launch one rank (-j 1x1), or set sync.mode=local_sgd and plan.sharding=data_parallel"
                     )
                 )
+            self._tell_way()
+            return
+        pays = PAYS_S[self._runtime.device.type]
+        if self._compile == "auto" and self._left * seconds < pays:
+            self._why = f"capturing pays from {_rounded(pays / seconds):,} steps on, and {self._left:,} are left"
+            self._tell_way()
             return
         self._step = self._attempt(self._capture)
+        if self._step is None:
+            self._tell_way()
 
     def _capture(self) -> CapturedStep:
         engine, doing = self._engine()
@@ -204,7 +241,8 @@ class Steps:
             except CannotCaptureError as error:
                 yield from self._instead(step, item, error)
                 if self._step is None or not step.shapes:
-                    self._step = None
+                    self._step, self._way_told = None, False
+                    self._tell_way()
                     yield from self._eager(items)
                     return
                 continue
@@ -212,6 +250,7 @@ class Steps:
                 self._as_the_model_says(item, error)
                 raise
             if step.captures > known:
+                self._since = self._since or self._forward.step + 1
                 self._say(f"... {time.perf_counter() - start:.1f} s; {step.describe()}")
             self._forward.look(loss, item, written=True)
             for call in self._optimizer.after_step if isinstance(self._optimizer, HybridOptimizer) else ():
@@ -250,6 +289,7 @@ class Steps:
         """Says once why steps are not captured, or ends the run where they must be."""
         if self._compile == "require":
             raise CannotCaptureError(f"train.compile=require: the training step cannot be captured: {error}") from None
+        self._why = str(error)
         text = f"note: the training step is not captured: {error}; training goes on without"
         if text not in self._told:
             self._say(text)
@@ -258,6 +298,16 @@ class Steps:
     def _say(self, text: str) -> None:
         if self._runtime.is_main:
             print(text, flush=True)
+
+
+def _median(seconds: Sequence[float]) -> float:
+    """Of the later half: the first steps are slower."""
+    return statistics.median(seconds[len(seconds) // 2 :])
+
+
+def _rounded(steps: float) -> int:
+    """To two digits: a step's time is not known better."""
+    return int(float(f"{steps:.2g}"))
 
 
 class _Drawn:

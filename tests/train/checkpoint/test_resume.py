@@ -139,7 +139,7 @@ def test_stopped_and_resumed_equals_never_stopped_bit_for_bit(world_size: int, t
     length = whole["steps"] // EPOCHS
     parts = run_ranks(attempts, world_size, str(tmp_path / "parts"), [2, length, 1], 0.3)[0]
     said = [part["message"] for part in parts]
-    assert said[0] == "stopped by a signal after step 2 of epoch 0, which is saved; go on with --resume auto"
+    assert said[0] == "stopped by a signal after step 2 of epoch 1, which is saved; go on with --resume auto"
     assert all(said[:-1])
     assert not said[-1]
     assert sum(part["steps"] for part in parts) == whole["steps"], "no step was made twice"

@@ -96,8 +96,12 @@ class Checkpointer:
 
     def mark_best(self, step: int, figures: Mapping[str, Any]) -> None:
         """Keeps the checkpoint of ``step`` however many follow it, in place of the one marked before."""
+        self.note("best.json", {"step": step, **figures})
+
+    def note(self, name: str, content: Mapping[str, Any]) -> None:
+        """Writes a small file beside the checkpoints; rank 0 alone does."""
         if self._runtime.is_main:
-            self.folder.note("best.json", {"step": step, **figures})
+            self.folder.note(name, content)
 
     def last_good(self, say: Callable[[str], None] = print) -> str | None:
         """The newest checkpoint without damage, on every rank the same; None where there is none.

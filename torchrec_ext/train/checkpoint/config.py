@@ -15,7 +15,8 @@ class CheckpointConfig:
     A checkpoint is written while the training goes on, and any plan on any number of ranks can load it.
 
     Args:
-        epochs: epochs between two checkpoints, each after the epoch's evaluation; the last epoch is always saved. 0 for none.
+        epochs: epochs between two checkpoints, each before the epoch's evaluation, which a resumed run makes if it was cut short;
+            the last epoch is always saved. 0 for none.
         steps: steps between two checkpoints besides these; 0 for none.
         keep: how many of the newest stay, beside that of the best evaluation (see ``train.early_stop.metric``).
         folder: a path, or an address that fsspec opens, such as ``s3://bucket/runs/a``; on several hosts one that all of them see.

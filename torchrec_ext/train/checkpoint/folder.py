@@ -39,6 +39,11 @@ class CheckpointFolder:
         self._address = folder.rstrip("/") if self.remote else self.root
         self._lock: IO[str] | None = None
 
+    @property
+    def address(self) -> str:
+        """The folder's path or address."""
+        return str(self._address)
+
     def path(self, step: int) -> str:
         """Of the checkpoint after ``step`` steps."""
         return f"{self._address}/step-{step:010d}"

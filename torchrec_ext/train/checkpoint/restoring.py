@@ -72,6 +72,17 @@ def load(
     return saved, found
 
 
+def load_weights(path: str, state: ModelState, together: Together) -> None:
+    """Writes the weights of a checkpoint into the very model that it is of, under any plan, and leaves the optimizers' state there.
+
+    Args:
+        path: of a checkpoint in which :func:`damage` found nothing.
+        state: of the model alone.
+        together: all ranks call it.
+    """
+    _read(path, state.tensors, together)
+
+
 def _read(path: str, wanted: State, together: Together) -> None:
     group = together.group
     try:

@@ -16,11 +16,14 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.parts import State
-from torchrec_ext.train.checkpoint.reading import read_index
+from torchrec_ext.train.checkpoint.reading import damage, read_index
+from torchrec_ext.train.checkpoint.restoring import load_weights
 from torchrec_ext.train.checkpoint.state import model_state
 
 _TENSOR = "a tensor of the checkpoint"
+_EVALUATED = "evaluated.json"  # beside the checkpoints: the outcome of the evaluation after the last one
 
 
 @runtime_checkable
@@ -134,6 +137,13 @@ class RunCheckpoints:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self._checkpointer, self._config, self._resume, self._about = checkpointer, config, resume, about or {}
+        self._last: int | None = None  # the step that was saved last
+        self._history = 0  # records it was saved with
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved, the best evaluation included."""
+        return self._config.saves
 
     def restore(self, run: Run) -> Position:
         """Loads the checkpoint to begin from, if there is one, and says where the run stands.
@@ -154,7 +164,7 @@ class RunCheckpoints:
             if name.startswith(("loader.", f"rank.{run.runtime.rank}.")) and isinstance(held, TensorStorageMetadata)
         }
         saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
-        content = saved["content"]
+        content = self._evaluated(counted_from_one(saved["content"]))
         position = Position(**content["position"])
         run.watch.load_state_dict(content["watch"])
         if saved["world_size"] == run.runtime.world_size:
@@ -173,31 +183,101 @@ class RunCheckpoints:
         if self._config.steps and run.at.step % self._config.steps == 0:
             self.save(run)
 
-    def after_epoch(self, run: Run, *, last: bool, best: bool) -> None:
-        """Saves, where the config says so or this was the ``last`` epoch; keeps it where it is the ``best`` so far."""
-        config = self._config
-        due = (config.epochs and (run.at.epoch + 1) % config.epochs == 0) or (config.steps and run.at.step % config.steps == 0)
-        if due or (config.saves and (last or best)):
+    def before_evaluation(self, run: Run, *, last: bool) -> None:
+        """Saves, where the config says so or this is the ``last`` epoch: what follows may take long, and be stopped.
+
+        A run that resumes here evaluates first.
+        """
+        if self._due(run) or (self._config.saves and last):
             self.save(run)
-            if best:
-                self._checkpointer.mark_best(run.at.step, run.watch.state_dict()["best"] or {})
+
+    def after_epoch(self, run: Run, *, last: bool, best: bool) -> None:
+        """Saves, where the config says so or this was the ``last`` epoch; keeps it where it is the ``best`` so far.
+
+        What was saved before the evaluation is not saved again: its outcome is noted beside it.
+        """
+        if not (self._due(run) or (self._config.saves and (last or best))):
+            return
+        if self._last != run.at.step:
+            self.save(run)
+        else:
+            outcome = {"step": run.at.step, "records": self._history, "position": vars(run.at), "watch": run.watch.state_dict()}
+            self._checkpointer.note(_EVALUATED, outcome)
+        if best:
+            self._checkpointer.mark_best(run.at.step, run.watch.state_dict()["best"] or {})
+
+    def _due(self, run: Run) -> bool:
+        config = self._config
+        by_epoch = config.epochs and (run.at.epoch + 1) % config.epochs == 0
+        return bool(by_epoch or (config.steps and run.at.step % config.steps == 0))
+
+    def _evaluated(self, content: dict[str, Any]) -> dict[str, Any]:
+        """What was saved, with the outcome of the evaluation after it where that was made."""
+        assert self._resume is not None
+        note = self._checkpointer.together.on_main(lambda: CheckpointFolder(_parent(str(self._resume))).noted(_EVALUATED))
+        saved = content["position"]
+        if not isinstance(note, dict) or note.get("step") != saved["step"] or saved["ended"]:
+            return content
+        # Of another run that was at this step before, and that this one overtook, the records have other times.
+        if note["position"]["history"][: note["records"]] != saved["history"] or note["records"] != len(saved["history"]):
+            return content
+        return {**content, "position": note["position"], "watch": note["watch"]}
+
+    def load_weights(self, model: nn.Module, step: int) -> bool:
+        """Loads the weights that were saved after ``step`` and says whether they are still there; all ranks call it.
+
+        Args:
+            model: from :func:`hybrid_parallel`, or unsharded.
+            step: of a checkpoint in the run's folder, or in that which it was resumed from.
+        """
+        self._checkpointer.wait()
+        together = self._checkpointer.together
+        for root in (self._checkpointer.folder.address, *([_parent(self._resume)] if self._resume else [])):
+            folder = CheckpointFolder(root)
+            if step in together.on_main(folder.steps) and damage(folder.path(step), together) is None:
+                load_weights(folder.path(step), model_state(model), together)
+                return True
+        return False
 
     def save(self, run: Run) -> None:
-        """Begins to save."""
+        """Begins to save, unless this step was saved last."""
+        if self._last == run.at.step:
+            return
         run.settle()
         extra: State = dict(_of_rank(run))
         content = {
             **self._about,
             "versions": _versions(),
+            "epochs_from": 1,
             "position": vars(run.at),
             "watch": run.watch.state_dict(),
             "loader": _without_tensors(run.loader.state_dict(step=run.at.done), "loader", extra),
         }
         self._checkpointer.save(run.at.step, model_state(run.model, run.optimizer), extra, content)
+        self._last, self._history = run.at.step, len(run.at.history)
 
     def close(self) -> None:
         """Waits for the last one to be written."""
         self._checkpointer.close()
+
+
+def counted_from_one(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of a run, its records with epochs counted from 1; earlier ones called the first one 0."""
+    if content.get("epochs_from") == 1:
+        return dict(content)
+    position, watch = dict(content["position"]), dict(content["watch"])
+    position["history"] = [
+        {**record, **{name: record[name] + 1 for name in ("epoch", "best_epoch") if name in record}}
+        for record in position["history"]
+    ]
+    if watch.get("best"):
+        watch["best"] = {**watch["best"], "best_epoch": watch["best"]["best_epoch"] + 1}
+    return {**content, "position": position, "watch": watch}
+
+
+def _parent(path: str) -> str:
+    """The folder in which a checkpoint lies."""
+    return path.rstrip("/").rpartition("/")[0]
 
 
 def _kind(thing: Any) -> str:

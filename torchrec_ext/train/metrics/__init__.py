@@ -4,6 +4,7 @@ from torchrec_ext.train.metrics.candidates import candidate_ranks, gather_ranks,
 from torchrec_ext.train.metrics.catalogue import Question, catalogue_ranks, popularity_ranks, ranks_of
 from torchrec_ext.train.metrics.classification import ClassificationMetrics, auc, classification_metrics
 from torchrec_ext.train.metrics.coverage import Coverage
+from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watched, watching
 from torchrec_ext.train.metrics.grouped_auc import GroupedAuc, grouped_auc
 from torchrec_ext.train.metrics.ranking import RankingMetrics, Ranks, query_figures, ranking_metrics
 from torchrec_ext.train.metrics.shares import Kept, Recommender, Share, embed_all, gather_rows, own_share
@@ -11,6 +12,8 @@ from torchrec_ext.train.metrics.shares import Kept, Recommender, Share, embed_al
 __all__ = [
     "ClassificationMetrics",
     "Coverage",
+    "EvaluationStoppedError",
+    "EvaluationWatch",
     "GroupedAuc",
     "Kept",
     "Question",
@@ -32,4 +35,6 @@ __all__ = [
     "ranking_metrics",
     "ranks_among",
     "ranks_of",
+    "watched",
+    "watching",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.metrics.evaluation_watch import watched
 from torchrec_ext.train.metrics.ranking import Ranks
 from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_rows, own_start
 
@@ -69,7 +70,9 @@ def candidate_ranks(
     start = own_start(len(own[0]), len(ids), runtime)
     asked = ids[start : start + len(own[0])].to(items.device)
     width, scores = ids.shape[1], []
-    for *some, wanted in zip(*(torch.split(part, max(1, PAIRS_PER_BLOCK // width)) for part in (*own, asked)), strict=True):
+    rows = max(1, PAIRS_PER_BLOCK // width)
+    most = max(1, -(-len(ids) // (runtime.world_size * rows)))
+    for *some, wanted in watched(zip(*(torch.split(part, rows) for part in (*own, asked)), strict=True), most):
         outputs = [part.repeat_interleave(width, dim=0) for part in some]
         scores.append(model.interaction([*outputs, items[wanted.clamp(min=0).flatten()]]).view(wanted.shape))
     return gather_ranks(ranks_among(torch.cat(scores), asked), runtime)

@@ -11,10 +11,15 @@ from torch import Tensor
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.coverage import Coverage
+from torchrec_ext.train.metrics.evaluation_watch import watched
 from torchrec_ext.train.metrics.ranking import Ranks
 from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_rows, own_start
 
 PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
+_CHEAPER = (
+    "cheaper: evaluate less often with train.eval_every, or score by a product (model.interaction=dot or cosine), where a network "
+    "over both sides runs for every pair"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +154,9 @@ def catalogue_ranks(
     items = embed_all(model, towers[-1], candidates, runtime)
     own = torch.cat(embed_own(model, towers[:-1], queries, runtime), dim=1)
     start = own_start(len(own), question.queries, runtime)
-    parts = []
-    for block in torch.split(own, max(1, PAIRS_PER_BLOCK // max(len(items), 1))):
+    parts, rows = [], max(1, PAIRS_PER_BLOCK // max(len(items), 1))
+    most = max(1, -(-question.queries // (runtime.world_size * rows)))
+    for block in watched(torch.split(own, rows), most, cheaper=f"{question.queries:,} queries x {len(items):,} items; {_CHEAPER}"):
         scores = model.interaction.score_all(block, items)
         ranks = ranks_of(scores, question, start)
         parts.append(torch.stack([ranks.better, ranks.ties], dim=1))

@@ -1,0 +1,199 @@
+"""A run ends with the weights of its best evaluation, and one that is stopped inside an evaluation loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contracts import gather_state, run_ranks
+from tests.examples import META, small_model
+from tests.train.test_captured import Few
+from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.train import steps
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.config import CheckpointConfig
+from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints, counted_from_one
+from torchrec_ext.train.early_stop import EarlyStop
+from torchrec_ext.train.engines import as_it_is
+from torchrec_ext.train.finite import RunStoppedError
+from torchrec_ext.train.loop import TrainConfig, train
+from torchrec_ext.train.metrics import watched
+
+FIGURES = [0.5, 0.9, 0.3, 0.2, 0.1]  # of each epoch
+WATCH = EarlyStop(metric="auc", patience=2)
+
+
+class Epochs(Few):
+    """Three batches, the same in each epoch, of a loader that resumes."""
+
+    def __init__(self) -> None:
+        super().__init__([24, 16, 24])
+        self._epoch = self._begin = 0
+
+    def __iter__(self) -> Any:
+        begin, self._begin = self._begin, 0
+        return iter(self._batches[begin:])
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch, self._begin = epoch, 0
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        return {"epoch": self._epoch, "step": step}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._epoch, self._begin = state["epoch"], state["step"]
+
+
+def run(
+    runtime: Runtime,
+    folder: str | None,
+    *,
+    resume: bool = False,
+    sharding: str = "auto",
+    sync: SyncConfig | None = None,
+    stop_in: int = 0,
+    saves: CheckpointConfig | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains up to five epochs; ``stop_in`` is the evaluation in whose second block the last rank is asked to stop."""
+    optimizers = OptimizerConfig(tables="adam", tables_lr=0.02)
+    model = small_model(META)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)  # type: ignore[arg-type]
+    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers, seed=3)
+    checkpointer = Checkpointer(folder, runtime) if folder is not None else None
+    begin = checkpointer.last_good() if checkpointer is not None and resume else None
+    states: list[Any] = []
+    logged: list[Any] = []
+    asked, evaluations, done = False, 0, epochs_done(begin)
+
+    def evaluate() -> dict[str, float]:
+        nonlocal asked, evaluations
+        evaluations += 1
+        states.append(gather_state(parallel))
+        for block in watched(range(5 - 2 * runtime.rank), 5):  # of unequal numbers of blocks
+            asked = asked or (stop_in == evaluations and block == 1 and runtime.rank == runtime.world_size - 1)
+        return {"auc": FIGURES[done + evaluations - 1]}
+
+    config = TrainConfig(epochs=5, log_every=2, **{"early_stop": WATCH, "compile": "off", **options})
+    said, message, history = io.StringIO(), "", []
+    with contextlib.redirect_stdout(said):
+        try:
+            history = train(
+                parallel,
+                optimizer,
+                Epochs(),
+                runtime,
+                config,
+                evaluate=evaluate,
+                log=logged.append,
+                sync=sync,
+                checkpoints=RunCheckpoints(checkpointer, saves or CheckpointConfig(), resume=begin) if checkpointer else None,
+                stop=lambda: asked,
+            )
+        except RunStoppedError as error:
+            message = str(error)
+    return {
+        "history": [{name: value for name, value in record.items() if name != "rows_per_s"} for record in history],
+        "logged": [record["kind"] for record in logged],
+        "states": states,
+        "end": gather_state(parallel),
+        "said": said.getvalue(),
+        "message": message,
+        "evaluations": evaluations,
+    }
+
+
+def epochs_done(begin: str | None) -> int:
+    """Evaluations that a run had made when its checkpoint was used."""
+    if begin is None:
+        return 0
+    noted, step = Path(begin).parent / "evaluated.json", int(begin[-10:])
+    same = noted.exists() and json.loads(noted.read_text())["step"] == step
+    return step // 3 if same else step // 3 - 1
+
+
+def every_way(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
+    local = SyncConfig(mode="local_sgd", every=2)
+    diloco = SyncConfig(mode="diloco", every=2)
+    found = {
+        "saved": run(runtime, f"{folder}/saved"),
+        "elsewhere": run(runtime, f"file://{folder}/elsewhere"),
+        "not saved": run(runtime, None),
+        "saved seldom": run(runtime, f"{folder}/seldom", saves=CheckpointConfig(epochs=4, keep=1)),
+        "bf16": run(runtime, f"{folder}/bf16", amp="bf16"),
+        "row_wise": run(runtime, f"{folder}/rows", sharding="row_wise" if runtime.world_size == 1 else "table_wise"),
+        "local_sgd": run(runtime, None, sharding="data_parallel", sync=local),
+        "diloco": run(runtime, f"{folder}/diloco", sharding="data_parallel", sync=diloco),
+    }
+    if runtime.world_size == 1:
+        steps.engine_for = lambda _: (as_it_is, "capturing")
+        found["captured"] = run(runtime, f"{folder}/captured", compile="require")
+    found["left"] = run(runtime, None, early_stop=EarlyStop(metric="auc", patience=2, restore=False))
+    found["again"] = run(runtime, f"{folder}/saved", resume=True)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_ends_with_the_weights_of_its_best_evaluation(world_size: int, tmp_path: Path) -> None:
+    found = run_ranks(every_way, world_size, str(tmp_path), timeout_s=300)[0]
+    ended = found.pop("again")
+    left = found.pop("left")
+    for name, way in found.items():
+        assert [record["epoch"] for record in way["history"] if record["kind"] == "eval"] == [1, 2, 3, 4], name
+        assert way["history"][-1]["kind"] == "stop", name
+        assert way["history"][-1]["best_epoch"] == 2, name
+        assert "restored epoch 2 (auc 0.9000)" in way["said"], name
+        assert way["logged"][-1] == "restore", name
+        assert all(torch.equal(way["end"][key], value) for key, value in way["states"][1].items()), name
+        assert not all(torch.equal(way["end"][key], value) for key, value in way["states"][3].items()), name
+    assert all(torch.equal(left["end"][key], value) for key, value in left["states"][3].items())
+    assert "restored" not in left["said"]
+    # A run that had ended early is not trained further, and ends with its best weights again.
+    assert ended["evaluations"] == 0
+    assert ended["history"] == found["saved"]["history"]
+    assert all(torch.equal(ended["end"][key], value) for key, value in found["saved"]["end"].items())
+
+
+def stopped(runtime: Runtime, folder: str) -> list[dict[str, Any]]:
+    whole = run(runtime, f"{folder}/whole")
+    cut = run(runtime, f"{folder}/cut", stop_in=2)
+    return [whole, cut, run(runtime, f"{folder}/cut", resume=True)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_stopped_inside_an_evaluation_is_saved_on_every_rank_and_evaluates_first_when_it_goes_on(
+    world_size: int, tmp_path: Path
+) -> None:
+    ranks = run_ranks(stopped, world_size, str(tmp_path), timeout_s=300)
+    for whole, cut, again in ranks:
+        assert cut["message"] == "stopped by a signal in the evaluation after epoch 2, which is saved; go on with --resume auto"
+        assert cut["evaluations"] + again["evaluations"] == whole["evaluations"] + 1
+        assert again["history"] == whole["history"]
+        if whole["end"] is not None:
+            assert all(torch.equal(again["end"][key], value) for key, value in whole["end"].items())
+
+
+@pytest.mark.unit
+def test_records_of_earlier_releases_are_counted_from_one_too() -> None:
+    content = {
+        "position": {
+            "epoch": 1,
+            "history": [{"kind": "eval", "epoch": 0, "step": 3}, {"kind": "stop", "epoch": 1, "best_epoch": 0}],
+        },
+        "watch": {"since": 1, "best": {"best": 0.5, "best_epoch": 0, "best_step": 3}},
+    }
+    found = counted_from_one(content)
+    assert [record["epoch"] for record in found["position"]["history"]] == [1, 2]
+    assert found["position"]["history"][1]["best_epoch"] == found["watch"]["best"]["best_epoch"] == 1
+    assert found["position"]["epoch"] == 1
+    assert counted_from_one({**found, "epochs_from": 1}) == {**found, "epochs_from": 1}

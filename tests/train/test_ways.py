@@ -1,0 +1,78 @@
+"""One line and one record say whether steps are captured, why, and what a step of each way takes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tests.contracts import run_ranks
+from tests.examples import META, small_model
+from tests.train.test_captured import Few
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.train import steps
+from torchrec_ext.train.engines import as_it_is
+from torchrec_ext.train.loop import TrainConfig, train
+
+MS = r"[\d.e+]+ ms"
+
+
+def told(runtime: Runtime, *, pays: float = 60.0, count: int = 40, sync: SyncConfig | None = None, **options: Any) -> list[Any]:
+    """The records of kind ``steps``."""
+    steps.PAYS_S, steps.engine_for = {"cpu": pays}, lambda _: (as_it_is, "capturing")
+    model = small_model(META)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"))
+    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
+    logged: list[Any] = []
+    train(parallel, optimizer, Few([24] * count), runtime, TrainConfig(epochs=1, **options), sync=sync, log=logged.append)
+    return [record for record in logged if record["kind"] == "steps"]
+
+
+def ways(runtime: Runtime) -> dict[str, list[Any]]:
+    local = SyncConfig(mode="local_sgd", every=100)
+    found = {
+        "off": told(runtime, compile="off"),
+        "auto": told(runtime, compile="auto"),
+        "too few": told(runtime, compile="off", count=4),
+        "piped": told(runtime, compile="auto", on_nan="skip"),
+        "captured": told(runtime, compile="auto", pays=0.0, sync=local),
+        "required": told(runtime, compile="require", sync=local),
+    }
+    if runtime.world_size > 1:
+        found["waiting"] = told(runtime, compile="auto", pays=0.0)
+    return found
+
+
+def check(found: dict[str, list[Any]], patterns: dict[str, str]) -> None:
+    for name, pattern in patterns.items():
+        (record,) = found[name]
+        assert re.fullmatch(pattern, record["message"]), (name, record["message"])
+        assert record["captured"] == ("captured_ms" in record) == record["message"].startswith("captured")
+        assert record["eager_ms"] > 0
+        assert {"epoch", "step"} <= record.keys()
+
+
+ALWAYS = {
+    "off": rf"eager: train\.compile=off; {MS} a step",
+    "too few": rf"eager: train\.compile=off; {MS} a step",
+    "piped": rf"eager: a timeline, train\.on_nan=skip and sync\.mode=semi_sync need the pipeline's steps; {MS} a step",
+}
+ALONE = {
+    "auto": rf"eager: capturing pays from [\d,]+ steps on, and 28 are left; {MS} a step",
+    "captured": rf"captured since step 13: {MS} a step, eager {MS}",
+    "required": rf"captured since step 3: {MS} a step, eager {MS}",
+}
+
+
+def test_which_way_steps_go_is_told_once_with_its_reason_and_what_a_step_takes() -> None:
+    (found,) = run_ranks(ways, 1)
+    check(found, {**ALWAYS, **ALONE})
+
+
+def test_on_two_ranks_rank_0_tells_it() -> None:
+    first, second = run_ranks(ways, 2)
+    check(first, {**ALWAYS, "waiting": rf"eager: 2 ranks wait for each other in every step; {MS} a step"})
+    check(first, {"auto": rf"eager: 2 ranks wait for each other in every step; {MS} a step"})
+    assert all(records == [] for records in second.values())
