@@ -16,6 +16,7 @@ def export(
     index: str = "exact",
     store: str = "fp32",
     onnx: Optional[str] = None,
+    checkpoint: Optional[str] = None,
     recipe: Optional[str] = None,
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
     name: str = "export",
@@ -26,7 +27,7 @@ def export(
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
 ) -> specs.AppDef:
-    r"""Exports a run's last good checkpoint to a bundle for serving, proven equal to the trained model.
+    r"""Exports a run's best or last checkpoint to a bundle for serving, proven equal to the trained model.
 
     On this machine::
 
@@ -39,6 +40,7 @@ def export(
         index: exact, or flat, ivf, hnsw or pq of FAISS for models that score by dot product or cosine
         store: type of the stored vectors: fp32, fp16 or int8
         onnx: folder for the towers and the top NN as ONNX files, checked equal; a tower is left out by -- --onnx-skip TOWER
+        checkpoint: best (by train.early_stop.metric), last, a step, or a path; best where the run has marked one, else last
         recipe: my_recipe.py:job or my.module:job, where the run's recipe is not built in
         set: change one key of the recipe, such as data.folder=/data; give --set as often as you like
         name: of the job
@@ -50,7 +52,7 @@ def export(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.export", run, f"--index={index}", f"--store={store}"]
-    given = {"out": out, "onnx": onnx, "recipe": recipe, "set": set}
+    given = {"out": out, "onnx": onnx, "checkpoint": checkpoint, "recipe": recipe, "set": set}
     flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
     role = specs.Role(
         name="export",

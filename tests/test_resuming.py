@@ -6,8 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import small_model
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.state import model_state
+from torchrec_ext.train.checkpoint.storage import CheckpointError
+from torchrec_ext.train.checkpoint.together import Together
 from torchx_apps.link_watch import LinkWatch
-from torchx_apps.resuming import a_neighbour_died, begun, ended, newest_networks, newest_run, where_to_begin
+from torchx_apps.resuming import (
+    CHECKPOINTS,
+    a_neighbour_died,
+    begun,
+    ended,
+    newest_networks,
+    newest_run,
+    served_checkpoint,
+    where_to_begin,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -108,3 +123,29 @@ def test_a_node_is_lost_when_its_ranks_are_gone_and_the_others_out_of_reach() ->
     assert not lost(10)
     assert not lost(10)
     assert lost(10)
+
+
+def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) -> None:
+    model, together = small_model(), Together(Runtime())
+    checkpointer = Checkpointer(str(tmp_path / CHECKPOINTS), Runtime())
+    for step in (3, 6):
+        checkpointer.save(step, model_state(model))
+    checkpointer.wait()
+
+    def found(which: str | None, **options: bool) -> tuple[int, str]:
+        path, told = served_checkpoint(str(tmp_path), which, together, **options)
+        return int(path[-10:]), told
+
+    assert found(None) == found("last") == (6, "the last")
+    with pytest.raises(CheckpointError, match=r"--checkpoint best: no evaluation of this run was marked .* one of the steps 3, 6"):
+        found("best")
+    checkpointer.mark_best(3, {"best": 0.9})
+    checkpointer.close()
+    assert found(None) == found("best") == (3, "the best")
+    assert found(None, restores=False) == found("last") == (6, "the last")
+    assert found("6") == (6, "of step 6")
+    assert found(str(tmp_path / CHECKPOINTS / "step-0000000003"))[0] == 3
+    with pytest.raises(
+        CheckpointError, match=r"--checkpoint 5: there is no such checkpoint; give best, last or one of the steps 3, 6"
+    ):
+        found("5")

@@ -134,8 +134,8 @@ def test_members_are_dealt_to_ranks_or_placed_as_asked(names: str, ranks: int, g
 
 
 def result(name: str, auc: float, *, ended: str = "all epochs", test: float | None = None) -> Result:
-    validation = [{"kind": "eval", "epoch": 0, "step": 3, "auc": auc - 0.1}, {"kind": "eval", "epoch": 1, "step": 6, "auc": auc}]
-    loss = [{"epoch": 0, "step": 3, "loss": 0.6}, {"epoch": 1, "step": 6, "loss": 0.5}]
+    validation = [{"kind": "eval", "epoch": 1, "step": 3, "auc": auc - 0.1}, {"kind": "eval", "epoch": 2, "step": 6, "auc": auc}]
+    loss = [{"epoch": 1, "step": 3, "loss": 0.6}, {"epoch": 2, "step": 6, "loss": 0.5}]
     figures = {} if ended == "diverged" else {"auc": auc if test is None else test}
     return Result(name=name, ended=ended, epochs=2, validation=validation, test=figures, loss=loss, seconds=1.5)
 

@@ -1,7 +1,7 @@
 """Export a run to a bundle for serving: `python -m torchx_apps.export RUN --out BUNDLE`, on one rank or, by torchrun, on several.
 
-RUN is a run folder: its recipe is made again from its config.json, and its last good checkpoint is loaded, whatever plan and ranks
-it was trained with. The bundle is the same on any number of ranks.
+RUN is a run folder: its recipe is made again from its config.json, and its best checkpoint, or its last where no early stop marked
+a best one, is loaded, whatever plan and ranks it was trained with. The bundle is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def export_run(
         job: of the run.
         run: its folder.
         out: the bundle's folder.
-        checkpoint: another one than the run's last good one.
+        checkpoint: which one, see :func:`torchx_apps.resuming.served_checkpoint`.
         onnx_skip: refuse towers that ONNX files could not be made of, but these; None where none are wanted.
         settings: of :func:`torchrec_ext.retrieval.export.export`.
 
@@ -89,13 +89,16 @@ def export_run(
     from torchrec_ext.train.checkpoint.together import Together
     from torchx_apps.exporting import check_onnx, export_task, told
     from torchx_apps.lookups import merge_lookups
-    from torchx_apps.resuming import find_checkpoint
+    from torchx_apps.report import read_warning
+    from torchx_apps.resuming import served_checkpoint
     from torchx_apps.training import load_task, quieten_libraries
 
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
         together = Together(runtime)
-        path = find_checkpoint("", checkpoint or job.checkpoint.folder or str(run), together)
+        stop = job.train.early_stop
+        place, restores = job.checkpoint.folder or str(run), bool(stop.metric and stop.restore)
+        path, which = served_checkpoint(place, checkpoint, together, restores=restores)
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, task.data)
@@ -105,9 +108,10 @@ def export_run(
         schema = model.schema(out_of_range=job.model.out_of_range)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
         saved, _ = load(path, model_state(sharded, optimizer), together)
-        details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"]}
+        details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}
         manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
         if runtime.is_main:
+            print(f"checkpoint: {which}, after {saved['step']:,} steps ({path})")
             print(told(manifest, out), flush=True)
         return runtime.is_main
 
@@ -116,7 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torchx_apps.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("--out", type=Path, help="the bundle's folder; RUN/bundle where not given")
-    parser.add_argument("--checkpoint", help="one of another place than RUN/checkpoints, by path or address")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="best|last|STEP|PATH",
+        help="the best by train.early_stop.metric, the last, that of a step, or one of another place, by path or address; the best "
+        "where the run has marked one, else the last",
+    )
     parser.add_argument("--recipe", help="my_recipe.py:job or my.module:job, where the run's recipe is not built in")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one key; repeat at will")
     parser.add_argument("--store", default="fp32", choices=["fp32", "fp16", "int8"], help="type of the stored vectors")

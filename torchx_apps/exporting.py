@@ -102,7 +102,8 @@ def told(manifest: Manifest, out: Path) -> str:
     """What a bundle is, and the command that serves it."""
     items, users, apart = manifest.content["coverage"]["items"], manifest.content["users"], manifest.parity["greatest_difference"]
     whom = f" and {users['count']:,} users" if users else ""
-    return (
+    warning = manifest.certificate.get("warning")
+    return (f"warning: {warning}\n" if warning else "") + (
         f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{whom}; its logits are the trained model's within {apart:.1g})\n"
         f"serve it: {program('torchx')} run rec.serve.http --bundle {out}"
     )

@@ -15,6 +15,7 @@ from torchx_apps.job import Job, Task
 from torchx_apps.members import MemberJob, differing, setting
 
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")
+_OF_THE_PROCESS = ("restore", "steps")  # records of what a process did, not of how the training went
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,12 @@ class Result:
         ended: ``all epochs``, ``stopped early`` or ``diverged``.
         epochs: that it was trained for.
         validation: the figures of each evaluation, with ``epoch`` and ``step``.
-        test: its figures on the test part, after its last epoch.
+        test: its figures on the test part, with the weights that it ended with.
         seconds: from its start to its end; of a stack, of all its members.
         ranks: that trained it.
         folder: its run folder.
         message: why it ended early.
+        restored: whether it went back to the weights of its best evaluation.
     """
 
     name: str
@@ -43,15 +45,19 @@ class Result:
     ranks: Sequence[int] = ()
     folder: str = ""
     message: str = ""
+    restored: bool = False
 
 
 def result_of(
     name: str, history: Sequence[Record], figures: dict[str, float], seconds: float, ranks: Sequence[int], folder: str
 ) -> Result:
-    """The result of a member from its records."""
+    """The result of a member from its records, whose epochs count from 1; in those of earlier releases the first one is 0."""
+    restored = any(record["kind"] == "restore" for record in history)
+    shift = int(any(record["epoch"] == 0 for record in history))
+    history = [{**record, "epoch": record["epoch"] + shift} for record in history if record["kind"] not in _OF_THE_PROCESS]
     last = history[-1]["kind"]
     ended = {"stop": "stopped early", "error": "diverged"}.get(last, "all epochs")
-    whole = history[-1]["epoch"] + (last != "error")
+    whole = history[-1]["epoch"] - (last == "error")
     return Result(
         name=name,
         ended=ended,
@@ -63,6 +69,7 @@ def result_of(
         ranks=tuple(ranks),
         folder=folder,
         message=history[-1].get("message", ""),
+        restored=restored,
     )
 
 
@@ -98,6 +105,8 @@ class StackProgress:
         if record["kind"] in ("stop", "error"):
             print(f"{name}: {record['message']}", flush=True)
             self._active.remove(name)
+        if record["kind"] == "restore":
+            print(f"{name}: {record['message']}", flush=True)
         if record["kind"] == "train":
             self._seen[name] = record
         here = {member: found for member, found in self._seen.items() if found["step"] == record["step"]}
@@ -106,7 +115,7 @@ class StackProgress:
             rate = sum(found["rows_per_s"] for found in here.values())
             spread = f"{min(losses):.4f} to {max(losses):.4f}"
             print(
-                f"epoch {record['epoch'] + 1}, step {record['step']}: {len(here)} members, loss {spread}, {rate:,.0f} samples/s",
+                f"epoch {record['epoch']}, step {record['step']}: {len(here)} members, loss {spread}, {rate:,.0f} samples/s",
                 flush=True,
             )
 
@@ -126,7 +135,9 @@ def chosen_by(members: Sequence[MemberJob], results: Sequence[Result]) -> tuple[
 def _figures(result: Result, part: str) -> dict[str, float]:
     if part == "test":
         return result.test
-    return {name: value for name, value in (result.validation or [{}])[-1].items() if isinstance(value, float)}
+    # The evaluation whose weights the member has: the best where an early stop went back to it.
+    chosen = [record for record in result.validation if record.get("best")] if result.restored else []
+    return {name: value for name, value in (chosen or result.validation or [{}])[-1].items() if isinstance(value, float)}
 
 
 def best_of(members: Sequence[MemberJob], results: Sequence[Result]) -> Result | None:
@@ -202,9 +213,7 @@ def draw(path: Path, results: Sequence[Result], best: Result | None) -> None:
         axes[0].plot([record["step"] / steps for record in result.loss], [record["loss"] for record in result.loss], **style)
         for axis, name in zip(axes[1:], figures, strict=True):
             found = [record for record in result.validation if name in record]
-            axis.plot(
-                [record["epoch"] + 1 for record in found], [record[name] for record in found], marker="o", markersize=3, **style
-            )
+            axis.plot([record["epoch"] for record in found], [record[name] for record in found], marker="o", markersize=3, **style)
     for axis, title in zip(axes, ["training loss", *(f"{name}, validation" for name in figures)], strict=True):
         axis.set(title=title, xlabel="epoch")
         axis.grid(alpha=0.25)

@@ -24,6 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torchx_apps.publish", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", help="a run folder, a folder of checkpoints, or a checkpoint")
     parser.add_argument("--out", type=Path, default=Path("model.safetensors"), help="the file to write")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="best|last|STEP",
+        help="the best by train.early_stop.metric, the last, or that of a step; the best where one is marked, else the last",
+    )
     options = parser.parse_args(argv)
     from tqdm import tqdm
 
@@ -31,16 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torchrec_ext.train.checkpoint.publish import publish
     from torchrec_ext.train.checkpoint.together import Together
     from torchx_apps.failures import describe
-    from torchx_apps.resuming import find_checkpoint
+    from torchx_apps.resuming import served_checkpoint
 
     try:
-        path = find_checkpoint("", options.run, Together(Runtime()))
+        path, which = served_checkpoint(options.run, options.checkpoint, Together(Runtime()))
         with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
             shapes = publish(path, options.out, progress=bar.update)
     except Exception as error:
         print(describe(error), file=sys.stderr)
         return 1
-    print(f"{options.out}: {len(shapes)} tensors of {path}, {options.out.stat().st_size:,} bytes")
+    print(f"{options.out}: {len(shapes)} tensors of {path} ({which} checkpoint), {options.out.stat().st_size:,} bytes")
     return 0
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tabulate import tabulate
@@ -14,6 +15,8 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import Record
 from torchrec_ext.train.run_folder import RunFolder
 from torchx_apps.job import Task
+
+_FALLING = ("log_loss", "ne")  # figures that are better when they are less
 
 
 def say_start(task: Task, runtime: Runtime) -> None:
@@ -41,6 +44,9 @@ def finish(
     records = [record for record in history if record["kind"] == "train"]
     rate = sum(r["rows"] for r in records) / sum(r["rows"] / r["rows_per_s"] for r in records)
     print(f"\n{figures_table(task, figures, baseline)}")
+    worse = worse_than(task.baseline_name, figures, baseline)
+    if worse:
+        print(f"\nwarning: {worse}")
     print(f"\ntrained in {seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s; the largest rank took {memory:,.0f} MiB")
     if example:
         print(f"\n{example}")
@@ -52,6 +58,7 @@ def finish(
         "seconds": seconds,
         "samples_per_s": rate,
         "peak_memory_mib": memory,
+        **({"warning": worse} if worse else {}),
     }
     folder.write("summary.json", json.dumps(summary, indent=2))
 
@@ -78,3 +85,34 @@ def figures_table(task: Task, figures: Record, baseline: Record) -> str:
         rows.append(row + ([f"{best[name]:.4f}" if name in best else ""] if best else []))
     headers = [task.asked, "this model", task.baseline_name, "ratio"] + ["best possible"] * bool(best)
     return str(tabulate(rows, headers=headers, disable_numparse=True))
+
+
+def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, float]) -> str:
+    """What to say of a model that does worse than ``baseline``, which is called ``name``; empty where it does not.
+
+    Example:
+        >>> worse_than("the same for all", {"auc": 0.7, "log_loss": 0.321}, {"auc": 0.5, "log_loss": 0.042})[:81]
+        'this model is worse than the same for all by log_loss (0.3210 against 0.0420); tr'
+        >>> worse_than("popularity", {"hr@10": 0.2}, {"hr@10": 0.1})
+        ''
+    """
+    falls = [key for key in baseline if key in figures and (figures[key] > baseline[key]) == (key in _FALLING)]
+    worse = [key for key in falls if figures[key] != baseline[key]]
+    if not worse:
+        return ""
+    told = ", ".join(f"{key} ({figures[key]:.4f} against {baseline[key]:.4f})" for key in worse)
+    calibration = figures.get("calibration", 1.0)
+    if not 0.8 < calibration < 1.25:
+        told += f"; it predicts {calibration:.3g} times the positives that there are"
+    remedy = "train longer (train.epochs), or with other rates (optimizer.tables_lr, optimizer.dense_lr)"
+    if set(worse) & set(_FALLING):
+        remedy += ", and end where validation is best (train.early_stop.metric=log_loss, train.early_stop.mode=min)"
+    return f"this model is worse than {name} by {told}; {remedy}"
+
+
+def read_warning(run: Path) -> dict[str, str]:
+    """What :func:`finish` had to say against the model of a run folder, by ``warning``; nothing where it had not."""
+    with suppress(OSError, ValueError):
+        summary = json.loads((run / "summary.json").read_text())
+        return {"warning": summary["warning"]} if "warning" in summary else {}
+    return {}

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -123,24 +123,73 @@ def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False)
     return path
 
 
-def find_checkpoint(flag: str, place: str, together: Together) -> str:
-    """The last good checkpoint at a place.
+def find_checkpoint(flag: str, place: str, together: Together, which: str = "last") -> str:
+    """A good checkpoint at a place.
 
     Args:
         flag: how the user named the place, for messages.
         place: the path or address of a checkpoint, of a folder of checkpoints, or of a run folder.
         together: all ranks call it.
+        which: ``last``, ``best`` (of the figure that ``train.early_stop.metric`` watched), or a number of steps.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     for root in (place, f"{place.rstrip('/')}/{CHECKPOINTS}"):
-        if (path := newest_good(CheckpointFolder(root), together)) is not None:
+        folder = CheckpointFolder(root)
+        if which != "last" and (steps := together.on_main(folder.steps)):
+            return _chosen(folder, which, steps, together)
+        if which == "last" and (path := newest_good(folder, together)) is not None:
             return path
     wrong = damage(place, together)
     if wrong is not None:
         raise CheckpointError(f"{flag}{place}: {wrong}; give a run folder, or a checkpoint in one")
+    if which != "last":
+        raise CheckpointError(f"{flag}{place} is one checkpoint: there is no {which!r} of it; give the run folder")
     return place if is_url(place) else str(Path(place).absolute())
+
+
+def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together: Together) -> str:
+    listed = ", ".join(map(str, sorted(steps)))
+    step = best_step(folder, together) if which == "best" else int(which) if which.isdecimal() else None
+    if step is None and which == "best":
+        raise CheckpointError(
+            "--checkpoint best: no evaluation of this run was marked as the best; train with train.early_stop.metric, or give "
+            f"last or one of the steps {listed}"
+        )
+    if step not in steps:
+        raise CheckpointError(f"--checkpoint {which}: there is no such checkpoint; give best, last or one of the steps {listed}")
+    if (wrong := damage(folder.path(step), together)) is not None:
+        raise CheckpointError(f"--checkpoint {which}: {wrong}; give last, or one of the steps {listed}")
+    return folder.path(step)
+
+
+def best_step(folder: CheckpointFolder, together: Together) -> int | None:
+    """The step of the best evaluation, where one was marked and its checkpoint is there."""
+    noted = together.on_main(lambda: folder.noted("best.json"))
+    step = noted.get("step") if isinstance(noted, dict) else None
+    return step if step in together.on_main(folder.steps) else None
+
+
+def served_checkpoint(place: str, which: str | None, together: Together, *, restores: bool = True) -> tuple[str, str]:
+    """The checkpoint to export or publish, and which one it is in words.
+
+    Args:
+        place: a run folder, or a folder of checkpoints.
+        which: ``best``, ``last``, a number of steps, or the path or address of another place; None for the best where the run has
+            marked one, else the last.
+        together: all ranks call it.
+        restores: whether the run ends with its best weights, see ``train.early_stop.restore``; else None is the last.
+
+    Raises:
+        CheckpointError: see :func:`find_checkpoint`.
+    """
+    if which is not None and which not in ("best", "last") and not which.isdecimal():
+        return find_checkpoint("--checkpoint ", which, together), f"as given by --checkpoint {which}"
+    if which is None:
+        marked = [best_step(CheckpointFolder(root), together) for root in (place, f"{place.rstrip('/')}/{CHECKPOINTS}")]
+        which = "best" if restores and any(step is not None for step in marked) else "last"
+    return find_checkpoint("", place, together, which), {"best": "the best", "last": "the last"}.get(which, f"of step {which}")
 
 
 @contextmanager

@@ -132,7 +132,7 @@ class StackedMembers:
         diverged = history[-1]["kind"] == "error"
         with torch.no_grad():
             figures = {} if diverged else judge.test()
-        result = report.result_of(name, history, figures, seconds, (self._runtime.rank,), str(folder.path))
+        result = report.result_of(name, folder.records, figures, seconds, (self._runtime.rank,), str(folder.path))
         folder.write("summary.json", json.dumps({"data": one.task.name, "test": figures, "seconds": seconds}, indent=2))
         if self._config.weights:
             torch.save({key: value.clone() for key, value in one.network.state_dict().items()}, folder.path / "weights.pt")

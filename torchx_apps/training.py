@@ -38,6 +38,7 @@ from torchrec_ext.train.checkpoint.start import begin_with
 from torchrec_ext.train.checkpoint.together import Together
 from torchrec_ext.train.checkpoint.vectors import load_vectors
 from torchrec_ext.train.loop import Record, train
+from torchrec_ext.train.metrics import EvaluationWatch, watching
 from torchrec_ext.train.run_folder import RunFolder
 from torchrec_ext.train.semi_sync import shard_free_tables
 from torchrec_ext.train.watchdog import Watchdog
@@ -123,7 +124,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         if job.export != "never":
             from torchx_apps.exporting import BUNDLE, end_with_bundle  # costs a second that other runs need not wait
 
-            details = {"recipe": job.name, "run": str(path)}
+            details = {"recipe": job.name, "run": str(path), **report.read_warning(path)}
             end_with_bundle(job.export, parallel, task, schema, runtime, path / BUNDLE, details)
 
 
@@ -172,7 +173,8 @@ def _finish(
     runtime: Runtime,
 ) -> None:
     """Measures on the test part, and says and writes how the run went; every rank calls it, rank 0 with the folder."""
-    figures, example = judge.test(), judge.example()
+    with watching(EvaluationWatch(runtime)):
+        figures, example = judge.test(), judge.example()
     memory = peak_memory(runtime)
     if folder is None:
         return
