@@ -62,7 +62,7 @@ ALWAYS = {
 ALONE = {
     "auto": rf"eager: capturing pays from [\d,]+ steps on, and 28 are left; {MS} a step",
     "captured": rf"captured since step 13: {MS} a step, eager {MS}",
-    "required": rf"captured since step 3: {MS} a step, eager {MS}",
+    "required": rf"captured since step 3: {MS} a step, the 2 eager ones before took {MS}",
 }
 
 

@@ -182,7 +182,9 @@ class Steps:
         told: dict[str, Any] = {"captured": self._step is not None, "eager_ms": eager}
         if self._step is not None:
             captured = told["captured_ms"] = _median(self._captured_seconds) * 1e3
-            told["message"] = f"captured since step {self._since:,}: {captured:.3g} ms a step, eager {eager:.3g} ms"
+            few = len(self._seconds) < WATCHED  # the first steps are slower
+            before = f"the {len(self._seconds)} eager ones before took {eager:.3g} ms" if few else f"eager {eager:.3g} ms"
+            told["message"] = f"captured since step {self._since:,}: {captured:.3g} ms a step, {before}"
         else:
             told["message"] = f"eager: {self._why}; {eager:.3g} ms a step"
         self._tell(told)
