@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchx_apps import networks, publish, train_networks
+from torchx_apps import publish, stacked_members, train_networks
 from torchx_apps.cli import apply_overrides, load_recipe
 from torchx_apps.members import MemberJob, differing, members_of, setting
 from torchx_apps.networks_config import NetworksConfig
@@ -244,7 +244,7 @@ def test_a_job_that_was_stopped_goes_on_and_each_member_is_published_as_a_networ
         yield lambda: next(asked) == steps - 1
 
     with monkeypatch.context() as patched:
-        patched.setattr(networks, "asked_to_stop", stopping)
+        patched.setattr(stacked_members, "asked_to_stop", stopping)
         assert train_networks.main([*SETS, *SGD, *flags, f"--run-dir={cut}"]) == 143
     assert f"stopped by a signal after step {steps - 1}" in capsys.readouterr().out
     assert train_networks.main([*SETS, *SGD, *flags, f"--run-dir={cut}", "--resume=auto"]) == 0
