@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torchx_apps.failures import describe
     from torchx_apps.resuming import served_checkpoint
 
+    # Of torch.distributed.checkpoint to each who reads in a process alone, told so or not.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
     try:
         path, which = served_checkpoint(options.run, options.checkpoint, Together(Runtime()))
         with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
