@@ -247,7 +247,7 @@ def test_settings_that_cannot_be_or_would_do_nothing_are_refused(fields: dict[st
 @pytest.mark.unit
 def test_a_mode_begins_as_early_as_it_can_where_no_warm_up_is_given() -> None:
     assert [SyncConfig(mode=mode).together for mode in ("local_sgd", "diloco", "semi_sync")] == [1, 1, 0]  # type: ignore[arg-type]
-    assert SyncConfig(mode="semi_sync", warmup=0).together == 0
+    assert SyncConfig(mode="semi_sync", warmup=0).together == SyncConfig(warmup=0).together == 0
 
 
 @pytest.mark.unit

@@ -76,6 +76,8 @@ class SyncConfig:
         belongs |= {"stash_gradients": ("semi_sync",), "warmup": (*LOCAL, "semi_sync")}
         for name, modes in belongs.items():
             value = getattr(self, name)
+            if name == "warmup" and value == 0:  # as saved runs say it of every mode
+                continue
             if self.mode not in modes and value != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name}={value!r}: only for mode={' or '.join(modes)}, but mode={self.mode}")
 
