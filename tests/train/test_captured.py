@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from tests.contracts import gather_state, run_ranks
 from tests.distributed.test_streams import Cuda
-from tests.examples import META, USERS, batches, small_model
+from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, table
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.device_negatives import KnownItems
+from torchrec_ext.data.known_pairs import KnownPairs
 from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives import UniformNegatives
 from torchrec_ext.distributed.explain import explain
@@ -29,8 +32,11 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.streams import TowerStreams, on_streams
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.models.ncf import ContextualNCF
-from torchrec_ext.models.tower_model import Prediction
+from torchrec_ext.models.retrieval import RetrievalModel
+from torchrec_ext.models.tower_model import Prediction, two_tower
+from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.losses import bce
+from torchrec_ext.modules.tower import Tower
 from torchrec_ext.train import steps
 from torchrec_ext.train.captured import MOST_GRAPHS, CapturedStep
 from torchrec_ext.train.engines import Engine, as_it_is, cuda_graph, engine_for, inductor, traced
@@ -377,3 +383,85 @@ def test_a_compile_cache_that_cannot_be_written_is_told(monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(CannotCaptureError, match=r"the compile cache '.*file/cache' cannot be written .*TORCHINDUCTOR_CACHE_DIR"):
         engine_for(torch.device("cpu"))
+
+
+def as_traced(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
+    """The ops that were captured, without a compiler: nothing that depends on a batch's values is left in Python."""
+    graph = traced(step, [*memory, *inputs])
+
+    def run(inputs: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return graph(*memory, *inputs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def with_noise_and_statistics() -> nn.Module:
+    """Batch norm over rows with weights, and dropout."""
+    return two_tower(
+        [table("user_id", USERS), table("history", ITEMS)],
+        [table("item_id", ITEMS)],
+        user_dense=["age"],
+        item_dense=["price"],
+        tower_widths=(16, 8),
+        normalization="batch",
+        dropout=0.2,
+        device=META,
+    )
+
+
+def over_a_batch() -> nn.Module:
+    """A softmax over the batch that rejects known items."""
+    towers = {
+        "user": Tower([table("user_id", USERS), table("history", ITEMS)], (8,), dense=["age"], device=META),
+        "item": Tower([table("item_id", ITEMS)], (8,), dense=["price"], device=META),
+    }
+    known = KnownItems(KnownPairs(ITEMS, np.arange(USERS), np.arange(USERS) % ITEMS + 1))
+    return RetrievalModel(towers, DotProduct([8, 8]), counts=torch.arange(1, ITEMS + 1), known=known)
+
+
+def padded_batches(count: int) -> Iterator[TowerBatch]:
+    """As a loader gives them: the last rows are padding."""
+    for batch in batches(count):
+        weights = batch.weights * (torch.arange(len(batch)) < 17)
+        ids = {"users": batch.ids("user_id"), "items": batch.ids("item_id").masked_fill(weights == 0, 0)}
+        yield dataclasses.replace(batch, weights=weights, total_weight=weights.sum(), queries=len(batch), **ids)
+
+
+def of_layers(runtime: Runtime) -> list[dict[str, float]]:
+    """Losses, weights and statistics of captured steps beside those of the sharded model, from the same random numbers."""
+    found, given = [], list(padded_batches(8))
+    for make in (with_noise_and_statistics, over_a_batch):
+        made = []
+        for _ in range(2):
+            # A softmax over the batch says nothing of the items' last bias: Adam would make steps of that nothing's rounding.
+            optimizer = OptimizerConfig(tables="adagrad", tables_lr=0.01, dense="sgd", dense_lr=0.1)
+            model = redrawn(make())
+            plan = plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"), optimizer=optimizer)
+            made.append(hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer))
+        (model, optimizer), (other, own) = made
+        for each in made:  # of which the state is made
+            torch.manual_seed(0)
+            stepped(*each, given[0])
+        captured = CapturedStep(other, own, as_traced)
+        far = {"loss": 0.0}
+        for number, batch in enumerate(given[1:]):
+            torch.manual_seed(number)
+            loss = stepped(model, optimizer, batch)
+            torch.manual_seed(number)
+            far["loss"] = max(far["loss"], abs(float(loss - captured(batch)[0])))
+        captured.settle()
+        far["weights"] = farthest(gather_state(model), gather_state(other))
+        one, two = (dict(each.named_buffers()) for each in (model, other))
+        far["statistics"] = max((distance(one[name].float(), two[name].float()) for name in one), default=0.0)
+        far["moved"] = max((float(value.float().abs().max()) for name, value in two.items() if "running_mean" in name), default=1.0)
+        found.append(far)
+    return found
+
+
+def test_captured_steps_take_noise_statistics_and_the_candidates_of_a_batch() -> None:
+    for far in run_ranks(of_layers, 1)[0]:
+        assert far["loss"] < 1e-5
+        assert far["weights"] < 1e-4
+        assert far["statistics"] < 1e-5
+        assert far["moved"] > 0.01
