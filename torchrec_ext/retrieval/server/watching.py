@@ -60,10 +60,11 @@ class Watcher(threading.Thread):
     Args:
         pointer: see :func:`bundle_folder`.
         load: from a folder to its bundle; what it raises is the reason why the folder is refused.
-        serve: is given a bundle that was loaded.
+        serve: is given a bundle that was loaded; what it raises is the reason why that one is not served.
         refuse: is told why one was not.
         tick: is called at every look.
         every_s: seconds between two looks.
+        served: the identity of what is served already, taken before that was loaded; what ``pointer`` has now where not given.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class Watcher(threading.Thread):
         refuse: Callable[[str], None],
         tick: Callable[[], None],
         every_s: float,
+        served: Identity | None = None,
     ) -> None:
         super().__init__(name="bundle-watcher", daemon=True)
         self._pointer, self._every_s, self._tick = pointer, every_s, tick
         self._load, self._serve, self._refuse = load, serve, refuse
         self._wake = threading.Event()
         self._ending = False
-        self._acted = identity(pointer)
+        self._acted = identity(pointer) if served is None else served
 
     def look(self) -> None:
         """Looks now, also at what was refused before."""
@@ -110,8 +112,6 @@ class Watcher(threading.Thread):
 
     def _act(self) -> None:
         try:
-            bundle = self._load(bundle_folder(self._pointer))
+            self._serve(self._load(bundle_folder(self._pointer)))
         except Exception as error:
             self._refuse(f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error))
-        else:
-            self._serve(bundle)

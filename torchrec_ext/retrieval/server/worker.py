@@ -57,7 +57,7 @@ def _prepared(settings: Settings) -> tuple[Service, Any]:
     from torchrec_ext.retrieval.bundle import Bundle
     from torchrec_ext.retrieval.server.service import Service
     from torchrec_ext.retrieval.server.telemetry import resident_bytes
-    from torchrec_ext.retrieval.server.watching import Watcher, bundle_folder
+    from torchrec_ext.retrieval.server.watching import Watcher, bundle_folder, identity
     from torchrec_ext.retrieval.vectors import user_vectors
 
     # What is imported stays. To look through it for garbage takes the collector 0.2 s, in which no request is answered; of bundles,
@@ -75,10 +75,10 @@ def _prepared(settings: Settings) -> tuple[Service, Any]:
         if os.getppid() != born_of:  # killed, so that it could not say goodbye
             os.kill(os.getpid(), signal.SIGTERM)
 
-    folder = bundle_folder(settings.bundle)
-    bundle = Bundle.load(folder)
+    served = identity(settings.bundle)  # before loading, so that a pointer that moves on meanwhile is seen
+    bundle = Bundle.load(bundle_folder(settings.bundle))
     service = Service(settings, bundle, vectors=user_vectors(settings.vectors, settings.redis, bundle.query_digest))
-    watcher = Watcher(settings.bundle, Bundle.load, service.serve, service.refuse, tick, settings.watch_s)
+    watcher = Watcher(settings.bundle, Bundle.load, service.serve, service.refuse, tick, settings.watch_s, served)
     signal.signal(signal.SIGHUP, lambda *_: watcher.look())
     return service, watcher
 
