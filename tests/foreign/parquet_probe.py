@@ -1,0 +1,96 @@
+"""Reads one parquet file by every road of this package within limits, and prints what became of each column as JSON lines.
+
+It is run as a process of its own, which a damaged file may end: `python -m tests.foreign.parquet_probe FILE`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_args
+
+import pyarrow.parquet as pq
+
+from torchrec_ext.data.arrow import Kind
+from torchrec_ext.data.columns import Column, concatenate
+from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.source import ParquetSource
+from torchrec_ext.schema import DataError
+
+MEMORY = 2 << 30  # bytes of address space that reading may take beside what is there after the imports
+
+
+def columns_of(path: str) -> list[str]:
+    """The file's columns; one of no name where its footer cannot be read."""
+    try:
+        return list(pq.read_schema(path).names) or [""]
+    except Exception:
+        return [""]
+
+
+def by_source(path: str, name: str) -> Column:
+    """The column as it streams by."""
+    source = ParquetSource(path)
+    source.require({name: get_args(Kind)})
+    return concatenate([source.read(group, [name])[name] for group in source.groups])
+
+
+def rows_of(column: Column) -> list[Any]:
+    """Its values as Python's."""
+    return [column.row(row).tolist() for row in range(len(column))] if column.ragged else column.values.tolist()
+
+
+def told_by_duckdb(path: str, name: str) -> list[Any] | None:
+    """The same column as a reader that is not Arrow's has it; None where it has nothing."""
+    import duckdb
+
+    try:
+        found = duckdb.sql(f"select {json.dumps(name)} from read_parquet('{path}')").fetchall()
+    except duckdb.Error:
+        return None
+    return [row[0] for row in found]
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values are the same, NaN of NaN."""
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
+        return math.isnan(right)
+    return bool(left == right)
+
+
+def outcome(path: str, name: str, read: Callable[[], Column]) -> dict[str, Any]:
+    """How reading ended: ``refused`` with the message, ``raised`` with another error, or ``read`` and whether it is right."""
+    try:
+        column = read()
+    except DataError as error:
+        return {"how": "refused", "told": str(error)}
+    except Exception as error:
+        return {"how": "raised", "told": f"{type(error).__name__}: {error}"}
+    other = told_by_duckdb(path, name)
+    return {"how": "read", "right": None if other is None else same(rows_of(column), other)}
+
+
+def main(path: str) -> None:
+    """Prints a line for each column and road."""
+    taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
+    roads: dict[str, Callable[[str], Column]] = {
+        "whole": lambda name: read_parquet(path, [name])[name],
+        "streamed": lambda name: by_source(path, name),
+    }
+    for name in columns_of(path):
+        for road, read in roads.items():
+            print(
+                json.dumps({"column": name, "road": road, **outcome(path, name, partial(read, name))}),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
