@@ -110,7 +110,7 @@ def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
         if hasattr(judge, "recommend"):
             sharded.eval()
             told = judge.recommend()
-            found[name] = (told.user - 1 + task.data.first_id, [item - 1 + task.data.first_id for item in told.items])
+            found[name] = (task.data.users_by_row[told.user], task.data.items_by_row[told.items].tolist())
     return found
 
 

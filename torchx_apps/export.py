@@ -88,6 +88,7 @@ def export_run(
     from torchrec_ext.train.checkpoint.state import model_state
     from torchrec_ext.train.checkpoint.together import Together
     from torchx_apps.exporting import check_onnx, export_task, told
+    from torchx_apps.job import schema_of
     from torchx_apps.lookups import merge_lookups
     from torchx_apps.report import read_warning
     from torchx_apps.resuming import served_checkpoint
@@ -105,7 +106,7 @@ def export_run(
         if onnx_skip is not None:
             check_onnx(model, onnx_skip)
         merge_lookups(job, model, runtime.world_size)
-        schema = model.schema(out_of_range=job.model.out_of_range)
+        schema = schema_of(job, task, model)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
         saved, _ = load(path, model_state(sharded, optimizer), together)
         details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}

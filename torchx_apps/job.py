@@ -171,3 +171,14 @@ class Job:
             except ValueError:
                 raise ValueError(f"id_dropout: {text!r} must be a feature and a share of its bags, such as item_id=0.1") from None
         return rates
+
+
+def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
+    """The schema of the job's batches; a task that has ``oov_ids`` says by feature which row an id that training never saw has."""
+    schema: BatchSchema = model.schema(out_of_range=job.model.out_of_range)
+    rows: Mapping[str, int] = getattr(task, "oov_ids", {})
+    if not any(rows.get(name) for name in schema.keys):
+        return schema
+    return model.schema(  # type: ignore[no-any-return]
+        out_of_range=job.model.out_of_range, oov_ids={name: row for name, row in rows.items() if name in schema.keys}
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,10 +41,15 @@ class LabelledTask(NamedData):
     def describe(self) -> str:
         """How much there is."""
         rows = {part: getattr(self.data, part).num_rows for part in ("train", "validation", "test")}
-        users, items = (self.data.vocab[name] - 1 for name in ("user_id", "item_id"))
+        users, items = (len(self.data.trained(name)) for name in ("user_id", "item_id"))
         shown = ", ".join(f"{count:,} {part} rows" for part, count in rows.items())
         context = len(self.data.context) + len(self.data.dense)
         return f"{self.name}, {shown}, {users:,} users, {items:,} items, {context} columns of context"
+
+    @property
+    def oov_ids(self) -> Mapping[str, int]:
+        """By feature the row of an id that training never saw."""
+        return self.data.oov_ids
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
         """The training rows with their own labels."""

@@ -14,7 +14,7 @@ from torchrec_ext.distributed.chooser import EVERYWHERE, Decision
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import Record
 from torchrec_ext.train.run_folder import RunFolder
-from torchx_apps.job import Job, Task
+from torchx_apps.job import Job, Task, schema_of
 from torchx_apps.lookups import merge_lookups
 
 
@@ -22,9 +22,7 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
     """``job`` with what was chosen, and why; as it is where its towers are placed already, or there is one rank."""
     if job.plan.towers != "auto" or runtime.world_size == 1:
         return job, None
-    loader = task.loader(
-        model.schema(out_of_range=job.model.out_of_range), job.loader, rank=runtime.rank, world_size=runtime.world_size
-    )
+    loader = task.loader(schema_of(job, task, model), job.loader, rank=runtime.rank, world_size=runtime.world_size)
     loader.set_epoch(0)
     if job.lookups == "merged":
         merge_lookups(job, model, runtime.world_size)

@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.batches import BatchBuilder
-from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.data.columns import Chunk, Column, Int64
 from torchrec_ext.data.datasets import DataConfig, load_config
 from torchrec_ext.data.hard_negatives import Index
 from torchrec_ext.data.id_dropout import unseen_as_oov
@@ -64,7 +64,9 @@ class RankingTask(NamedData):
         """How much there is."""
         rows, users = self.data.test.num_rows, len(np.unique(self.data.test["user_id"].values))
         held_out = f"{users:,} users with a held-out item" if rows == users else f"{rows:,} held-out items of {users:,} users"
-        return f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items"
+        missed = int((self.data.test["item_id"].values > self.data.num_items).sum())
+        beyond = f" ({missed:,} held-out items are outside of the catalogue: neither trained nor described)" if missed else ""
+        return f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items{beyond}"
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
         """The training rows with the negatives that ``config`` asks for; hard ones are those that the last judge's model likes."""
@@ -92,7 +94,7 @@ class RankingTask(NamedData):
 
 @dataclass(frozen=True)
 class Recommended:
-    """What one user would be shown: ``user`` id, ``items`` (K,) ids, best first, and their ``scores``."""
+    """What one user would be shown: row of the ``user``, rows of the ``items`` (K,), best first, and their ``scores``."""
 
     user: int
     items: list[int]
@@ -104,12 +106,14 @@ class RankingJudge:
 
     def __init__(self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
-        item = schema.feature("item_id")
-        # The row of an item that was never trained holds its first random values.
-        self._items = unseen_as_oov(data.items, data.train, item) if item else data.items
+        # Measured is what is served: a user or an item without a training row has the unknown one's row and its own features.
+        # That row is trained where ids are dropped; else it holds its first values, the same for all such items.
+        self._items = self._as_served(data.items, "item_id")
         self._builder = BatchBuilder(schema, self._items)
         whole = [part for part in ("validation", "test") if part not in data.evaluation.candidates]
-        self._labelled = {part: labelled_rows(data, part) for part in whole if getattr(data, part).num_rows}
+        self._labelled = {
+            part: self._as_served(labelled_rows(data, part), "user_id") for part in whole if getattr(data, part).num_rows
+        }
 
     def validate(self) -> Record:
         """The ranking of the validation items, and AUC where it is over the whole catalogue."""
@@ -129,9 +133,9 @@ class RankingJudge:
         return recommendation_text(self._data, self.recommend())
 
     def recommend(self, user_row: int = 0) -> Recommended:
-        """The K best items for the user of one test row, fewer where that user has taken all but those."""
+        """The K best items of the catalogue for the user of one test row, fewer where that user has taken all but those."""
         row = self._data.test.slice(user_row, user_row + 1)
-        user = row["user_id"].values
+        user, row = row["user_id"].values, self._as_served(row, "user_id")
         model = self._model.module
         with torch.no_grad():
             items = self._catalogue()
@@ -170,15 +174,16 @@ class RankingJudge:
         return index
 
     def _figures(self, part: str) -> Record:
-        chunk = getattr(self._data, part).take(_query_rows(self._data, part))
+        chunk = self._as_served(getattr(self._data, part).take(_query_rows(self._data, part)), "user_id")
         shares = metrics.own_share(chunk.num_rows, self._runtime)
         queries = ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
-        model, items = self._model.module, self._item_batches()
+        model, items = self._model.module, self._item_batches(self._data.items.num_rows)
         if part in self._data.evaluation.candidates:
             ranks = metrics.candidate_ranks(model, self._runtime, queries, items, _candidates(self._data, part))
             return _told(self._data, ranks)
-        ranks = metrics.catalogue_ranks(model, self._runtime, queries, items, _question(self._data, part))
-        return {"auc": self._auc(part), **_told(self._data, ranks)}
+        question = _question(self._data, part)
+        ranks = metrics.catalogue_ranks(model, self._runtime, queries, items, question)
+        return {"auc": self._auc(part), **_told(self._data, _outside_missed(self._data, question, ranks))}
 
     def _auc(self, part: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
@@ -189,25 +194,39 @@ class RankingJudge:
         columns = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "labels", "weights"))
         return metrics.auc(*columns, self._runtime)
 
-    def _item_batches(self) -> Iterator[metrics.Kept]:
-        ids = np.arange(self._data.items.num_rows)
+    def _as_served(self, rows: Chunk, name: str) -> Chunk:
+        """Rows in which ids without a training row are the unknown's."""
+        feature = self._schema.feature(name)
+        return unseen_as_oov(rows, self._data.train, feature) if feature else rows
+
+    def _item_batches(self, rows: int) -> Iterator[metrics.Kept]:
+        ids = np.arange(rows)
         return ((self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
 
     def _catalogue(self) -> torch.Tensor:
-        return metrics.embed_all(self._model.module, "item", self._item_batches(), self._runtime)
+        batches = self._item_batches(self._data.num_items + 1)
+        return metrics.embed_all(self._model.module, "item", batches, self._runtime)
 
 
 def popularity_ranks(data: InteractionData, part: str) -> metrics.Ranks:
     """The places of the held-out items of ``part`` when every user's candidates are ranked by how often they stand in ``train``."""
     popularity = torch.from_numpy(data.popularity())
     if part not in data.evaluation.candidates:
-        return metrics.popularity_ranks(popularity, _question(data, part))
+        question = _question(data, part)
+        return _outside_missed(data, question, metrics.popularity_ranks(popularity, question))
     ids = _candidates(data, part)
     return metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
 
 
 def _told(data: InteractionData, ranks: metrics.Ranks) -> Record:
     return metrics.ranking_metrics(ranks, data.evaluation.at, data.evaluation.figures)
+
+
+def _outside_missed(data: InteractionData, question: metrics.Question, ranks: metrics.Ranks) -> metrics.Ranks:
+    """``ranks`` with the held-out items that are not in the catalogue behind all places that are looked at."""
+    missed = question.targets > data.num_items
+    behind = max(data.num_items, *data.evaluation.at)
+    return ranks._replace(better=ranks.better.masked_fill(missed, behind), ties=ranks.ties.masked_fill(missed, 0))
 
 
 def _query_rows(data: InteractionData, part: str) -> Int64:
@@ -238,16 +257,18 @@ def _question(data: InteractionData, part: str) -> metrics.Question:
         target_rows=None if rows is None else torch.from_numpy(rows),
         seen_rows=torch.from_numpy(np.arange(len(taken)).repeat(taken.lengths)),
         seen_items=torch.from_numpy(taken.values),
+        not_items=(0, *range(data.num_items + 1, data.items.num_rows)),
     )
 
 
 def recommendation_text(data: InteractionData, recommended: Recommended) -> str:
     """The top titles for one user, with what that user liked before and the item that was held out."""
-    titles = data.titles or [f"item {item}" for item in range(data.items.num_rows)]
+    users, items = data.users_by_row, data.items_by_row
+    titles = data.titles or [f"item {item}" for item in items.tolist()]
     liked = data.liked.slice(recommended.user, recommended.user + 1).values[-SHOWN:]
     row = int((data.test["user_id"].values == recommended.user).argmax())
     held_out = int(data.test["item_id"].values[row])
-    lines = [f"user {recommended.user} liked before: " + "; ".join(titles[item] for item in liked)]
+    lines = [f"user {users[recommended.user]} liked before: " + "; ".join(titles[item] for item in liked)]
     lines += [f"{len(recommended.items)} recommendations (the held-out item was: {titles[held_out]}):"]
     for place, (item, score) in enumerate(zip(recommended.items, recommended.scores, strict=True), start=1):
         lines.append(f"{place:3}. {titles[item]}  ({score:.2f}){'   <- the held-out item' if item == held_out else ''}")

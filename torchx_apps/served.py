@@ -33,18 +33,23 @@ class Served:
     preprocessor: FittedPreprocessor | None = None
     candidate: str | None = None
     oov_ids: Mapping[str, int] | None = None
+    unseen: Mapping[str, Sequence[int]] | None = None
 
 
 def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     """Users as they stand before their test items: what was validated is what is served.
 
-    Ids and features in requests are those of the files; an item that was never trained is the unknown one to the model, as in the
-    evaluation. The context is a request's own.
+    Ids and features in requests are those of the files. The items are those of the catalogue, the users those with a training row;
+    an item of the catalogue without one is the unknown item to the model, with its own features, as in the evaluation. A user
+    without one is not known: a request says his or her features, and the id is that of the unknown user. The context is a request's
+    own.
     """
-    items = data.items.slice(1, data.items.num_rows)
+    items = data.items.slice(1, data.num_items + 1)
     everything = _rows_of(data)
     owners = everything["user_id"].values
     users, first = np.unique(owners, return_index=True)
+    trained = np.isin(users, data.train["user_id"].values)
+    users, first = users[trained], first[trained]
     names = [*schema.keys, *schema.dense, *schema.weight_columns]
     context = [name for name in names if name in data.context.names]
     words = data.sides.joined(data.context)
@@ -52,55 +57,63 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
         "user": [name for name in names if name not in data.items and name not in context],
         "item": [name for name in names if name in data.items],
     }
-    shift = data.first_id - 1
+    ids = {"user_id": data.users_by_row, "item_id": data.items_by_row[: data.num_items + 1]}
+    ids["history"] = ids["item_id"]
     known = everything.take(first).select(sides["user"])
-    rows = {side: _said(chunk.select(sides[side]), words, shift) for side, chunk in (("user", known), ("item", items))}
-    queries = _said(_some(data.train).select([*sides["user"], *context]), words, shift) if context else None
+    rows = {side: _said(chunk.select(sides[side]), words, ids) for side, chunk in (("user", known), ("item", items))}
+    queries = _said(_some(data.train).select([*sides["user"], *context]), words, ids) if context else None
+    liked = data.liked.take(users)
     return Served(
         catalogue=Catalogue(
-            ids=np.arange(1, data.items.num_rows) + shift,
+            ids=ids["item_id"][1:],
             features=rows["item"],
-            titles=None if data.titles is None else data.titles[1:],
-            categories=None if data.categories is None else data.categories[1:],
-            trained=np.unique(data.train["item_id"].values) + shift,
+            titles=None if data.titles is None else data.titles[1 : data.num_items + 1],
+            categories=None if data.categories is None else data.categories[1 : data.num_items + 1],
+            trained=ids["item_id"][np.unique(data.train["item_id"].values)],
         ),
         users=Users(
             key="user_id",
-            ids=users + shift,
+            ids=ids["user_id"][users],
             features=rows["user"],
-            unknown={name: _unknown(name, known[name], words, shift) for name in sides["user"]},
+            unknown={name: _unknown(name, known[name], words, ids) for name in sides["user"]},
             seen=_lists(data.seen(users, "train", "validation"), -1),
-            liked=_lists(data.liked.take(users), -1),
+            liked=_lists(_only(liked, liked.values <= data.num_items), -1),
         ),
         queries=queries,
-        preprocessor=_own_words([*rows.values(), *([] if queries is None else [queries])], words, _own_ids(data, shift)),
+        preprocessor=_own_words([*rows.values(), *([] if queries is None else [queries])], words, _own_ids(data, ids)),
         candidate="item",
     )
 
 
 def of_labelled(data: LabelledData, schema: BatchSchema) -> Served:
-    """All items of the files; the context of a request is the request's own, so of a user the id alone is known."""
-    sizes = {name: size - 1 for name, size in data.vocab.items()}  # the last row is for an id that is not in the files
-    users, items = np.arange(sizes["user_id"]), np.arange(sizes["item_id"])
-    liked = data.train.take(np.flatnonzero(data.train["label"].values > 0))
-    order = np.argsort(liked["user_id"].values, kind="stable")
-    taken = Column.from_lengths(liked["item_id"].values[order], np.bincount(liked["user_id"].values, minlength=len(users)))
+    """Items and users of the training rows; the context of a request is the request's own, so of a user the id alone is known."""
+    users, items = data.trained("user_id"), data.trained("item_id")
+    train = {name: data.train[name].values for name in ("user_id", "item_id", "label")}
+    liked = (train["label"] > 0) & np.isin(train["user_id"], users) & np.isin(train["item_id"], items)
+    owners, taken = users.searchsorted(train["user_id"][liked]), items.searchsorted(train["item_id"][liked])
+    order = np.argsort(owners, kind="stable")
+    lists = Column.from_lengths(taken[order], np.bincount(owners, minlength=len(users)))
     asked = [name for name in (*schema.keys, *schema.dense) if name != "item_id"]
-    queries, features = _said(_some(data.test).select(asked), data.words, 0), pa.table({"item_id": items})
+    known = {name: Chunk({name: Column(rows)}) for name, rows in (("user_id", users), ("item_id", items))}
+    queries = _said(_some(data.test).select(asked), data.words, {})
+    features = {name: _said(rows, data.words, {}) for name, rows in known.items()}
+    numbered = [name for name in schema.keys if name not in data.words.vocabularies]
+    unseen = {name: np.setdiff1d(np.arange(data.oov_ids[name]), data.trained(name)).tolist() for name in numbered}
     return Served(
-        catalogue=Catalogue(ids=items, features=features, trained=np.unique(data.train["item_id"].values)),
+        catalogue=Catalogue(ids=data.ids("item_id", items), features=features["item_id"], trained=data.ids("item_id", items)),
         users=Users(
             key="user_id",
-            ids=users,
-            features=pa.table({"user_id": users}),
-            unknown={"user_id": sizes["user_id"]},
-            seen=_lists(taken),
-            liked=_lists(taken),
+            ids=data.ids("user_id", users),
+            features=features["user_id"],
+            unknown={"user_id": data.oov_ids["user_id"] if "user_id" in numbered else None},
+            seen=_lists(lists),
+            liked=_lists(lists),
         ),
         queries=queries,
-        preprocessor=_own_words([queries, features], data.words, {}),
+        preprocessor=_own_words([queries, features["item_id"]], data.words, {}),
         candidate="item",
-        oov_ids={name: sizes[name] for name in schema.keys},
+        oov_ids={name: data.oov_ids[name] for name in schema.keys},
+        unseen={name: rows for name, rows in unseen.items() if rows},
     )
 
 
@@ -144,13 +157,19 @@ def _rows_of(data: InteractionData) -> Chunk:
     return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
 
 
-_IDS = ("user_id", "item_id", "history")
+Ids = Mapping[str, NDArray[np.int64]]  # by column of ids, what files and requests call the user or item of each row
 
 
-def _shifted(chunk: Chunk, shift: int) -> Chunk:
+def _shifted(chunk: Chunk, ids: Ids) -> Chunk:
     """Ids as the files have them."""
-    own = [name for name in _IDS if name in chunk] if shift else []
-    return chunk.with_columns({name: Column(chunk[name].values + shift, chunk[name].offsets) for name in own})
+    own = [name for name in ids if name in chunk]
+    return chunk.with_columns({name: Column(ids[name][chunk[name].values], chunk[name].offsets) for name in own})
+
+
+def _only(lists: Column, kept: NDArray[np.bool_]) -> Column:
+    """Lists without some of their values."""
+    rows = np.arange(len(lists)).repeat(lists.lengths)
+    return Column.from_lengths(lists.values[kept], np.bincount(rows[kept], minlength=len(lists)))
 
 
 def _some(rows: Chunk) -> Chunk:
@@ -158,24 +177,30 @@ def _some(rows: Chunk) -> Chunk:
     return rows.take(np.linspace(0, rows.num_rows - 1, min(AUDITED, rows.num_rows)).astype(np.int64))
 
 
-def _said(rows: Chunk, words: RowContext, shift: int) -> pa.Table:
+def _said(rows: Chunk, words: RowContext, ids: Ids) -> pa.Table:
     """Rows as the files and requests say them."""
     said = words.raw(rows)
-    table = _arrow(_shifted(rows, shift))
+    table = _arrow(_shifted(rows, ids))
     return pa.table({name: said.get(name, table[name]) for name in table.column_names})
 
 
-def _own_ids(data: InteractionData, shift: int) -> dict[tuple[str, ...], NDArray[np.int64]]:
+def _own_ids(data: InteractionData, ids: Ids) -> dict[tuple[str, ...], NDArray[np.int64]]:
     """By the columns that share them, what the files call rows 1 and after; those that are called by their numbers are left out.
 
-    An item that was never trained is the unknown one, though not in a history, as in the evaluation.
+    A user or an item without a training row is the unknown one, though not in a history, as in the evaluation.
     """
-    users, items = (np.arange(1, size) + shift for size in (data.vocab["user_id"], data.items.num_rows))
-    trained = np.isin(np.arange(1, data.items.num_rows), data.train["item_id"].values)
-    if trained.all():
-        return {("user_id",): users, ("item_id", "history"): items} if shift else {}
-    nobody = np.iinfo(np.int64).min + np.arange(len(items))
-    return ({("user_id",): users, ("history",): items} if shift else {}) | {("item_id",): np.where(trained, items, nobody)}
+    found: dict[tuple[str, ...], NDArray[np.int64]] = {}
+    for name in ("user_id", "item_id"):
+        own = ids[name][1:]
+        trained = np.isin(np.arange(1, len(own) + 1), data.train[name].values)
+        numbered = np.array_equal(own, np.arange(1, len(own) + 1))
+        lists = ("history",) if name == "item_id" else ()
+        if trained.all():
+            found |= {} if numbered else {(name, *lists): own}
+            continue
+        nobody = np.iinfo(np.int64).min + np.arange(len(own))
+        found |= {(name,): np.where(trained, own, nobody)} | ({} if numbered or not lists else {lists: own})
+    return found
 
 
 def _own_words(
@@ -220,7 +245,7 @@ def _raw(field: pa.Field) -> str:
     return f"list<{kind}>" if pa.types.is_list(field.type) else kind
 
 
-def _unknown(name: str, column: Column, words: RowContext, shift: int) -> Any:
+def _unknown(name: str, column: Column, words: RowContext, ids: Ids) -> Any:
     """What a user of whom nothing is known has in a column."""
     if name in words.scales:
         return words.scales[name][0]
@@ -228,7 +253,9 @@ def _unknown(name: str, column: Column, words: RowContext, shift: int) -> Any:
         return "" if name in words.separators else None
     if column.ragged:
         return []
-    return 0 + (shift if name in _IDS else 0) if column.values.dtype.kind in "iu" else 0.0
+    if name in ids:
+        return int(ids[name][0])
+    return 0 if column.values.dtype.kind in "iu" else 0.0
 
 
 def _arrow(chunk: Chunk) -> pa.Table:

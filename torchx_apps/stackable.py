@@ -17,7 +17,7 @@ from torchrec_ext.networks.same_shape import difference
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.loop import Loader
 from torchx_apps import training
-from torchx_apps.job import Job, Task
+from torchx_apps.job import Job, Task, schema_of
 from torchx_apps.members import MemberJob
 
 _ROWS = ("batch_size", "negatives", "sampling", "shared_negatives", "label", "weight", "drop_last")
@@ -53,7 +53,7 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
             collection.to_empty(device=runtime.device)
         initialise_tables(network, job.train.seed)
         network.to(runtime.device)
-        built.append(Built(member, job, task, network, network.schema(out_of_range=job.model.out_of_range), why_alone(job)))
+        built.append(Built(member, job, task, network, schema_of(job, task, network), why_alone(job)))
     return built
 
 

@@ -44,7 +44,7 @@ from torchrec_ext.train.semi_sync import shard_free_tables
 from torchrec_ext.train.watchdog import Watchdog
 from torchx_apps import report
 from torchx_apps.failures import end_process
-from torchx_apps.job import Job, Judge, Task
+from torchx_apps.job import Job, Judge, Task, schema_of
 from torchx_apps.lookups import merge_lookups
 from torchx_apps.named_data import NamedData
 from torchx_apps.placing import place_towers, report_steps
@@ -84,7 +84,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         model = build_model(job, task)
         job, decision = place_towers(job, task, model, runtime)
         merge_lookups(job, model, runtime.world_size)
-        schema = model.schema(out_of_range=job.model.out_of_range)
+        schema = schema_of(job, task, model)
         loader = _loader(job, task, schema, runtime)
         path, again = _run_folder(job, run_dir, resume, runtime)
         resume = "auto" if again and resume == "never" else resume

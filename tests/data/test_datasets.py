@@ -86,20 +86,23 @@ def test_the_set_is_downloaded_once_and_then_found_in_the_cache(
 def test_the_publishers_text_becomes_features(publisher: Download) -> None:
     data = load("ml-100k", progress=False)
     assert data.titles is not None
-    assert [data.titles[i] for i in (0, 1, 3, 242, 267)] == [
+    assert data.items_by_row.tolist() == [0, 1, 3, 242, 267], "rows of the items that there are"
+    assert [data.titles[row] for row in range(5)] == [
         "(unknown)",
         "Toy Story",
         "Misérables, Les",
         "Land Before Time III",
         "unknown",
     ]
-    assert data.items["release_year"].values[[1, 3, 242, 267, 0]].tolist() == [1, 2, 1, 0, 0]
-    assert [data.items["genres"].row(i).tolist() for i in (1, 242, 267, 2, 0)] == [[3, 5], [3], [0], [], []]
+    assert data.items["release_year"].values[[1, 2, 3, 4, 0]].tolist() == [1, 2, 1, 0, 0]
+    assert [data.items["genres"].row(i).tolist() for i in (1, 3, 4, 0)] == [[3, 5], [3], [0], []]
     assert data.vocab["release_year"] == 3
-    assert data.test["user_id"].values.tolist() == [196]
+    assert data.users_by_row[data.test["user_id"].values].tolist() == [196]
     assert data.test["zip_prefix"].values.tolist() == [11], "a Canadian code starts with a letter"
     assert data.test["age"].values[0] == pytest.approx((49 - 35) / 15)
-    assert data.train["zip_prefix"].values[data.train["user_id"].values == 22].tolist() == [5], "'4' is the fifth digit"
+    assert data.train["zip_prefix"].values[data.users_by_row[data.train["user_id"].values] == 22].tolist() == [5], (
+        "'4' is the fifth digit"
+    )
 
 
 @pytest.mark.unit

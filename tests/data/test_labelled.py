@@ -25,7 +25,9 @@ def folder_of(root: Path, **changed: list[Any]) -> LabelledConfig:
 @pytest.mark.unit
 def test_whole_numbers_are_ids_and_fractions_dense(tmp_path: Path) -> None:
     data = load_labelled(folder_of(tmp_path, hour=[30, 1]))
-    assert data.vocab == {"user_id": 6, "item_id": 4, "hour": 32}
+    assert data.vocab == {"user_id": 3, "item_id": 3, "hour": 3}, "a row for each id of the training rows, and the unknown one"
+    assert data.test["hour"].values.tolist() == [0, 1]
+    assert data.ids("user_id", data.trained("user_id")).tolist() == [0, 4]
     assert (data.context, data.dense) == (("hour",), ("price",))
     assert data.train["label"].values.tolist() == [1, 0]
     assert data.test["price"].values.tolist() == [-1, 1]
@@ -37,7 +39,7 @@ def test_without_context_every_row_has_the_same(tmp_path: Path) -> None:
     data = load_labelled(LabelledConfig(name="clicks", folder=config.folder, context=False))
     for part in (data.train, data.validation, data.test):
         assert part["hour"].values.tolist() == part["price"].values.tolist() == [0, 0]
-        assert part["user_id"].values.tolist() == [0, 4]
+        assert part["user_id"].values.tolist() == [1, 2]
 
 
 @pytest.mark.unit

@@ -123,10 +123,13 @@ def test_a_folder_of_interactions_is_split_by_time(tmp_path: Path) -> None:
     rows = {"user_id": [3, 3, 3, 3], "item_id": [7, 5, 6, 8], "timestamp": [1, 4, 2, 3]}
     pq.write_table(pa.table(rows), tmp_path / "inter.parquet")
     data = from_folder(tmp_path, name="mine", history_length=5)
-    assert data.test["item_id"].values.tolist() == [6]
-    assert data.validation["item_id"].values.tolist() == [9]
-    assert data.validation["history"].values.tolist() == [8, 7]
-    assert data.items.num_rows == 10
+    assert data.items_by_row.tolist() == [-1, 6, 7, 5, 8], "those of the catalogue, and after them the held-out ones"
+    assert (data.num_items, data.outside) == (2, 2)
+    assert data.items_by_row[data.test["item_id"].values].tolist() == [5]
+    assert data.items_by_row[data.validation["item_id"].values].tolist() == [8]
+    assert data.items_by_row[data.validation["history"].values].tolist() == [7, 6]
+    assert data.test["history"].values.tolist() == [2, 1, 0], "an item outside of the catalogue is the unknown one"
+    assert data.users_by_row.tolist() == [-1, 3]
 
 
 @pytest.mark.unit

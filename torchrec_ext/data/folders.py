@@ -1,10 +1,11 @@
-"""A folder of parquet files -> InteractionData, by the names of its files; ids may start at 0 or anywhere above."""
+"""A folder of parquet files -> InteractionData, by the names of its files; ids are any whole numbers from 0 on."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from torchrec_ext.data.negatives import UniformNegatives
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.row_context import RowContext, read_context
 from torchrec_ext.data.side_features import side_features
-from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
+from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, Split, leave_one_out, with_profiles
 from torchrec_ext.schema import DataError
 
 LAYOUTS = (
@@ -29,6 +30,7 @@ LAYOUTS = (
     "paper; with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them, and columns of context "
     "beside the pairs, named in data.context"
 )
+PREPROCESSOR = "preprocessor"  # the folder that `rec.data.preprocess` writes beside the rows, whose id 0 is the unknown
 _NAMES = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
 _SPELLINGS = {"user_id": ("user_id", "user"), "item_id": ("item_id", "item"), "negative": ("negative", "item_id", "item")}
 
@@ -56,6 +58,9 @@ def from_folder(
     have candidates of their own, it gets as many, drawn uniformly from what the user has not taken. Without candidates all held-out
     items of a user are found in one ranking of the whole catalogue.
 
+    The catalogue are the items of the training rows and those of ``items.parquet``, whatever numbers they have. A held-out item
+    that is among neither can be recommended to nobody: it counts as missed, or as the unknown item among candidates of its own.
+
     Args:
         folder: with the files.
         name: of the set.
@@ -68,24 +73,31 @@ def from_folder(
         licence: what the publisher asks.
 
     Raises:
-        DataError: a file or a column is missing or damaged, or an id is below 0.
+        DataError: a file or a column is missing or damaged, an id is below 0, or a training row has the id that the preprocessor
+            in the folder writes for the unknown.
     """
     columns = columns or {}
-    negatives, split, evaluation = None, None, Evaluation()
+    negatives, part, evaluation, trained = None, None, Evaluation(), [TRAIN]
     if context and ncf_files(folder) is not None:
         raise DataError(f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out")
     if (folder / "inter.parquet").exists():
-        ratings = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp")
+        pairs = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp")
         rows = _context([folder / "inter.parquet"], context)
     else:
         parts, negatives = _parts(folder)
         rows = _context([folder / f"{_NAMES[part]}.parquet" for part in parts], context)
         evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user") if negatives is None else Evaluation()
-        ratings, part = _joined(parts, validation=validation, seed=seed)
-        split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length, seed)
-    most = max(int(ids.values.max()) for ids in (ratings["item_id"], *([negatives["negative"]] if negatives else [])))
-    users = _side(folder / "users.parquet", "user_id", int(ratings["user_id"].values.max()), columns.get("users"))
-    items = _side(folder / "items.parquet", "item_id", most, columns.get("items"), taken=set(users[0]))
+        pairs, part = _joined(parts, validation=validation, seed=seed)
+        trained += [] if VALIDATION in parts else [VALIDATION]  # which is then taken from the rows of train.parquet
+    split = _split(pairs, part, history_length, seed)
+    if (folder / PREPROCESSOR).is_dir():
+        _check_placeholder(folder, pairs.take(split.rows[split.part == TRAIN]))
+    ids, ratings, split = _numbered(folder, pairs, split, trained, negatives)
+    users = _side(folder / "users.parquet", "user_id", ids.users, columns.get("users"))
+    items = _side(folder / "items.parquet", "item_id", ids.items, columns.get("items"), taken=set(users[0]))
+    catalogue = len(ids.items) - ids.outside
+    numbers = np.arange(len(ids.items))
+    features = items[0].with_columns({"item_id": Column(np.where(numbers < catalogue, numbers, 0))})
     if taken := [word for word in context if word in users[0] or word in items[0]]:
         raise DataError(
             f"{folder}: data.context names {taken}, which users.parquet or items.parquet has too; rename one of the columns"
@@ -94,25 +106,84 @@ def from_folder(
         name=name,
         ratings=ratings,
         users=users[0],
-        items=items[0],
+        items=features,
         vocab={
             "user_id": users[0].num_rows,
             **users[1].vocab,
-            "history": items[0].num_rows,
-            "item_id": items[0].num_rows,
+            "history": catalogue,
+            "item_id": catalogue,
             **items[1].vocab,
         },
         dense=(*users[1].scales, *items[1].scales),
         history_length=history_length,
         titles=items[2],
-        first_id=0,
+        user_ids=ids.users,
+        item_ids=ids.items,
+        outside=ids.outside,
         licence=licence,
         split=split,
         evaluation=evaluation,
         context=rows,
         sides=users[1].joined(items[1]),
     )
-    return data if negatives is None else _with_candidates(data, negatives, seed)
+    return data if negatives is None else _with_candidates(data, ids, negatives, seed)
+
+
+class _Ids(NamedTuple):
+    """What the files call the user and the item of each row of our tables.
+
+    ``users`` (rows,) ascend from row 1 on, and so do the items of the catalogue in ``items`` (rows,) and, after these, the
+    ``outside`` others. Row 0 is the unknown one, which the files call nothing: -1.
+    """
+
+    users: Int64
+    items: Int64
+    outside: int
+
+
+def _split(pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, seed: int) -> Split:
+    """The split of pairs with any ids; histories hold the place of each item among all of ``pairs``, in ascending order."""
+    user, item = (np.unique(pairs[name].values, return_inverse=True)[1] for name in ("user_id", "item_id"))
+    if part is None:
+        return leave_one_out(user, item, pairs["timestamp"].values, history_length)
+    return with_profiles(user, item, part, history_length, seed)
+
+
+def _numbered(
+    folder: Path, pairs: Chunk, split: Split, trained: Sequence[int], negatives: Chunk | None
+) -> tuple[_Ids, Chunk, Split]:
+    """Rows in place of the ids of ``pairs`` and of the histories; ``trained`` are the parts whose items are in the catalogue."""
+    described = {key: _ids_in(folder / f"{file}.parquet", key) for key, file in (("user_id", "users"), ("item_id", "items"))}
+    users = np.unique(np.concatenate([pairs["user_id"].values, described["user_id"]]))
+    item = pairs["item_id"].values
+    catalogue = np.unique(np.concatenate([item[split.rows[np.isin(split.part, trained)]], described["item_id"]]))
+    outside = np.setdiff1d(np.concatenate([item, *([] if negatives is None else [negatives["negative"].values])]), catalogue)
+    ids = _Ids(np.concatenate([[-1], users]), np.concatenate([[-1], catalogue, outside]), len(outside))
+    windows = split.history.windows
+    assert windows is not None, "a history is ragged"
+    in_history = _rows_of(ids.items, np.unique(item))
+    in_history[in_history > len(catalogue)] = 0
+    split = split._replace(history=Column.from_windows(in_history[split.history.pool], windows))
+    rows = {"user_id": _rows_of(ids.users, pairs["user_id"].values), "item_id": _rows_of(ids.items, item)}
+    return ids, pairs.with_columns({name: Column(row) for name, row in rows.items()}), split
+
+
+def _rows_of(ids: Int64, values: Int64) -> Int64:
+    """(N,) the row that ``ids`` (rows,) gives each of ``values`` (N,), -1 where it gives none."""
+    order = np.argsort(ids, kind="stable")
+    places = np.minimum(ids[order].searchsorted(values), len(ids) - 1)
+    return np.where(ids[order][places] == values, order[places], -1)
+
+
+def _check_placeholder(folder: Path, trained: Chunk) -> None:
+    """Refuses training rows of user or item 0 in a folder that a preprocessor wrote, where 0 is no id."""
+    for name in ("user_id", "item_id"):
+        count = int((trained[name].values == 0).sum())
+        if count:
+            raise DataError(
+                f"{folder}: {count:,} training rows have {name} 0, which the {PREPROCESSOR} there writes for a value that it does "
+                "not know: such a row is a positive of nobody or of nothing; leave these rows out, or lower its min_count"
+            )
 
 
 def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
@@ -160,17 +231,15 @@ def _context(files: Sequence[Path], names: Sequence[str]) -> Chunk | None:
 
 
 def _read(path: Path, *names: str) -> Chunk:
-    """Columns of whole numbers under our names, ids from 1."""
+    """Columns of whole numbers under our names."""
     found = _names_in(path)
     spelled = {name: next((word for word in _SPELLINGS.get(name, (name,)) if word in found), name) for name in names}
     chunk = read_parquet(path, dict.fromkeys(spelled.values(), "int"))
-    shifted = {name: chunk[word].values.astype(np.int64) + (name in _SPELLINGS) for name, word in spelled.items()}
-    for name, values in shifted.items():
-        if name in _SPELLINGS and values.min() < 1:
-            raise DataError(
-                f"{path}: column '{spelled[name]}', row {int(values.argmin())}: id {values.min() - 1}; must be 0 or more"
-            )
-    return Chunk({name: Column(values) for name, values in shifted.items()})
+    values = {name: chunk[word].values.astype(np.int64) for name, word in spelled.items()}
+    for name, column in values.items():
+        if name in _SPELLINGS and column.min() < 0:
+            raise DataError(f"{path}: column '{spelled[name]}', row {int(column.argmin())}: id {column.min()}; must be 0 or more")
+    return Chunk({name: Column(column) for name, column in values.items()})
 
 
 def _names_in(path: Path) -> list[str]:
@@ -181,21 +250,25 @@ def _names_in(path: Path) -> list[str]:
         return []
 
 
+def _ids_in(path: Path, key: str) -> Int64:
+    """The ids that a file of users or items describes; none where there is no such file."""
+    return _read(path, key)[key].values if path.exists() else np.zeros(0, np.int64)
+
+
 def _side(
-    path: Path, key: str, most: int, columns: Sequence[str] | None, taken: set[str] | None = None
+    path: Path, key: str, ids: Int64, columns: Sequence[str] | None, taken: set[str] | None = None
 ) -> tuple[Chunk, RowContext, list[str] | None]:
-    """Columns by id, how they were made, and titles where there is a column of that name."""
+    """Columns by row, how they were made, and titles where there is a column of that name; ``ids`` (rows,) are the files'."""
+    numbers = {key: Column(np.arange(len(ids)))}
     if not path.exists():
-        return Chunk({key: Column(np.arange(most + 1))}), RowContext(), None
+        return Chunk(numbers), RowContext(), None
     spelled = next(word for word in (*_SPELLINGS[key], key) if word in _names_in(path) or word == key)
-    ids = _read(path, key)[key].values
-    size = max(most, int(ids.max())) + 1
+    rows = _rows_of(ids, _ids_in(path, key))
     table = read_parquet(path, None if columns is None else [*columns, *(["title"] if "title" in _names_in(path) else [])])
     names = {name: f"item_{name}" if name in (taken or ()) else name for name in table if name != spelled}
-    titles = _titles(ids, table["title"], size) if "title" in table else None
-    made = side_features(ids, Chunk({names[name]: table[name] for name in names}), size, columns)
-    features = Chunk({key: Column(np.arange(size)), **made.columns})
-    return features, made.words, titles
+    titles = _titles(rows, table["title"], len(ids)) if "title" in table else None
+    made = side_features(rows, Chunk({names[name]: table[name] for name in names}), len(ids), columns)
+    return Chunk({**numbers, **made.columns}), made.words, titles
 
 
 def _titles(ids: Int64, column: Column, size: int) -> list[str]:
@@ -212,8 +285,9 @@ def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
     return rows[first[count > 1]]
 
 
-def _with_candidates(data: InteractionData, negatives: Chunk, seed: int) -> InteractionData:
-    candidates = {"test": _by_user(data.test["user_id"].values, negatives)}
+def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: int) -> InteractionData:
+    owners, items = _rows_of(ids.users, negatives["user_id"].values), _rows_of(ids.items, negatives["negative"].values)
+    candidates = {"test": _by_user(data.test["user_id"].values, ids.users, owners, items)}
     if data.validation.num_rows:
         pairs = data.pairs("train", "validation")
         sampler = UniformNegatives(data.num_items, pairs.users, pairs.items, seed)
@@ -222,14 +296,21 @@ def _with_candidates(data: InteractionData, negatives: Chunk, seed: int) -> Inte
     return dataclasses.replace(data, evaluation=Evaluation(candidates=candidates))
 
 
-def _by_user(users: Int64, negatives: Chunk) -> Int64:
-    """(U, N) the negatives of each user, -1 where there are fewer than N."""
-    order = np.argsort(negatives["user_id"].values, kind="stable")
-    owners, items = negatives["user_id"].values[order], negatives["negative"].values[order]
+def _by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64) -> Int64:
+    """(U, N) the negatives of each user, -1 where there are fewer than N.
+
+    Args:
+        users: (U,) rows of the users.
+        ids: what the files call the user of each row.
+        owners: (M,) rows of the users of ``negatives``.
+        negatives: (M,) rows of items.
+    """
+    order = np.argsort(owners, kind="stable")
+    owners, items = owners[order], negatives[order]
     starts, stops = owners.searchsorted(users), owners.searchsorted(users, side="right")
     if (starts == stops).any():
         row = int((starts == stops).argmax())
-        raise DataError(f"test negatives: user {users[row] - 1}, who has a test item, has no row; write the candidates")
+        raise DataError(f"test negatives: user {ids[users[row]]}, who has a test item, has no row; write the candidates")
     places = starts[:, None] + np.arange(int((stops - starts).max()))
     inside = places < stops[:, None]
     return np.where(inside, items[np.where(inside, places, 0)], -1)

@@ -131,10 +131,13 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
 def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
     """``rows`` in which the ids of ``feature`` that ``train`` does not hold are its out-of-vocabulary row.
 
-    For evaluation and serving: the row of an id that was never trained holds its first random values.
+    For evaluation and serving: the row of an id that was never trained holds its first random values, or was only ever pushed
+    down, as a negative. The out-of-vocabulary row is trained where ids of the feature are dropped; else it holds its first values
+    too, but the same for all such ids, which so are ranked by their other features.
     """
     seen = np.zeros(feature.num_embeddings, dtype=bool)
-    seen[train[feature.name].values] = True
+    trained = train[feature.name].values
+    seen[trained[(trained >= 0) & (trained < feature.num_embeddings)]] = True
     column = rows[feature.name]
     values = column.values
     known = (values >= 0) & (values < feature.num_embeddings)

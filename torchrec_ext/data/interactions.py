@@ -34,14 +34,17 @@ class InteractionData:
             where the times are known) and ``timestamp`` (likewise).
         validation: held-out rows: where the set is split by time, the last row but one of each user. May have no rows.
         test: held-out rows, likewise the last of each user.
-        items: row i holds the item-side features of item i, its ``item_id`` = i among them; row 0 is the unknown item.
+        items: row i holds the item-side features of item i, its ``item_id`` = i among them; row 0 is the unknown item. The last
+            ``outside`` rows are of items that are not in the catalogue: their ``item_id`` is 0, as that of any unknown item.
         vocab: rows that the table of each sparse feature needs; row 0 is always the unknown value.
         dense: names of the dense columns.
         known: the pairs of ``train``: what negatives must avoid and an evaluation masks.
         liked: row u holds the items that user u rated 4 or higher before the test item, oldest first; for display.
         titles: by item id, or None.
         categories: by item id the names of what it is one of, such as genres; or None.
-        first_id: what the files call user and item of row 1: their own ids are the rows' numbers, from there on.
+        user_ids: (users + 1,) int64, what the files call the user of each row; None where that is the row's number. [0] is unused.
+        item_ids: (rows of ``items``,) int64, what the files call the item of each row, in the same way.
+        outside: how many of the last rows of ``items`` are held-out items or candidates that are neither trained nor described.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible ranking where they are known (generated data), such as ``HR@10``.
         evaluation: how its publishers rank the held-out items.
@@ -60,7 +63,9 @@ class InteractionData:
     liked: Column
     titles: list[str] | None = None
     categories: list[list[str]] | None = None
-    first_id: int = 1
+    user_ids: Int64 | None = None
+    item_ids: Int64 | None = None
+    outside: int = 0
     licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -69,17 +74,29 @@ class InteractionData:
 
     @property
     def num_items(self) -> int:
-        """Items that can be recommended: ids 1 to ``num_items``."""
-        return self.items.num_rows - 1
+        """Items that can be recommended, the catalogue: ids 1 to ``num_items``."""
+        return self.items.num_rows - 1 - self.outside
+
+    @property
+    def users_by_row(self) -> Int64:
+        """(users + 1,) what the files call the user of each row; [0] is of none."""
+        return np.arange(self.vocab["user_id"]) if self.user_ids is None else self.user_ids
+
+    @property
+    def items_by_row(self) -> Int64:
+        """(rows of ``items``,) what the files call the item of each row; [0] is of none."""
+        return np.arange(self.items.num_rows) if self.item_ids is None else self.item_ids
 
     def popularity(self) -> Int64:
-        """(num_items + 1,) training rows by item id; the held-out rows are not counted."""
+        """(rows of ``items``,) training rows by item id; the held-out rows are not counted."""
         return np.bincount(self.known.items, minlength=self.items.num_rows).astype(np.int64)
 
     def pairs(self, *parts: str) -> Pairs:
-        """The (user, item) pairs of ``train``, ``validation`` and ``test``, or of those that are named."""
+        """The (user, item) pairs of ``train``, ``validation`` and ``test``, or of those named, whose items are in the catalogue."""
         chunks = [getattr(self, part) for part in parts or ("train", "validation", "test")]
-        return Pairs(*(np.concatenate([chunk[name].values for chunk in chunks]) for name in ("user_id", "item_id")))
+        users, items = (np.concatenate([chunk[name].values for chunk in chunks]) for name in ("user_id", "item_id"))
+        inside = items <= self.num_items
+        return Pairs(users[inside], items[inside])
 
     def seen(self, users: Int64, *parts: str) -> Column:
         """The items to mask for each of ``users`` (B,): a ragged column of the item ids in ``parts`` (default: train)."""
@@ -101,7 +118,9 @@ def from_ratings(
     history_length: int,
     titles: list[str] | None = None,
     categories: list[list[str]] | None = None,
-    first_id: int = 1,
+    user_ids: Int64 | None = None,
+    item_ids: Int64 | None = None,
+    outside: int = 0,
     licence: str | None = None,
     split: Split | None = None,
     evaluation: Evaluation | None = None,
@@ -121,7 +140,9 @@ def from_ratings(
         history_length: greatest length of a history.
         titles: by item id.
         categories: by item id.
-        first_id: see :class:`InteractionData`.
+        user_ids: see :class:`InteractionData`.
+        item_ids: see :class:`InteractionData`.
+        outside: see :class:`InteractionData`.
         licence: what the publisher asks.
         split: of the ratings; :func:`leave_one_out` where not given.
         evaluation: see :class:`InteractionData`.
@@ -153,7 +174,9 @@ def from_ratings(
         liked=Column.from_lengths(item[liked], np.bincount(user[liked], minlength=users.num_rows)),
         titles=titles,
         categories=categories,
-        first_id=first_id,
+        user_ids=user_ids,
+        item_ids=item_ids,
+        outside=outside,
         licence=licence,
         evaluation=evaluation or Evaluation(),
         context=fitted,

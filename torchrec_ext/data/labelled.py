@@ -9,16 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from torchrec_ext.data.columns import Array, Chunk, Column
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.datasets import DatasetUnavailable, data_folder
+from torchrec_ext.data.folders import PREPROCESSOR
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.row_context import RowContext
+from torchrec_ext.data.side_features import vocabulary_of
 from torchrec_ext.schema import DataError
 
 PARTS = ("train", "validation", "test")
 LAYOUT = (
     "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user, item and, of any other name, the "
-    "context: whole numbers from 0 are ids, fractions are dense columns"
+    "context: whole numbers from 0 are ids, of which those of the training rows are known, fractions are dense columns"
 )
 _FILES = {"train": ("train.parquet", "train_resampled.parquet"), "validation": ("validation.parquet",), "test": ("test.parquet",)}
 _NAMES = {"user": "user_id", "item": "item_id"}
@@ -56,12 +58,14 @@ class LabelledData:
         train: ``user_id``, ``item_id``, the context and ``label``, 0 or 1.
         validation: likewise.
         test: likewise.
-        vocab: rows that the table of each sparse column needs; the last row of each is for an id that is not in the files.
+        vocab: rows that the table of each sparse column needs.
         context: names of the sparse columns beside user and item.
         dense: names of the dense columns, all of them context.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible prediction where they are known (generated data).
-        words: how the dense columns were scaled.
+        words: how the dense columns were scaled, and which row each id of a column has whose ids are other than 0 to N - 1.
+        oov_ids: by sparse column the row of an id that no training row has; where not given row 0 of the columns that ``words``
+            maps, and the last row of the others.
     """
 
     name: str
@@ -74,6 +78,24 @@ class LabelledData:
     licence: str | None = None
     best: Mapping[str, float]
     words: RowContext = field(default_factory=RowContext)
+    oov_ids: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows = {name: 0 if name in self.words.vocabularies else size - 1 for name, size in self.vocab.items()}
+        object.__setattr__(self, "oov_ids", {**rows, **self.oov_ids})
+
+    def trained(self, name: str) -> Int64:
+        """The rows of a sparse column's table that stand for an id of a training row, in ascending order."""
+        rows = np.unique(self.train[name].values)
+        known: Int64 = rows[rows != self.oov_ids[name]]
+        return known
+
+    def ids(self, name: str, rows: Int64) -> Int64:
+        """(N,) what the files call each of ``rows`` (N,) of a sparse column's table, none of which is the unknown one."""
+        if name not in self.words.vocabularies:
+            return rows
+        ids: Int64 = np.asarray(self.words.vocabularies[name].values, np.int64)
+        return ids[rows - 1]
 
 
 def load_labelled(config: LabelledConfig) -> LabelledData:
@@ -111,11 +133,12 @@ def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, s
     everything = Chunk({name: Column(values) for name, values in ids.items()} | {"label": Column(label)})
     tenth = rows // 10
     test = slice(rows - tenth, rows)
+    train, unknown = everything.slice(0, rows - 2 * tenth), columns  # the row after those of the ids
     return LabelledData(
         name="planted",
-        train=everything.slice(0, rows - 2 * tenth),
-        validation=everything.slice(rows - 2 * tenth, rows - tenth),
-        test=everything.slice(rows - tenth, rows),
+        train=train,
+        validation=_untrained_unknown(everything.slice(rows - 2 * tenth, rows - tenth), train, unknown),
+        test=_untrained_unknown(everything.slice(rows - tenth, rows), train, unknown),
         vocab={name: size + 1 for name, size in columns.items()},
         context=("hour", "weekday"),
         best={
@@ -137,18 +160,46 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
     chunks = {part: _read(file) for part, file in files.items() if file is not None}
     sparse = [name for name in chunks["train"] if chunks["train"][name].values.dtype == np.int64]
     dense = tuple(name for name in chunks["train"] if name not in sparse and name != "label")
-    words = RowContext(scales={name: _scale(chunks["train"][name].values) for name in dense})
-    vocab = {name: 2 + max(int(chunk[name].values.max()) for chunk in chunks.values()) for name in sparse}
+    sizes = {name: _size([chunk[name].values for chunk in chunks.values()]) for name in sparse}
+    # A preprocessor writes 0 for a user or an item that it does not know.
+    placeholder = _NAMES.values() if folder is not None and (folder / PREPROCESSOR).is_dir() else ()
+    sizes |= dict.fromkeys(placeholder, 0)
+    known = {name: np.unique(chunks["train"][name].values) for name in sparse if not sizes[name]}
+    known |= {name: known[name][known[name] > 0] for name in placeholder}
+    words = RowContext(
+        vocabularies={name: vocabulary_of(ids) for name, ids in known.items()},
+        scales={name: _scale(chunks["train"][name].values) for name in dense},
+    )
+    made = {part: chunk.with_columns(words.transform(chunk)) for part, chunk in chunks.items()}
+    own = {name: size for name, size in sizes.items() if size}
+    made = {part: _untrained_unknown(chunk, made["train"], own) for part, chunk in made.items()}
     return LabelledData(
         name=config.name,
-        **{part: chunk.with_columns(words.transform(chunk)) for part, chunk in chunks.items()},
-        vocab=vocab,
+        train=made["train"],
+        validation=made["validation"],
+        test=made["test"],
+        vocab={name: own[name] + 1 if name in own else words.vocab[name] for name in sparse},
         context=tuple(name for name in sparse if name not in _NAMES.values()),
         dense=dense,
         licence=FRAPPE_LICENCE if config.name == "frappe" else None,
         best={},
         words=words,
     )
+
+
+def _size(parts: list[Array]) -> int:
+    """N where the ids of all parts together are 0 to N - 1, else 0."""
+    ids = np.unique(np.concatenate(parts))
+    return len(ids) if ids[0] == 0 and ids[-1] == len(ids) - 1 else 0
+
+
+def _untrained_unknown(rows: Chunk, train: Chunk, unknown: Mapping[str, int]) -> Chunk:
+    """``rows`` in which ids that no training row has are the row in ``unknown``, by column."""
+    columns = {}
+    for name, row in unknown.items():
+        ids = rows[name].values
+        columns[name] = Column(np.where(np.isin(ids, train[name].values), ids, row))
+    return rows.with_columns(columns)
 
 
 def _file(folder: Path | None, part: str) -> Path | None:

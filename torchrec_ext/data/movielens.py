@@ -56,14 +56,19 @@ def movielens_100k(
         evaluation: how the held-out ratings are ranked.
     """
     ratings, people, movies = tables
+    described = {"user_id": np.unique(people["user_id"].values), "item_id": np.unique(movies["item_id"].values)}
+    ratings = ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings})
+    ratings = ratings.with_columns({name: Column(_rows(name, ids, ratings[name].values)) for name, ids in described.items()})
+    if split is not None:
+        split = split._replace(history=_rows_of_lists(described["item_id"], split.history))
     parsed = [
         split_title(title, year) for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)
     ]
-    item_ids = movies["item_id"].values
+    item_ids = described["item_id"].searchsorted(movies["item_id"].values) + 1
     years = np.array([year for _, year in parsed], dtype=np.int64)
     known_years = np.unique(years[years > 0])
     year_ids = np.where(years > 0, known_years.searchsorted(years) + 1, 0)
-    size = int(item_ids.max()) + 1
+    size = len(described["item_id"]) + 1
     titles = ["(unknown)"] * size
     for item, (title, _) in zip(item_ids.tolist(), parsed, strict=True):
         titles[item] = title
@@ -72,7 +77,7 @@ def movielens_100k(
         "release_year": _by_id(item_ids, year_ids, size),
         "genres": _genres(item_ids, movies["class"].values, size),
     }
-    users = _users(people)
+    users = _users(people, described["user_id"])
     categories: list[list[str]] = [[]] * size
     for item, text in zip(item_ids.tolist(), movies["class"].values, strict=True):
         categories[item] = text.split()
@@ -85,7 +90,7 @@ def movielens_100k(
     )
     return from_ratings(
         name="ml-100k",
-        ratings=ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings}),
+        ratings=ratings,
         users=users,
         items=Chunk(items),
         vocab={
@@ -99,6 +104,8 @@ def movielens_100k(
         history_length=history_length,
         titles=titles,
         categories=categories,
+        user_ids=np.concatenate([[0], described["user_id"]]),
+        item_ids=np.concatenate([[0], described["item_id"]]),
         licence=LICENCE,
         split=split,
         evaluation=evaluation,
@@ -220,9 +227,32 @@ def _texts(rows: Sequence[Sequence[str]], at: int) -> Array:
     return np.array([fields[at] for fields in rows], dtype=object)
 
 
-def _users(people: Chunk) -> Chunk:
-    ids = people["user_id"].values
-    size = int(ids.max()) + 1
+def _rows(name: str, described: Int64, ids: Int64) -> Int64:
+    """(N,) the row from 1 on that each of ``ids`` (N,) has among ``described``, which ascend.
+
+    Raises:
+        DataError: an id is not described.
+    """
+    rows = np.minimum(described.searchsorted(ids), len(described) - 1)
+    bad = described[rows] != ids
+    if bad.any():
+        row = int(bad.argmax())
+        raise DataError(
+            f"set 'ml-100k': {name} {ids[row]} in row {row} of the ratings is not described ({int(bad.sum())} such rows); drop "
+            "these rows or add the missing description"
+        )
+    return rows.astype(np.int64) + 1
+
+
+def _rows_of_lists(described: Int64, lists: Column) -> Column:
+    windows = lists.windows
+    assert windows is not None, "a history is ragged"
+    return Column.from_windows(described.searchsorted(lists.pool).astype(np.int64) + 1, windows)
+
+
+def _users(people: Chunk, described: Int64) -> Chunk:
+    ids = described.searchsorted(people["user_id"].values) + 1
+    size = len(described) + 1
     first = np.array([code[:1].upper() for code in people["zip_code"].values])
     prefix = np.where(np.char.isdigit(first), _ids(first, DIGITS), np.where(np.char.isalpha(first), CANADA, 0))
     age = ((people["age"].values - AGE_CENTRE) / AGE_SCALE).astype(np.float32)

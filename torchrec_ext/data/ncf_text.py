@@ -1,4 +1,4 @@
-"""The text files of He et al. 2017: NAME.train.rating, NAME.test.rating and NAME.test.negative -> columns of ids from 1."""
+"""The text files of He et al. 2017: NAME.train.rating, NAME.test.rating and NAME.test.negative -> columns of ids."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
 
 def _pairs(file: Path) -> Chunk:
     rows = _numbers(file, [line.split("\t")[:2] for line in _lines(file)], 2)
-    return Chunk({"user_id": Column(rows[:, 0] + 1), "item_id": Column(rows[:, 1] + 1)})
+    return Chunk({"user_id": Column(rows[:, 0]), "item_id": Column(rows[:, 1])})
 
 
 def _negatives(file: Path) -> Chunk:
     lines = [line.split("\t") for line in _lines(file)]
     users = _numbers(file, [[line[0].strip("()").split(",")[0]] for line in lines], 1)[:, 0]
     items = _numbers(file, [line[1:] for line in lines], len(lines[0]) - 1)
-    return Chunk({"user_id": Column(users.repeat(items.shape[1]) + 1), "negative": Column(items.reshape(-1) + 1)})
+    return Chunk({"user_id": Column(users.repeat(items.shape[1])), "negative": Column(items.reshape(-1))})
 
 
 def _lines(file: Path) -> list[str]:

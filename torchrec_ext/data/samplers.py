@@ -40,7 +40,7 @@ def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pa
     pairs = avoid or data.known
     if config.sampling == "mixed":
         mixed = MixedNegatives(data.num_items, config.shared_negatives, config.batch_size, config.seed)
-        return MixedCandidates(mixed, data.popularity() if config.frequency == "counted" else None)
+        return MixedCandidates(mixed, data.popularity()[: data.num_items + 1] if config.frequency == "counted" else None)
     if not config.negatives:
         return None
     if config.sampling == "popularity":

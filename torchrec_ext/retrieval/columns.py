@@ -45,13 +45,21 @@ class Columns:
         schema: the columns to be made.
         types: by raw column its raw type, such as ``int64`` or ``list<int64>``, where no preprocessor makes it.
         preprocessor: makes the columns from raw ones; without, the raw columns are those of the batch.
+        unseen: by feature the rows of its table that no training row has read; they are read as the out-of-vocabulary row.
 
     Raises:
         ValueError: a column of the schema is neither made nor among ``types``.
     """
 
-    def __init__(self, schema: BatchSchema, types: Mapping[str, str], preprocessor: FittedPreprocessor | None = None) -> None:
+    def __init__(
+        self,
+        schema: BatchSchema,
+        types: Mapping[str, str],
+        preprocessor: FittedPreprocessor | None = None,
+        unseen: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         self.schema = schema
+        self.unseen = {name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()}
         names = types.keys() if preprocessor is None else preprocessor.outputs.keys()
         self._widths = widths_of(schema.dense, names)
         wanted = [*schema.keys, *columns_of(schema.dense, names), *schema.weight_columns]
@@ -83,7 +91,9 @@ class Columns:
             column = made[feature.name]
             column_of_weights = weights[feature.name]
             weighing = None if column_of_weights is None else made[column_of_weights].values
-            read.sparse[feature.name], read.unknown[feature.name] = _bags(feature, column, weighing)
+            read.sparse[feature.name], read.unknown[feature.name] = _bags(
+                feature, column, weighing, self.unseen.get(feature.name)
+            )
         for name, width in self._widths.items():
             numbers = _array(name, made[name], width)
             read.dense.update({f"{name}[{at}]": _dense(name, Values(column, None)) for at, column in enumerate(numbers.T)})
@@ -153,9 +163,13 @@ def _rows_of(made: Mapping[str, Values]) -> int:
     return next(iter(sizes.values()), 0)
 
 
-def _bags(feature: SparseFeature, column: Values, weights: NDArray[Any] | None) -> tuple[Jagged, NDArray[np.bool_]]:
+def _bags(
+    feature: SparseFeature, column: Values, weights: NDArray[Any] | None, unseen: NDArray[np.int64] | None
+) -> tuple[Jagged, NDArray[np.bool_]]:
     known, lengths = column.values.astype(np.int64, copy=False), column.lengths
     outside = known.view(np.uint64) >= feature.num_embeddings  # where ids below 0 are the greatest of all
+    if unseen is not None:
+        outside |= np.isin(known, unseen)
     if outside.any():
         known = np.where(outside, feature.oov_id, known)
     elif not known.flags.writeable:  # Arrow's memory, of which torch warns

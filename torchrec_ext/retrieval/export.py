@@ -33,6 +33,7 @@ def export(
     preprocessor: FittedPreprocessor | None = None,
     candidate: str | None = None,
     oov_ids: Mapping[str, int] | None = None,
+    unseen: Mapping[str, Sequence[int]] | None = None,
     store: Dtype = "fp32",
     index: Kind = "exact",
     recall: float = 0.95,
@@ -55,6 +56,8 @@ def export(
         preprocessor: makes the model's columns from raw ones; without, raw columns are the model's own.
         candidate: the tower of the candidates; the model's last where not given.
         oov_ids: by feature the row for what was never seen; 0 where not given.
+        unseen: by feature, rows of its table that no training row has read: a request's id that is one of them takes the row for
+            what was never seen. For features whose ids are their rows; a ``preprocessor`` leaves such ids out of its vocabulary.
         store: type of the stored vectors: ``fp32``, ``fp16`` or ``int8``.
         index: ``exact``, or one of FAISS's: ``flat``, ``ivf``, ``hnsw``, ``pq``, for a dot product or a cosine.
         recall: that an approximate index must reach, measured against exact search.
@@ -79,6 +82,7 @@ def export(
         queries=_queries(queries, users),
         preprocessor=preprocessor,
         oov_ids=oov_ids or {},
+        unseen=unseen or {},
         settings=Settings(store=store, index=index, recall=recall),
         also=tuple(also),
         details=details or {},

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
@@ -58,7 +59,8 @@ class PaddedTower(nn.Module):
         self._tables: list[EmbeddingBagConfig] = [*tower.bags, *tower.lists]
         own = {table.name for table in self._tables}
         held = {table: weight for table, _, weight in values_by_table(side.model) if table in own}
-        self.weights = nn.ParameterList(nn.Parameter(weight.detach(), requires_grad=False) for weight in held.values())
+        rows = [_as_served(weight.detach(), table, side) for table, weight in held.items()]
+        self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in rows)
         self._places = {table: place for place, table in enumerate(held)}
         self._weighted: dict[str, str] = tower.weights
         self._dense: list[str] = list(tower.dense)
@@ -138,6 +140,24 @@ def example_of(inputs: list[Input]) -> dict[str, Tensor]:
     return {
         each.name: torch.zeros([sizes.get(letter, 2) for letter in each.shape], dtype=getattr(torch, each.dtype)) for each in inputs
     }
+
+
+def _as_served(weight: Tensor, table: str, side: Side) -> Tensor:
+    """The rows of a table, those of ids that training never saw in the place of which the unknown one's is read.
+
+    Raises:
+        ValueError: several features read the table, and not all of them have seen the same ids.
+    """
+    columns = side.columns
+    features = [feature for feature in columns.schema.sparse if table in feature.tables]
+    unseen = [columns.unseen.get(feature.name, np.zeros(0, np.int64)) for feature in features]
+    if not any(map(len, unseen)):
+        return weight
+    if any(not np.array_equal(rows, unseen[0]) for rows in unseen):
+        raise ValueError(f"table '{table}': {len(features)} features read it and have seen different ids; leave the tower out")
+    served = weight.clone()
+    served[torch.from_numpy(unseen[0])] = weight[features[0].oov_id]
+    return served
 
 
 def _known(ids: Tensor, feature: SparseFeature) -> Tensor:

@@ -83,6 +83,7 @@ class Parts:
     queries: pa.Table
     preprocessor: FittedPreprocessor | None
     oov_ids: Mapping[str, int]
+    unseen: Mapping[str, Sequence[int]]
     settings: Settings
     also: tuple[type[nn.Module], ...]
     details: Mapping[str, Any]
@@ -123,6 +124,7 @@ class Parts:
             metric=self.live.metric,
             tables={name: f"tables/{at:03}.safetensors" for at, name in enumerate(names)},
             oov_ids=dict(self.oov_ids),
+            unseen={name: list(rows) for name, rows in self.unseen.items()},
             types={field.name: _raw(field) for field in reversed(fields)},
         )
 

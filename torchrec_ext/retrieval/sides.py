@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Architecture:
         tables: by name the file that holds the table.
         oov_ids: by feature its out-of-vocabulary row.
         types: by raw column its raw type.
+        unseen: by feature the rows of its table that no training row has read, which are served as its out-of-vocabulary row;
+            bundles of before this was known have none.
     """
 
     towers: Mapping[str, Any]
@@ -45,6 +47,7 @@ class Architecture:
     tables: Mapping[str, str]
     oov_ids: Mapping[str, int]
     types: Mapping[str, str]
+    unseen: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def query(self) -> list[str]:
@@ -61,8 +64,9 @@ class Architecture:
         return f"towers/{list(self.towers).index(tower):03}.safetensors"
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values; the towers as a list, since their order matters."""
-        return {**vars(self), "towers": [[name, own] for name, own in self.towers.items()]}
+        """JSON values; the towers as a list, since their order matters; ``unseen`` where there are such rows."""
+        told = {**vars(self), "towers": [[name, own] for name, own in self.towers.items()]}
+        return {name: value for name, value in told.items() if name != "unseen" or value}
 
     @classmethod
     def open(cls, folder: Path) -> Architecture:
@@ -75,7 +79,9 @@ class Architecture:
         try:
             towers = {str(name): own for name, own in found.pop("towers")}
             made = cls(towers=towers, **found)
-            fits = len(towers) >= 2 and all(isinstance(getattr(made, name), dict) for name in ("tables", "oov_ids", "types"))
+            parts = ("tables", "oov_ids", "types", "unseen")
+            fits = len(towers) >= 2 and all(isinstance(getattr(made, name), dict) for name in parts)
+            fits = fits and all(type(row) is int for rows in made.unseen.values() for row in rows)
         except (TypeError, ValueError, KeyError):
             fits = False
         if not fits:
@@ -152,7 +158,7 @@ def columns_of(architecture: Architecture, model: TowerModel, preprocessor: Fitt
     """From raw rows to what the towers of ``model`` read."""
     known = model.schema().keys
     schema = model.schema(oov_ids={name: row for name, row in architecture.oov_ids.items() if name in known})
-    return Columns(schema, architecture.types, preprocessor)
+    return Columns(schema, architecture.types, preprocessor, architecture.unseen)
 
 
 def open_side(
@@ -216,7 +222,8 @@ def tower_digest(architecture: Architecture, names: Sequence[str], files: Mappin
     own += [files[architecture.dense_file(name)]["sha256"] for name in names]
     own += [found["sha256"] for name, found in sorted(files.items()) if name.startswith(f"{PREPROCESSOR}/")]
     described = {name: architecture.towers[name] for name in names}
-    return digest_of([described, dict(architecture.oov_ids), dict(architecture.types), named, own])
+    unseen = [dict(architecture.unseen)] if architecture.unseen else []
+    return digest_of([described, dict(architecture.oov_ids), dict(architecture.types), named, own, *unseen])
 
 
 def projection_digest(architecture: Architecture, files: Mapping[str, Mapping[str, Any]]) -> str:
