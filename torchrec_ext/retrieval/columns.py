@@ -91,9 +91,7 @@ class Columns:
             column = made[feature.name]
             column_of_weights = weights[feature.name]
             weighing = None if column_of_weights is None else made[column_of_weights].values
-            read.sparse[feature.name], read.unknown[feature.name] = _bags(
-                feature, column, weighing, self.unseen.get(feature.name)
-            )
+            read.sparse[feature.name], read.unknown[feature.name] = _bags(feature, column, weighing, self.unseen.get(feature.name))
         for name, width in self._widths.items():
             numbers = _array(name, made[name], width)
             read.dense.update({f"{name}[{at}]": _dense(name, Values(column, None)) for at, column in enumerate(numbers.T)})
