@@ -62,6 +62,13 @@ def test_the_planted_successors_are_found_and_no_more_than_there_is_to_find(by_r
         assert outcome["validation"][name] == pytest.approx(outcome["test"][name], abs=0.05)
 
 
+def test_in_bfloat16_they_are_found_too(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
+    (half,) = run_ranks(trained, 1, apply_overrides(PLANTED, ["train.amp=bf16"]))
+    for name in ("hr@10", "ndcg@10"):
+        assert half["test"][name] == pytest.approx(by_ranks[1][0]["test"][name], abs=0.03)
+        assert half["test"][name] > 0.95 * half["best"][name]
+
+
 def test_two_ranks_reach_the_figures_of_one(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
     (one,), (two, other) = by_ranks[1], by_ranks[2]
     assert two["test"] == other["test"], "every rank knows the figures of all"
