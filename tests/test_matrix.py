@@ -81,7 +81,11 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "compile": {"off": ("train.compile=off",), "auto": ("train.compile=auto",), "require": ("train.compile=require",)},
     "rows_on": {"host": (), "cpu": ("loader.device=cpu",)},
     "drop_last": {"no": (), "yes": ("loader.drop_last=true",)},
-    "early_stop": {"off": (), "on": ("train.early_stop.metric={figure}", "train.early_stop.patience=1", "train.eval_every=1")},
+    "early_stop": {
+        "off": (),
+        "on": ("train.early_stop.metric={figure}", "train.early_stop.patience=1", "train.eval_every=1"),
+        "last": ("train.early_stop.metric={figure}", "train.eval_every=1", "train.early_stop.restore=false"),
+    },
     "sharding": {
         "auto": (),
         "table_wise": ("plan.sharding=table_wise",),
