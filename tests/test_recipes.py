@@ -82,6 +82,7 @@ IN_BATCH = (
     [
         ("ncf", ("loader.batch_size=512", "train.epochs=6", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")),
         ("two_tower", IN_BATCH),
+        ("two_tower", (*IN_BATCH, "loader.sampling=mixed", "loader.shared_negatives=256")),
         pytest.param("two_tower", (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2"), marks=pytest.mark.slow),
         pytest.param("two_tower", (*IN_BATCH, "model.share_items=true"), marks=pytest.mark.slow),
         pytest.param("two_tower", ("model.share_items=true", "train.epochs=5"), marks=pytest.mark.slow),
