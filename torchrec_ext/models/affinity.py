@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.tower import Tower
@@ -120,7 +122,8 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     def keep(_: nn.Module, __: Any, output: Any) -> None:
         seen.update(output.to_dict())
 
-    pooling = [module for module in model.modules() if type(module).__name__.endswith("EmbeddingBagCollection")]
+    kinds = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+    pooling = [module for module in model.modules() if isinstance(module, kinds)]
     handles = [module.register_forward_hook(keep) for module in pooling]
     try:
         yield seen

@@ -1,6 +1,8 @@
 """A run that was stopped and goes on equals one that was not: on the same ranks bit for bit, on others sample for sample."""
 
+import contextlib
 import hashlib
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -153,18 +155,17 @@ def rolled_back(runtime: Runtime, folder: str, steps: list[int]) -> dict[str, An
     """A run to its end; gone on with from each of ``steps`` for a few steps; then from the newest checkpoint to the end."""
     saving = CheckpointConfig(steps=3, keep=4)
     length = run(runtime, folder, saving=saving)["steps"]
-    kept = [CheckpointFolder(folder).steps()]
+    kept, output = [CheckpointFolder(folder).steps()], io.StringIO()
     for step in steps:
         dist.barrier()
-        run(runtime, folder, CheckpointFolder(folder).path(step), stop_after=4, saving=saving)
+        with contextlib.redirect_stdout(output):
+            run(runtime, folder, CheckpointFolder(folder).path(step), stop_after=4, saving=saving)
         kept.append(CheckpointFolder(folder).steps())
     dist.barrier()
-    return {"length": length, "kept": kept, **run(runtime, folder, resume=True, saving=saving)}
+    return {"length": length, "kept": kept, "output": output.getvalue(), **run(runtime, folder, resume=True, saving=saving)}
 
 
-def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     whole = run_ranks(run, 2, str(tmp_path / "whole"))[0]
     outcome = run_ranks(rolled_back, 2, str(folder), [whole["steps"] - 6])[0]
@@ -175,7 +176,7 @@ def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(
     assert second[0] == back + 4, "what the branch saved is newest, and was not pruned"
     assert not [step for step in second if step > back + 4]
     assert sorted(path.name for path in folder.glob("set-aside-1/step-*")) == [f"step-{s:010d}" for s in sorted(first) if s > back]
-    assert "set aside: the checkpoints of step " in capfd.readouterr().out
+    assert "set aside: the checkpoints of step " in outcome["output"]
     assert outcome["history"] == whole["history"]
     for name, value in whole["state"].items():
         assert torch.equal(outcome["state"][name], value), name
