@@ -1,5 +1,6 @@
 """What the fork server imports before it forks ranks: all that a training run needs, and what the tests themselves import."""
 
+import contextlib
 import gc
 
 import hypothesis  # noqa: F401
@@ -7,7 +8,15 @@ import pytest  # noqa: F401
 
 import tests.contracts
 import tests.examples  # noqa: F401
+import torchx_apps.exporting
 import torchx_apps.training  # noqa: F401
+
+# What a whole run imports as it goes, three of its five seconds on a small set.
+with contextlib.suppress(ImportError):
+    import matplotlib.backends.backend_agg  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import pandas  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
 
 # Else the first collection of every rank writes to, and so copies, each page of what was imported.
 gc.freeze()

@@ -95,7 +95,8 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "sync": {
         "every_step": (),
         "local_sgd": ("sync.mode=local_sgd", "sync.every=4"),
-        "diloco": ("sync.mode=diloco", "sync.every=4"),
+        # In so few rounds the default outer momentum, .9, has not yet moved anything far.
+        "diloco": ("sync.mode=diloco", "sync.every=4", "sync.outer_momentum=0.3"),
         "semi_sync": ("sync.mode=semi_sync",),
     },
     "export": {"never": (), "auto": ("export=auto",), "require": ("export=require",)},
