@@ -13,7 +13,7 @@ import torchx_apps.training  # noqa: F401
 
 # What a whole run imports as it goes, three of its five seconds on a small set.
 with contextlib.suppress(ImportError):
-    import matplotlib.backends.backend_agg  # noqa: F401
+    import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
     import pandas  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
