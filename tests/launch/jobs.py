@@ -44,11 +44,13 @@ class RunFiles:
         return sorted(int(path.name[-10:]) for path in (self.run_dir / "checkpoints").glob("step-*[0-9]"))
 
     def records(self) -> list[dict[str, Any]]:
-        """Of the run so far, without what a clock says."""
+        """Of the run so far, without what a clock says: a record of kind ``steps`` is each attempt's own measurement."""
         file = self.run_dir / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("}")]
-        return [{name: value for name, value in record.items() if name != "rows_per_s"} for record in found]
+        return [
+            {name: value for name, value in record.items() if name != "rows_per_s"} for record in found if record["kind"] != "steps"
+        ]
 
     def figures(self) -> Any:
         """Those of the end."""
