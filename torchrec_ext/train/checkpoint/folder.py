@@ -128,6 +128,7 @@ class CheckpointFolder:
         path = f"{self.root}/{name}"
         text = json.dumps(content) + "\n"
         if self.remote:
+            self.files.makedirs(self.root, exist_ok=True)  # where nothing was saved yet; a store without folders has nothing to do
             with self.files.open(path, "w") as stream:
                 stream.write(text)
             return
