@@ -6,6 +6,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingConfig
 
 TRAINED_ON_CPU = (DataType.FP32, DataType.FP16)
+SHARDED = [kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
 
 
 def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> str | None:
@@ -38,4 +39,4 @@ def possible(table: BaseEmbeddingConfig, device: str) -> list[str] | None:
     """The sharding types that ``auto`` may choose from for ``table``; None for all that the sharder offers."""
     if refused_because(table, ShardingType.DATA_PARALLEL.value, device) is None:
         return None
-    return [kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
+    return list(SHARDED)

@@ -13,11 +13,12 @@ from torchrec.distributed.train_pipeline.pipeline_context import EmbeddingTrainP
 from torchrec.distributed.train_pipeline.runtime_forwards import EmbeddingPipelinedForward
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.train_pipeline.utils import _start_embedding_lookup
-from torchrec.distributed.types import LazyNoWait, ShardingType
+from torchrec.distributed.types import LazyNoWait
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.kernels import SHARDED
 from torchrec_ext.distributed.planning import PlanConfig
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.distributed.tables import collections, table_configs
@@ -132,10 +133,9 @@ def shard_free_tables(model: nn.Module, plan: PlanConfig) -> dict[str, Parameter
         model: unsharded.
         plan: what the user asked for; a table that it names data_parallel stays so, and is refused by name later.
     """
-    types = [kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
     tables = [table.name for _, collection in collections(model) for table in table_configs(collection)]
     free = [name for name, sharding in plan.by_table(tables).items() if sharding == "auto"]
-    return {name: ParameterConstraints(sharding_types=types) for name in free}
+    return {name: ParameterConstraints(sharding_types=list(SHARDED)) for name in free}
 
 
 def _replicated_tables(model: nn.Module) -> list[str]:

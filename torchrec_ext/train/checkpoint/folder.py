@@ -179,10 +179,9 @@ class CheckpointFolder:
         if not self.files.exists(self.root):
             return []
         found = []
-        for path in self.files.ls(self.root, detail=False):
-            name = path.rstrip("/").rpartition("/")[2]
+        for name in self._names():
             match = _NAME.fullmatch(name.removesuffix(_PARTIAL))
             if match:
-                whole = not name.endswith(_PARTIAL) and self.files.exists(f"{path}/{manifest.NAME}")
+                whole = not name.endswith(_PARTIAL) and self.files.exists(f"{self.root}/{name}/{manifest.NAME}")
                 found.append((name, int(match[1]), whole))
         return found
