@@ -21,6 +21,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_ext.data.datasets import DatasetUnavailable
+from torchrec_ext.data.epochs import Epochs
 from torchrec_ext.data.id_dropout import IdDropout
 from torchrec_ext.distributed.chooser import Decision
 from torchrec_ext.distributed.explain import explain
@@ -142,6 +143,9 @@ def _loader(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> Any:
     """This rank's training batches; train.seed moves everything, loader.seed the order and the negatives alone."""
     config = dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
     loader = task.loader(schema, config, rank=runtime.rank, world_size=runtime.world_size)
+    samples = loader.num_samples if isinstance(loader, Epochs) else config.batch_size
+    if samples < config.batch_size and runtime.is_main:
+        print(f"note: loader.batch_size={config.batch_size} is more than an epoch has: each step takes all {samples:,} samples")
     return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed) if job.id_dropout else loader
 
 
@@ -242,7 +246,9 @@ def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -
 
 
 def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[Watchdog | None]:
-    return Watchdog(runtime.rank, job.train.hang_s, path, end_process) if job.train.hang_s else nullcontext()
+    if job.train.hang_s == 0:
+        return nullcontext()
+    return Watchdog(runtime.rank, job.train.hang_s, path, end_process, world_size=runtime.world_size)
 
 
 def _begin_with(

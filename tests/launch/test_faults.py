@@ -70,19 +70,24 @@ def test_a_launcher_killed_by_force_leaves_no_process_and_loses_no_checkpoint(la
         assert f"resuming from {tmp_path}/run/checkpoints/step-{last:010d}" in job.said
 
 
-@pytest.mark.parametrize("moment", [("loader.batch_size=4096",), ("train.eval_every=999",)], ids=["in an evaluation", "in a step"])
-def test_a_rank_that_hangs_ends_the_job_with_its_own_line_first(moment: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stopped", "moment"),
+    [(1, "loader.batch_size=4096"), (1, "train.eval_every=999"), (0, "train.eval_every=999")],
+    ids=["in an evaluation", "in a step", "the first rank"],
+)
+def test_a_rank_that_is_stopped_ends_the_job_and_is_named(stopped: int, moment: str, tmp_path: Path) -> None:
     # One step between two evaluations, or no evaluation; and never a save, which may take its time.
-    often = ("train.epochs=999", "checkpoint.steps=0", "checkpoint.epochs=0", "train.log_every=5", *moment)
+    often = ("train.epochs=999", "checkpoint.steps=0", "checkpoint.epochs=0", "train.log_every=5", moment)
     with Job(tmp_path / "run", "--set", "train.hang_s=5", settings=(*SETTINGS, *often)) as job:
         job.until(lambda: len(job.records()) > 3)
         ranks = job.ranks()
-        os.kill(ranks[1], signal.SIGSTOP)
+        os.kill(ranks[stopped], signal.SIGSTOP)
         assert job.end(90) == 1, job.said
-        assert "rank 0 has " in job.said
-        assert ": it waits for other ranks in " in job.said
+        assert f"rank {stopped} gives no sign of life: its process is stopped or starved, or its host is gone. " in job.said
+        assert f"rank {1 - stopped} has " in job.said
+        assert f": it waits for rank {stopped};" in job.said
         assert "go on with --resume auto" in job.said
-        assert (tmp_path / "run" / "stacks-rank0.txt").stat().st_size
+        assert (tmp_path / "run" / f"stacks-rank{1 - stopped}.txt").stat().st_size
         assert gone(ranks, 30)
 
 

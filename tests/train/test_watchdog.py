@@ -48,13 +48,36 @@ def test_a_rank_that_makes_steps_or_is_told_to_take_its_time_is_left_alone(tmp_p
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
+@pytest.mark.unit
+def test_without_a_limit_given_the_slowest_of_the_last_steps_says_what_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    watchdog = Watchdog(0, None, tmp_path, print)
+    limits = [watchdog.after_s]
+
+    def steps(number: int, seconds: float) -> None:
+        for _ in range(number):
+            clock[0] += seconds
+            watchdog.beat("a step")
+        limits.append(watchdog.after_s)
+
+    steps(1, 60.0)  # the first beat: nothing is known yet
+    steps(1, 1.5)  # 100 times as long
+    steps(400, 0.01)  # a slow first step is forgotten
+    steps(1, 900.0)  # and slow ones have their time, up to where collectives give up
+    watchdog.pause()
+    assert [*limits, watchdog.after_s] == [240, 240, 150, 25, 240, 240]
+
+
 def waiting(runtime: Runtime, folder: str) -> Any:
     """Rank 0 does not come to a collective: first in a step, then in a pause, in which both have met often before."""
     module._PATIENCE_S = 1.5  # in this process alone
     ends: queue.Queue[str] = queue.Queue()
     said = []
     for paused in (False, True):
-        with Watchdog(runtime.rank, 0.5, Path(folder), ends.put) as watchdog:
+        with Watchdog(runtime.rank, 0.5, Path(folder), ends.put, world_size=2) as watchdog:
             watchdog.beat("step 1 of epoch 0")
             if paused:
                 watchdog.pause()

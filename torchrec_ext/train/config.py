@@ -30,8 +30,9 @@ class TrainConfig:
         check_gradients: look at each step's gradients before they reach a sharded table, see :class:`GradientGate`: ``on``, ``off``
             or ``auto``, which is on where it costs no wait for the device: on the CPU, and with ``on_nan=skip``. Where it is off, a
             gradient that is no number is found after sharded tables were moved by it. A captured step is not looked at.
-        hang_s: seconds without a step after which a rank writes its stacks and ends the job; more than the slowest step takes. 0
-            for never: collectives then fail after five minutes.
+        hang_s: seconds without a step after which a rank writes its stacks and ends the job; more than the slowest step takes.
+            Where not given 100 times the slowest of the last steps, from 25 s to 240 s. 0 for never: collectives then fail after
+            five minutes.
         trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank that no other
             waits for: ``auto`` where the rest of the run is long enough to pay for it and the model allows it, ``off``, or
@@ -51,7 +52,7 @@ class TrainConfig:
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     on_nan: Literal["stop", "skip"] = "stop"
     check_gradients: Literal["auto", "on", "off"] = "auto"
-    hang_s: float = 240.0
+    hang_s: float | None = None
     trace_steps: int = 0
     compile: Compile = "auto"
     amp: Amp = "off"
@@ -61,7 +62,7 @@ class TrainConfig:
         for name in ("epochs", "log_every", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
-        if not self.hang_s >= 0:
+        if self.hang_s is not None and not self.hang_s >= 0:
             raise ValueError(f"hang_s={self.hang_s}: must be 0 seconds or more")
         if self.trace_steps < 0:
             raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")

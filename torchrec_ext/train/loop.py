@@ -182,6 +182,9 @@ class _Run:
             self.loader.set_epoch(self.at.epoch)
             self.window.restart()
         self.model.train()
+        if self.watchdog is not None:  # an evaluation, a save or a refresh of negatives is over
+            begun = self.forward.where(self.at.step) if self.at.done else f"the beginning of epoch {self.at.epoch + 1}"
+            self.watchdog.beat(begun)
         try:
             for output in self.ways.outputs(self.loader, partial(exactly, after=self.at.done)):
                 self._after_step(output)
