@@ -90,7 +90,7 @@ def test_any_number_of_ranks_sees_the_same_samples_once(
             loader.set_epoch(epoch)
         ranks = [list(loader) for loader in loaders]
         assert {len(batches) for batches in ranks} == {len(loaders[0])} == {-(-size // batch_size)}
-        assert {len(batch) for batches in ranks for batch in batches} == {-(-batch_size // world_size) * (1 + negatives)}
+        assert {len(batch) for batches in ranks for batch in batches} == {-(-min(batch_size, size) // world_size) * (1 + negatives)}
         for step in zip(*ranks, strict=True):
             share = sum(float(batch.weights.sum()) for batch in step) / world_size
             assert [float(batch.total_weight) for batch in step] == pytest.approx([share] * world_size)
@@ -197,6 +197,13 @@ def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
     assert all(bool((batch.weights == 1).all()) for batch in loader)
     with pytest.raises(DataError, match=r"7 rows with loader\.batch_size=8 and loader\.drop_last=True make no step"):
         loader_of(7, drop_last=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}])
+def test_a_batch_is_no_larger_than_the_epoch(options: dict[str, Any]) -> None:
+    few, many = (list(loader_of(10, rank=1, world_size=2, batch_size=size, **options)) for size in (10, 1_000_000))
+    assert len(many) == 1
+    assert equal(few[0], many[0])
 
 
 def test_an_id_out_of_range_names_its_row_in_the_set() -> None:

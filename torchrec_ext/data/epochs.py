@@ -39,6 +39,11 @@ class Epochs(ABC):
                 f"give more {what} or a smaller batch_size, or keep the last batch"
             )
 
+    @property
+    def num_samples(self) -> int:
+        """Rows or sequences of an epoch, over all ranks."""
+        return self._count
+
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """The batches of an epoch from step ``start`` on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -101,10 +102,13 @@ class ChunkLoader(Epochs):
         device = device or config.device
         chunk = with_elements(chunk, schema.dense) if isinstance(chunk, Chunk) else chunk
         items = None if items is None else with_elements(items, schema.dense)
+        # Padding up to a batch that no epoch fills would cost its time and memory.
+        rows = chunk.num_rows if isinstance(chunk, Chunk) else sum(group.rows for group in chunk.groups)
+        padded = dataclasses.replace(config, batch_size=min(config.batch_size, max(rows, 1)))
         if device is None:
-            self._rows = on_host(chunk, schema, config, items, negatives, share)
+            self._rows = on_host(chunk, schema, padded, items, negatives, share)
         else:
-            self._rows = on_device(chunk, schema, config, items, negatives, share, torch.device(device))
+            self._rows = on_device(chunk, schema, padded, items, negatives, share, torch.device(device))
         super().__init__(config, self._rows.num_rows, "rows")
         if not self._rows.ahead:
             self._depth, self._pin = 0, False

@@ -25,7 +25,7 @@ class LoaderConfig:
 
     Args:
         batch_size: positives per step *over all ranks*, so that a result does not depend on the number of ranks. A rank's batch has
-            ceil(batch_size / R) x (1 + negatives) rows.
+            ceil(batch_size / R) x (1 + negatives) rows, or what an epoch has where that is fewer.
         negatives: drawn per positive; 0 for rows with labels of their own, or for losses that take negatives from the batch.
         sampling: how negatives are drawn: ``uniform``, ``popularity``, ``hard`` (:class:`HardNegatives`), or ``mixed``: positives
             with candidates that all queries of a step share (:class:`MixedNegatives`), for a softmax over the batch.

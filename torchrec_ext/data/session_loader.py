@@ -57,6 +57,7 @@ class SessionLoader(Epochs):
             )
         self._sequences, self._schema, self._num_items = sequences, schema, num_items
         super().__init__(config, len(sequences), "sequences")
+        self._size = min(config.batch_size, self.num_samples)
 
     def _stream(self) -> dict[str, Any]:
         """What the stream depends on beside the epoch."""
@@ -77,7 +78,7 @@ class SessionLoader(Epochs):
     def _batch(self, everyone: Int64, epoch: int, step: int) -> TowerBatch:
         lengths = self._lengths[everyone]
         mine = everyone[deal(lengths, self._share.world_size) == self._share.rank]
-        size = self._share.rows(self.config.batch_size)
+        size = self._share.rows(self._size)
         candidates = self._candidates(epoch, step)
         return self._schema.assemble(
             {
@@ -96,7 +97,7 @@ class SessionLoader(Epochs):
             everything = np.arange(1, self._num_items + 1)
         else:
             generator = np.random.Generator(np.random.PCG64([self.config.seed, epoch, step, 1]))
-            everything = generator.integers(1, self._num_items + 1, size=self.config.batch_size * self.config.negatives)
+            everything = generator.integers(1, self._num_items + 1, size=self._size * self.config.negatives)
         share = self._share.rows(len(everything))
         mine = np.zeros(share, dtype=np.int64)
         own = everything[self._share.rank * share : (self._share.rank + 1) * share]
