@@ -85,3 +85,17 @@ def test_a_scheduler_without_its_package_is_told_in_one_line_with_the_extra(
     told = "-s kubernetes needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
     assert (printed.out, printed.err.splitlines()[-1]) == ("", told)
     assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize("words", ["rec.train.hybrid --name a/b/c", "rec.plan --tables a=10x8 --name b/c"])
+def test_a_name_with_a_slash_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(*words.split())
+    assert "the job would be called 'b/c', and a job's name has no slash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("topology", ["1x99999", "99999x1"])
+def test_more_ranks_than_the_machine_has_memory_for_are_refused_at_once(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        run("rec.train.hybrid", "-j", topology)
+    assert capsys.readouterr().err.startswith("99999 ranks on one machine: they need 25,000 GiB before they read any data, and it")

@@ -35,6 +35,8 @@ from torchx.schedulers.api import Stream
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppStatus, CfgVal, Role
 
+from torchx_apps.agent import too_many
+
 LOGS = Path("runs") / "logs"
 _LOCAL = "local_cwd"
 _WITH_THIS_ENVIRONMENT = (_LOCAL, "slurm")  # the others run an image, whose package and recipes may differ from those here
@@ -129,6 +131,8 @@ class JobRunner(Runner):
         parent_run_id: str | None = None,
     ) -> AppDryRunInfo[Any]:
         """What would be run; logs of local jobs are in ``runs/logs`` unless ``-cfg log_dir=...`` names another folder."""
+        if "/" in app.name:
+            raise ValueError(f"--name: the job would be called '{app.name}', and a job's name has no slash; EXPERIMENT/RUN has one")
         own = {**(cfg or {})}
         if scheduler == _LOCAL and not own.get("log_dir") and _can_make(LOGS):
             own["log_dir"] = str(LOGS.absolute())
@@ -147,6 +151,9 @@ class JobRunner(Runner):
         if launch.only_prints:
             sys.exit(launch.here(role.env).returncode)
         if local:
+            if refusal := too_many(launch.ranks):
+                print(refusal, file=sys.stderr)
+                sys.exit(1)
             logs = os.path.relpath(dryrun_info.request.log_dir)
             print(f"torchx run: starting {launch}; logs: {logs}", file=sys.stderr, flush=True)
         mistake = launch.mistake(role.env, bugs=local) if launch.has_settings else ""
