@@ -192,6 +192,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "neighbour.py").write_text(neighbour)
     (tmp_path / "my_recipe.py").write_text(recipe)
     (tmp_path / "my_broken.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "my_typo.py").write_text("import os\ndef job(:\n    return 3\n")
+    (tmp_path / "my_script.py").write_text("import sys\ndef job(path):\n    return 3\ndef stop():\n    sys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     for name in ("neighbour", "my_recipe", "_recipe_my_recipe"):
@@ -213,10 +215,13 @@ def test_a_recipe_of_the_users_own(spec: str, folder: Path) -> None:
         ("missing.module:job", "there is no module missing; install it"),
         ("my_recipe.py:jb", "there is no function 'jb'; did you mean 'job'? Functions there: job, number"),
         ("my_recipe.py:number", "it returned 3; a recipe returns one Job"),
+        ("my_typo.py:job", "{folder}/my_typo.py, line 2: invalid syntax: def job(:; correct the file"),
+        ("my_script.py:job", "it needs the argument 'path', and is called without any; give it a default"),
+        ("my_script.py:stop", "it ends the program with exit(0); a recipe returns one Job"),
     ],
 )
 def test_a_wrong_recipe_is_told(spec: str, told: str, folder: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"--recipe {spec}: {told}")):
+    with pytest.raises(ValueError, match=re.escape(f"--recipe {spec}: {told}").replace(re.escape("{folder}/"), ".*")):
         load_recipe(spec)
 
 
@@ -236,6 +241,7 @@ def test_flags() -> None:
         (["--bogus"], "unrecognized arguments: --bogus; `python -m torchx_apps.train --help` lists the flags"),
         (["--set", "loader.batch_siz=1"], "--set loader.batch_siz=1: there is no key 'batch_siz'; did you mean"),
         (["--recipe", "two_towr"], "--recipe two_towr: there is no such recipe"),
+        (["--run-dir", "runs\udcff"], r"argument --run-dir: 'runs\udcff' is not UTF-8; choose another name;"),
         (["--set", "id_dropout=item_id"], "--set id_dropout=item_id: id_dropout: 'item_id' must be a feature and a share of"),
     ],
 )

@@ -136,6 +136,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         (["--tables", "a=9x4", "--device", "tpu"], "device='tpu': must be one of cuda, cpu"),
         (["--tables", "a=9x4", "--world-size", "12"], "world_size=12 with local_world_size=8: every host has as many devices"),
         (["--tables", "a=9x4", "--world-size", "0"], "world_size=0: must be 1 or more"),
+        (["--tables", "a=9x4", "--world-size", "10000000"], "world_size=10000000: must be 16,384 or less; the planner weighs"),
         (["--tables", "a=9x4", "--reserve", "1"], "reserve=1.0: must be at least 0 and below 1"),
         (["--tables", "a=9x4", "--batch-size", "-3"], "--batch-size -3: a device needs at least one row in a step"),
         (["--tables", "a=9x4", "--sharding", "rowwise"], "--sharding rowwise: must be one of auto, data_parallel"),

@@ -32,7 +32,8 @@ def load_recipe(spec: str) -> Any:
         spec: the name of a built-in recipe, `my_recipe.py:job`, or `my.module:job`.
 
     Raises:
-        ValueError: when there is no such recipe, naming the nearest one and the list, or when it returns no dataclass.
+        ValueError: there is no such recipe (the message names the nearest one and the list), Python cannot read its file, it needs
+            an argument, ends the program, or returns no dataclass.
 
     Example:
         >>> load_recipe("two_tower").name
@@ -47,8 +48,16 @@ def load_recipe(spec: str) -> Any:
         ValueError: --recipe missing.py:job: there is no file missing.py in ...
     """
     where, colon, name = spec.rpartition(":")
-    recipe = _from_module(_import(where, spec), name, spec) if colon else _built_in(spec)
-    job = recipe()
+    try:
+        recipe = _from_module(_import(where, spec), name, spec) if colon else _built_in(spec)
+        _check_callable_bare(recipe, spec)
+        job = recipe()
+    except SyntaxError as error:
+        at = f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
+        raise ValueError(f"--recipe {spec}: {at}; correct the file") from None
+    except SystemExit as end:
+        # Its status may be 0, and would say that the job has been trained.
+        raise ValueError(f"--recipe {spec}: it ends the program with exit({end.code}); a recipe returns one Job") from None
     if not is_group(job):
         raise ValueError(f"--recipe {spec}: it returned {job!r}; a recipe returns one Job")
     return job
@@ -120,7 +129,7 @@ def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe; repeat at will"
     )
-    parser.add_argument("--run-dir", type=Path, help="folder for checkpoints, metrics and plan")
+    parser.add_argument("--run-dir", type=_folder, help="folder for checkpoints, metrics and plan")
     parser.add_argument(
         "--resume",
         default="never",
@@ -130,6 +139,15 @@ def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the recipe as changed by --set, and exit")
     parser.add_argument("--list-recipes", action="store_true", help="print the built-in recipes, and exit")
     return parser
+
+
+def _folder(text: str) -> Path:
+    """The path; JSON, protobuf and manifests hold it as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8; choose another name") from None
+    return Path(text)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -181,6 +199,13 @@ def _import_file(file: Path, spec: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up there
     found.loader.exec_module(module)
     return module
+
+
+def _check_callable_bare(recipe: Callable[[], Any], spec: str) -> None:
+    parameters = inspect.signature(recipe).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise ValueError(f"--recipe {spec}: it needs the argument {needed[0]!r}, and is called without any; give it a default")
 
 
 def _from_module(module: ModuleType, name: str, spec: str) -> Callable[[], Any]:

@@ -139,3 +139,10 @@ def test_a_table_with_the_name_of_a_method_is_refused() -> None:
     """A torch ModuleDict would raise KeyError: attribute 'items' already exists."""
     with pytest.raises(ValueError, match="table 'items': TorchRec keeps tables in a torch ModuleDict, where this name is taken"):
         Tower([EmbeddingBagConfig(name="items", feature_names=["item_id"], num_embeddings=5, embedding_dim=4)], [4])
+
+
+@pytest.mark.parametrize("dim", [0, -3])
+def test_a_table_without_columns_is_refused(dim: int) -> None:
+    table = EmbeddingBagConfig(name="item", feature_names=["item"], num_embeddings=5, embedding_dim=dim)
+    with pytest.raises(ValueError, match=f"table 'item': embedding_dim={dim}, must be 1 or more"):
+        Tower([table], [4])

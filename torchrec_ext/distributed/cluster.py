@@ -11,6 +11,7 @@ from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, Top
 
 DeviceType = Literal["cuda", "cpu"]
 GB = 1024**3
+_MOST_DEVICES = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,11 @@ class Cluster:
         for name in ("world_size", "local_world_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        if self.world_size > _MOST_DEVICES:
+            raise ValueError(
+                f"world_size={self.world_size}: must be {_MOST_DEVICES:,} or less; the planner weighs each device by itself, which "
+                "takes some 25 s for every 1,000"
+            )
         if self.world_size % self.local_world_size:
             raise ValueError(
                 f"world_size={self.world_size} with local_world_size={self.local_world_size}: every host has as many devices, so "

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_ext.modules.jagged_attention import Attention, Packing
 from torchrec_ext.modules.recorded import Recorded
 from torchrec_ext.modules.session_encoder import Position, SessionEncoder
-from torchrec_ext.modules.tower import Activation, Lent, by_table, mlp
+from torchrec_ext.modules.tower import Activation, Lent, by_table, check_tables, mlp
 from torchrec_ext.schema.arrays import dense_names
 
 Pooling = Literal["flatten", "last", "mean"]
@@ -85,6 +85,7 @@ class SessionTower(Recorded, nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        check_tables(tables)
         _check_features(tables, session, target)
         if pooling not in get_args(Pooling):
             raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(get_args(Pooling))}")

@@ -74,7 +74,7 @@ class Tower(Recorded, nn.Module):
         self.dense = dense_names(dense)
         if not tables and not self.dense:
             raise ValueError("tables=[] and dense=(): a Tower needs a table or a dense column")
-        _check_names(tables)
+        check_tables(tables)
         self.tables = list(tables)
         self.bags = bags = [table for table in tables if isinstance(table, EmbeddingBagConfig)]
         self.lists = lists = [table for table in tables if isinstance(table, EmbeddingConfig)]
@@ -175,7 +175,11 @@ def _check_weighted(tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str,
                 )
 
 
-def _check_names(tables: Sequence[BaseEmbeddingConfig]) -> None:
+def check_tables(tables: Sequence[BaseEmbeddingConfig]) -> None:
+    """Refuses what TorchRec only fails at later: a table without columns, and a name that a module cannot have."""
+    for table in tables:
+        if table.embedding_dim < 1:
+            raise ValueError(f"table '{table.name}': embedding_dim={table.embedding_dim}, must be 1 or more")
     taken = [table.name for table in tables if hasattr(nn.ModuleDict, table.name)]
     if taken:
         raise ValueError(f"table '{taken[0]}': TorchRec keeps tables in a torch ModuleDict, where this name is taken; add a suffix")

@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,10 @@ def test_killed_at_any_moment_the_former_or_the_new_one_is_there(tmp_path: Path)
         found.add(step)
         checkpointer.close()
     assert len(found) > 3
+
+
+@pytest.mark.parametrize("address", ["nope://x/y", "s3://a-bucket/x"])
+def test_an_address_without_a_driver_is_refused_in_one_line(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(CheckpointError, match=f"^checkpoint folder '{address}' cannot be opened .*check the address, its driver"):
+        CheckpointFolder(address)

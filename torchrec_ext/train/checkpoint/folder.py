@@ -31,11 +31,20 @@ class CheckpointFolder:
 
     Args:
         folder: a path, or an address such as ``s3://bucket/runs/a``.
+
+    Raises:
+        CheckpointError: an address that no installed driver opens.
     """
 
     def __init__(self, folder: str) -> None:
         self.remote = is_url(folder)
-        self.files, self.root = url_to_fs(folder if self.remote else str(Path(folder).absolute()))
+        try:
+            self.files, self.root = url_to_fs(folder if self.remote else str(Path(folder).absolute()))
+        except Exception as error:  # each driver has its own: not installed, no such protocol, no network, no right
+            raise CheckpointError(
+                f"checkpoint folder '{folder}' cannot be opened ({type(error).__name__}: {error}); check the address, its driver "
+                "and the network"
+            ) from None
         self._address = folder.rstrip("/") if self.remote else self.root
         self._lock: IO[str] | None = None
 
