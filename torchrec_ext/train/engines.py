@@ -71,17 +71,24 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
     """The ops of the step, run once on tensors without values.
 
     Raises:
-        CannotCaptureError: an op needs values; the message names it and the line.
+        CannotCaptureError: an op needs values, or other ranks; the message names it.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     try:
-        return make_fx(step, tracing_mode="fake")(*tensors)
+        graph = make_fx(step, tracing_mode="fake")(*tensors)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         op = getattr(error, "func", "aten._local_scalar_dense")  # float(), if and .item() of a tensor
         raise CannotCaptureError(f"{op} at {line_of(error)} depends on values that a step computes") from None
+    for node in graph.graph.nodes:
+        if getattr(node.target, "namespace", "").endswith(("c10d", "c10d_functional")):
+            raise CannotCaptureError(
+                f"ranks meet in every step ({node.target}), as in batch normalisation or a softmax over the candidates of all "
+                "ranks; launch one rank (-j 1x1)"
+            )
+    return graph
 
 
 def first_line(error: BaseException) -> str:
