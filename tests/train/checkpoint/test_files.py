@@ -1,5 +1,6 @@
 """What is damaged is found and named, what is half written is none, and nothing in a checkpoint runs."""
 
+import errno
 import json
 import os
 import pickle
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from tests.contracts import _CONTEXT
 from tests.examples import small_model
+from tests.killing import killed_everywhere
 from torchrec_ext.distributed.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import checkpointer as module
+from torchrec_ext.train.checkpoint import folder as folder_module
 from torchrec_ext.train.checkpoint import manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder
@@ -184,6 +187,125 @@ def test_what_was_never_finished_is_no_checkpoint_and_is_removed(tmp_path: Path)
     assert folder.steps() == [1]
     assert sorted(folder.clean()) == ["step-0000000002.partial", "step-0000000003"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["lock", "step-0000000001"]
+
+
+def _set_aside(folder: str) -> None:
+    checkpointer = Checkpointer(folder, HERE)
+    checkpointer.branch({"step": 1, "format": 1}, None, say=lambda _: None)
+
+
+def test_killed_at_any_moment_of_a_rollback_all_that_lay_ahead_is_there_or_nothing_is_resumed(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, tmp_path / "whole")
+    saved(tmp_path / "whole", 3)
+    folder, seen = tmp_path / "run", []
+    shutil.copytree(tmp_path / "whole", folder)
+    for ended in killed_everywhere(_set_aside, str(folder)):
+        seen.append(CheckpointFolder(str(folder)).steps())
+        assert seen[-1] in ([3, 2, 1], [1])
+        Checkpointer(str(folder), HERE).close()  # the next job's
+        assert seen[-1] == CheckpointFolder(str(folder)).steps()
+        moved = sorted(path.parent.name for path in folder.glob("set-aside-1/step-*/manifest.json"))
+        assert moved == ([] if 2 in seen[-1] else ["step-0000000002", "step-0000000003"])
+        assert len(list(folder.glob("set-aside*"))) <= 1, "no leftovers"
+        if not ended:
+            shutil.rmtree(folder)
+            shutil.copytree(tmp_path / "whole", folder)
+    assert seen[0] == [3, 2, 1]
+    assert len(seen) > 3
+
+
+def test_a_run_that_begins_anew_where_another_one_has_saved_keeps_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path, 5, 6, 7)
+    saved(tmp_path, 1, 2, keep=2)
+    assert CheckpointFolder(str(tmp_path)).steps() == [2, 1]
+    assert "set aside: the checkpoints of step 5, 6, 7, which lie ahead of step 1, are in " in capsys.readouterr().out
+
+
+def test_an_address_sets_aside_what_lay_ahead_too() -> None:
+    folder = CheckpointFolder("memory://checkpoints/back")
+    for step in (1, 2, 3):
+        folder.begin(step)
+        folder.commit(step, b"{}")
+    moves = iter([None])
+    keep, folder.files.mv = folder.files.mv, lambda *paths: next(moves) or keep(*paths)
+    with pytest.raises(StopIteration):  # in the middle of it
+        folder.set_aside(1)
+    folder.files.mv = keep
+    assert folder.steps() == [1]
+    folder.lock()
+    assert folder.steps() == [1]
+    assert sorted(folder.files.find(f"{folder.root}/set-aside-1")) == [
+        f"{folder.root}/set-aside-1/step-000000000{step}/manifest.json" for step in (2, 3)
+    ]
+    assert folder.clean() == []
+
+
+def _save_again(folder: str) -> None:
+    checkpointer = Checkpointer(folder, HERE)
+    checkpointer.save(2, model_state(filled(4)))
+    checkpointer.close()
+
+
+def test_killed_while_a_step_is_saved_again_the_first_or_the_second_one_is_there(two: Path, tmp_path: Path) -> None:
+    folder, seen = tmp_path / "run", []
+    shutil.copytree(two, folder)
+    for ended in killed_everywhere(_save_again, str(folder)):
+        checkpointer = Checkpointer(str(folder), HERE)
+        path = checkpointer.last_good()
+        assert path is not None
+        checkpointer.load(path, model_state(model := filled(0)))
+        seen.append(values(model))
+        assert seen[-1] in ({2.0}, {4.0})
+        checkpointer.folder.clean()
+        checkpointer.close()
+        names = ["lock", "step-0000000001", "step-0000000002"]
+        assert sorted(entry.name for entry in folder.iterdir()) == names, "no leftovers"
+        if not ended:
+            shutil.rmtree(folder)
+            shutil.copytree(two, folder)
+    assert seen[0] == {2.0}
+    assert seen[-1] == {4.0}
+
+
+def test_a_step_saved_again_behind_an_address_stays_until_the_second_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer("memory://checkpoints/again", HERE)
+    for value in (1, 2, 3):
+        checkpointer.save(7, model_state(filled(value)))
+        checkpointer.wait()
+        path = checkpointer.last_good()
+        assert path is not None
+        checkpointer.load(path, model_state(model := filled(0)))
+        assert values(model) == {float(value)}
+        assert len(checkpointer.folder.files.ls(checkpointer.folder.root)) == 1, "the former one is gone"
+    checkpointer.folder.begin(7)
+    checkpointer.load(checkpointer.folder.path(7), model_state(model := filled(0)))
+    assert values(model) == {3.0}
+    checkpointer.close()
+
+
+def test_the_best_stays_marked_until_the_next_best_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(str(tmp_path), HERE, keep=1)
+    checkpointer.save(1, model_state(filled(1)))
+    checkpointer.mark_best(1, {"auc": 0.8})
+    checkpointer.wait()
+    assert checkpointer.folder.noted("best.json") == {"step": 1, "auc": 0.8}
+    monkeypatch.setattr(checkpointer.folder, "commit", lambda *_: exec("raise CheckpointError('disk')", globals()))
+    checkpointer.save(2, model_state(filled(2)))
+    checkpointer.mark_best(2, {"auc": 0.9})
+    with pytest.raises(CheckpointError, match="disk"):
+        checkpointer.wait()
+    assert checkpointer.folder.noted("best.json") == {"step": 1, "auc": 0.8}
+
+
+def test_a_file_system_without_locks_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(folder_module.fcntl, "flock", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot be locked \(No locks available\): .*its file system offers none.*--run-dir"):
+        Checkpointer(str(tmp_path), HERE)
 
 
 def test_two_jobs_do_not_write_one_folder(tmp_path: Path) -> None:

@@ -66,37 +66,48 @@ class Noted:
         self._loader.load_state_dict(state)
 
 
-def run(runtime: Runtime, folder: Path, name: str, plan: str, resume: bool) -> Any:
+def run(
+    runtime: Runtime,
+    folder: Path,
+    name: str,
+    plan: str,
+    *,
+    resume: bool | str,
+    rate: float = 0.1,
+    keep: int = 3,
+    epochs: int = EPOCHS,
+) -> Any:
+    """Trains to the end, from the newest checkpoint or the one at a path; ``rate`` is that of the tables."""
     data = checkerboard(users=20, items=28)
     torch.manual_seed(3)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=0.0), data)
-    optimizers = OptimizerConfig(tables="adagrad", tables_lr=0.1)
+    optimizers = OptimizerConfig(tables="adagrad", tables_lr=rate)
     chosen = plan_sharding(model, runtime, PlanConfig(sharding=plan), optimizer=optimizers)  # type: ignore[arg-type]
     parallel, optimizer = hybrid_parallel(model, runtime, plan=chosen, optimizer=optimizers, seed=3)
     config = LoaderConfig(batch_size=16, negatives=2)
     loader = training_loader(data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size)
-    checkpointer = Checkpointer(str(folder / "checkpoints"), runtime)
+    checkpointer = Checkpointer(str(folder / "checkpoints"), runtime, keep=keep)
     if runtime.is_main:
         checkpointer.folder.clean()
-    path = checkpointer.last_good() if resume else None
-    assert (path is None) != resume
+    path = resume if isinstance(resume, str) else checkpointer.last_good() if resume else None
+    assert (path is None) != bool(resume)
     history = train(
         parallel,
         optimizer,
         Noted(loader, folder / f"{name}-{runtime.rank}.jsonl"),
         runtime,
-        TrainConfig(epochs=EPOCHS, log_every=LOGGED, compile="off"),
+        TrainConfig(epochs=epochs, log_every=LOGGED, compile="off"),
         checkpoints=RunCheckpoints(checkpointer, CONFIG, resume=path),
     )
     return {"losses": {record["step"]: record["loss"] for record in history}, "state": gather_state(parallel), "steps": len(loader)}
 
 
-def rank(number: int, world_size: int, folder: Path, name: str, plan: str, resume: bool) -> None:
+def rank(number: int, world_size: int, folder: Path, name: str, plan: str, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"{name}.store"), world_size)
     dist.init_process_group("gloo", store=store, rank=number, world_size=world_size)
     runtime = Runtime(rank=number, local_rank=number, world_size=world_size, local_world_size=world_size)
-    found = run(runtime, folder, name, plan, resume)
+    found = run(runtime, folder, name, plan, **options)
     if number == 0:
         (folder / f"{name}.part").write_bytes(pickle.dumps(found))
         os.replace(folder / f"{name}.part", folder / f"{name}.end")
@@ -104,11 +115,11 @@ def rank(number: int, world_size: int, folder: Path, name: str, plan: str, resum
 
 
 class Attempt:
-    """Ranks of a run, as processes."""
+    """Ranks of a run, as processes; with the options of :func:`run`."""
 
-    def __init__(self, folder: Path, name: str, world_size: int, plan: str, *, resume: bool) -> None:
+    def __init__(self, folder: Path, name: str, world_size: int, plan: str, **options: Any) -> None:
         self.folder, self.name, self.world_size = folder, name, world_size
-        arguments = [(number, world_size, folder, name, plan, resume) for number in range(world_size)]
+        arguments = [(number, world_size, folder, name, plan, options) for number in range(world_size)]
         self.processes = [_CONTEXT.Process(target=rank, args=own, daemon=True) for own in arguments]
         for process in self.processes:
             process.start()

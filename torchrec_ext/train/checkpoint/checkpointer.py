@@ -95,8 +95,19 @@ class Checkpointer:
             self.folder.unlock()
 
     def mark_best(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Keeps the checkpoint of ``step`` however many follow it, in place of the one marked before."""
-        self.note("best.json", {"step": step, **figures})
+        """Keeps the checkpoint of ``step`` however many follow it, in place of the one marked before, once it is written."""
+        before = self._running
+
+        def mark() -> None:
+            if before is not None:
+                before.result()  # where the save has failed, the one marked before stays
+            self.together.on_main(lambda: self._marked(step, figures))
+
+        self._running = self._thread.submit(mark)
+
+    def _marked(self, step: int, figures: Mapping[str, Any]) -> None:
+        self.folder.note("best.json", {"step": step, **figures})
+        self.folder.prune(self._keep, [step])
 
     def note(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes a small file beside the checkpoints; rank 0 alone does."""
@@ -124,22 +135,22 @@ class Checkpointer:
             say: called on rank 0 with a line where something was set aside.
         """
         self._parent = {"step": saved["step"], "sha256": manifest.digest_of(saved)}
-        line = self.together.on_main(lambda: self.folder.set_aside(saved["step"]))
+        line = self.together.on_main(lambda: self._set_aside(saved["step"], best))
         if line and self._runtime.is_main:
             say(line)
-            self._keep_best(best)
 
-    def _keep_best(self, best: Mapping[str, Any] | None) -> None:
-        """The checkpoint marked as best is again the best of the run as it stands; none where that one is gone."""
-        if best is not None and best["best_step"] in self.folder.steps():
-            self.mark_best(best["best_step"], best)
-        else:
-            self.folder.note("best.json", None)
+    def _set_aside(self, step: int, best: Mapping[str, Any] | None) -> str | None:
+        """What lies ahead of ``step``; the checkpoint marked as best is again the best of the run as it stands, if it is there."""
+        line = self.folder.set_aside(step)
+        marked, steps = self.folder.noted("best.json"), self.folder.steps()
+        if isinstance(marked, dict) and marked.get("step") not in steps:
+            kept = best if best is not None and best["best_step"] in steps else None
+            self.folder.note("best.json", kept and {"step": kept["best_step"], **kept})
+        return line
 
     def _write(self, step: int, copies: State, described: Mapping[str, Any]) -> None:
         needed = sum(self.together.gathered(_bytes(copies)))
-        self.together.on_main(lambda: self._make_room(step, needed))
-        path = self.folder.writing(step)
+        path = self.together.on_main(lambda: self._make_room(step, needed))
         try:
             dcp.save(
                 copies,
@@ -163,10 +174,14 @@ class Checkpointer:
         best = self.folder.noted("best.json")
         self.folder.prune(self._keep, [best["step"]] if isinstance(best, dict) and "step" in best else [])
 
-    def _make_room(self, step: int, needed: int) -> None:
-        self.folder.begin(step)
+    def _make_room(self, step: int, needed: int) -> str:
+        line = self._set_aside(step, None)  # what is newer is of another run, for this one begins anew
+        if line:
+            print(line, flush=True)
+        path = self.folder.begin(step)
         if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed:
             raise CheckpointError(self._no_space(self.folder.path(step), needed, free))
+        return path
 
     def _no_space(self, path: str, needed: int, free: int) -> str:
         return (

@@ -176,6 +176,8 @@ class RunCheckpoints:
                 raise ValueError(f"checkpoint '{self._resume}': {error}, with checkpoint.changed=next_epoch") from None
             position.ended = True
         self._checkpointer.branch(saved, content["watch"]["best"])
+        if _parent(self._resume) == self._checkpointer.folder.address:
+            self._last, self._history = position.step, len(saved["content"]["position"]["history"])
         return position
 
     def after_step(self, run: Run) -> None:

@@ -1,0 +1,83 @@
+"""A run that goes back to an earlier step, is killed and restarted, ends as the same branch does that nobody has killed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.checkpoint.test_killed import Attempt
+from torchrec_ext.train.checkpoint import manifest
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder
+from torchrec_ext.train.checkpoint.reading import read_manifest
+
+RANKS, PLAN, SETTINGS = 2, "row_wise", {"keep": 6, "epochs": 2}
+
+
+def digest(found: Any) -> str:
+    sha = hashlib.sha256()
+    for name, value in sorted(found["state"].items()):
+        sha.update(name.encode() + value.numpy().tobytes())
+    return sha.hexdigest()
+
+
+def lineage(folder: CheckpointFolder) -> list[int]:
+    """Steps of the folder, each of which names the one before it as its parent wherever that is still there."""
+    manifests = {step: read_manifest(folder.path(step)) for step in folder.steps()}
+    for step, content in manifests.items():
+        parent = content["parent"]
+        assert parent is None or parent["step"] < step
+        if parent is not None and parent["step"] in manifests:
+            assert parent["sha256"] == manifest.digest_of(manifests[parent["step"]]), step
+    return list(manifests)
+
+
+def has_begun(log: Path, steps: int) -> bool:
+    return steps == 0 or (log.exists() and log.read_text().count("\n") >= steps)
+
+
+@pytest.mark.parametrize("trials", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_gone_back_killed_and_restarted_a_branch_ends_as_if_never_killed(trials: int, tmp_path: Path) -> None:
+    draw = random.Random(trials)
+    here, other = tmp_path / "here", tmp_path / "other"
+    here.mkdir()
+    with Attempt(here, "first", RANKS, PLAN, resume=False, **SETTINGS) as attempt:
+        ends = {digest(attempt.result())}
+    folder = CheckpointFolder(str(here / "checkpoints"))
+    saved: set[int] = set()  # steps that a killed branch had saved
+    for trial in range(1, trials + 1):
+        steps = folder.steps()
+        back, rate = draw.choice(steps[1:]), draw.uniform(0.02, 0.3)  # another branch, for it learns at another rate
+        shutil.rmtree(other, ignore_errors=True)
+        shutil.copytree(here / "checkpoints", other / "checkpoints")
+        unkilled = CheckpointFolder(str(other / "checkpoints"))
+        with Attempt(other, "unkilled", RANKS, PLAN, resume=unkilled.path(back), rate=rate, **SETTINGS) as attempt:
+            expected, made = digest(attempt.result()), len(attempt.steps())
+        with Attempt(here, f"killed{trial}", RANKS, PLAN, resume=folder.path(back), rate=rate, **SETTINGS) as attempt:
+            attempt.until(lambda trial=trial: (here / f"checkpoints/set-aside-{trial}").exists())
+            attempt.until(partial(has_begun, here / f"killed{trial}-0.jsonl", draw.randrange(made)))
+            time.sleep(draw.random() * 0.05)
+            attempt.kill(list(range(RANKS)) if draw.random() < 0.5 else [draw.randrange(RANKS)])
+            ended = attempt.ended()
+        left = folder.steps()
+        with Attempt(here, f"again{trial}", RANKS, PLAN, resume=True, rate=rate, **SETTINGS) as attempt:
+            found = digest(attempt.result())
+        assert found == expected, (trial, back, left)
+        assert lineage(folder) == lineage(unkilled), (trial, back, left)
+        aside = [int(path.name[-10:]) for path in here.glob(f"checkpoints/set-aside-{trial}/step-*")]
+        assert sorted(aside, reverse=True) == [step for step in steps if step > back]
+        ends.add(found)
+        saved.add(left[0] - back)
+        print(
+            f"{trial}: from {steps} back to {back}, killed {'after its end' if ended else 'with ' + str(left)}, "
+            f"restarted: {folder.steps()} and the digest {found[:8]} of the branch that was not killed",
+            flush=True,
+        )
+    assert len(ends) == trials + 1, "every branch has an end of its own"
+    assert trials < 3 or len(saved) > 2
