@@ -18,6 +18,7 @@ from pathlib import Path
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.gpu_sharing import gpu_sharing
 from torchrec_ext.networks.skeleton import StackError
+from torchrec_ext.train.checkpoint.shared_folder import check_shared
 from torchrec_ext.train.finite import TrainingDivergedError
 from torchx_apps import networks_report as report
 from torchx_apps import training
@@ -75,6 +76,8 @@ def _begin(recipe: str, run_dir: Path | None, config: NetworksConfig, world: Wor
         (root / LAUNCH).write_text(launch_id() + "\n")
         world.tell("begin", json.dumps([str(root), "auto" if again else config.resume]))
     folder, resume = json.loads(world.told(["begin"])[0])
+    if world.size > 1:
+        check_shared(folder, world.rank, world.gathered)
     return Path(folder), dataclasses.replace(config, resume=resume)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -122,6 +123,7 @@ class World:
         alone = "RANK" not in environ
         self._store: Any = dist.HashStore() if alone else next(iter(dist.rendezvous("env://")))[0]
         self._store = dist.PrefixStore("networks", self._store)
+        self._gathers = 0
 
     def narrow(self, group: RankGroup, name: str) -> None:
         """Lets this process's next ``Runtime.start`` join the ranks of ``group`` alone.
@@ -167,6 +169,12 @@ class World:
     def told(self, keys: Sequence[str]) -> list[str]:
         """The texts that ranks left, when all are there; a rank that fails ends the job, and this wait with it."""
         return [self._told(key) for key in keys]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The values of all ranks in rank order, of what JSON holds; all ranks call it together."""
+        self._gathers += 1
+        self.tell(f"gathered/{self._gathers}/{self.rank}", json.dumps(value))
+        return [json.loads(text) for text in self.told([f"gathered/{self._gathers}/{rank}" for rank in range(self.size)])]
 
     def _told(self, key: str) -> str:
         from datetime import timedelta

@@ -1,5 +1,6 @@
 """Killed by force at any moment and resumed on other ranks, a run has seen the same samples and ends with the same figures."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -147,7 +148,8 @@ class Attempt:
     def kill(self, numbers: list[int]) -> None:
         """By force; the others have to end by themselves."""
         for number in numbers:
-            os.kill(self.processes[number].pid or 0, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(self.processes[number].pid or 0, signal.SIGKILL)
         self.until(self.over)
 
     def steps(self) -> dict[Step, list[tuple[int, ...]]]:

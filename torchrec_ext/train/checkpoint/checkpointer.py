@@ -23,6 +23,7 @@ from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.parts import Parts, SavePlanner, State
 from torchrec_ext.train.checkpoint.reading import newest_good
 from torchrec_ext.train.checkpoint.restoring import load
+from torchrec_ext.train.checkpoint.shared_folder import check_shared
 from torchrec_ext.train.checkpoint.state import ModelState
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, writer
 from torchrec_ext.train.checkpoint.together import Together
@@ -40,7 +41,7 @@ class Checkpointer:
         keep: how many of the newest stay.
 
     Raises:
-        CheckpointError: the folder cannot be written, or another job writes it.
+        CheckpointError: the folder cannot be written, another job writes it, or not all ranks see it.
     """
 
     def __init__(self, folder: str, runtime: Runtime, *, keep: int = 3) -> None:
@@ -51,6 +52,8 @@ class Checkpointer:
         self._copies: dict[str, Any] = {}
         self._parent: dict[str, Any] | None = None  # step and digest of the checkpoint that the next one follows
         self.together.on_main(self.folder.lock)
+        if runtime.world_size > 1:
+            check_shared(folder, runtime.rank, self.together.gathered)
 
     def save(self, step: int, state: ModelState, extra: State | None = None, content: Mapping[str, Any] | None = None) -> None:
         """Begins to save, after the save before has ended.

@@ -1,0 +1,59 @@
+"""A folder that only some of the ranks see is refused on all of them, before anything is saved."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.contracts import run_ranks
+from tests.examples import small_model
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.checkpoint import shared_folder
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.state import model_state
+
+
+def saved_as_on_a_host_of_its_own(runtime: Runtime, folder: str, checkpoints: str) -> str:
+    """Saves a step where each rank stands in another folder; what went wrong."""
+    shared_folder._LATE_S = 0.5
+    home = Path(folder, f"host{runtime.rank}")
+    home.mkdir()
+    os.chdir(home)
+    try:
+        checkpointer = Checkpointer(checkpoints, runtime)
+        checkpointer.save(1, model_state(small_model(torch.device("cpu"))))
+        checkpointer.close()
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_folder_of_each_host_is_refused_on_all_ranks_with_the_remedy(tmp_path: Path) -> None:
+    for told in run_ranks(saved_as_on_a_host_of_its_own, 2, str(tmp_path), "runs/a/checkpoints"):
+        assert "folder 'runs/a/checkpoints': rank 1 on " in told
+        assert "cannot see what rank 0 on " in told
+        assert "give a folder that all hosts share, by an absolute path, with --run_dir" in told
+    assert not list(tmp_path.rglob("step-*")), "nothing was saved"
+    assert not list(tmp_path.rglob(".shared-*")), "no leftovers"
+
+
+def test_a_folder_that_all_see_is_taken(tmp_path: Path) -> None:
+    found = run_ranks(saved_as_on_a_host_of_its_own, 2, str(tmp_path), str(tmp_path / "shared"))
+    assert found == ["saved", "saved"]
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["lock", "step-0000000001"]
+
+
+@pytest.mark.unit
+def test_what_a_network_file_system_shows_late_is_waited_for(tmp_path: Path) -> None:
+    first = iter([(".shared-late", ""), (True, "host")])  # what rank 0 says
+
+    def gathered(value: object) -> list[object]:
+        return [next(first), value]
+
+    threading.Thread(target=lambda: (time.sleep(0.3), (tmp_path / ".shared-late").touch())).start()
+    shared_folder.check_shared(str(tmp_path), 1, gathered)
