@@ -17,7 +17,7 @@ from torchrec_ext.train.checkpoint import manifest
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.reading import read_manifest
 
-RANKS, PLAN, SETTINGS = 2, "row_wise", {"keep": 9, "epochs": 2}
+RANKS, PLAN, EPOCHS = 2, "row_wise", 2
 
 
 def digest(found: Any) -> str:
@@ -48,26 +48,28 @@ def test_gone_back_killed_and_restarted_a_branch_ends_as_if_never_killed(trials:
     draw = random.Random(trials)
     here, other = tmp_path / "here", tmp_path / "other"
     here.mkdir()
-    with Attempt(here, "first", RANKS, PLAN, resume=False, **SETTINGS) as attempt:
+    with Attempt(here, "first", RANKS, PLAN, resume=False, keep=9, epochs=EPOCHS) as attempt:
         ends = {digest(attempt.result())}
     folder = CheckpointFolder(str(here / "checkpoints"))
     saved: set[int] = set()  # steps that a killed branch had saved
     for trial in range(1, trials + 1):
         steps = folder.steps()
-        back, rate = draw.choice(steps[1:]), draw.uniform(0.02, 0.3)  # another branch, for it learns at another rate
+        back = draw.choice(steps[1:])
+        # Another branch, for it learns at another rate; with fewer to keep it prunes.
+        settings = {"rate": draw.uniform(0.02, 0.3), "keep": draw.choice([5, 7, 9]), "epochs": EPOCHS}
         shutil.rmtree(other, ignore_errors=True)
         shutil.copytree(here / "checkpoints", other / "checkpoints")
         unkilled = CheckpointFolder(str(other / "checkpoints"))
-        with Attempt(other, "unkilled", RANKS, PLAN, resume=unkilled.path(back), rate=rate, **SETTINGS) as attempt:
+        with Attempt(other, "unkilled", RANKS, PLAN, resume=unkilled.path(back), **settings) as attempt:
             expected = digest(attempt.result())
-        with Attempt(here, f"killed{trial}", RANKS, PLAN, resume=folder.path(back), rate=rate, **SETTINGS) as attempt:
+        with Attempt(here, f"killed{trial}", RANKS, PLAN, resume=folder.path(back), **settings) as attempt:
             attempt.until(lambda trial=trial: (here / f"checkpoints/set-aside-{trial}").exists())
             attempt.until(partial(has_saved, folder, back + draw.randrange(steps[0] - back)))
-            time.sleep(draw.random() * 0.2)
+            time.sleep(draw.random() * 0.05)
             attempt.kill(list(range(RANKS)) if draw.random() < 0.5 else [draw.randrange(RANKS)])
             ended = attempt.ended()
         left = folder.steps()
-        with Attempt(here, f"again{trial}", RANKS, PLAN, resume=True, rate=rate, **SETTINGS) as attempt:
+        with Attempt(here, f"again{trial}", RANKS, PLAN, resume=True, **settings) as attempt:
             found = digest(attempt.result())
         assert found == expected, (trial, back, left)
         assert lineage(folder) == lineage(unkilled), (trial, back, left)
