@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from torchx_apps.sigterm import end_where_no_child_runs, ending_the_block, once
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -34,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 when a rank failed or the other nodes went away, or 128 + the signal that stopped the job.
     """
+    with ending_the_block():
+        end_where_no_child_runs()
+        return _run(list(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
     _stop_when_orphaned()
     # Imported late: torch takes seconds, and the launcher may die in them.
     from torch.distributed import run
@@ -42,11 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     _leave_the_error_to_us()
-    options = run.parse_args(list(sys.argv[1:] if argv is None else argv))
+    options = run.parse_args(argv)
     if options.nproc_per_node.isdecimal() and (refusal := too_many(int(options.nproc_per_node))):
         hand_over(refusal)
         return 1
     _end_when_lost(options)
+
+    def stop() -> None:
+        raise SignalException("the job was stopped by SIGTERM", signal.SIGTERM)
+
+    # In place of torch's own handler, which at a second signal no longer waits for ranks that save.
+    options.signals_to_handle = ",".join(name for name in options.signals_to_handle.split(",") if name.strip() != "SIGTERM")
+    signal.signal(signal.SIGTERM, once(stop, stop))
     try:
         run.run(options)  # without the wrapper of run.main, which writes the scheduler's reply file too, and not in one move
     except ChildFailedError as failed:
@@ -151,10 +166,11 @@ def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | 
         argv: the flags; the command line when None.
 
     Returns:
-        The app's own, 1 after an error, 130 after Ctrl-C.
+        The app's own, 1 after an error, 130 after Ctrl-C; SIGTERM ends the process with 143.
     """
     try:
-        return _as_a_rank(app, argv) if "TORCHELASTIC_RUN_ID" in os.environ else app(argv)
+        with ending_the_block():
+            return _as_a_rank(app, argv) if "TORCHELASTIC_RUN_ID" in os.environ else app(argv)
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
@@ -18,6 +17,7 @@ from torchrec_ext.train.checkpoint.reading import damage, newest_good
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchrec_ext.train.checkpoint.together import Together
 from torchx_apps.link_watch import children_of
+from torchx_apps.sigterm import end_now, once
 
 CHECKPOINTS, LAUNCH = "checkpoints", "launch"
 _NO_LAUNCH = ("", "none")  # without torchrun, and where torchrun was given no --rdzv-id: then launches share it
@@ -212,21 +212,21 @@ def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM has come, which schedulers send some seconds before they kill; a second one ends the process at once.
+    """Whether SIGTERM has come, which schedulers send some seconds before they kill.
 
-    The ranks answer together after a step, save, and end with the exit code of a job that the signal stopped. Where a rank has
-    died, for which torchrun stops the others, there is no answering together: the first signal ends the process.
+    Those of the first five seconds are one, see :func:`torchx_apps.sigterm.once`; a later one ends the process at once. The ranks
+    answer together after a step, save, and end with the exit code of a job that the signal stopped. Where a rank has died, for
+    which torchrun stops the others, there is no answering together: the first signal ends the process.
     """
     asked = False
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def ask() -> None:
         nonlocal asked
         asked = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if a_neighbour_died():
-            os.kill(os.getpid(), signal.SIGTERM)
+            end_now()
 
-    before = signal.signal(signal.SIGTERM, handle)
+    before = signal.signal(signal.SIGTERM, once(ask, end_now))
     try:
         yield lambda: asked
     finally:

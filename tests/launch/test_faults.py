@@ -57,6 +57,22 @@ def test_sigterm_saves_ends_with_143_and_goes_on_from_there(whole: Job, tmp_path
 
 
 @pytest.mark.parametrize("launcher", [AGENT, TORCHRUN], ids=["agent", "torchrun"])
+def test_the_signals_that_slurm_sends_to_every_process_are_one(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    with Job(tmp_path / "run", launcher=launcher, settings=(*SETTINGS, "checkpoint.steps=0", "train.log_every=5")) as job:
+        job.until(lambda: len(job.records()) > 3)
+        ranks = job.ranks()
+        for _ in range(2):  # to the step, and by srun
+            for pid in (job.process.pid, *ranks):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            time.sleep(0.005)
+        code = job.end(60)
+        assert job.said.count("which is saved; go on with --resume auto") == 1, job.said
+        assert launcher is TORCHRUN or code == 128 + signal.SIGTERM
+        assert gone(ranks, 0)
+
+
+@pytest.mark.parametrize("launcher", [AGENT, TORCHRUN], ids=["agent", "torchrun"])
 def test_a_launcher_killed_by_force_leaves_no_process_and_loses_no_checkpoint(launcher: tuple[str, ...], tmp_path: Path) -> None:
     with Job(tmp_path / "run", launcher=launcher) as job:
         job.until(job.steps)

@@ -1,0 +1,97 @@
+"""What SIGTERM does to a process of a job. Nothing here needs torch, whose import takes seconds in which the signal may come.
+
+Where Slurm stops a job, each process has the signal from the step and once more from srun, and a rank of torchrun also from its
+agent, all within milliseconds. In a container a process may be process 1, which has no default handler: what it does not handle is
+ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from torchx_apps.link_watch import children_of
+
+SAME_S = 5.0
+ENDED = 128 + signal.SIGTERM
+
+
+def once(first: Callable[[], None], later: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
+    """A signal handler for which the signals of five seconds are one.
+
+    Args:
+        first: called at the first signal.
+        later: called at each that comes five seconds after the first, or later.
+
+    Example:
+        >>> handle = once(lambda: print("first"), lambda: print("later"))
+        >>> handle(signal.SIGTERM, None)
+        first
+        >>> handle(signal.SIGTERM, None)
+    """
+    since: float | None = None
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal since
+        now = time.monotonic()
+        if since is None:
+            since = now
+            first()
+        elif now - since >= SAME_S:
+            later()
+
+    return handle
+
+
+@contextmanager
+def ending_the_block() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what was begun is removed, and then the process with 143.
+
+    A rank beside others keeps the default where it has one: it may wait in a collective, and Python handles no signal before that
+    returns. Python handles signals in the first thread alone; in another one the block changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread() or ("RANK" in os.environ and os.getpid() != 1):
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(ENDED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def end_where_no_child_runs() -> None:
+    """SIGTERM ends this process at once with 143 as long as it has no child, whatever it waits for.
+
+    A handler of Python's would run when the call returns that the first thread is in: over a minute where the agent of a node asks
+    for a host that does not answer. This one is a thread, which the interpreter tells of signals that have a handler in Python.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(told, 1) != bytes([signal.SIGTERM]) or children_of(os.getpid()):
+            pass
+        print("stopped by SIGTERM before any rank was started", file=sys.stderr, flush=True)
+        os._exit(ENDED)
+
+    if sys.platform == "linux":  # elsewhere children are not seen
+        threading.Thread(target=watch, daemon=True, name="sigterm-watch").start()
+
+
+def end_now() -> None:
+    """Ends this process as SIGTERM does where nobody handles it; process 1, to which that does nothing, with 143."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(ENDED)
