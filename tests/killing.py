@@ -12,7 +12,8 @@ import torch
 
 from tests.contracts import _CONTEXT
 
-_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")  # as Python's audit events call them, before they happen
+# As Python's audit events call them, before they happen; the last is the look-up of a C function such as renameat2.
+_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "ctypes.dlsym")
 
 
 def _until(last: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import sys
+
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD of fcntl.h, and of linux/fs.h
 
 
 def synced(path: str | os.PathLike[str]) -> None:
@@ -35,6 +40,35 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         os.fsync(stream.fileno())
     os.replace(new, path)
     synced(os.path.dirname(os.path.abspath(path)))
+
+
+def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
+    """Gives two files or folders each other's name in one step, so that both names are there at any moment.
+
+    Returns:
+        Whether it was done: not every file system can (NFS cannot), nor does every system but Linux.
+
+    Raises:
+        OSError: it failed for another reason.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in "ab":
+        ...         write_whole(f"{folder}/{name}", name.encode())
+        ...     done = exchange(f"{folder}/a", f"{folder}/b")
+        ...     done and open(f"{folder}/a").read()
+        'b'
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if call is None:
+        return False
+    if call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), os.fspath(first))
 
 
 def no_locks(error: OSError) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import zipfile
 from pathlib import Path
@@ -10,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_ext.data import datasets
+from torchrec_ext.data import datasets, download
 from torchrec_ext.data.datasets import DataConfig, DatasetUnavailable, load
 from torchrec_ext.data.download import Download, fetch, sha256
 from torchrec_ext.data.interactions import InteractionData
@@ -133,6 +135,17 @@ def test_a_publisher_out_of_reach_is_unavailable_and_leaves_nothing(publisher: D
     with pytest.raises(DatasetUnavailable, match=r"was not downloaded: file://.*published\.zip"):
         load("ml-100k", progress=False)
     assert [path.name for path in (home / "cache" / "torchrec_ext" / "ml-100k").iterdir()] == [".lock"]
+
+
+@pytest.mark.unit
+def test_a_folder_whose_file_system_has_no_locks_is_downloaded_to(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(download.fcntl, "flock", refuse)
+    source = publish(home / "published.zip")
+    assert fetch(source, home / "kept" / "ml-100k.zip", licence="", progress=False) is None
+    assert (home / "kept" / "ml-100k.zip").stat().st_size == source.size
 
 
 @pytest.mark.unit

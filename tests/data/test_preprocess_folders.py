@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.killing import killed_everywhere
 from torchrec_ext.data.files import find_files
-from torchrec_ext.data.preprocess.folders import _HOST, disk_errors, keep_sources, whole_folder
+from torchrec_ext.data.preprocess import folders
+from torchrec_ext.data.preprocess.folders import _HOST, disk_errors, keep_sources, standing, whole_folder
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -66,6 +68,28 @@ def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_remo
     write(tmp_path / "out", "new", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     assert (tmp_path / "out/part-0").read_text() == "new"
+
+
+def replace(out: str, in_one_step: bool) -> None:
+    if not in_one_step:
+        folders.exchange = lambda *_: False  # as on NFS
+    write(Path(out), "new", overwrite=True)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_killed_at_any_moment_of_a_replacement_a_reader_finds_the_old_or_the_new_one(in_one_step: bool, tmp_path: Path) -> None:
+    out, seen = tmp_path / "out", []
+    write(out, "old")
+    for _ in killed_everywhere(replace, str(out), in_one_step):
+        assert out.exists() or not in_one_step
+        seen.append((standing(out) / "part-0").read_text())
+        write(out, "old", overwrite=True)
+        assert os.listdir(tmp_path) == ["out"], "no leftovers"
+        assert (out / "part-0").read_text() == "old"
+    assert seen[0] == "old"
+    assert seen[-1] == "new"
+    assert set(seen) == {"old", "new"}
 
 
 def test_what_killed_processes_left_is_removed_from_whatever_host_and_whoever_has_their_number_now(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -510,6 +511,23 @@ def test_another_export_replaces_it_whole(pristine: Path, stranger: Path, tmp_pa
     folder = shutil.copytree(pristine, tmp_path / "bundle")
     export(model_of(seed=1), folder, overwrite=True, **contents())
     assert Bundle.load(folder).manifest.digest == Manifest.open(stranger).digest != Manifest.open(pristine).digest
+
+
+def test_a_bundle_that_a_killed_export_had_moved_aside_is_found(pristine: Path, tmp_path: Path) -> None:
+    shutil.copytree(pristine, tmp_path / ".bundle.old-another-host-17")
+    assert Bundle.load(tmp_path / "bundle").manifest.digest == Manifest.open(pristine).digest
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_each_file_is_readable_by_whom_the_umask_lets_read(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        export(model_of(), tmp_path / "bundle", **contents())
+    finally:
+        os.umask(before)
+    found = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in (tmp_path / "bundle").rglob("*")}
+    wanted = {name: (0o777 if (tmp_path / name).is_dir() else 0o666) & ~umask for name in found}
+    assert found == wanted
 
 
 def test_every_trained_id_must_be_servable(tmp_path: Path) -> None:

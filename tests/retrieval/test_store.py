@@ -3,6 +3,7 @@
 import errno
 import json
 import multiprocessing
+import os
 import resource
 import shutil
 import threading
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchrec_ext.retrieval import snapshots
 from torchrec_ext.retrieval.quantized import Dtype, measured_loss
 from torchrec_ext.retrieval.refresh import refresh_store
 from torchrec_ext.retrieval.snapshots import StoreError, prune_store, versions
@@ -259,6 +261,17 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
 
     write_store(tmp_path, second())
     assert versions(tmp_path) == ["v00000001"]
+
+
+def test_a_file_system_without_locks_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(snapshots.fcntl, "flock", refuse)
+    with pytest.raises(
+        StoreError, match=r"cannot be locked \(Operation not supported\): .*file system offers none; .*write elsewhere"
+    ):
+        written(tmp_path)
 
 
 def test_readers_open_whole_versions_while_others_are_written_and_removed(tmp_path: Path) -> None:

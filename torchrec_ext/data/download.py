@@ -8,7 +8,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +81,10 @@ def _copy(source: Download, part: Path, progress: bool) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process of this host at a time."""
+    """One process of this host at a time; where the file system has no locks two may download, and either's file is whole."""
     with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        with suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 

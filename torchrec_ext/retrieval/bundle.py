@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from torchrec_ext.data.preprocess.folders import standing
 from torchrec_ext.retrieval import audit as audits
 from torchrec_ext.retrieval.columns import Rows
 from torchrec_ext.retrieval.errors import BundleError
@@ -87,7 +88,7 @@ class Bundle:
         Raises:
             BundleError: a file is missing, too many, cut or changed, or a part is of another bundle; it is named with a remedy.
         """
-        folder = Path(folder)
+        folder = standing(Path(folder))
         try:
             manifest = Manifest.open(folder)
             check_files(folder, manifest.content["files"], digests=verify)

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from torchrec_ext.data.preprocess.column_types import raw_type
@@ -201,6 +201,7 @@ class Parts:
     def _write_weights(
         self, folder: Path, shapes: Mapping[str, Shape], blocks: Iterator[tuple[str, int, Tensor]], dense: Mapping[str, Tensor]
     ) -> None:
+        # Not by safetensors' save_file, whose files only their owner may read, whatever the umask.
         (folder / "tables").mkdir()
         (folder / "towers").mkdir()
         total, done = sum(shapes[name].bytes for name in self.architecture.tables), 0
@@ -211,8 +212,8 @@ class Parts:
                     done += rows.numel() * rows.element_size()
                     self.progress("tables", done, total)
         for name in self.architecture.towers:
-            save_file(self.live.of_tower(name, dense), folder / self.architecture.dense_file(name))
-        save_file(self.live.of_interaction(dense), folder / INTERACTION)
+            (folder / self.architecture.dense_file(name)).write_bytes(save(self.live.of_tower(name, dense)))
+        (folder / INTERACTION).write_bytes(save(self.live.of_interaction(dense)))
         (folder / ARCHITECTURE).write_text(json.dumps(self.architecture.as_json(), indent=1, allow_nan=False) + "\n")
 
     def _write_tables(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.durable import synced
+from torchrec_ext.durable import no_locks, synced, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -135,14 +135,10 @@ def publish(path: Path, content: dict[str, Any], digests: dict[str, str]) -> Pat
         files[file.name] = {"bytes": file.stat().st_size, "sha256": digests.get(file.name) or file_digest(file)}
         synced(file)
     whole = {"format": FORMAT, **content, "files": files}
-    _write(path / MANIFEST, json.dumps({**whole, "digest": _digest(whole)}, indent=1) + "\n")
-    synced(path)
+    write_whole(path / MANIFEST, (json.dumps({**whole, "digest": _digest(whole)}, indent=1) + "\n").encode())
     final = path.with_suffix("")
     path.rename(final)
-    pointer = path.parent / _POINTER
-    _write(pointer.with_suffix(".new"), final.name + "\n")
-    pointer.with_suffix(".new").replace(pointer)
-    synced(path.parent)
+    write_whole(path.parent / _POINTER, f"{final.name}\n".encode())
     return final
 
 
@@ -178,17 +174,12 @@ def _locked(folder: Path) -> Iterator[None]:
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise StoreError(f"'{folder}' is being written by another process; wait for it, or write elsewhere") from None
+        except OSError as error:
+            raise StoreError(f"'{folder}' {no_locks(error)}, or write elsewhere") from None
         yield
 
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())

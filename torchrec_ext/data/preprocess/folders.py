@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchrec_ext.data.files import DataFile
+from torchrec_ext.durable import exchange, synced
 from torchrec_ext.schema import DataError
 
 _FULL = ("no space left", "disk full", "out of disk", "disk quota", "not enough disk", "max_temp_directory_size")
@@ -27,7 +28,8 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
     """A folder to write into, which takes its name when the block ends well and vanishes when it does not.
 
     A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name removes, from
-    whatever host; one that is being written is locked, and stays. An earlier result that it had moved aside is put back.
+    whatever host; one that is being written is locked, and stays. An earlier result is replaced in one step. On a file system that
+    has no such step it is moved aside for a moment, in which :func:`standing` finds it; after a kill the next process puts it back.
 
     Args:
         out: its name.
@@ -158,7 +160,18 @@ def _runs(process: int) -> bool:
     return True
 
 
+def standing(out: Path) -> Path:
+    """The folder, or where it is while, without a step that replaces folders, it makes place for another one."""
+    return out if out.exists() else next(iter(_hidden(out, "old")), out)
+
+
 def _replace(staging: Path, out: Path) -> None:
+    if not out.exists() or not exchange(staging, out):
+        _replace_in_two_steps(staging, out)
+    synced(out.absolute().parent)
+
+
+def _replace_in_two_steps(staging: Path, out: Path) -> None:
     old = out.parent / f".{out.name}.old-{_HOST}-{os.getpid()}"
     if out.exists():
         out.rename(old)

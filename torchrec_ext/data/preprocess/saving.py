@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.preprocess.filling import FillMissing
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
-from torchrec_ext.data.preprocess.folders import whole_folder
+from torchrec_ext.data.preprocess.folders import standing, whole_folder
 from torchrec_ext.data.preprocess.hashed import Cross, HashBucket
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.data.preprocess.lists import Lists
@@ -58,6 +58,7 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
 
 def load(folder: Path) -> FittedPreprocessor:
     """See :meth:`FittedPreprocessor.load`."""
+    folder = standing(folder)
     text = _text(folder / _MAIN)
     if hashlib.sha256(text.encode()).hexdigest() != _text(folder / _SUM).strip():
         raise DataError(f"{folder / _MAIN}: does not fit {_SUM}: it was changed or damaged; save it again, or copy the folder anew")
