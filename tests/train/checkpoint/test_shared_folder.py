@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from tests.contracts import run_ranks
 from tests.examples import small_model
@@ -16,6 +17,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import shared_folder
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.state import model_state
+from torchrec_ext.train.checkpoint.storage import CheckpointError
 
 
 def saved_as_on_a_host_of_its_own(runtime: Runtime, folder: str, checkpoints: str) -> str:
@@ -57,3 +59,13 @@ def test_what_a_network_file_system_shows_late_is_waited_for(tmp_path: Path) -> 
 
     threading.Thread(target=lambda: (time.sleep(0.3), (tmp_path / ".shared-late").touch())).start()
     shared_folder.check_shared(str(tmp_path), 1, gathered)
+
+
+@pytest.mark.unit
+def test_an_address_that_cannot_be_written_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("AccessDenied")  # as a driver's own error, which is no OSError
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", refuse)
+    with pytest.raises(CheckpointError, match=r"^folder 'memory://x' cannot be written: RuntimeError\(AccessDenied\); check the "):
+        Checkpointer("memory://x", Runtime())

@@ -51,9 +51,9 @@ class Checkpointer:
         self._running: Future[None] | None = None
         self._copies: dict[str, Any] = {}
         self._parent: dict[str, Any] | None = None  # step and digest of the checkpoint that the next one follows
-        self.together.on_main(self.folder.lock)
-        if runtime.world_size > 1:
+        if runtime.world_size > 1 or self.folder.remote:
             check_shared(folder, runtime.rank, self.together.gathered)
+        self.together.on_main(self.folder.lock)
 
     def save(self, step: int, state: ModelState, extra: State | None = None, content: Mapping[str, Any] | None = None) -> None:
         """Begins to save, after the save before has ended.

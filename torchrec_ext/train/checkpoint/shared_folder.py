@@ -1,4 +1,4 @@
-"""check_shared(): on several hosts a folder that only one of them sees is refused before the first step."""
+"""check_shared(): a folder that cannot be written, or that only one of several hosts sees, is refused before the first step."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ def _write(files: AbstractFileSystem, root: str) -> tuple[str, str]:
             stream.write(b"seen by all ranks?\n")
     except OSError as error:
         return name, str(error.strerror or error)
+    except Exception as error:  # of an address each driver has its own: no such bucket, no right, no network, only to be read
+        return name, f"{type(error).__name__}({error}); check the address, its rights and the network"
     return name, ""
 
 
