@@ -90,7 +90,7 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
         (["--vary=train.seed=1,2", "--groups=*:0,seed=1:0"], "member seed=1 is in two groups"),
         (["--vary=train.seed=1,2", "--groups=*"], "--groups *: write MEMBER:RANKS"),
         (["--vary=train.seed=1,2", "--stack=maybe"], "--stack maybe: must be auto, require or never"),
-        (["--vary=train.seed=1,2", "--codistill=wait=1"], "--codistill wait=1: there is no key 'wait'"),
+        (["--vary=train.seed=1,2", "--codistill=wait=1", "--dry-run"], "--codistill wait=1: there is no key 'wait'"),
         (["--vary=train.seed=1,2", "--codistill=weight=1", "--stack=never"], "--codistill with --stack never"),
         (["--vary=train.seed=1,2", "--ranks=2"], "--ranks 2: it is of --list and --dry-run"),
         (

@@ -12,11 +12,15 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torchx_apps.agent import exit_code
 from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
 from torchx_apps.members import MemberJob, differing, members_of, setting
 from torchx_apps.rank_groups import RankGroup, place
+
+if TYPE_CHECKING:
+    from torchx_apps.networks_config import NetworksConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,28 +43,33 @@ def _train(argv: Sequence[str] | None) -> int:
     base = apply_overrides(load_recipe(options.recipe), options.set)
     members = members_of(base, options.vary, options.member, own_rows=options.own_rows)
     groups = place([member.name for member in members], options.ranks or int(os.environ.get("WORLD_SIZE", "1")), options.groups)
+    config = _config(options)
     if options.list:
         return _say(listing(members, groups))
     if options.dry_run:
         return _say(f"{describe(base)}\n\n{listing(members, groups)}")
     if options.ranks:
         raise ValueError(f"--ranks {options.ranks}: it is of --list and --dry-run; a job's ranks are given by -j")
-    from torchrec_ext.networks.peers import Codistillation
     from torchrec_ext.train.finite import RunStoppedError
     from torchx_apps.networks import run
-    from torchx_apps.networks_config import NetworksConfig
     from torchx_apps.rank_groups import World
 
-    try:
-        codistillation = apply_overrides(Codistillation(), options.codistill.split(",") if options.codistill else [])
-    except ValueError as error:
-        raise ValueError(str(error).replace("--set ", "--codistill ")) from None
-    config = NetworksConfig(stack=options.stack, codistillation=codistillation, weights=options.weights, resume=options.resume)
     try:
         return 0 if run(members, groups, World(), config, options.run_dir) else 1
     except RunStoppedError as stopped:
         print(stopped, flush=True)
         return 128 + signal.SIGTERM
+
+
+def _config(options: argparse.Namespace) -> NetworksConfig:
+    from torchrec_ext.networks.peers import Codistillation
+    from torchx_apps.networks_config import NetworksConfig
+
+    try:
+        codistillation = apply_overrides(Codistillation(), options.codistill.split(",") if options.codistill else [])
+    except ValueError as error:
+        raise ValueError(str(error).replace("--set ", "--codistill ")) from None
+    return NetworksConfig(stack=options.stack, codistillation=codistillation, weights=options.weights, resume=options.resume)
 
 
 def listing(members: Sequence[MemberJob], groups: Sequence[RankGroup]) -> str:
