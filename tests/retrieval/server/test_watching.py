@@ -126,3 +126,22 @@ def test_a_look_acts_at_once_and_tries_again_what_was_refused(tmp_path: Path) ->
     assert events.done == ["refused: bad", "good"]
     events.watcher.end()
     events.watcher.join(20)
+
+
+def test_a_tick_that_fails_does_not_end_the_watcher(tmp_path: Path) -> None:
+    there = folder(tmp_path / "bundle", "good")
+    events = Events(there)
+    looked = events.watcher._tick
+
+    def out_of_files() -> None:
+        looked()
+        raise OSError(24, "Too many open files")  # as where sockets have taken them all
+
+    events.watcher._tick = out_of_files
+    events.watcher.start()
+    events.wait(3)
+    (there / "manifest.json").write_text("another")
+    until(lambda: events.done == ["another"])
+    events.watcher.end()
+    events.watcher.join(20)
+    assert not events.watcher.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class Watcher(threading.Thread):
         load: from a folder to its bundle; what it raises is the reason why the folder is refused.
         serve: is given a bundle that was loaded; what it raises is the reason why that one is not served.
         refuse: is told why one was not.
-        tick: is called at every look.
+        tick: is called at every look; an OSError of it is passed over.
         every_s: seconds between two looks.
         served: the identity of what is served already, taken before that was loaded; what ``pointer`` has now where not given.
     """
@@ -103,7 +104,8 @@ class Watcher(threading.Thread):
             self._wake.clear()
             if self._ending:
                 return
-            self._tick()
+            with contextlib.suppress(OSError):  # of files there may be none left for a moment; the next look tries again
+                self._tick()
             now = identity(self._pointer)
             if now != self._acted and (now == before or at_once):
                 self._acted = now
