@@ -65,6 +65,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         candidates=options.max_candidates,
         queue=options.queue,
         time_ms=options.time_ms,
+        header_bytes=options.max_header,
+        connections=options.max_connections,
     )
     return Settings(
         bundle=options.bundle.absolute(),
@@ -113,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-k", type=int, default=1_000, help="limit: items of an answer")
     parser.add_argument("--max-candidates", type=int, default=10_000, help="limit: ids in each list of a request")
     parser.add_argument("--max-body", type=int, default=2**20, help="limit: bytes of a request")
+    parser.add_argument("--max-header", type=int, default=2**15, help="limit: bytes of a request's address and headers")
+    parser.add_argument("--max-connections", type=int, default=1_000, help="limit: of a worker; one without a request makes room")
     parser.add_argument("--queue", type=int, default=256, help="limit: requests that may wait in a worker")
     parser.add_argument("--time-ms", type=float, default=2_000.0, help="limit: from request to answer")
     parser.add_argument("--max-batch", type=int, default=32, help="requests that a worker answers together")

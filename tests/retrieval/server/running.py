@@ -16,10 +16,10 @@ from typing import Any
 import uvicorn
 
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.server.application import application
 from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.settings import Settings
 from torchrec_ext.retrieval.server.telemetry import Log
+from torchrec_ext.retrieval.server.worker import uvicorn_config
 from torchrec_ext.retrieval.vectors import UserVectors
 
 
@@ -76,8 +76,7 @@ def serving(bundle: Bundle, *, vectors: Sequence[UserVectors] = (), **settings: 
     log = io.StringIO()
     service = Service(Settings(bundle=Path("unused"), **settings), bundle, vectors=vectors, log=Log(log))
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(application(service), lifespan="off", log_config=None, access_log=False, server_header=False)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn_config(service))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:

@@ -240,7 +240,7 @@ def test_a_store_that_is_cut_off_under_the_service_is_503_and_ends_nothing(tmp_p
         assert running.client().get("/healthz").status == 200
 
 
-def test_what_takes_too_long_is_503(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_is_503_and_a_body_that_never_ends_408(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(bundle, limits=Limits(time_ms=50)) as running:
         slow = Slow(running, monkeypatch)
         answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}})
@@ -248,7 +248,7 @@ def test_what_takes_too_long_is_503(bundle: Bundle, monkeypatch: pytest.MonkeyPa
         assert "retry-after" in answer.headers
         with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:  # a body that never comes
             raw.sendall(b"POST /v1/recommend HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
-            assert raw.recv(100).startswith(b"HTTP/1.1 503")
+            assert raw.makefile("rb").read().startswith(b"HTTP/1.1 408"), "and then it is closed"
         slow.let.set()
 
 

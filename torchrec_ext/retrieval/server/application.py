@@ -17,7 +17,7 @@ from torchrec_ext.retrieval.server import openapi, parsing
 from torchrec_ext.retrieval.server.encoding import json_response
 from torchrec_ext.retrieval.server.guard import Guard
 from torchrec_ext.retrieval.server.refusals import ClientGoneError, Refusal, over_limit
-from torchrec_ext.retrieval.server.service import Service, too_late
+from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.settings import Limits
 
 Parser = Callable[[parsing.Body, Limits], Request]
@@ -135,7 +135,7 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
         try:
             message = await asyncio.wait_for(request.receive(), max(0.0, deadline - time.monotonic()))
         except asyncio.TimeoutError:
-            raise too_late(limits.time_ms) from None
+            raise _never_ends(limits) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         body += message.get("body", b"")
@@ -148,6 +148,12 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
 def _too_long(limits: Limits) -> Refusal:
     message = f"the body is longer than {limits.body_bytes} bytes, which is the limit; send fewer ids, in several requests"
     return over_limit("body_bytes", limits.body_bytes, message, status=413)
+
+
+def _never_ends(limits: Limits) -> Refusal:
+    """Of the caller's making, where :func:`too_late` is of the server's; what may still come of the body is not read past."""
+    message = f"the body has not come within {limits.time_ms:g} ms, which is the limit; send it at once, and to its end"
+    return over_limit("time_ms", limits.time_ms, message, status=408, headers={"Connection": "close"})
 
 
 def _as_json(answer: Recommendation | Scores | Embedded) -> dict[str, Any]:

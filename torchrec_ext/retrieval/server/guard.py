@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from torchrec_ext.retrieval.server.connections import ADMITTED
 from torchrec_ext.retrieval.server.refusals import ClientGoneError, Refusal
 from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.telemetry import where
@@ -59,6 +60,8 @@ class Guard:
         service.in_flight += 1
         try:
             self._admit(path, Headers(scope=scope))
+            if self._expected is None or self._guarded(path):
+                scope["state"][ADMITTED] = True
             await self._app(scope, receive, answered)
         except ClientGoneError:
             status = _CLIENT_GONE
@@ -74,12 +77,16 @@ class Guard:
         """Raises the refusal of a request that must not come through."""
         if self._service.draining and path not in _ALWAYS:
             raise Refusal(503, "draining", "this server is about to end; ask again, another one will answer", retry=True)
-        if self._expected is not None and (path.startswith("/v1/") or path == "/metrics"):
+        if self._expected is not None and self._guarded(path):
             given = headers.get("authorization", "").encode("latin-1", "replace")
             if not hmac.compare_digest(given, self._expected):
                 words = "the token is wrong" if given else "there is no token"
                 message = f"{words}; send the header `Authorization: Bearer TOKEN`"
                 raise Refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
+
+    @staticmethod
+    def _guarded(path: str) -> bool:
+        return path.startswith("/v1/") or path == "/metrics"
 
     def _refusal(self, error: Exception) -> Refusal:
         if isinstance(error, Refusal):

@@ -22,6 +22,7 @@ _KINDS: dict[str, Schema] = {
 _STATUSES = {
     "400": "The body is no JSON.",
     "401": "The token is missing or wrong.",
+    "408": "The body has not come in time.",
     "413": "The body is too long.",
     "415": "The body is of another type.",
     "422": "A field is wrong, or a limit is passed; the answer names it.",

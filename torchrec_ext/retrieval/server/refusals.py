@@ -53,10 +53,17 @@ class Refusal(Exception):  # noqa: N818  (what callers are told is no error of o
 
 
 def over_limit(
-    name: str, value: float, message: str, *, status: int = 422, field: str | None = None, retry: bool = False
+    name: str,
+    value: float,
+    message: str,
+    *,
+    status: int = 422,
+    field: str | None = None,
+    retry: bool = False,
+    headers: Mapping[str, str] | None = None,
 ) -> Refusal:
     """A limit of the service was passed."""
-    return Refusal(status, "over_limit", message, field=field, limit=(name, value), retry=retry)
+    return Refusal(status, "over_limit", message, field=field, limit=(name, value), retry=retry, headers=headers)
 
 
 class ClientGoneError(Exception):

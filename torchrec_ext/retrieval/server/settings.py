@@ -17,7 +17,10 @@ class Limits:
         candidates: ids in each list of a request, and items that an index may hand to the top NN; 422.
         rows: of one request to embed; 422.
         queue: requests that may wait in a worker; 429.
-        time_ms: from a request's first byte to its answer; 503.
+        time_ms: from a request's head to its answer; 408 where its body has not come by then, else 503.
+        header_bytes: of a request's address and headers; 431.
+        header_ms: until a connection's first byte, the end of a head, or the first byte of an answer that is read; it is closed.
+        connections: of a worker at a time; see :class:`~torchrec_ext.retrieval.server.connections.Connections`.
 
     Raises:
         ValueError: a limit below 1.
@@ -29,6 +32,9 @@ class Limits:
     rows: int = 256
     queue: int = 256
     time_ms: float = 2_000.0
+    header_bytes: int = 2**15
+    header_ms: float = 10_000.0
+    connections: int = 1_000
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ READY, FAILED, ALIVE = "ready", "failed", "alive"
 # How long one thread may keep the others from running Python; by default 5 ms, which a request that arrives would wait for the
 # Python of the one before it.
 _SWITCH_S = 5e-4
+_OWN_FILES = 256  # of a worker: two bundles while one takes the other's place, Redis, metrics and logs
 _BEATS = 10  # signs of life in the time after which a worker counts as hanging
 
 
@@ -64,6 +66,7 @@ def _prepared(settings: Settings) -> tuple[Service, Any]:
     # which come and go, it looks through what is made from here on.
     gc.collect()
     gc.freeze()
+    allow_files(settings.limits.connections)
     torch.set_num_threads(settings.threads)
     sys.setswitchinterval(_SWITCH_S)
     born_of = os.getppid()
@@ -83,10 +86,25 @@ def _prepared(settings: Settings) -> tuple[Service, Any]:
     return service, watcher
 
 
+def allow_files(connections: int) -> None:
+    """Lets this process open so many connections and its own files.
+
+    Raises:
+        ValueError: its hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OWN_FILES
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ValueError(
+            f"--max-connections {connections}: a process here may open {hard} files, {_OWN_FILES} of which a worker keeps for "
+            f"itself; give {max(1, hard - _OWN_FILES)} or fewer, or raise the limit (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def _server(service: Service, parent: Connection) -> Any:
     import uvicorn
-
-    from torchrec_ext.retrieval.server.application import application
 
     settings = service.settings
 
@@ -122,15 +140,26 @@ def _server(service: Service, parent: Connection) -> Any:
                 with contextlib.suppress(OSError):  # the parent has gone, which the watcher notices
                     parent.send((ALIVE, ""))
 
-    config = uvicorn.Config(
+    return Server(uvicorn_config(service))
+
+
+def uvicorn_config(service: Service) -> Any:
+    """How uvicorn runs a service."""
+    import uvicorn
+
+    from torchrec_ext.retrieval.server.application import application
+    from torchrec_ext.retrieval.server.connections import Connections
+
+    return uvicorn.Config(
         application(service),
+        http=Connections(service.settings.limits, lambda why: service.metrics.closed.labels(why).inc()).protocol(),
         lifespan="off",
         ws="none",
         log_config=None,
+        log_level="error",  # or each request that is no HTTP writes a line
         access_log=False,
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, int(settings.drain_limit_s)),
+        timeout_graceful_shutdown=max(1, int(service.settings.drain_limit_s)),
     )
-    return Server(config)
