@@ -236,6 +236,8 @@ def test_outputs_of_both_sides(made: Made, scorer: Scorer) -> None:
 class Fickle:
     """A store elsewhere, which can go away."""
 
+    malformed = 0
+
     def __init__(self, vectors: StoredVectors, tower: str) -> None:
         self.there, self.asked, self._vectors, self._tower = True, 0, vectors, tower
 
@@ -271,7 +273,7 @@ def test_stored_vectors_are_taken_where_no_feature_is_given_and_only_of_the_same
 def test_a_store_that_goes_away_is_passed_over_for_a_while_and_taken_again(made: Made, tmp_path: Path) -> None:
     bundle, request = made.bundle, RecommendRequest(user={"user_id": USER}, k=3)
     remote = Fickle(stored(tmp_path, bundle, "a tower"), "a tower")
-    vectors = RemoteVectors(lambda tower: remote, (ConnectionError,), retry_s=0.5)
+    vectors = RemoteVectors(lambda tower, width: remote, (ConnectionError,), retry_s=0.5)
     ours = Scorer(bundle, vectors=[vectors])
     assert ours.recommend(request).cold.vector == "redis"
     remote.there = False

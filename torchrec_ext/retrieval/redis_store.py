@@ -36,9 +36,12 @@ class RedisStore:
         expiry_s: after which a vector is forgotten, or None for never.
         timeout_s: for a connection and for an answer.
         batch: ids in one command.
+        width: D of the tower's vectors where it is known. A value that is no finite vector of that width is then found missing,
+            and no more of it is read than such a vector has; else values of several widths are an error.
 
     Attributes:
         where: the address without its password, for messages.
+        malformed: values that were none of the width, so far.
 
     Raises:
         ValueError: no digest, an address that is none, times or a batch that are not positive, or the package is missing.
@@ -53,6 +56,7 @@ class RedisStore:
         expiry_s: float | None = 86_400.0,
         timeout_s: float = 0.05,
         batch: int = 1_000,
+        width: int | None = None,
     ) -> None:
         if redis is None:
             raise ValueError(f"a RedisStore needs the package {_MISSING.name}: pip install 'torchrec-ext[retrieval]'")
@@ -74,15 +78,18 @@ class RedisStore:
         self.tower = tower
         self._prefix, self._current = f"{name}:{tower}:", f"{name}:tower"
         self._expiry_ms = None if expiry_s is None else max(1, round(1000 * expiry_s))
-        self._batch = batch
+        self._batch, self._width = batch, width
+        self.malformed = 0
 
     def find(self, ids: Sequence[int] | Sequence[str]) -> tuple[Tensor, NDArray[np.bool_]]:
         """Vectors (B, D) float32, zeros where there is none, and (B,) whether each is there; one round trip.
 
         Raises:
             StoreUnreachable: no answer in time.
-            StoreError: stored values of different widths.
+            StoreError: stored values of different widths, where this one's is not known.
         """
+        if self._width is not None:
+            return self._of_width(ids, self._width)
         values = [value for part in self._batched("mget", self._keys(ids)) for value in part]
         found = np.array([value is not None for value in values], dtype=np.bool_)
         sizes = {len(value) for value in values if value is not None}
@@ -91,6 +98,20 @@ class RedisStore:
         size = sizes.pop() if sizes else 0
         vectors = np.frombuffer(b"".join(value or bytes(size) for value in values), "<f4").reshape(len(values), size // 4)
         return torch.from_numpy(vectors.copy()), found
+
+    def _of_width(self, ids: Sequence[int] | Sequence[str], width: int) -> tuple[Tensor, NDArray[np.bool_]]:
+        keys, size = self._keys(ids), 4 * width
+        # By the first bytes of each, since a value of gigabytes would take the time of all; a key of another type is an error of
+        # its own in the answer.
+        values = self._piped(lambda pipe: [pipe.getrange(key, 0, size) for key in keys], passed="WRONGTYPE")
+        vectors, found = np.zeros((len(keys), width), "<f4"), np.zeros(len(keys), np.bool_)
+        for row, value in enumerate(values):
+            if isinstance(value, bytes) and len(value) == size:
+                vectors[row] = np.frombuffer(value, "<f4")
+                found[row] = np.isfinite(vectors[row]).all()
+        vectors[~found] = 0.0
+        self.malformed += sum(value != b"" for value in values) - int(found.sum())
+        return torch.from_numpy(vectors), found
 
     def put(self, ids: Sequence[int] | Sequence[str], vectors: Tensor) -> None:
         """Writes vectors (B, D), whose expiry begins anew; batched and pipelined.
@@ -147,12 +168,16 @@ class RedisStore:
         batches = [keys[start : start + self._batch] for start in range(0, len(keys), self._batch)]
         return self._piped(lambda pipe: [getattr(pipe, command)(*batch) for batch in batches]) if keys else []
 
-    def _piped(self, fill: Callable[[Any], object]) -> list[Any]:
-        """The answers to the commands that ``fill`` gives a pipeline, in one round trip."""
+    def _piped(self, fill: Callable[[Any], object], *, passed: str | None = None) -> list[Any]:
+        """The answers to the commands that ``fill`` gives a pipeline, in one round trip; errors that begin with ``passed`` too."""
         try:
             with self._redis.pipeline(transaction=False) as pipe:
                 fill(pipe)
-                return list(pipe.execute())
+                answers = list(pipe.execute(raise_on_error=False))
+            for answer in answers:
+                if isinstance(answer, Exception) and (passed is None or not str(answer).startswith(passed)):
+                    raise answer
+            return answers
         except redis.exceptions.AuthenticationError as error:  # a ConnectionError to its package, from a server that answers
             raise StoreError(f"{self.where} refuses: {error}") from None
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:

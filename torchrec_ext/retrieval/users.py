@@ -105,12 +105,10 @@ class Users:
         for store in self._vectors if wanted else ():
             ids = [requests[at].user[self.key] for at in wanted]  # type: ignore[index]
             try:
-                vectors, there = store.find(ids, tower=self._bundle.query_digest)
+                vectors, there = store.find(ids, tower=self._bundle.query_digest, width=self._bundle.query_width)
             except UnavailableError as error:
                 failed = error
                 continue
-            if there.any() and vectors.shape[1] != self._bundle.query_width:
-                continue  # not what this tower makes, whatever it is called
             for row in np.flatnonzero(there & vectors.isfinite().all(dim=1).numpy()).tolist():
                 cold = ColdStart(unknown_user=places[wanted[row]] < 0, vector=store.source)
                 found[wanted[row]] = Found(vectors[row : row + 1], cold, places[wanted[row]])

@@ -27,13 +27,15 @@ class UserVectors(Protocol):
 
     source: Source
 
+    malformed: int  # values that were no vectors of the width asked for, so far
+
     @property
     def available(self) -> bool:
         """Whether it could be reached when it was last asked."""
         ...
 
-    def find(self, ids: Sequence[Id], *, tower: str) -> tuple[Tensor, NDArray[np.bool_]]:
-        """(B, Dq) vectors and whether each is there, of those that the tower with digest ``tower`` made.
+    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> tuple[Tensor, NDArray[np.bool_]]:
+        """(B, Dq) vectors and whether each is there, of those that the tower with digest ``tower`` made, Dq ``width`` where given.
 
         Raises:
             UnavailableError: the store cannot be reached.
@@ -46,14 +48,15 @@ class StoredVectors:
 
     source: Source = "store"
     available = True
+    malformed = 0
 
     def __init__(self, store: EmbeddingStore) -> None:
         self._store = store
 
-    def find(self, ids: Sequence[Id], *, tower: str) -> Found:
+    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> Found:
         """(B, Dq) vectors, and whether each is there."""
         store = self._store
-        if store.tower != tower:
+        if store.tower != tower or width not in (None, store.width):
             return torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
         try:
             positions = np.asarray(store.ids.positions(cast(Sequence[int], ids)))
@@ -77,6 +80,7 @@ class FolderVectors:
     """
 
     source: Source = "store"
+    malformed = 0
 
     def __init__(self, folder: Path, *, retry_s: float = RETRY_S) -> None:
         from torchrec_ext.retrieval.store import EmbeddingStore
@@ -92,11 +96,11 @@ class FolderVectors:
         """Digest of the tower that made the vectors."""
         return self._store.tower
 
-    def find(self, ids: Sequence[Id], *, tower: str) -> Found:
+    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> Found:
         """(B, Dq) vectors, and whether each is there."""
         if time.monotonic() >= self._next:
             self._look()
-        return StoredVectors(self._store).find(ids, tower=tower)
+        return StoredVectors(self._store).find(ids, tower=tower, width=width)
 
     def _look(self) -> None:
         """A version that is damaged or half removed leaves the one that is open."""
@@ -110,7 +114,9 @@ class FolderVectors:
 
 
 class Remote(Protocol):
-    """A store of one tower's vectors by id, elsewhere."""
+    """A store of one tower's vectors by id, elsewhere; ``malformed`` counts values that were no such vectors."""
+
+    malformed: int
 
     def find(self, ids: Sequence[int] | Sequence[str]) -> Found:
         """(B, Dq) vectors, and whether each is there."""
@@ -121,7 +127,7 @@ class RemoteVectors:
     """A remote store behind a fuse: after a failure it is left alone for a while, so that requests do not wait for it one by one.
 
     Args:
-        connect: from a tower's digest to the store of its vectors; makes no connection.
+        connect: from a tower's digest and the width of its vectors, where known, to the store of them; makes no connection.
         failures: the errors by which the store says that it is out of reach.
         source: its name in answers.
         retry_s: for how long it is left alone.
@@ -129,7 +135,7 @@ class RemoteVectors:
 
     def __init__(
         self,
-        connect: Callable[[str], Remote],
+        connect: Callable[[str, int | None], Remote],
         failures: tuple[type[Exception], ...],
         *,
         source: Source = "redis",
@@ -137,15 +143,16 @@ class RemoteVectors:
     ) -> None:
         self._connect, self._failures, self._retry_s = connect, failures, retry_s
         self.source = source
-        self._stores: dict[str, Remote] = {}
+        self._stores: dict[tuple[str, int | None], Remote] = {}
         self._until = 0.0
+        self.malformed = 0
 
     @property
     def available(self) -> bool:
         """Whether the last look found it."""
         return self._until == 0.0
 
-    def find(self, ids: Sequence[Id], *, tower: str) -> Found:
+    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> Found:
         """See :class:`~torchrec_ext.retrieval.users.UserVectors`.
 
         Raises:
@@ -155,14 +162,17 @@ class RemoteVectors:
             raise UnavailableError(
                 f"the {self.source} of users' vectors is out of reach; it is tried again within {self._retry_s:g} s"
             )
-        if tower not in self._stores:
-            self._stores = {tower: self._connect(tower)}
+        if (tower, width) not in self._stores:
+            self._stores = {(tower, width): self._connect(tower, width)}
+        store = self._stores[tower, width]
+        before = store.malformed
         try:
-            found = self._stores[tower].find(cast(Sequence[int], ids))
+            found = store.find(cast(Sequence[int], ids))
         except self._failures as error:
             self._until = time.monotonic() + self._retry_s
             raise UnavailableError(f"the {self.source} of users' vectors is out of reach ({type(error).__name__})") from None
         self._until = 0.0
+        self.malformed += store.malformed - before
         return found
 
 
@@ -204,4 +214,4 @@ def redis_vectors(url: str | None) -> list[RemoteVectors]:
     from torchrec_ext.retrieval.redis_store import RedisStore
 
     RedisStore(url, tower="any").close()  # a wrong address is told now
-    return [RemoteVectors(lambda tower: RedisStore(url, tower=tower), (StoreError,))]
+    return [RemoteVectors(lambda tower, width: RedisStore(url, tower=tower, width=width), (StoreError,))]

@@ -16,7 +16,9 @@ from tests.retrieval.served import Made
 from tests.retrieval.server.launched import until
 from tests.retrieval.server.running import serving
 from torchrec_ext.retrieval.redis_store import RedisStore
-from torchrec_ext.retrieval.vectors import redis_vectors
+from torchrec_ext.retrieval.requests import ScoreRequest
+from torchrec_ext.retrieval.snapshots import StoreError
+from torchrec_ext.retrieval.vectors import RemoteVectors, redis_vectors
 
 pytestmark = pytest.mark.launch
 KNOWN, ELSEWHERE = 7, 5_000  # the second is known to the Redis alone
@@ -59,6 +61,41 @@ def test_a_redis_that_goes_away_degrades_to_what_is_known_and_recovers(tmp_path:
             fill()
             until(lambda: ask(ELSEWHERE) == (200, "redis"))
             assert running.client().get("/readyz").json["vectors"] == {"redis": True}
+    finally:
+        redis.stop()
+
+
+def test_a_malformed_value_is_a_miss_of_its_user_alone(tmp_path: Path) -> None:
+    bundle, redis = Made(tmp_path / "bundle").bundle, RedisServer(tmp_path)
+    assert bundle.users is not None
+    users = list(range(1, 9))
+    whole = bundle.embed_query(bundle.users.rows(list(range(8))))
+    size = 4 * bundle.query_width
+    patient = RemoteVectors(lambda tower, width: RedisStore(redis.url, tower=tower, width=width, timeout_s=10), (StoreError,))
+    try:
+        redis.start()
+        store = RedisStore(redis.url, tower=bundle.query_digest, timeout_s=10)
+        store.put(users, whole)
+        write, key = store._redis, store._keys(users)
+        for user, value in {1: b"\xff" * size, 2: b"odd", 3: bytes(size - 4), 4: bytes(2**25), 5: b""}.items():
+            write.set(key[user - 1], value)
+        write.delete(key[5])
+        write.lpush(key[5], "a list")
+        with serving(bundle, vectors=[patient]) as running:
+
+            def ask(user: int) -> tuple[int, str]:
+                answer = running.client().post("/v1/score", {"user": {"user_id": user}, "items": [1_001]})
+                return answer.status, answer.json["vector"]
+
+            assert [ask(user) for user in users] == [(200, "live")] * 6 + [(200, "redis")] * 2
+            asked = [ScoreRequest(user={"user_id": user}, items=[1_001]) for user in users]
+            together = [answer.cold.vector for answer in running.service.scorer.answer(asked)]  # type: ignore[union-attr]
+            assert together == ["live"] * 6 + ["redis"] * 2
+            assert ask(8) == (200, "redis")
+            page = running.client().get("/metrics").content.decode()
+            assert 'serve_malformed_vectors_total{source="redis"} 10.0' in page, "5 of them, twice: nothing is no vector, but none"
+            assert running.client().get("/readyz").json["vectors"] == {"redis": True}
+            assert running.log.getvalue().count("vectors_malformed") == 1
     finally:
         redis.stop()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Receive
 
 from torchrec_ext.retrieval.batching import MicroBatcher, QueueFullError
-from torchrec_ext.retrieval.requests import Answer, Embedded, Request, RequestError, UnavailableError
+from torchrec_ext.retrieval.requests import Answer, Embedded, Request, RequestError, Source, UnavailableError
 from torchrec_ext.retrieval.scorer import Scorer
 from torchrec_ext.retrieval.server.refusals import ClientGoneError, Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Settings
@@ -20,6 +20,7 @@ from torchrec_ext.retrieval.vectors import UserVectors
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle import Bundle
 
+_TOLD_EVERY_S = 60.0  # what every request may bring is counted each time, and told once in so long
 _STAGE_RECALL = 0.5  # below it most of what the top NN would have put first is never scored
 
 
@@ -47,6 +48,8 @@ class Service:
         self.draining = False
         self.in_flight = 0
         self.refused: str | None = None
+        self._malformed: dict[Source, int] = {store.source: 0 for store in vectors}
+        self._told = -_TOLD_EVERY_S
         self._batcher: MicroBatcher[Request, Answer] = MicroBatcher(
             self._answer, max_batch=settings.max_batch, max_wait_ms=settings.max_wait_ms, capacity=settings.limits.queue
         )
@@ -120,7 +123,20 @@ class Service:
         cold = sum(1 for one in answers if not isinstance(one, Exception | Embedded) and one.cold.unknown_user)
         if cold:
             self.metrics.cold.inc(cold)
+        for store in self.vectors:
+            self._count_malformed(store.source, store.malformed)
         return answers
+
+    def _count_malformed(self, source: Source, total: int) -> None:
+        if total > self._malformed[source]:
+            self.metrics.malformed.labels(source).inc(total - self._malformed[source])
+            self._malformed[source] = total
+            if time.monotonic() - self._told >= _TOLD_EVERY_S:
+                self._told = time.monotonic()
+                why = (
+                    "stored values that are no vectors of this tower; their users are served from their features: embed them again"
+                )
+                self.log("vectors_malformed", source=source, so_far=total, why=why)
 
     def busy_s(self) -> float:
         """Seconds that the batch in the scorer has taken so far."""

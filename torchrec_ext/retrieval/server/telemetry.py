@@ -37,6 +37,7 @@ class Metrics:
         self.batch_seconds = Histogram("serve_batch_seconds", "Of a batch in the scorer", buckets=_SECONDS, registry=own)
         self.cold = Counter("serve_cold_starts", "Answers to unknown users", registry=own)
         self.swaps = Counter("serve_bundle_loads", "Bundles that were loaded or refused", ["result"], registry=own)
+        self.malformed = Counter("serve_malformed_vectors", "Stored vectors that are none of the tower's", ["source"], registry=own)
         self.closed = Counter("serve_connections_closed", "Connections closed for a limit", ["why"], registry=own)
         self.waiting = Gauge("serve_queue_requests", "Requests that wait", multiprocess_mode="livesum", registry=own)
         self.memory = Gauge("serve_resident_bytes", "Resident memory by worker", multiprocess_mode="liveall", registry=own)
