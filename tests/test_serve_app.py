@@ -247,6 +247,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--port=0", "--host=192.0.2.1"], "this machine has no such address"),
         (["--workers=0"], "workers=0: must be 1 or more"),
         (["--hang=0"], "hang_s=0.0: must be greater than 0"),
+        (["--hang=2"], "hang_s=2: must be more than the 2 s of time_ms=2000"),
         (["--max-k=0"], "limit k=0: must be 1 or more"),
         (["--watch=0"], "watch_s=0.0: must be greater than 0"),
         (["--token-file=nowhere"], "--token-file nowhere: it cannot be read"),

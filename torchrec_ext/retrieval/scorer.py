@@ -75,6 +75,11 @@ class Scorer:
         """From now on answers with ``bundle``; what has begun ends with the one before."""
         self._serving = Serving(bundle, self._vectors, self._stage, self._compile)
 
+    def search_s(self, request: Request) -> float:
+        """Seconds that a request's search over the whole catalogue takes, as measured when the bundle was taken; 0 without one."""
+        searches = isinstance(request, RecommendRequest) and request.candidates is None
+        return self._serving.search_s if searches else 0.0
+
     def stage_recall(self, k: int = 10, users: int = 64) -> float | None:
         """The share of the ``k`` best items by the model's own score that the first stage hands on, over some known users.
 

@@ -212,6 +212,39 @@ def test_a_full_queue_is_429_and_what_waits_is_answered(running: Running, monkey
     assert [answer.status for answer in first + rest] == [200, 200, 200]
 
 
+def test_searches_are_admitted_by_what_they_cost_and_run_in_slices(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(bundle, limits=Limits(time_ms=20_000)) as running:
+        monkeypatch.setattr(running.service.scorer._serving, "search_s", 6.0, raising=False)
+        slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}, "k": 3}
+        held, batches = running.service.scorer.answer, list[list[str]]()
+
+        def noted(requests: Sequence[Any]) -> Any:
+            batches.append([type(one).__name__ for one in requests])
+            return held(requests)
+
+        monkeypatch.setattr(running.service.scorer, "answer", noted)
+        answers, threads = in_background(running, asked)
+        assert slow.begun.wait(20)
+        for waiting in (1, 2):
+            others = in_background(running, asked)
+            answers, threads = answers + others[0], threads + others[1]
+            until(lambda waiting=waiting: running.service.waiting() == waiting)
+        refused = running.client().post("/v1/recommend", asked)
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert "before this one take 18,000 ms and it takes 6,000, and the limit is 20000 ms; come back" in refused.told
+        assert refused.json["error"]["limit"] == {"name": "time_ms", "value": 20_000}
+        among = in_background(running, {**asked, "candidates": [1_001, 1_002]})  # no search
+        until(lambda: running.service.waiting() == 3)
+        slow.let.set()
+        for thread in (*threads, *among[1]):
+            thread.join(20)
+        assert batches == [["RecommendRequest"], ["RecommendRequest"] * 2, ["RecommendRequest"]]
+        monkeypatch.setattr(running.service.scorer._serving, "search_s", 21.0, raising=False)
+        too_long = running.client().post("/v1/recommend", asked)
+        assert (too_long.status, too_long.json["error"]["limit"]) == (413, {"name": "time_ms", "value": 20_000})
+        assert "a search of all 49 items takes 21,000 ms here, and the limit is 20000 ms; name `candidates`" in too_long.told
+
+
 def test_a_client_that_goes_away_leaves_the_queue(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}, "k": 3}
     answers, threads = in_background(running, asked)

@@ -23,10 +23,10 @@ _STATUSES = {
     "400": "The body is no JSON.",
     "401": "The token is missing or wrong.",
     "408": "The body has not come in time.",
-    "413": "The body is too long.",
+    "413": "The body is too long, or a search of the whole catalogue takes longer than the time limit.",
     "415": "The body is of another type.",
     "422": "A field is wrong, or a limit is passed; the answer names it.",
-    "429": "As many requests wait as may. Come back after `Retry-After` seconds.",
+    "429": "As many requests wait as may, or as can be answered in time. Come back after `Retry-After` seconds.",
     "503": "No answer in time, something out of reach, or the server is about to end. Come back after `Retry-After` seconds.",
 }
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle import Bundle
 
 _TOLD_EVERY_S = 60.0  # what every request may bring is counted each time, and told once in so long
+_SLICES = 4  # of the time limit: for how long of it one batch may search, before others come in between
 _STAGE_RECALL = 0.5  # below it most of what the top NN would have put first is never scored
 
 
@@ -51,7 +52,12 @@ class Service:
         self._malformed: dict[Source, int] = {store.source: 0 for store in vectors}
         self._told = -_TOLD_EVERY_S
         self._batcher: MicroBatcher[Request, Answer] = MicroBatcher(
-            self._answer, max_batch=settings.max_batch, max_wait_ms=settings.max_wait_ms, capacity=settings.limits.queue
+            self._answer,
+            max_batch=settings.max_batch,
+            max_wait_ms=settings.max_wait_ms,
+            capacity=settings.limits.queue,
+            cost_s=lambda request: self.scorer.search_s(request),
+            max_cost_s=settings.limits.time_ms / 1e3 / _SLICES,
         )
 
     def close(self) -> None:
@@ -89,10 +95,11 @@ class Service:
             deadline: of ``time.monotonic``.
 
         Raises:
-            Refusal: 422, 429 or 503.
+            Refusal: 413, 422, 429 or 503.
             ClientGoneError: nobody waits any more.
         """
         limits = self.settings.limits
+        self._admit(request)
         try:
             answer = asyncio.wrap_future(self._batcher.submit(request))
         except QueueFullError:
@@ -114,6 +121,22 @@ class Service:
             raise Refusal(503, "unavailable", str(error), retry=True) from None
         finally:
             gone.cancel()
+
+    def _admit(self, request: Request) -> None:
+        """Raises the refusal of a search that could not be answered in time, and would keep others from it."""
+        search_ms, most = 1e3 * self.scorer.search_s(request), self.settings.limits.time_ms
+        if search_ms > most:
+            message = (
+                f"a search of all {len(self.scorer.bundle.store.ids):,} items takes {search_ms:,.0f} ms here, and the limit is "
+                f"{most:g} ms; name `candidates`, or start the server with --stage dot, an approximate index or a greater --time-ms"
+            )
+            raise over_limit("time_ms", most, message, status=413)
+        if search_ms and (waiting_ms := 1e3 * self._batcher.backlog_s) + search_ms > most:
+            message = (
+                f"the searches before this one take {waiting_ms:,.0f} ms and it takes {search_ms:,.0f}, and the limit is {most:g} "
+                "ms; come back in a second, name `candidates`, or add workers"
+            )
+            raise over_limit("time_ms", most, message, status=429, retry=True)
 
     def _answer(self, requests: Sequence[Request]) -> Sequence[Answer | Exception]:
         start = time.perf_counter()

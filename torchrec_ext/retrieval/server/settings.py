@@ -16,7 +16,8 @@ class Limits:
         k: items of an answer; 422.
         candidates: ids in each list of a request, and items that an index may hand to the top NN; 422.
         rows: of one request to embed; 422.
-        queue: requests that may wait in a worker; 429.
+        queue: requests that may wait in a worker; 429. So are searches of the whole catalogue that, with those before them, take
+            longer than ``time_ms``; 413 where one alone does.
         time_ms: from a request's head to its answer; 408 where its body has not come by then, else 503.
         header_bytes: of a request's address and headers; 431.
         header_ms: until a connection's first byte, the end of a head, or the first byte of an answer that is read; it is closed.
@@ -65,8 +66,8 @@ class Settings:
         drain_s: seconds for which a worker that was told to end still answers new requests with 503, so that who balances the load
             can notice.
         drain_limit_s: seconds after which it ends whatever is in flight.
-        hang_s: seconds without a sign of life of a worker, or with one batch, after which another takes its place; more than a
-            batch may ever take.
+        hang_s: seconds without a sign of life of a worker, or with one batch, after which another takes its place; more than
+            ``limits.time_ms``, beyond which no batch is begun.
         log_requests: log a line for each request, and not only for events.
 
     Raises:
@@ -99,6 +100,11 @@ class Settings:
         for name in ("watch_s", "hang_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be greater than 0")
+        if self.limits.time_ms >= 1e3 * self.hang_s:
+            raise ValueError(
+                f"hang_s={self.hang_s:g}: must be more than the {self.limits.time_ms / 1e3:g} s of time_ms={self.limits.time_ms:g}, "
+                "or a worker is replaced that would have answered in time; give a greater --hang, or a smaller --time-ms"
+            )
         if self.token is not None and not self.token.strip():
             raise ValueError(
                 "the token is empty, so anybody would bear it; write one of 32 random characters or more, or give none"
