@@ -169,8 +169,8 @@ def recommendations(count: int) -> list[bytes]:
     for user in random.integers(1, USERS, count).tolist():
         features = {"user_id": user, "age": round(random.random(), 3), "history": random.integers(1, ITEMS, HISTORY).tolist()}
         body = json.dumps({"user": features, "k": 100, "retrieve": 100, "vector": "live"}).encode()
-        head = f"POST /v1/recommend HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        found.append(head.encode() + body)
+        head = f"POST /v1/recommend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        found.append(f"{head}\r\n\r\n".encode() + body)
     return found
 
 
@@ -193,7 +193,7 @@ def swapped(pointer: Path, bundles: list[Path], count: int, seconds: float) -> N
 
 
 def measured(port: int, options: argparse.Namespace, pointer: Path, bundles: list[Path]) -> tuple[Load, Load, list[float]]:
-    health = [b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"]
+    health = [b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"]
     requests, seconds = recommendations(512), options.minutes * 60
     ask(port, options.rate, 3, requests)  # warms up
     plain = ask(port, options.rate, min(10, seconds), health)

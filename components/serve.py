@@ -73,6 +73,7 @@ def http(
     port: int = 8000,
     workers: int = 1,
     token_file: Optional[str] = None,
+    allowed_hosts: Optional[str] = None,
     vectors: Optional[str] = None,
     redis: Optional[str] = None,
     name: str = "serve",
@@ -96,6 +97,7 @@ def http(
         port: to listen on; 0 for any that is free
         workers: processes that share the bundle's files
         token_file: file with the token that callers must bear; else the variable TORCHREC_EXT_TOKEN, else none
+        allowed_hosts: what the header Host may name, by commas; by default this machine's names on a loopback host, else *
         vectors: folder of a store with users' vectors, as rec.embed --tower query writes one
         redis: address of a Redis with users' vectors, as rec.embed --redis writes them (ex. redis://host:6379/0)
         name: of the job
@@ -109,7 +111,7 @@ def http(
     flags = ["-m", "torchx_apps.serve", bundle, f"--host={host}", f"--port={port}", f"--workers={workers}"]
     flags += [
         f"--{flag}={value}"
-        for flag, value in {"token-file": token_file, "vectors": vectors, "redis": redis}.items()
+        for flag, value in {"token-file": token_file, "allowed-hosts": allowed_hosts, "vectors": vectors, "redis": redis}.items()
         if value is not None
     ]
     role = specs.Role(

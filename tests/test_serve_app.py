@@ -109,7 +109,8 @@ def test_bundles_are_swapped_under_load_without_a_lost_request(service: Launched
         shutil.copytree(bundles[0].folder, broken)
         (broken / "items.arrow").write_bytes(b"")
         point(live, broken)
-        until(lambda: all("items.arrow" in (service.client().get("/readyz").json["refused"] or "") for _ in range(8)))
+        bearer = {"Authorization": "Bearer a token of this test"}  # without it no path is told
+        until(lambda: all("items.arrow" in (service.client().get("/readyz", **bearer).json["refused"] or "") for _ in range(8)))
         assert serving(service, digests[1])
         moving = tmp_path / "moving"
         shutil.copytree(bundles[0].folder, moving)
@@ -248,6 +249,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--workers=0"], "workers=0: must be 1 or more"),
         (["--hang=0"], "hang_s=0.0: must be greater than 0"),
         (["--hang=2"], "hang_s=2: must be more than the 2 s of time_ms=2000"),
+        (["--allowed-hosts=a,b*"], "allowed_hosts: 'b*'; must be a name or an address without a port, *.example.com, or *"),
         (["--max-k=0"], "limit k=0: must be 1 or more"),
         (["--watch=0"], "watch_s=0.0: must be greater than 0"),
         (["--token-file=nowhere"], "--token-file nowhere: it cannot be read"),
@@ -256,6 +258,20 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 def test_a_wrong_flag_is_told_with_its_value(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["bundle", *flags]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("flags", "hosts"),
+    [
+        ([], ("localhost", "127.0.0.1", "[::1]", "127.0.0.1")),
+        (["--host=::1"], ("localhost", "127.0.0.1", "[::1]", "[::1]")),
+        (["--host=0.0.0.0"], ("*",)),
+        (["--host=0.0.0.0", "--allowed-hosts=a, *.b.c"], ("a", "*.b.c")),
+    ],
+)
+def test_a_loopback_address_is_asked_for_under_its_own_names(flags: list[str], hosts: tuple[str, ...]) -> None:
+    assert serve._settings(serve._parser().parse_args(["bundle", *flags])).allowed_hosts == hosts
 
 
 @pytest.mark.unit

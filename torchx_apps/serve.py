@@ -8,6 +8,7 @@ once. SIGTERM or Ctrl-C lets it finish what it has begun.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 TOKEN = "TORCHREC_EXT_TOKEN"
 _SHOWN = 12
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,6 +81,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         max_batch=options.max_batch,
         max_wait_ms=options.max_wait_ms,
         token=_token(options.token_file),
+        allowed_hosts=_hosts(options.allowed_hosts, options.host),
         vectors=None if options.vectors is None else options.vectors.absolute(),
         redis=options.redis,
         watch_s=options.watch,
@@ -98,6 +101,21 @@ def _token(file: Path | None) -> str | None:
         raise ValueError(f"--token-file {file}: it cannot be read ({error}); write the token into it, as one line") from None
 
 
+def _hosts(given: str | None, listening: str) -> tuple[str, ...]:
+    """What was given; else, of an address that only this machine reaches, its names, so that no page elsewhere can borrow it."""
+    if given is not None:
+        return tuple(name.strip() for name in given.split(","))
+    loopback = listening == "localhost" or _is_loopback(listening)
+    return (*_LOCAL, f"[{listening}]" if ":" in listening else listening) if loopback else ("*",)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torchx_apps.serve", description=__doc__, allow_abbrev=False)
     parser.add_argument("bundle", type=Path, help="a bundle's or a run's folder, a link to it, or a text file with its path")
@@ -106,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="of torch in each")
     parser.add_argument("--token-file", type=Path, help=f"file with the token that callers must bear; else ${TOKEN}, else none")
+    hosts = "what the header Host may name, by commas: names, addresses, *.example.com, or * for all; by default this machine's own"
+    parser.add_argument("--allowed-hosts", help=f"{hosts} on a loopback --host, else *")
     parser.add_argument("--vectors", type=Path, help="folder of a store with users' vectors, of rec.embed --tower query")
     parser.add_argument("--redis", help="address of a Redis with users' vectors, of rec.embed --redis (redis://host:6379/0)")
     parser.add_argument("--retrieve", type=int, default=100, help="items that the first stage hands to the top NN")

@@ -1,5 +1,6 @@
 """Scoring given positions: compiled or not, of whatever dtype and count, as the whole network scores."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,32 @@ def test_without_a_compiler_it_says_so_and_runs(tmp_path: Path, monkeypatch: pyt
     assert not scorer.compiled
     expected = interaction.score_all(query[None], candidates)[0].detach()
     assert torch.allclose(scorer(query, torch.arange(ITEMS)), expected, atol=1e-5)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("planted", ["owner", "mode", "link", "parent"])
+def test_compiled_code_is_loaded_from_a_folder_of_this_user_alone(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, **__: pytest.fail("it compiles all the same"))
+    interaction, _, _, store = case("top", tmp_path / "store")
+    named = cache if planted == "parent" else cache / "torchrec_ext"
+    named.mkdir(parents=True)
+    if planted == "link":
+        named.rmdir()
+        (tmp_path / "elsewhere").mkdir()
+        named.symlink_to(tmp_path / "elsewhere")
+    elif planted == "owner" and os.geteuid() == 0:
+        os.chown(named, 12_345, -1)
+    elif planted == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: 12_345)
+    else:
+        named.chmod(0o777)
+    with pytest.warns(UserWarning, match=f"compiled code is not loaded from '{named}': it is user .* remove it, or name another"):
+        scorer = CandidateScorer(projection(interaction, 16), store, compile="auto")
+    assert not scorer.compiled
 
 
 def test_refused(tmp_path: Path) -> None:

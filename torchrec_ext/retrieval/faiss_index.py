@@ -200,6 +200,10 @@ class FaissIndex:
     def load(cls, folder: Path, source: EmbeddingStore | Tensor) -> FaissIndex:
         """The index that :meth:`save` wrote, over the vectors that it was built from.
 
+        FAISS's native parser reads the file, whose digest only says that it is as its author made it: load none of an author whom
+        you do not trust. It is not built again from the vectors, since every worker would build it at every start, and its recall
+        would not be the one that was measured.
+
         Raises:
             StoreError: it is missing or damaged, or of another number or width of vectors.
             ValueError: the package is missing.

@@ -89,6 +89,6 @@ class CandidateScorer:
         try:
             return compiled_scores(self.projection, self._matrix, self._scales)
         except Exception as error:
-            first = str(error).strip().splitlines()[0][:200]
+            first = str(error).strip().splitlines()[0][:400]
             warnings.warn(f"the top NN runs uncompiled: {type(error).__name__}: {first}", stacklevel=3)
             return None

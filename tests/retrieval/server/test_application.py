@@ -98,6 +98,8 @@ def test_score_and_embed(running: Running) -> None:
         ("recommend", {}, 422, "user: it is missing"),
         ("recommend", {"user": 7}, 422, "user: it is a whole number; must be an object of features"),
         ("recommend", {"usr": {}}, 422, "usr: there is no such field; did you mean 'user'?"),
+        ("recommend", {"u" * 10_000: 1}, 422, "u" * 200 + ": there is no such field"),
+        ("recommend", {"user": {"u" * 10_000: 1}}, 422, "u" * 200 + ": a name of 10000 characters; the limit is 200"),
         ("recommend", {"user": {"user_id": USER}, "k": "10"}, 422, "k: it is a string; must be a whole number"),
         ("recommend", {"user": {"user_id": USER}, "k": True}, 422, "k: it is true or false"),
         ("recommend", {"user": {"user_id": USER}, "k": None}, 422, "k: null"),
@@ -306,17 +308,36 @@ def test_a_token_is_asked_of_callers_and_not_of_probes(bundle: Bundle) -> None:
         assert client.get("/metrics").status == 401
         assert client.post("/v1/recommend", asked, Authorization="Bearer a secret of some length").status == 200
         assert [client.get(path).status for path in ("/healthz", "/readyz", "/", "/openapi.json")] == [200] * 4
+        running.service.refuse("/srv/bundle/store: of another tower")
+        assert "srv" not in client.get("/readyz").json["refused"]
+        bearer = {"Authorization": "Bearer a secret of some length"}
+        assert client.get("/readyz", **bearer).json["refused"] == "/srv/bundle/store: of another tower"
+        assert client.get("/v1/bundle", **bearer).json["sample_users"][:2] == [1, 2]
         assert "secret" not in running.log.getvalue()
         assert "secret" not in repr(running.service.settings)
     with pytest.raises(ValueError, match="the token is empty"):
         Settings(bundle=running.service.settings.bundle, token=" ")
 
 
+def test_ids_of_users_are_not_told_without_a_token(running: Running) -> None:
+    served = running.client().get("/v1/bundle").json
+    assert (served["users"] > 0, served["user_kind"], served["sample_users"]) == (True, "int64", [])
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("localhost:80", 200), ("a.example.com", 200), ("evil.test", 400), ("example.com", 400), ("", 400)]
+)
+def test_a_host_of_another_name_is_refused(bundle: Bundle, host: str, status: int) -> None:
+    with serving(bundle, allowed_hosts=("localhost", "*.example.com")) as running:
+        assert running.client().post("/v1/recommend", {"user": {"user_id": USER}}, Host=host).status == status
+
+
 def test_ready_says_what_is_served_and_what_was_refused(running: Running, bundle: Bundle) -> None:
     client = running.client()
     assert client.get("/readyz").json == {"status": "ready", "bundle": bundle.manifest.digest, "refused": None, "vectors": {}}
-    running.service.refuse("store: of another tower")
-    assert client.get("/readyz").json["refused"] == "store: of another tower"
+    running.service.refuse("/srv/bundle/store: of another tower")
+    refused = client.get("/readyz", Authorization="Bearer None").json["refused"]
+    assert refused == "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
     assert client.post("/v1/recommend", {"user": {"user_id": USER}}).status == 200
     running.service.serve(running.service.scorer.bundle)
     assert client.get("/readyz").json["refused"] is None

@@ -29,6 +29,7 @@ _PAGES = {
     "/static/docs.js": ("docs.js", "text/javascript"),
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+_REFUSED = "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
 _SAMPLE = 200  # users whose ids the page offers
 
 
@@ -66,15 +67,17 @@ class _Endpoints:
         return handle
 
     async def bundle(self, request: HttpRequest) -> Response:
-        """What is served, for people and the page: the manifest, and how a user is named."""
+        """What is served, for people and the page; ids of users only where a token is asked for."""
         bundle, users = self._service.scorer.bundle, self._service.scorer.bundle.users
-        sample = [] if users is None else users.ids.ids(range(min(_SAMPLE, len(users.ids)))).tolist()
+        told = users is not None and self._service.settings.token is not None
+        sample = [] if users is None or not told else users.ids.ids(range(min(_SAMPLE, len(users.ids)))).tolist()
         return json_response(
             {
                 "digest": bundle.manifest.digest,
                 "manifest": bundle.manifest.as_json(),
                 "items": len(bundle.store.ids),
                 "user_key": None if users is None else users.key,
+                "user_kind": None if users is None else users.ids.kind,
                 "users": 0 if users is None else len(users.ids),
                 "sample_users": sample,
                 "columns": dict(bundle.request_columns),
@@ -88,13 +91,16 @@ class _Endpoints:
         return json_response({"status": "ok"})
 
     async def ready(self, request: HttpRequest) -> Response:
-        """Whether to send requests here, and what is served."""
+        """Whether to send requests here, and what is served; with the token also why a bundle was refused, which names files."""
         service = self._service
+        refused = service.refused
+        if refused is not None and not service.bears_token(request.headers.get("authorization", "")):
+            refused = _REFUSED
         return json_response(
             {
                 "status": "draining" if service.draining else "ready",
                 "bundle": service.scorer.bundle.manifest.digest,
-                "refused": service.refused,
+                "refused": refused,
                 "vectors": {store.source: store.available for store in service.vectors},
             },
             status=503 if service.draining else 200,

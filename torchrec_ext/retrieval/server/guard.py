@@ -1,12 +1,12 @@
-"""Guard: around every request the token, the drain, errors as answers, the count, the time and one log line."""
+"""Guard: around every request the token, the host, the drain, errors as answers, the count, the time and one log line."""
 
 from __future__ import annotations
 
-import hmac
 import time
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrec_ext.retrieval.server.connections import ADMITTED
@@ -35,9 +35,8 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: frozenset[str]) -> None:
-        self._app, self._service, self._routes = app, service, routes
-        token = service.settings.token
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._app = TrustedHostMiddleware(app, allowed_hosts=service.settings.allowed_hosts, www_redirect=False)
+        self._service, self._routes = service, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -60,7 +59,7 @@ class Guard:
         service.in_flight += 1
         try:
             self._admit(path, Headers(scope=scope))
-            if self._expected is None or self._guarded(path):
+            if service.settings.token is None or self._guarded(path):
                 scope["state"][ADMITTED] = True
             await self._app(scope, receive, answered)
         except ClientGoneError:
@@ -77,9 +76,9 @@ class Guard:
         """Raises the refusal of a request that must not come through."""
         if self._service.draining and path not in _ALWAYS:
             raise Refusal(503, "draining", "this server is about to end; ask again, another one will answer", retry=True)
-        if self._expected is not None and self._guarded(path):
-            given = headers.get("authorization", "").encode("latin-1", "replace")
-            if not hmac.compare_digest(given, self._expected):
+        if self._service.settings.token is not None and self._guarded(path):
+            given = headers.get("authorization", "")
+            if not self._service.bears_token(given):
                 words = "the token is wrong" if given else "there is no token"
                 message = f"{words}; send the header `Authorization: Bearer TOKEN`"
                 raise Refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})

@@ -16,6 +16,7 @@ Asked = TypeVar("Asked", RecommendRequest, ScoreRequest, EmbedRequest)
 Readers = Mapping[str, Callable[[str, Any, Limits], Any]]
 _INT64 = 2**63
 MAX_LIKED = 100
+_NAME = 200  # characters of a field's or a column's name
 _VECTOR = ("auto", "live")
 
 
@@ -69,9 +70,9 @@ def _built(kind: Callable[..., Asked], body: Body, readers: Readers, limits: Lim
 def _only(body: Body, known: Mapping[str, object]) -> None:
     for name in body:
         if name not in known:
-            match = get_close_matches(name, list(known), n=1, cutoff=0.5)
+            match = get_close_matches(name[:_NAME], list(known), n=1, cutoff=0.5)
             question = f"did you mean {match[0]!r}?" if match else f"there are {', '.join(known)}"
-            raise Refusal(422, "invalid", f"{name[:100]}: there is no such field; {question}", field=name[:100])
+            raise Refusal(422, "invalid", f"{name[:_NAME]}: there is no such field; {question}", field=name[:_NAME])
 
 
 def _wrong(name: str, value: object, rule: str) -> Refusal:
@@ -141,10 +142,11 @@ def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
     if type(value) is not dict:
         raise _wrong(name, value, 'an object of features by column, such as {"user_id": 1}')
     for column, feature in value.items():
+        if len(column) > _NAME:  # or it is looked for among names like it, which takes as long as it is
+            told = f"{name}.{column[:_NAME]}"
+            raise Refusal(422, "invalid", f"{told}: a name of {len(column)} characters; the limit is {_NAME}", field=told)
         if type(feature) is dict or (type(feature) is list and set(map(type, feature)) & {dict, list}):
-            raise Refusal(
-                422, "invalid", f"{name}.{column[:100]}: must be a value or a list of values", field=f"{name}.{column[:100]}"
-            )
+            raise Refusal(422, "invalid", f"{name}.{column}: must be a value or a list of values", field=f"{name}.{column}")
     return value
 
 

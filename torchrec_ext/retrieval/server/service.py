@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,12 @@ class Service:
             cost_s=lambda request: self.scorer.search_s(request),
             max_cost_s=settings.limits.time_ms / 1e3 / _SLICES,
         )
+
+    def bears_token(self, authorization: str) -> bool:
+        """Whether a header is that of a caller with the token; False where the service has none."""
+        token = self.settings.token
+        expected = f"Bearer {token}".encode()
+        return token is not None and hmac.compare_digest(authorization.encode("latin-1", "replace"), expected)
 
     def close(self) -> None:
         """Answers what waits, then ends."""

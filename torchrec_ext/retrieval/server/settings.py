@@ -60,6 +60,8 @@ class Settings:
         max_batch: requests that a worker answers together.
         max_wait_ms: how long a request waits for company; see :class:`~torchrec_ext.retrieval.batching.MicroBatcher`.
         token: what callers must bear, or None; not empty.
+        allowed_hosts: what the header Host may name, with or without a port: names, addresses, ``*.example.com``, or ``*`` for all.
+            A page that a browser of this machine has open elsewhere reaches a loopback address under a name of its own.
         vectors: folder of a store with users' vectors, as ``rec.embed --tower query`` writes one, or None.
         redis: address of a Redis that holds users' vectors, such as ``redis://host:6379/0``, or None.
         watch_s: seconds between two looks at ``bundle``.
@@ -84,6 +86,7 @@ class Settings:
     max_batch: int = 32
     max_wait_ms: float = 0.0
     token: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = ("*",)
     vectors: Path | None = None
     redis: str | None = field(default=None, repr=False)
     watch_s: float = 1.0
@@ -100,10 +103,14 @@ class Settings:
         for name in ("watch_s", "hang_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be greater than 0")
-        if self.limits.time_ms >= 1e3 * self.hang_s:
+        for name in self.allowed_hosts:
+            if not name or (name != "*" and "*" in name.removeprefix("*.")):
+                raise ValueError(f"allowed_hosts: {name!r}; must be a name or an address without a port, *.example.com, or *")
+        time_ms = self.limits.time_ms
+        if time_ms >= 1e3 * self.hang_s:
             raise ValueError(
-                f"hang_s={self.hang_s:g}: must be more than the {self.limits.time_ms / 1e3:g} s of time_ms={self.limits.time_ms:g}, "
-                "or a worker is replaced that would have answered in time; give a greater --hang, or a smaller --time-ms"
+                f"hang_s={self.hang_s:g}: must be more than the {time_ms / 1e3:g} s of time_ms={time_ms:g}, or a worker is "
+                "replaced that would have answered in time; give a greater --hang, or a smaller --time-ms"
             )
         if self.token is not None and not self.token.strip():
             raise ValueError(

@@ -60,6 +60,7 @@ function showBundle(found) {
   const manifest = { ...found.manifest, content: { ...content, files: content.files && `${Object.keys(content.files).length} files` } };
   at("manifest").textContent = JSON.stringify(manifest, null, 1);
   at("users").replaceChildren(...found.sample_users.map((id) => Object.assign(element("option"), { value: String(id) })));
+  at("other").hidden = found.sample_users.length === 0;
   at("k").max = Math.min(100, found.limits.k);
   at("category-field").hidden = found.categories.length === 0;
   at("category").replaceChildren(Object.assign(element("option", "All"), { value: "" }), ...found.categories.map((name) => element("option", name)));
@@ -103,7 +104,7 @@ function showAnswer(found, ms) {
 
 function userId(text) {
   const whole = /^-?\d{1,15}$/.test(text);
-  return served.sample_users.length && typeof served.sample_users[0] === "number" && whole ? Number(text) : text;
+  return served.user_kind === "int64" && whole ? Number(text) : text;
 }
 
 async function recommend() {
@@ -120,6 +121,11 @@ async function recommend() {
     if (!served) showBundle(await ask("/v1/bundle"));
     if (!served.user_key) throw new Error("This bundle knows no users; send their features to /v1/recommend, as /docs says.");
     if (!at("user").value && served.sample_users.length) at("user").value = String(served.sample_users[0]);
+    if (!at("user").value) {  // ids are offered to those alone who bear a token
+      clearTimeout(waiting);
+      at("user").focus();
+      return say("Type the id of a user, then press Recommend.");
+    }
     const body = { user: { [served.user_key]: userId(at("user").value.trim()) }, k: Number(at("k").value), titles: true, liked: LIKED };
     if (at("category").value) body.categories = [at("category").value];
     const start = performance.now();
