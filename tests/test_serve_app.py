@@ -166,6 +166,34 @@ def test_a_worker_that_hangs_is_replaced(bundles: list[Made], tmp_path: Path) ->
         assert service.client().post("/v1/recommend", ASKED).status == 200
 
 
+def starting(supervisor: int, known: set[int]) -> int | None:
+    """The process of a worker that is not among ``known``."""
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    found = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return next((pid for pid in found if pid not in known), None)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_a_worker_that_hangs_while_it_starts_is_replaced_and_does_not_keep_sigterm_from_draining(
+    bundles: list[Made], tmp_path: Path
+) -> None:
+    stopped: list[int] = []
+
+    def stop_the_first(supervisor: int) -> None:
+        stopped.append(until(lambda: starting(supervisor, set())))
+        os.kill(stopped[0], signal.SIGSTOP)
+
+    with launched(tmp_path / "log", str(bundles[0].folder), "--hang=5", begun=stop_the_first) as service:
+        assert [event["worker"] for event in service.events("worker_hangs")] == stopped
+        assert service.client().post("/v1/recommend", ASKED).status == 200
+        live = service.events("bundle_loaded")[0]["pid"]
+        os.kill(live, signal.SIGKILL)
+        os.kill(until(lambda: starting(service.process.pid, {live, *stopped})), signal.SIGSTOP)
+        assert service.end() == 0
+    assert not service.events("killed")
+
+
 def status_of_a_request(service: Launched) -> int | None:
     """None where the worker that had it ended."""
     try:
@@ -250,6 +278,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--hang=0"], "hang_s=0.0: must be greater than 0"),
         (["--hang=2"], "hang_s=2: must be more than the 2 s of time_ms=2000"),
         (["--allowed-hosts=a,b*"], "allowed_hosts: 'b*'; must be a name or an address without a port, *.example.com, or *"),
+        (["--start=0"], "start_s=0.0: must be greater than 0"),
         (["--max-k=0"], "limit k=0: must be 1 or more"),
         (["--watch=0"], "watch_s=0.0: must be greater than 0"),
         (["--token-file=nowhere"], "--token-file nowhere: it cannot be read"),

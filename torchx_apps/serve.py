@@ -87,6 +87,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         watch_s=options.watch,
         drain_s=options.drain,
         hang_s=options.hang,
+        start_s=options.start,
         log_requests=options.log == "requests",
     )
 
@@ -144,6 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--watch", type=float, default=1.0, help="seconds between two looks for another bundle")
     parser.add_argument("--drain", type=float, default=1.0, help="seconds for which new requests get 503 before it ends")
     parser.add_argument("--hang", type=float, default=30.0, help="seconds in silence after which a worker is replaced")
+    parser.add_argument(
+        "--start", type=float, default=600.0, help="seconds to begin in, after which a worker is replaced"
+    )
     parser.add_argument("--log", choices=["requests", "events"], default="requests", help="JSON lines on standard error")
     return parser
 

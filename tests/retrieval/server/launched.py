@@ -40,14 +40,18 @@ class Launched:
 
 
 @contextmanager
-def launched(log: Path, *flags: str, **environ: str) -> Iterator[Launched]:
-    """`python -m torchx_apps.serve` on a free port, ready; killed at the end of the block if it still runs."""
+def launched(log: Path, *flags: str, begun: Callable[[int], object] = id, **environ: str) -> Iterator[Launched]:
+    """`python -m torchx_apps.serve` on a free port, ready; killed at the end of the block if it still runs.
+
+    ``begun`` is called with its process when that has begun.
+    """
     command = [sys.executable, "-m", "torchx_apps.serve", *flags, "--port=0"]
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environ}
         )
     try:
+        begun(process.pid)
         assert process.stdout is not None
         said = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+)/", said)

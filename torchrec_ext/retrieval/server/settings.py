@@ -70,6 +70,7 @@ class Settings:
         drain_limit_s: seconds after which it ends whatever is in flight.
         hang_s: seconds without a sign of life of a worker, or with one batch, after which another takes its place; more than
             ``limits.time_ms``, beyond which no batch is begun.
+        start_s: seconds within which a worker must have loaded the bundle and answer, else another takes its place.
         log_requests: log a line for each request, and not only for events.
 
     Raises:
@@ -93,6 +94,7 @@ class Settings:
     drain_s: float = 1.0
     drain_limit_s: float = 30.0
     hang_s: float = 30.0
+    start_s: float = 600.0
     log_requests: bool = True
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class Settings:
         for name, low in least.items():
             if not getattr(self, name) >= low:
                 raise ValueError(f"{name}={getattr(self, name)}: must be {low} or more")
-        for name in ("watch_s", "hang_s"):
+        for name in ("watch_s", "hang_s", "start_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be greater than 0")
         for name in self.allowed_hosts:

@@ -22,6 +22,7 @@ from torchrec_ext.retrieval.server.worker import ALIVE, FAILED, run_worker
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
 _TICK_S = 0.2
 _LONGEST_PAUSE_S = 30.0
+_STARTING_S = 2.0  # for a worker that has not begun to answer to end on SIGTERM
 _CUT_OFF = (
     "a file of the bundle was cut off while it was served (SIGBUS); put it right, and from now on write bundles to new folders and "
     "point the server there"
@@ -55,6 +56,7 @@ class _Worker:
     failed: str = ""
     started: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)  # when it last gave a sign of life
+    hung: bool = False  # and was killed for it
     again: float | None = None  # when the one in its place starts, once it has ended
 
 
@@ -108,14 +110,17 @@ class Supervisor:
         return _Worker(process, ours)
 
     def _begun(self) -> bool:
-        """Waits until all answer; False where a signal came first."""
+        """Waits until all answer, and replaces those that hang; False where a signal came first."""
         while not all(worker.digest for worker in self._workers):
             if self._asked_to_end():
                 return False
-            for worker in self._workers:
+            for place, worker in enumerate(self._workers):
                 ended = not worker.process.is_alive()  # asked first: what it said before it ended can still be read
                 self._hear(worker)
-                if worker.failed or ended:
+                self._end_if_hanging(worker)
+                if worker.hung:
+                    self._replace(place, worker)
+                elif worker.failed or ended:
                     raise ValueError(
                         worker.failed or f"a worker ended with status {worker.process.exitcode} before it could answer"
                     )
@@ -145,11 +150,14 @@ class Supervisor:
 
     def _end_if_hanging(self, worker: _Worker) -> None:
         """By SIGKILL: what hangs, or was stopped, handles no other signal."""
-        silent_s = time.monotonic() - worker.heard
-        if worker.digest and silent_s > self._settings.hang_s and worker.process.is_alive():
-            self._log("worker_hangs", worker=worker.process.pid, silent_s=round(silent_s, 1))
+        now = time.monotonic()
+        silent_s, starting = now - worker.heard, not worker.digest
+        hangs = silent_s > self._settings.hang_s or (starting and now - worker.started > self._settings.start_s)
+        if hangs and worker.process.is_alive():
+            self._log("worker_hangs", worker=worker.process.pid, silent_s=round(silent_s, 1), starting=starting)
             worker.process.kill()
             worker.process.join()
+            worker.hung = True
 
     def _replace(self, place: int, worker: _Worker) -> None:
         from torchrec_ext.retrieval.server.telemetry import forget_worker
@@ -181,11 +189,17 @@ class Supervisor:
         """Lets the workers drain; a second signal ends them at once."""
         asked = len(self._signals)
         self._tell(signal.SIGTERM)
-        end = time.monotonic() + self._settings.drain_limit_s + 10
+        begun = time.monotonic()
+        end = begun + self._settings.drain_limit_s + 10
         while any(worker.process.is_alive() for worker in self._workers):
             if time.monotonic() > end or len(self._signals) > asked:
                 self._log("killed", workers=sum(worker.process.is_alive() for worker in self._workers))
                 return 1
+            for worker in self._workers:
+                self._hear(worker, 0.0)
+                self._end_if_hanging(worker)
+                if not worker.digest and time.monotonic() > begun + _STARTING_S:  # it hangs, and has no request to lose
+                    worker.process.kill()
             wait([worker.process.sentinel for worker in self._workers if worker.process.is_alive()], timeout=_TICK_S)
         statuses = [worker.process.exitcode for worker in self._workers if worker.digest and worker.again is None]
         self._log("ended", statuses=statuses)

@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -35,6 +36,9 @@ def run_worker(settings: Settings, listening: socket.socket, parent: Connection)
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it over
+    begun = threading.Event()
+    beating = threading.Thread(target=_beat, args=(parent, begun, settings.hang_s / _BEATS), daemon=True)
+    beating.start()
     try:
         service, watch = _prepared(settings)
     except Exception as error:
@@ -42,11 +46,20 @@ def run_worker(settings: Settings, listening: socket.socket, parent: Connection)
         sys.exit(1)
     service.tell_bundle()
     watch.start()
+    begun.set()
+    beating.join()
     try:
         _server(service, parent).run([listening])
     finally:
         watch.end()
     service.close()
+
+
+def _beat(parent: Connection, begun: threading.Event, every_s: float) -> None:
+    """Signs of life until the loop that answers gives them: a process that was stopped gives none."""
+    while not begun.wait(every_s):
+        with contextlib.suppress(OSError):  # the parent has gone
+            parent.send((ALIVE, ""))
 
 
 def _prepared(settings: Settings) -> tuple[Service, Any]:
