@@ -26,6 +26,7 @@ ROWS = {
     "movielens-large": "serving_movielens:recombined",
     "embed": "serving_embed:rows",
     "http": "serving_http:http",
+    "attacks": "serving_attacks:attacks",
 }
 
 

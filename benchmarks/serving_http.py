@@ -35,7 +35,9 @@ import torch
 from serving_rows import Options, Row
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from torchrec_ext import two_tower
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.interaction_choice import interaction_layer
+from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.contents import Catalogue, Users
 from torchrec_ext.retrieval.export import export
 
@@ -45,7 +47,7 @@ P50_MS, P99_MS = 5.0, 20.0
 _BYTES = 2**16
 
 
-def make_bundle(folder: Path, seed: int) -> None:
+def make_bundle(folder: Path, seed: int, user_width: int = WIDTH) -> None:
     """A two-tower model with a top NN over ITEMS items, untrained: what it answers is of no matter here."""
     torch.manual_seed(seed)
     random = np.random.default_rng(seed)
@@ -53,14 +55,10 @@ def make_bundle(folder: Path, seed: int) -> None:
     def table(name: str, rows: int) -> EmbeddingBagConfig:
         return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=32, pooling=PoolingType.MEAN)
 
-    model = two_tower(
-        [table("user_id", USERS + 1), table("history", ITEMS + 1)],
-        [table("item_id", ITEMS + 1), table("genre", 20)],
-        user_dense=["age"],
-        tower_widths=(128, WIDTH),
-        top_widths=(64,),
-        device=torch.device("cpu"),
-    )
+    device = torch.device("cpu")
+    user = Tower([table("user_id", USERS + 1), table("history", ITEMS + 1)], (128, user_width), dense=["age"], device=device)
+    item = Tower([table("item_id", ITEMS + 1), table("genre", 20)], (128, WIDTH), device=device)
+    model = TowerModel({"user": user, "item": item}, interaction_layer("top_nn", [user_width, WIDTH], (64,)))
     for tower in model.towers.values():  # as far apart as trained ones; TorchRec begins with +-1 / sqrt(rows), all but alike
         for weight in tower.embeddings.parameters():
             torch.nn.init.normal_(weight, std=0.3)

@@ -145,9 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--watch", type=float, default=1.0, help="seconds between two looks for another bundle")
     parser.add_argument("--drain", type=float, default=1.0, help="seconds for which new requests get 503 before it ends")
     parser.add_argument("--hang", type=float, default=30.0, help="seconds in silence after which a worker is replaced")
-    parser.add_argument(
-        "--start", type=float, default=600.0, help="seconds to begin in, after which a worker is replaced"
-    )
+    parser.add_argument("--start", type=float, default=600.0, help="seconds to begin in, after which a worker is replaced")
     parser.add_argument("--log", choices=["requests", "events"], default="requests", help="JSON lines on standard error")
     return parser
 
