@@ -20,7 +20,7 @@ class Limits:
             longer than ``time_ms``; 413 where one alone does.
         time_ms: from a request's head to its answer; 408 where its body has not come by then, else 503.
         header_bytes: of a request's address and headers; 431.
-        header_ms: until a connection's first byte, the end of a head, or the first byte of an answer that is read; it is closed.
+        header_ms: for a connection's first byte, for the rest of a request's head, and for an answer to be read; then it is closed.
         connections: of a worker at a time; see :class:`~torchrec_ext.retrieval.server.connections.Connections`.
 
     Raises:

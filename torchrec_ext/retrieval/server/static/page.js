@@ -122,9 +122,8 @@ async function recommend() {
     if (!served.user_key) throw new Error("This bundle knows no users; send their features to /v1/recommend, as /docs says.");
     if (!at("user").value && served.sample_users.length) at("user").value = String(served.sample_users[0]);
     if (!at("user").value) {  // ids are offered to those alone who bear a token
-      clearTimeout(waiting);
       at("user").focus();
-      return say("Type the id of a user, then press Recommend.");
+      throw new Error("Type the id of a user, then press Recommend.");
     }
     const body = { user: { [served.user_key]: userId(at("user").value.trim()) }, k: Number(at("k").value), titles: true, liked: LIKED };
     if (at("category").value) body.categories = [at("category").value];
