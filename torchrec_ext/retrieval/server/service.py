@@ -163,9 +163,7 @@ class Service:
             self._malformed[source] = total
             if time.monotonic() - self._told >= _TOLD_EVERY_S:
                 self._told = time.monotonic()
-                why = (
-                    "stored values that are no vectors of this tower; their users are served from their features: embed them again"
-                )
+                why = "they are no vectors of this tower, and their users are served from features: embed these again"
                 self.log("vectors_malformed", source=source, so_far=total, why=why)
 
     def busy_s(self) -> float:

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -36,18 +37,18 @@ def run_worker(settings: Settings, listening: socket.socket, parent: Connection)
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it over
-    begun = threading.Event()
-    beating = threading.Thread(target=_beat, args=(parent, begun, settings.hang_s / _BEATS), daemon=True)
-    beating.start()
-    try:
-        service, watch = _prepared(settings)
-    except Exception as error:
-        parent.send((FAILED, str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"))
+    failed: str | None = None
+    with _signs_of_life(parent, settings.hang_s / _BEATS):
+        try:
+            service, watch = _prepared(settings)
+        except Exception as error:
+            failed = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        else:
+            service.tell_bundle()
+    if failed is not None:
+        parent.send((FAILED, failed))
         sys.exit(1)
-    service.tell_bundle()
     watch.start()
-    begun.set()
-    beating.join()
     try:
         _server(service, parent).run([listening])
     finally:
@@ -55,11 +56,23 @@ def run_worker(settings: Settings, listening: socket.socket, parent: Connection)
     service.close()
 
 
-def _beat(parent: Connection, begun: threading.Event, every_s: float) -> None:
-    """Signs of life until the loop that answers gives them: a process that was stopped gives none."""
-    while not begun.wait(every_s):
-        with contextlib.suppress(OSError):  # the parent has gone
-            parent.send((ALIVE, ""))
+@contextlib.contextmanager
+def _signs_of_life(parent: Connection, every_s: float) -> Iterator[None]:
+    """By a thread, until the loop that answers gives them: a process that was stopped gives none."""
+    ending = threading.Event()
+
+    def beat() -> None:
+        while not ending.wait(every_s):
+            with contextlib.suppress(OSError):  # the parent has gone
+                parent.send((ALIVE, ""))
+
+    beating = threading.Thread(target=beat, daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        beating.join()  # since the pipe is not for two threads at a time
 
 
 def _prepared(settings: Settings) -> tuple[Service, Any]:
