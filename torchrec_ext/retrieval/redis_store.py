@@ -173,9 +173,9 @@ class RedisStore:
         try:
             with self._redis.pipeline(transaction=False) as pipe:
                 fill(pipe)
-                answers = list(pipe.execute(raise_on_error=False))
+                answers = list(pipe.execute(raise_on_error=passed is None))
             for answer in answers:
-                if isinstance(answer, Exception) and (passed is None or not str(answer).startswith(passed)):
+                if isinstance(answer, Exception) and not str(answer).startswith(passed or ""):
                     raise answer
             return answers
         except redis.exceptions.AuthenticationError as error:  # a ConnectionError to its package, from a server that answers
