@@ -293,8 +293,8 @@ def test_a_wrong_flag_is_told_with_its_value(flags: list[str], told: str, capsys
 @pytest.mark.parametrize(
     ("flags", "hosts"),
     [
-        ([], ("localhost", "127.0.0.1", "[::1]", "127.0.0.1")),
-        (["--host=::1"], ("localhost", "127.0.0.1", "[::1]", "[::1]")),
+        ([], ("localhost", "127.0.0.1", "::1")),
+        (["--host=127.0.0.2"], ("localhost", "127.0.0.1", "::1", "127.0.0.2")),
         (["--host=0.0.0.0"], ("*",)),
         (["--host=0.0.0.0", "--allowed-hosts=a, *.b.c"], ("a", "*.b.c")),
     ],

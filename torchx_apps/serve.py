@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TOKEN = "TORCHREC_EXT_TOKEN"
 _SHOWN = 12
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +107,7 @@ def _hosts(given: str | None, listening: str) -> tuple[str, ...]:
     if given is not None:
         return tuple(name.strip() for name in given.split(","))
     loopback = listening == "localhost" or _is_loopback(listening)
-    return (*_LOCAL, f"[{listening}]" if ":" in listening else listening) if loopback else ("*",)
+    return tuple(dict.fromkeys((*_LOCAL, listening))) if loopback else ("*",)
 
 
 def _is_loopback(address: str) -> bool:

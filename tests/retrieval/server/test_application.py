@@ -325,11 +325,22 @@ def test_ids_of_users_are_not_told_without_a_token(running: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "status"), [("localhost:80", 200), ("a.example.com", 200), ("evil.test", 400), ("example.com", 400), ("", 400)]
+    ("host", "status"),
+    [
+        ("localhost:80", 200),
+        ("a.example.com", 200),
+        ("[::1]:80", 200),
+        ("evil.test", 400),
+        ("example.com", 400),
+        ("", 400),
+    ],
 )
 def test_a_host_of_another_name_is_refused(bundle: Bundle, host: str, status: int) -> None:
-    with serving(bundle, allowed_hosts=("localhost", "*.example.com")) as running:
-        assert running.client().post("/v1/recommend", {"user": {"user_id": USER}}, Host=host).status == status
+    with serving(bundle, allowed_hosts=("localhost", "*.Example.com", "::1")) as running:
+        answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}}, Host=host)
+    assert answer.status == status
+    if status == 400:
+        assert "and this server answers to localhost, *.Example.com, ::1; ask under" in answer.json["error"]["message"]
 
 
 def test_ready_says_what_is_served_and_what_was_refused(running: Running, bundle: Bundle) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrec_ext.retrieval.server.connections import ADMITTED
@@ -35,8 +35,7 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: frozenset[str]) -> None:
-        self._app = TrustedHostMiddleware(app, allowed_hosts=service.settings.allowed_hosts, www_redirect=False)
-        self._service, self._routes = service, routes
+        self._app, self._service, self._routes = app, service, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -74,6 +73,13 @@ class Guard:
 
     def _admit(self, path: str, headers: Headers) -> None:
         """Raises the refusal of a request that must not come through."""
+        named, allowed = _host(headers.get("host", "")), self._service.settings.allowed_hosts
+        if not any(one in ("*", named) or (one.startswith("*.") and named.endswith(one[1:])) for one in map(str.lower, allowed)):
+            message = (
+                f"the header Host names {named[:100]!r}, and this server answers to {', '.join(allowed)}; ask under such a name, "
+                "or start it with --allowed_hosts"
+            )
+            raise Refusal(400, "host", message)
         if self._service.draining and path not in _ALWAYS:
             raise Refusal(503, "draining", "this server is about to end; ask again, another one will answer", retry=True)
         if self._service.settings.token is not None and self._guarded(path):
@@ -106,3 +112,16 @@ class Guard:
             service.log(
                 "request", method=method if len(method) < 10 else "other", route=route, status=status, ms=round(seconds * 1e3, 2)
             )
+
+
+def _host(header: str) -> str:
+    """The name or address in a header Host, without its port; an IPv6 address without its brackets.
+
+    Example:
+        >>> _host("recs.example.com:8000"), _host("[::1]:8000"), _host("[::1")
+        ('recs.example.com', '::1', '')
+    """
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
