@@ -188,6 +188,12 @@ def test_parquet_that_was_written_again_is_read_with_a_warning(home: Path, monke
     monkeypatch.setenv("TORCHREC_EXT_DATA", str(home))
     with pytest.warns(UserWarning, match=r"inter\.parquet: sha256 is .*figures may differ"):
         assert load("ml-100k").train.num_rows == 2
+    pq.write_table(pa.table({name: 2 * values for name, values in users.items()}), folder / "users.parquet")
+    with (
+        pytest.warns(UserWarning, match="figures may differ"),
+        pytest.raises(DataError, match=r"users\.parquet: column 'user_id', rows 0 and 1: both describe id 1"),
+    ):
+        load("ml-100k")
     pq.write_table(pa.table({"user_id": [1]}), folder / "items.parquet")
     with (
         pytest.warns(UserWarning, match="figures may differ"),

@@ -48,6 +48,8 @@ def test_without_context_every_row_has_the_same(tmp_path: Path) -> None:
     [
         ({"label": [1, 2]}, r"test\.parquet: column 'label', row 1: 2.0; must be 0 or 1"),
         ({"hour": [-1, 0]}, r"column 'hour', row 0: id -1; must be 0 or more"),
+        ({"price": [1.0, float("nan")]}, r"test\.parquet: column 'price', row 1: nan; must be a finite number"),
+        ({"price": [float("-inf"), 1.0]}, r"test\.parquet: column 'price', row 0: -inf"),
         ({"hour": ["a", "b"]}, r"column 'hour' is Column\(2 rows of object\); must be one number per row"),
     ],
 )

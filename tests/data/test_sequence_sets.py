@@ -68,11 +68,13 @@ def test_ids_may_be_text(tmp_path: Path) -> None:
     ]
 
 
-def test_lists_and_nulls_are_refused(tmp_path: Path) -> None:
+def test_lists_nulls_and_what_is_no_number_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="column 'item' holds lists, must hold one value per row"):
         load_sequences(write(tmp_path, "my_sequences.parquet", {**ROWS, "item": [[item] for item in ROWS["item"]]}))
     with pytest.raises(DataError, match="null"):
         load_sequences(write(tmp_path, "my_sequences.parquet", {**ROWS, "item": [1, None, 3, 4, 5]}))
+    with pytest.raises(DataError, match=r"my_sequences\.parquet: column 'position', row 1: nan; must be a finite number"):
+        load_sequences(write(tmp_path, "my_sequences.parquet", {**ROWS, "position": [1.0, float("nan"), 3.0, 4.0, 5.0]}))
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:

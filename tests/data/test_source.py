@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -139,6 +141,26 @@ def test_an_unreadable_address_is_named() -> None:
         ParquetSource("memory://nowhere/a")
     with pytest.raises(DataError, match=r"nosuch://bucket/a: cannot be read \(ValueError: Protocol not known.*check address"):
         ParquetSource("nosuch://bucket/a")
+
+
+@pytest.mark.parametrize("named", ["{}", "{}/**", "{}/day=*/*.parquet", "file://{}", "file://{}/day=*/*.parquet"])
+def test_a_folder_that_may_not_be_listed_is_named_and_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    pytest.importorskip("fsspec")
+    for day in (1, 2):
+        write(tmp_path / f"day={day}" / "a.parquet", table_of(4))
+    assert ParquetSource(named.format(tmp_path)).num_rows == 8
+    listed = os.scandir
+
+    def scandir(path: Any) -> Any:  # as root reads everything
+        if "day=2" in os.fspath(path):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"day=2.*cannot be read \(.*Permission denied|cannot be read \(PermissionError.*day=2"):
+        ParquetSource(named.format(tmp_path))
 
 
 def test_nothing_to_read_is_named(tmp_path: Path) -> None:

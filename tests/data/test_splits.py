@@ -168,6 +168,19 @@ def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatc
             "has a column 'label', so not every row is a positive",
         ),
         ({"test": {"user": [0]}}, r"test\.parquet: column 'item_id' is missing, the file has \['user'\]"),
+        (
+            {"items": {"item": [4, 1, 2], "price": [1.0, float("nan"), float("inf")]}},
+            r"items\.parquet: column 'price', row 1: nan; must be a finite number of 32 bits \(2 rows are not\)",
+        ),
+        ({"items": {"item": [4, 1], "price": [1.0, 1e39]}}, r"items\.parquet: column 'price', row 1: 1e\+39"),
+        (
+            {"items": {"item": [4, 1, 2, 4, 2], "genres": list("abcde")}},
+            r"items\.parquet: column 'item', rows 2 and 4: both describe id 2 \(2 rows more than there are ids\)",
+        ),
+        (
+            {"users": {"user": [7, 0, 7], "sex": ["m", "f", "f"]}},
+            r"users\.parquet: column 'user', rows 0 and 2: both describe id 7",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_folder_is_told(tmp_path: Path, changed: dict[str, Any], message: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
@@ -13,6 +14,7 @@ from urllib.parse import unquote
 from torchrec_ext.schema import DataError
 
 PathLike = str | os.PathLike[str]
+_HIDDEN = (".", "_")  # in front of what is no data, such as what a writer has not finished
 
 
 @dataclass(frozen=True)
@@ -75,33 +77,66 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
 
 
 def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
-    if os.path.isfile(path):
-        names = [path]
-    elif glob.has_magic(path):
-        names = sorted(name for match in glob.glob(path, recursive=True) for name in _below(match, endings))
-    else:
-        names = _below(path, endings)
-    if not names:
+    try:
+        names = sorted({name for match in _matches(path) for name in _below(match, endings)})
+        found = [DataFile(name, name, _partitions(name), None, _stamp(name)) for name in names]
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or path}: cannot be read ({error.strerror or error}), and the rows there would be missing; give this "
+            "user the right to read it, or name the files to read"
+        ) from error
+    if not found:
         rule = f"the folder has no file that ends in {' or '.join(endings)}" if os.path.isdir(path) else "no such file"
         raise DataError(f"{path}: {rule}; check the path")
-    return [DataFile(name, name, _partitions(name), None, _stamp(name)) for name in names]
+    return found
+
+
+def _matches(path: str) -> list[str]:
+    """What a path or a pattern names. A pattern leaves out in silence what may not be listed, so that is looked at first."""
+    if not glob.has_magic(path) or os.path.isfile(path):
+        return [path]
+    parts = Path(path).parts
+    first = next(at for at, part in enumerate(parts) if glob.has_magic(part))
+    for at, part in enumerate(parts[first:], start=first):
+        inside = (part, "") if part == "**" else ("",)
+        for folder in glob.glob(os.path.join(".", *parts[:at], *inside), recursive=True):
+            if glob.has_magic(part):
+                os.scandir(folder).close()
+            else:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    os.stat(os.path.join(folder, part))
+    return glob.glob(path, recursive=True)
 
 
 def _below(path: str, endings: Sequence[str]) -> list[str]:
     if os.path.isfile(path):
         return [path]
-    return sorted(str(file) for file in Path(path).rglob("*") if file.is_file() and _is_data(str(file.relative_to(path)), endings))
+    if not os.path.isdir(path):
+        return []
+    files = []
+    for folder, inside, names in os.walk(path, onerror=_raise):
+        inside[:] = [name for name in inside if not name.startswith(_HIDDEN)]
+        files += [str(Path(folder, name)) for name in names if _is_data(name, endings)]
+    return [file for file in files if Path(file).is_file()]
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
     try:
-        import fsspec  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        import fsspec.implementations.local  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError as error:
         raise DataError(f"{path}: addresses need fsspec; pip install 'torchrec-ext[data]'") from error
     try:
         system, inner = fsspec.core.url_to_fs(path)
-        matches = sorted(system.glob(inner)) if glob.has_magic(inner) else [inner]
-        names = [name for match in matches for name in _below_remote(system, match, endings)]
+        if isinstance(system, fsspec.implementations.local.LocalFileSystem):
+            return [replace(file, name=system.unstrip_protocol(file.path), remote=system) for file in _local(inner, endings)]
+        matches = system.glob(inner) if glob.has_magic(inner) else [inner]
+        names = sorted({name for match in matches for name in _below_remote(system, match, endings)})
+    except DataError:
+        raise
     except Exception as error:  # each file system has its own: no such bucket, no right, no network, no driver
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}); check address, rights and network") from error
     if not names:
@@ -113,11 +148,27 @@ def _below_remote(system: Any, path: str, endings: Sequence[str]) -> list[str]:
     if system.isfile(path):
         return [path]
     root = path.rstrip("/")
-    return sorted(name for name in system.find(root) if _is_data(name.removeprefix(root).lstrip("/"), endings))
+    return [name for name in _listed(system, root) if _is_data(name.removeprefix(root).lstrip("/"), endings)]
+
+
+def _listed(system: Any, root: str) -> Iterator[str]:
+    """All files below. Object stores list their keys at once; fsspec's own walk leaves out a folder that may not be listed."""
+    from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    find = getattr(type(system), "_find", type(system).find)
+    if find not in (AbstractFileSystem.find, AsyncFileSystem._find):
+        yield from system.find(root)
+        return
+    for found in system.ls(root, detail=True) if system.isdir(root) else ():
+        if found["type"] == "directory":
+            yield from _listed(system, found["name"])
+        else:
+            yield found["name"]
 
 
 def _is_data(relative: str, endings: Sequence[str]) -> bool:
-    hidden = any(part.startswith((".", "_")) for part in relative.split("/"))
+    hidden = any(part.startswith(_HIDDEN) for part in relative.split("/"))
     return relative.endswith(tuple(endings)) and not hidden
 
 

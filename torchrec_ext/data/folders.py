@@ -19,7 +19,7 @@ from torchrec_ext.data.ncf_text import ncf_files, read_ncf
 from torchrec_ext.data.negatives import UniformNegatives
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.row_context import RowContext, read_context
-from torchrec_ext.data.side_features import side_features
+from torchrec_ext.data.side_features import check_described, side_features
 from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, Split, leave_one_out, with_profiles
 from torchrec_ext.schema import DataError
 
@@ -262,9 +262,12 @@ def _side(
     numbers = {key: Column(np.arange(len(ids)))}
     if not path.exists():
         return Chunk(numbers), RowContext(), None
-    spelled = next(word for word in (*_SPELLINGS[key], key) if word in _names_in(path) or word == key)
-    rows = _rows_of(ids, _ids_in(path, key))
-    table = read_parquet(path, None if columns is None else [*columns, *(["title"] if "title" in _names_in(path) else [])])
+    found = _names_in(path)
+    spelled = next((word for word in _SPELLINGS[key] if word in found), key)
+    described = _ids_in(path, key)
+    table = read_parquet(path, None if columns is None else [*columns, *(["title"] if "title" in found else [])])
+    check_described(path, spelled, described, table)
+    rows = _rows_of(ids, described)
     names = {name: f"item_{name}" if name in (taken or ()) else name for name in table if name != spelled}
     titles = _titles(rows, table["title"], len(ids)) if "title" in table else None
     made = side_features(rows, Chunk({names[name]: table[name] for name in names}), len(ids), columns)

@@ -13,7 +13,7 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.datasets import DatasetUnavailable, data_folder
 from torchrec_ext.data.folders import PREPROCESSOR
 from torchrec_ext.data.parquet import read_parquet
-from torchrec_ext.data.row_context import RowContext
+from torchrec_ext.data.row_context import RowContext, check_finite
 from torchrec_ext.data.side_features import vocabulary_of
 from torchrec_ext.schema import DataError
 
@@ -217,6 +217,7 @@ def _read(path: Path) -> Chunk:
         kind = column.values.dtype.kind
         if column.ragged or kind not in "iufb":
             raise DataError(f"{path}: column '{name}' is {column!r}; must be one number per row: map text to ids first")
+        check_finite(path, name, column.values)
         whole = kind != "f" and name != "label"
         made[_NAMES.get(name, name)] = column.values.astype(np.int64 if whole else np.float32)
         if whole and made[_NAMES.get(name, name)].min() < 0:

@@ -15,7 +15,7 @@ from torchrec_ext.data.evaluation import Evaluation
 from torchrec_ext.data.interactions import InteractionData, from_ratings
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.row_context import RowContext
-from torchrec_ext.data.side_features import vocabulary_of
+from torchrec_ext.data.side_features import check_described, vocabulary_of
 from torchrec_ext.data.splits import Split
 from torchrec_ext.schema import DataError
 
@@ -156,18 +156,19 @@ def from_parquet(folder: Path) -> Tables:
     """(ratings, users, items) from ``inter.parquet``, ``users.parquet`` and ``items.parquet``.
 
     Raises:
-        DataError: a file or a column is missing or damaged.
+        DataError: a file or a column is missing or damaged, or a user or an item is described twice.
     """
-    return (
-        read_parquet(folder / "inter.parquet", {"user_id": "int", "item_id": "int", "rating": "int", "timestamp": "int"}),
-        read_parquet(
-            folder / "users.parquet",
-            {"user_id": "int", "age": "int", "gender": "string", "occupation": "string", "zip_code": "string"},
-        ),
-        read_parquet(
-            folder / "items.parquet", {"item_id": "int", "movie_title": "string", "release_year": "string", "class": "string"}
-        ),
+    ratings = read_parquet(folder / "inter.parquet", {"user_id": "int", "item_id": "int", "rating": "int", "timestamp": "int"})
+    users = read_parquet(
+        folder / "users.parquet",
+        {"user_id": "int", "age": "int", "gender": "string", "occupation": "string", "zip_code": "string"},
     )
+    items = read_parquet(
+        folder / "items.parquet", {"item_id": "int", "movie_title": "string", "release_year": "string", "class": "string"}
+    )
+    check_described(folder / "users.parquet", "user_id", users["user_id"].values, users)
+    check_described(folder / "items.parquet", "item_id", items["item_id"].values, items)
+    return ratings, users, items
 
 
 def from_zip(path: Path) -> Tables:

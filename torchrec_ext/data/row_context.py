@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.columns import Array, Chunk, Column
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.preprocess.vocabulary import Vocabulary
 from torchrec_ext.schema import DataError
@@ -120,8 +120,24 @@ def read_context(path: Path, names: Sequence[str], ids: Sequence[str]) -> Chunk:
         values = column.values
         if column.ragged:
             raise DataError(f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context")
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            row = int((~np.isfinite(values)).argmax())
-            raise DataError(f"{path}: column '{name}', row {row}: {values[row]}; must be a finite number: fill it or drop the row")
+        check_finite(path, name, values)
         made[name] = Column(values.astype(np.int64) if values.dtype.kind in "iub" else values)
     return Chunk(made)
+
+
+def check_finite(path: Path, name: str, values: Array) -> None:
+    """Refuses NaN and infinity in a column of fractions, and what is infinite as float32.
+
+    Raises:
+        DataError: naming file, column, row and value.
+    """
+    if values.dtype.kind != "f":
+        return
+    with np.errstate(over="ignore"):
+        bad = ~np.isfinite(values.astype(np.float32, copy=False))
+    if bad.any():
+        row = int(bad.argmax())
+        raise DataError(
+            f"{path}: column '{name}', row {row}: {values[row]}; must be a finite number of 32 bits ({int(bad.sum()):,} rows are "
+            "not): fill it, drop the row, or leave the column out"
+        )

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.datasets import FOLDER_VARIABLE, DatasetUnavailable
 from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.row_context import check_finite
 from torchrec_ext.data.sequences import SequenceData, from_rows
 from torchrec_ext.schema import DataError
 
@@ -89,6 +90,7 @@ def read_sequences(path: Path, *, name: str) -> SequenceData:
     for column in rows:
         if rows[column].ragged:
             raise DataError(f"{path}: column '{column}' holds lists, must hold one value per row; write a row for each event")
+        check_finite(path, column, rows[column].values)
     columns = (rows[spelled[role]].values for role in ("user", "item", "order"))
     return from_rows(name, *columns, times=spelled["order"] != "position")
 

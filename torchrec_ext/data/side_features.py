@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,8 @@ import pyarrow as pa
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.preprocess.vocabulary import Vocabulary
-from torchrec_ext.data.row_context import RowContext
+from torchrec_ext.data.row_context import RowContext, check_finite
+from torchrec_ext.schema import DataError
 
 SEPARATOR = "|"
 MOST_DISTINCT = 0.5  # share of distinct values from which on a column names its row, as a title does, and says nothing of another
@@ -72,6 +74,30 @@ def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | 
     return SideFeatures(Chunk(made), words)
 
 
+def check_described(path: Path, key: str, ids: Int64, table: Chunk) -> None:
+    """Refuses a file of users or items of which a part would be lost without a word.
+
+    Args:
+        path: the file.
+        key: its column with the ids.
+        ids: (B,) of that column.
+        table: B rows of its other columns.
+
+    Raises:
+        DataError: an id has two rows, of which one would be taken, or a column of fractions holds NaN or infinity.
+    """
+    order = np.argsort(ids, kind="stable")
+    twice = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
+    if len(twice):
+        first, second = order[twice[0]], order[twice[0] + 1]
+        raise DataError(
+            f"{path}: column '{key}', rows {first} and {second}: both describe id {ids[first]} ({len(twice):,} rows more than "
+            "there are ids); keep one row for each id"
+        )
+    for name, column in table.items():
+        check_finite(path, name, column.values)
+
+
 def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:
     """Of text or whole numbers, each once."""
     named = np.asarray(values)
@@ -83,7 +109,7 @@ def _describes(column: Column) -> bool:
     if column.ragged:
         return False
     if column.values.dtype.kind == "f":
-        return bool(np.isfinite(column.values).all())
+        return True
     values = column.values.astype(str) if column.values.dtype.kind == "O" else column.values
     return len(np.unique(values)) <= MOST_DISTINCT * len(values)
 
