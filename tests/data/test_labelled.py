@@ -13,7 +13,7 @@ from torchrec_ext.data.labelled import LabelledConfig, load_labelled, planted_co
 from torchrec_ext.schema import DataError
 
 
-def folder_of(root: Path, **changed: list[Any]) -> LabelledConfig:
+def folder_of(root: Path, **changed: Any) -> LabelledConfig:
     folder = root / "clicks"
     folder.mkdir()
     columns = {"label": [1, 0], "user": [0, 4], "item": [2, 0], "hour": [23, 1], "price": [1.0, 3.0]}
@@ -50,6 +50,7 @@ def test_without_context_every_row_has_the_same(tmp_path: Path) -> None:
         ({"hour": [-1, 0]}, r"column 'hour', row 0: id -1; must be 0 or more"),
         ({"price": [1.0, float("nan")]}, r"test\.parquet: column 'price', row 1: nan; must be a finite number"),
         ({"price": [float("-inf"), 1.0]}, r"test\.parquet: column 'price', row 0: -inf"),
+        ({"hour": np.array([1, 2**63], np.uint64)}, r"test\.parquet, column 'hour', row 1: 9223372036854775808 is beyond int64"),
         ({"hour": ["a", "b"]}, r"column 'hour' is Column\(2 rows of object\); must be one number per row"),
     ],
 )

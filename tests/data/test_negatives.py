@@ -133,6 +133,11 @@ def test_a_user_who_has_taken_every_item_is_named(sampler: Sampler) -> None:
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(DataError, match=r"known pair 1 is user 2, item 9; users must be 0 or more, items 1 to 5"):
         KnownPairs(5, np.array([1, 2]), np.array([1, 9]))
+    for user, size in ((3 * 10**11, "9,600.0"), (2**62, "147,573,952,589.7")):
+        with pytest.raises(
+            DataError, match=rf"greatest user id is {user:,}, and each id up to it has a row: {size} GB, this machine"
+        ):
+            KnownPairs(5, np.array([1, user]), np.array([1, 2]))
     with pytest.raises(ValueError, match=r"smoothing=0: must be greater than 0"):
         PopularityNegatives(5, np.array([1]), np.array([1]), smoothing=0)
 

@@ -302,6 +302,22 @@ def test_a_bad_value_is_named_by_file_row_group_and_row_or_mapped(tmp_path: Path
     mapped = loader_of(source, schema=schema_of(users=15, out_of_range="oov"), shuffle=False)
     users = [user for batch in mapped for user in batch.sparse["user_id"].values().tolist()]
     assert users == [row // 3 if row < 45 else 0 for row in range(60)]
+    hashed = pa.table({"user_id": [1, 3_000_000_000], "history": [[1], [1]], "item_id": [1, 2], "row": [1.0, 2.0]})
+    path = write(tmp_path / "hashed.parquet", hashed)
+    with pytest.raises(
+        DataError,
+        match=r"hashed\.parquet: row group 0, column 'user_id', row 1: id 3000000000 is outside .*; enlarge num_embeddings to "
+        r"3,000,000,001 \(48 GB of weights, for ids up to 3,000,000,000\), map the ids to fewer rows by rec\.data\.preprocess",
+    ):
+        list(loader_of(ParquetSource(path), schema=schema))
+    unsigned = hashed.set_column(0, "user_id", pa.array([3, 2**63 + 5], pa.uint64()))
+    path = write(tmp_path / "unsigned.parquet", unsigned)
+    with pytest.raises(
+        DataError, match=r"group 0, column 'user_id', row 1: 9223372036854775813 is beyond int64 .*; write ids as int64"
+    ):
+        list(loader_of(ParquetSource(path), schema=schema))
+    mapped = loader_of(ParquetSource(path), schema=schema_of(users=15, out_of_range="oov"), shuffle=False)
+    assert next(iter(mapped)).sparse["user_id"].values().tolist() == [3, 0]
     table = table_of(5).set_column(3, "row", pa.array([0.0, 1.0, np.nan, 3.0, np.inf], pa.float32()))
     path = write(tmp_path / "b.parquet", table)
     with pytest.raises(DataError, match=r"b\.parquet: row group 0, column 'row', row 2: value nan is not finite"):

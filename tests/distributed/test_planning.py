@@ -97,6 +97,7 @@ def test_a_table_that_does_not_fit_is_refused_in_numbers_on_every_rank() -> None
     assert f"the largest table, 'ad_id', needs {weights_and_state:.2f} GiB" in first
     assert "2 rank(s) have 6.80 GiB for them each, 13.60 GiB together" in first  # 8 GiB less 15 %
     assert "at least 22 ranks of this size" in first
+    assert "ids that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess" in first
 
 
 def outcome(world_size: int, optimizer: OptimizerConfig, **config: object) -> str:

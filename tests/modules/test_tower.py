@@ -146,3 +146,8 @@ def test_a_table_without_columns_is_refused(dim: int) -> None:
     table = EmbeddingBagConfig(name="item", feature_names=["item"], num_embeddings=5, embedding_dim=dim)
     with pytest.raises(ValueError, match=f"table 'item': embedding_dim={dim}, must be 1 or more"):
         Tower([table], [4])
+
+
+def test_a_table_that_cannot_be_made_is_named_with_its_size() -> None:
+    with pytest.raises(ValueError, match=r"table 'ad', num_embeddings=4,611,686,018,427,387,904: 73,786,976,294\.8 GB of weights"):
+        Tower([bags("user"), bags("ad", rows=2**62)], (4,))

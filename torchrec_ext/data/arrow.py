@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.columns import Array, Column
+from torchrec_ext.data.columns import Array, Column, Int64
 from torchrec_ext.schema import DataError
 
 Kind = Literal["int", "float", "bool", "string", "ints", "floats"]
@@ -89,6 +89,30 @@ class ColumnRules:
             f"{where}, column '{name}', row {first + row}: a list of {lengths[row]} values ({int((lengths > most).sum())} of the "
             f"{len(lengths)} rows read have more than max_length={most}); cut the lists where they are written, or raise max_length"
         )
+
+
+def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
+    """The values of a column of whole numbers as int64.
+
+    Args:
+        where: file, and row group where there is one, for the message.
+        name: of the column.
+        column: its rows.
+        first: number of the first row.
+
+    Raises:
+        DataError: an unsigned number beyond int64, which would come out negative.
+    """
+    values, most = column.values, np.iinfo(np.int64).max
+    if values.dtype == np.uint64 and len(values) and int(values.max()) > most:
+        at = int((values > most).argmax())
+        row = int(np.searchsorted(np.cumsum(column.lengths), at, side="right"))
+        raise DataError(
+            f"{where}, column '{name}', row {first + row}: {values[at]} is beyond int64 (up to {most}; "
+            f"{int((values > most).sum())} such values in the rows read); write ids as int64, such as "
+            "id % 2**63, or as text, and map them to rows by rec.data.preprocess"
+        )
+    return values.astype(np.int64, copy=False)
 
 
 def _null(where: str, name: str, array: pa.Array, row: int) -> DataError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_ext.data.arrow import Kind
+from torchrec_ext.data.arrow import Kind, as_int64
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.row_groups import RowGroup, Source
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
@@ -105,7 +105,10 @@ class Layout:
         return floats
 
     def _ids(self, group: RowGroup, name: str, column: Column, feature: SparseFeature | None) -> Column:
-        values = column.values.astype(np.int64, copy=False)
+        if feature and self.out_of_range == "oov":
+            values = column.values.astype(np.int64, copy=False)  # beyond int64 is negative, so the unknown row as well
+        else:
+            values = as_int64(group.name, name, column, group.first)
         # As unsigned numbers negative ids are the largest: one pass over the column finds both kinds.
         if feature and len(values) and int(values.view(np.uint64).max()) >= feature.num_embeddings:
             bad = (values < 0) | (values >= feature.num_embeddings)
@@ -123,8 +126,8 @@ def _out_of_range(group: RowGroup, feature: SparseFeature, column: Column, value
     tables = ", ".join(f"'{table}'" for table in feature.tables)
     return DataError(
         f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table {tables} (valid ids: "
-        f"0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in the {group.rows} rows read); enlarge num_embeddings, fix "
-        f"the data, or set out_of_range='oov' to use row {feature.oov_id} for them"
+        f"0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in the {group.rows} rows read); "
+        f"{feature.remedy(int(values.max()))}"
     )
 
 

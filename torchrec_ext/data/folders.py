@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from torchrec_ext.data.arrow import as_int64
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate
 from torchrec_ext.data.evaluation import Evaluation
 from torchrec_ext.data.interactions import InteractionData, from_ratings
@@ -235,7 +236,7 @@ def _read(path: Path, *names: str) -> Chunk:
     found = _names_in(path)
     spelled = {name: next((word for word in _SPELLINGS.get(name, (name,)) if word in found), name) for name in names}
     chunk = read_parquet(path, dict.fromkeys(spelled.values(), "int"))
-    values = {name: chunk[word].values.astype(np.int64) for name, word in spelled.items()}
+    values = {name: as_int64(str(path), word, chunk[word]) for name, word in spelled.items()}
     for name, column in values.items():
         if name in _SPELLINGS and column.min() < 0:
             raise DataError(f"{path}: column '{spelled[name]}', row {int(column.argmin())}: id {column.min()}; must be 0 or more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from torchrec_ext.schema import DataError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _AT_ONCE = 1 << 18  # places whose copies a bitmap is made from: they stay in the cache
+_ROW_BYTES = 32  # of a user: where the pairs start, how many items are free, the logarithm of that, and one while it is made
 MOST_BITS = 1 << 28  # a bitmap of users x items up to 32 MB; above it, a search in the sorted pairs
 
 
@@ -43,6 +45,7 @@ class KnownPairs:
         self.num_items = num_items
         self.num_users = int(users.max(initial=-1)) + 1
         self._width = num_items + 1
+        _check_users(self.num_users, self._width)
         self._keys = _sorted_once(users * self._width + items)
         # One row more than there are users: a user without a known item reads that one.
         counts = np.bincount(self._keys // self._width, minlength=self.num_users + 1).astype(np.int64)
@@ -151,6 +154,18 @@ def _check(num_items: int, users: Int64, items: Int64) -> None:
         raise DataError(
             f"known pair {at} is user {users[at]}, item {items[at]}; users must be 0 or more, items 1 to {num_items}; "
             "fix the pairs, or num_items"
+        )
+
+
+def _check_users(num_users: int, width: int) -> None:
+    """Refuses ids of users that are no rows: each id up to the greatest has one here."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = num_users * _ROW_BYTES
+    if needed > memory or num_users * width > np.iinfo(np.int64).max:
+        raise DataError(
+            f"known pairs: the greatest user id is {num_users - 1:,}, and each id up to it has a row: {needed / 1e9:,.1f} GB, "
+            f"this machine has {memory / 1e9:,.1f}; give the rows of users in place of their ids, by rec.data.preprocess "
+            "(Categorify) or np.unique(users, return_inverse=True)"
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from torchrec_ext.data.arrow import as_int64
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.datasets import DatasetUnavailable, data_folder
 from torchrec_ext.data.folders import PREPROCESSOR
@@ -219,7 +220,7 @@ def _read(path: Path) -> Chunk:
             raise DataError(f"{path}: column '{name}' is {column!r}; must be one number per row: map text to ids first")
         check_finite(path, name, column.values)
         whole = kind != "f" and name != "label"
-        made[_NAMES.get(name, name)] = column.values.astype(np.int64 if whole else np.float32)
+        made[_NAMES.get(name, name)] = as_int64(str(path), name, column) if whole else column.values.astype(np.float32)
         if whole and made[_NAMES.get(name, name)].min() < 0:
             row = int(column.values.argmin())
             raise DataError(f"{path}: column '{name}', row {row}: id {column.values[row]}; must be 0 or more")

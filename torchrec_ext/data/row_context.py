@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from torchrec_ext.data.arrow import as_int64
 from torchrec_ext.data.columns import Array, Chunk, Column
 from torchrec_ext.data.parquet import read_parquet
 from torchrec_ext.data.preprocess.vocabulary import Vocabulary
@@ -121,7 +122,7 @@ def read_context(path: Path, names: Sequence[str], ids: Sequence[str]) -> Chunk:
         if column.ragged:
             raise DataError(f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context")
         check_finite(path, name, values)
-        made[name] = Column(values.astype(np.int64) if values.dtype.kind in "iub" else values)
+        made[name] = Column(as_int64(str(path), name, column)) if values.dtype.kind in "iub" else column
     return Chunk(made)
 
 

@@ -68,7 +68,10 @@ def _need(tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], ch
 
 def _remedy(need: _Need, world_size: int, usable: int) -> str:
     each = size_text(need.on_each + -(-need.spread // world_size))
-    others = f"{each} for them on each rank, with a larger plan.memory_gb where the device has it; fewer rows or columns"
+    others = (
+        f"{each} for them on each rank, with a larger plan.memory_gb where the device has it; fewer columns, or fewer rows: ids "
+        "that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess (Categorify or HashBucket)"
+    )
     ranks = need.ranks(usable)
     if ranks is None:
         return f"shard the data_parallel tables, which no number of ranks makes smaller; {others}"

@@ -112,8 +112,11 @@ class Tower(Recorded, nn.Module):
     def _declare(self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]) -> None:
         self._own = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
         self._own_lists = lists
-        self.embeddings = EmbeddingBagCollection(tables=self._own, device=self.device) if self._own else None
-        self.sequences = EmbeddingCollection(tables=lists, device=self.device) if lists else None
+        try:
+            self.embeddings = EmbeddingBagCollection(tables=self._own, device=self.device) if self._own else None
+            self.sequences = EmbeddingCollection(tables=lists, device=self.device) if lists else None
+        except RuntimeError as error:  # of torch's allocators, which name bytes and no table
+            raise _too_large(self.tables, error) from error
 
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Lent | None = None, weights: Tensor | None = None) -> Tensor:
         """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd).
@@ -141,6 +144,20 @@ class Tower(Recorded, nn.Module):
         if self.embeddings is not None:
             found |= by_table(self._own, self.embeddings(sparse).to_dict())
         return [self.pooling(found[key], table.pooling) for table in self.bags for key in _keys([table])]
+
+
+def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Exception:
+    """What to raise where tables cannot be made: ``error`` itself where it is of something else than their size."""
+    sizes = {table.name: table.num_embeddings * table.embedding_dim * 4 for table in tables}
+    name = max(sizes, key=lambda name: sizes[name])
+    if not any(words in str(error) for words in ("allocate memory", "out of memory", "overflowed")):
+        return error
+    table = next(table for table in tables if table.name == name)
+    return ValueError(
+        f"table '{name}', num_embeddings={table.num_embeddings:,}: {sizes[name] / 1e9:,.1f} GB of weights, which cannot be had "
+        "here; ids that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess (Categorify or HashBucket), and "
+        'device="meta" leaves the making of tables to the plan over all ranks'
+    )
 
 
 def _keys(tables: Sequence[BaseEmbeddingConfig]) -> list[str]:

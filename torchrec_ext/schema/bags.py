@@ -137,7 +137,7 @@ def _out_of_range(feature: SparseFeature, bag: Bags, ids: Tensor, bad: Tensor) -
     return DataError(
         f"feature '{feature.name}': id {int(ids[first])} in {bag.rows.name(row)} is outside table {feature.readers} "
         f"(valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in this batch); "
-        f"enlarge num_embeddings, fix the data, or set out_of_range='oov' to use row {feature.oov_id} for them"
+        f"{feature.remedy(int(ids.max()))}"
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig, data_type_to_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class SparseFeature:
         oov_id: the row that ``out_of_range="oov"`` sends invalid ids to.
         keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``, or else in others alone.
         weights: the column with a weight for each id; None where a bag is pooled without.
+        row_bytes: of the weights of one row of all its tables.
     """
 
     name: str
@@ -31,6 +32,7 @@ class SparseFeature:
     oov_id: int = 0
     keyed: bool = True
     weights: str | None = None
+    row_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.oov_id < self.num_embeddings:
@@ -43,6 +45,14 @@ class SparseFeature:
     def readers(self) -> str:
         """Its tables as a message names them."""
         return ", ".join(f"'{table}'" for table in self.tables)
+
+    def remedy(self, largest: int) -> str:
+        """What helps against ids that name no row, ``largest`` being the greatest."""
+        rows, enlarge = largest + 1, "enlarge num_embeddings"
+        if rows > 2 * self.num_embeddings:  # ids with gaps, such as hashes, and not a few that came later
+            enlarge += f" to {rows:,} ({rows * self.row_bytes / 1e9:,.3g} GB of weights, for ids up to {largest:,})"
+            enlarge += ", map the ids to fewer rows by rec.data.preprocess (Categorify or HashBucket)"
+        return f"{enlarge}, fix the data, or set out_of_range='oov' to use row {self.oov_id} for them"
 
 
 class Joint(NamedTuple):
@@ -160,6 +170,7 @@ def features_of(
             oov_id=oov_ids.get(name, 0),
             keyed=any(table.name not in joint.plain and table.name not in joint.weighted for table in found),
             weights=weights.get(name),
+            row_bytes=sum(table.embedding_dim * data_type_to_dtype(table.data_type).itemsize for table in found),
         )
         for name, found in readers.items()
     )
