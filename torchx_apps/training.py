@@ -62,6 +62,8 @@ from torchx_apps.resuming import (
     where_to_begin,
 )
 
+_FORMAT = warnings.formatwarning
+
 
 def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None:
     """Trains ``job`` on this process's share of the ranks; rank 0 prints and writes the run folder.
@@ -224,6 +226,7 @@ def quieten_libraries() -> None:
     """Keeps what torch and torchrec say to their own developers, on every rank, out of a user's log; LOGLEVEL=INFO shows it."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
         return
+    warnings.formatwarning = _one_line
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # of torch.profiler's library, which reads it when first used
     logging.getLogger().setLevel(logging.ERROR)
     for library in ("torch", "torchrec", "fbgemm_gpu"):
@@ -232,6 +235,11 @@ def quieten_libraries() -> None:
             warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
     # Of DDP to its caller, which is this package: the argument it would have is not there before torch 2.13.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec_ext\.")
+
+
+def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning to the user without a line of code; others as Python has them."""
+    return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)
 
 
 def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> tuple[Path, bool]:

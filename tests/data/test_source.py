@@ -230,6 +230,22 @@ def test_a_damaged_page_is_found_by_its_checksum(tmp_path: Path) -> None:
         list(loader_of(ParquetSource(path), schema=schema_of(), read_ahead=1, prefetch=1))
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bag", pa.list_(pa.int64())), ("text", pa.string())])
+def test_a_flipped_offset_of_an_arrow_file_is_found(tmp_path: Path, name: str, dtype: pa.DataType) -> None:
+    values = [[7] * 3, [7], [7, 7]] if name == "bag" else ["aaa", "b", "cc"]
+    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([(name, dtype)])) as writer:
+        writer.write_table(pa.table({name: pa.array(values, dtype)}))
+    content = bytearray((tmp_path / "a.arrow").read_bytes())
+    place = content.index(np.array([0, 3, 4, 6], np.int32).tobytes())
+    for at, bit in ((4, 1 << 6), (7, 1 << 7), (12, 1 << 6)):  # beyond the values, negative, as many values too many
+        damaged = content.copy()
+        damaged[place + at] ^= bit
+        (tmp_path / "b.arrow").write_bytes(damaged)
+        source = ArrowSource(tmp_path / "b.arrow")
+        with pytest.raises(DataError, match=rf"b\.arrow: row group 0, column '{name}' cannot be read: the file is damaged or cut"):
+            source.read(source.groups[0], [name])
+
+
 def test_missing_mistyped_and_differing_columns_are_refused_before_the_first_row_is_read(tmp_path: Path) -> None:
     table = table_of(4)
     write(tmp_path / "a.parquet", table)

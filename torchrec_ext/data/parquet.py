@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.arrow import ColumnRules, Kind, kind_of
+from torchrec_ext.data.checksums import warn_of_parquet
 from torchrec_ext.data.columns import Chunk, Column, concatenate
 from torchrec_ext.schema import DataError
 
@@ -61,6 +62,7 @@ def read_parquet(
 
 def _read_file(path: Path, kinds: Mapping[str, Kind | None] | None, fill: Mapping[str, Any]) -> Chunk:
     file = _open(path)
+    warn_of_parquet(str(path), path, file.metadata)
     schema = file.schema_arrow
     if kinds is None:
         kinds = dict.fromkeys(schema.names)
@@ -78,9 +80,12 @@ def _open(path: Path) -> pq.ParquetFile:
         # Pages that carry a checksum are verified: without it, half of all flipped bits give wrong numbers in silence.
         return pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
-        with path.open("rb") as stream:
-            begun = stream.read(4) == b"PAR1"
-        size = path.stat().st_size
+        try:
+            with path.open("rb") as stream:
+                begun = stream.read(4) == b"PAR1"
+            size = path.stat().st_size
+        except OSError as cause:
+            raise DataError(f"{path}: cannot be read ({cause.strerror or cause}); check the file and its rights") from cause
         rule = (
             f"starts as parquet, but its footer is missing or damaged ({size} bytes): it was cut short"
             if begun

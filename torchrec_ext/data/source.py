@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
+from torchrec_ext.data.checksums import warn_of_arrow, warn_of_parquet
 from torchrec_ext.data.file_source import FileSource
 from torchrec_ext.data.files import DataFile, PathLike
 from torchrec_ext.data.row_groups import RowGroup as RowGroup
@@ -47,6 +48,9 @@ class ParquetSource(FileSource):
     def __init__(self, paths: PathLike | Sequence[PathLike], **options: Any) -> None:
         self._footers: dict[str, pq.FileMetaData] = {}
         super().__init__(paths, **options)
+        for file in self.files if self._footers else self.files[:1]:
+            if file.remote is None:
+                warn_of_parquet(file.name, file.path, self._footers.get(file.path) or self._file(file).metadata)
 
     def _open(self, file: DataFile) -> tuple[pa.Schema, list[int]]:
         metadata = self._file(file).metadata
@@ -103,6 +107,7 @@ class ArrowSource(FileSource):
     def __init__(self, paths: PathLike | Sequence[PathLike], *, memory_map: bool = True, **options: Any) -> None:
         self._map = pa.memory_map if memory_map else pa.OSFile
         super().__init__(paths, **options)
+        warn_of_arrow(self.files[0].name)
 
     def _open(self, file: DataFile) -> tuple[pa.Schema, list[int]]:
         with self._reader(file) as reader:
@@ -118,7 +123,9 @@ class ArrowSource(FileSource):
 
     def _read(self, group: RowGroup, names: list[str]) -> pa.RecordBatch:
         with self._reader(self.files[group.file], names, self._schemas[group.file]) as reader:
-            return reader.get_batch(group.number)
+            batch = reader.get_batch(group.number)
+        batch.validate(full=True)  # an offset that is damaged would be followed out of the file's memory
+        return batch
 
     def _parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.RecordBatch]:
         batch = self._read(group, names)
