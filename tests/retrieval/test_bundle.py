@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -25,6 +26,7 @@ from torchrec_ext.retrieval.contents import Catalogue
 from torchrec_ext.retrieval.errors import BundleError
 from torchrec_ext.retrieval.export import export
 from torchrec_ext.retrieval.manifest import Manifest, file_digests
+from torchrec_ext.retrieval.snapshots import file_digest
 from torchrec_ext.retrieval.store import EmbeddingStore
 from torchrec_ext.retrieval.tables import read_table, write_table
 from torchrec_ext.retrieval.writer import write_store
@@ -314,6 +316,137 @@ def test_parts_that_do_not_belong_together_are_refused_though_every_digest_fits(
     mutate, edit, message = SWAPS[name]
     folder = shutil.copytree(pristine, tmp_path / "bundle")
     mutate(folder, stranger)
+    sealed(folder, edit)
+    with pytest.raises(BundleError, match=message):
+        Bundle.load(folder)
+
+
+def values_of(folder: Path, name: str, edit: Callable[[np.ndarray], Any]) -> None:
+    """Changes a file of the current version of a store, or of the users, under digests that fit."""
+    at = EmbeddingStore.open(folder / name.split("/")[0]).folder if name.startswith("store") else folder / "users"
+    path = at / name.split("/")[1]
+    if path.suffix == ".npy":
+        array = np.load(path)
+        edit(array)
+        np.save(path, array)
+    else:
+        array = np.fromfile(path, np.float32)
+        edit(array)
+        array.tofile(path)
+    if at.name == "users":
+        return
+    listed = json.loads((at / "manifest.json").read_text())
+    del listed["digest"]
+    listed["files"] = {
+        known: {"bytes": (at / known).stat().st_size, "sha256": file_digest(at / known)} for known in listed["files"]
+    }
+    whole = json.dumps(listed, sort_keys=True)
+    (at / "manifest.json").write_text(json.dumps({**listed, "digest": hashlib.sha256(whole.encode()).hexdigest()}))
+
+
+def lists(table: pa.Table, name: str, row: int, value: Any) -> pa.Table:
+    columns = table.to_pydict()
+    columns[name][row] = value
+    return pa.table({key: pa.array(column, table.schema.field(key).type) for key, column in columns.items()})
+
+
+def swapped(array: np.ndarray) -> None:
+    array[[3, 4]] = array[[4, 3]]
+
+
+VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] | None, str]] = {
+    "a vector of NaN": (
+        lambda b: values_of(b, "store/rows.bin", lambda rows: rows.__setitem__(-1, np.nan)),
+        None,
+        rf"store: the vector of item {ITEMS - 1} \(row {ITEMS - 2}\) holds NaN or infinity",
+    ),
+    "a tower's weight of infinity": (
+        lambda b: save_file(
+            {
+                key: value.index_fill(0, torch.tensor([0]), torch.inf)
+                for key, value in load_file(b / "interaction.safetensors").items()
+            },
+            b / "interaction.safetensors",
+        ),
+        None,
+        r"(weight '.*', row 0: holds NaN or infinity|projected: was made by tower)",
+    ),
+    "an item taken by a user beyond the catalogue": (
+        lambda b: other_tables(b, "users/items.arrow", lambda table: lists(table, "seen", 3, [2, ITEMS - 1])),
+        None,
+        rf"users: column 'seen', users 0 to {USERS - 2}: positions \d+ to {ITEMS - 1} and 0 nulls; must be 0 to {ITEMS - 2}",
+    ),
+    "an item liked at -1": (
+        lambda b: other_tables(b, "users/items.arrow", lambda table: lists(table, "liked", 3, [-1])),
+        None,
+        r"users: column 'liked', .*: positions -1 to",
+    ),
+    "positions of another type": (
+        lambda b: other_tables(b, "users/items.arrow", lambda t: t.set_column(0, "seen", t["seen"].cast(pa.list_(pa.float64())))),
+        None,
+        r"users/items\.arrow: column 'seen' is list<.*double>, must be lists of positions",
+    ),
+    "a user's number of NaN": (
+        lambda b: other_tables(b, "users/features.arrow", lambda table: lists(table, "age", 3, float("nan"))),
+        None,
+        r"users: user 4 \(row 3\): column 'age', row 0: value nan is not finite; .*a request for such a user would be refused",
+    ),
+    "a user's number that is null": (
+        lambda b: other_tables(b, "users/features.arrow", lambda table: lists(table, "age", 5, None)),
+        None,
+        r"users: user 6 \(row 5\): column 'age', row 0: there is no value",
+    ),
+    "what is known of nobody is infinite": (
+        lambda b: other_tables(b, "users/features.arrow", lambda table: lists(table, "age", len(table) - 1, float("inf"))),
+        None,
+        r"users: the user of whom nothing is known: column 'age'",
+    ),
+    "ids of items that do not ascend": (
+        lambda b: values_of(b, "store/ids_ids.npy", swapped),
+        None,
+        r"store: ids: place 4 of the sorted ones is not greater than the one before it",
+    ),
+    "two users of one id": (
+        lambda b: values_of(b, "users/ids_ids.npy", lambda ids: ids.__setitem__(3, ids[4])),
+        None,
+        r"users: ids: place 4 of the sorted ones is not greater",
+    ),
+    "ids of another type": (
+        lambda b: np.save(b / "users/ids_ids.npy", np.load(b / "users/ids_ids.npy").astype(np.float64)),
+        None,
+        r"id map in '.*users' cannot be read \(its arrays are \{'ids': dtype\('float64'\)\}",
+    ),
+    "nothing is live": (
+        lambda b: values_of(b, "store/live.npy", lambda live: live.fill(False)),
+        None,
+        rf"store: none of its {ITEMS - 1} items is live",
+    ),
+    "a tolerance of its own": (
+        lambda b: store_with(b, lambda ids, v: (ids, np.roll(v, 1, axis=0))),
+        lambda content: content["audit"].update(store_difference=1e30),
+        r"store: its manifest says that fp32 lost 1e\+30 of a number, where rounding loses 0 at most",
+    ),
+    "a tolerance that is no number": (
+        lambda b: None,
+        lambda content: content["audit"].update(store_difference="nan"),
+        r"store: its manifest says that fp32 lost nan",
+    ),
+    "an audit of nothing": (
+        lambda b: [
+            other_tables(b, f"audit/{name}.arrow", lambda table: table.slice(0, 0))
+            for name in ("queries", "candidates", "expected")
+        ],
+        None,
+        r"audit: has no pairs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_that_cannot_be_served_is_refused_though_every_digest_fits(name: str, pristine: Path, tmp_path: Path) -> None:
+    mutate, edit, message = VALUES[name]
+    folder = shutil.copytree(pristine, tmp_path / "bundle")
+    mutate(folder)
     sealed(folder, edit)
     with pytest.raises(BundleError, match=message):
         Bundle.load(folder)

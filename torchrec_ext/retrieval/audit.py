@@ -16,6 +16,7 @@ from torchrec_ext.retrieval.columns import Columns, Read
 from torchrec_ext.retrieval.errors import BundleError
 from torchrec_ext.retrieval.ids import IdMap
 from torchrec_ext.retrieval.live import LiveModel
+from torchrec_ext.retrieval.quantized import greatest_loss
 from torchrec_ext.retrieval.sides import Side
 from torchrec_ext.retrieval.store import EmbeddingStore
 from torchrec_ext.retrieval.tables import read_table, write_table
@@ -77,6 +78,8 @@ class Audit:
         queries, candidates, expected = (read_table(folder / name) for name in (_QUERIES, _CANDIDATES, _EXPECTED))
         if not len(queries) == len(candidates) == len(expected) or expected.column_names != ["id", "position", "logit"]:
             raise BundleError(f"{folder / FOLDER}: its files have different numbers of rows; export the bundle again")
+        if not len(expected):
+            raise BundleError(f"{folder / FOLDER}: has no pairs, so nothing is proven by it; export the bundle again")
         ids, positions, known = (expected[name].to_numpy() for name in ("id", "position", "logit"))
         return cls(queries, candidates, positions.copy(), ids), torch.from_numpy(known.astype(np.float32))
 
@@ -133,7 +136,13 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
             f"{where}: item {audit.ids[at]} is at position {found[at]}, in this catalogue at {audit.positions[at]}: the id "
             "map is of another catalogue; write the store with this catalogue, and export the bundle again"
         )
-    apart, allowed = difference(store.rows(torch.from_numpy(audit.positions)), vectors), 1.01 * float(lost) + tolerance(vectors)
+    lost, most = float(lost), greatest_loss(vectors, store.dtype)
+    if not 0 <= lost <= 1.01 * most + tolerance(vectors):
+        raise BundleError(
+            f"{where}: its manifest says that {store.dtype} lost {lost:.3g} of a number, where rounding loses {most:.3g} at most; "
+            "export the bundle again"
+        )
+    apart, allowed = difference(store.rows(torch.from_numpy(audit.positions)), vectors), 1.01 * lost + tolerance(vectors)
     if not apart <= allowed:
         raise BundleError(
             f"{where}: the vectors of {len(audit.positions)} audited items differ by up to {apart:.3g} from what this bundle makes "

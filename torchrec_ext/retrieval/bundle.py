@@ -28,6 +28,7 @@ from torchrec_ext.retrieval.sides import (
 )
 from torchrec_ext.retrieval.store import EmbeddingStore
 from torchrec_ext.retrieval.tables import ItemTable, UserTable, read_table
+from torchrec_ext.retrieval.values import check_values
 from torchrec_ext.schema import BatchSchema
 
 STORE, PROJECTED, USERS, ITEMS = "store", "projected", "users", "items.arrow"
@@ -73,6 +74,7 @@ class Bundle:
         self._check_catalogue()
         self.index = open_index(folder, manifest, self.projection, self.store, self.projected)
         if verify:
+            check_values(self, {folder / STORE: self.store, self.projected.folder.parent: self.projected}, folder / USERS)
             self.audit()
 
     @classmethod
@@ -81,12 +83,14 @@ class Bundle:
 
         Args:
             folder: that :func:`torchrec_ext.retrieval.export.export` wrote.
-            verify: read every file and compare its digest (about 1 s for each GB), and compute the audit batch anew. Without, only
-                what the files say of themselves is compared: names, sizes, towers, metric.
+            verify: read every file and compare its digest (about 1 s for each GB), look at its values (a tenth of that), and
+                compute the audit batch anew. Without, only what the files say of themselves is compared: names, sizes, towers,
+                metric.
             also: classes of your own that it may name, as at the export. Nothing else that it says is ever imported or run.
 
         Raises:
-            BundleError: a file is missing, too many, cut or changed, or a part is of another bundle; it is named with a remedy.
+            BundleError: a file is missing, too many, cut or changed, a part is of another bundle, or a value is one that cannot be
+                served; it is named with a remedy.
         """
         folder = standing(Path(folder))
         try:

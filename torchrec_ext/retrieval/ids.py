@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torchrec_ext.retrieval.string_hash import hashed
 
 Int64 = NDArray[np.int64]
 Ids = NDArray[Any] | Sequence[int] | Sequence[str]
+_INTEGERS = {name: np.dtype(np.int64) for name in ("ids", "sorted", "order")}
+_STRINGS = {"offsets": np.dtype(np.int64), "bytes": np.dtype(np.uint8), "sorted": np.dtype(np.uint64), "order": np.dtype(np.int64)}
 _SEEDS = 8  # two strings of one hash are as good as impossible; another seed parts them
 
 
@@ -145,6 +147,29 @@ class IdMap:
             return IdMap.build(pa.concat_arrays([self._strings, more]))
         return IdMap.build(np.concatenate([self.arrays["ids"], more]))
 
+    def check(self) -> None:
+        """Refuses arrays by which an id would be found at another position than its own, or at two.
+
+        Raises:
+            ValueError: naming the array and the place.
+        """
+        if self.kind == "str":
+            try:
+                self._strings.validate(full=True)
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"ids: the strings are damaged ({error})") from None
+            keys = hashed(self.arrays["offsets"], self.arrays["bytes"], self.seed)
+        else:
+            keys = self.arrays["ids"]
+        ascending, order = self.arrays.get("sorted", keys), self.arrays.get("order")
+        wrong = np.flatnonzero(ascending[1:] <= ascending[:-1])
+        if len(wrong):
+            raise ValueError(f"ids: place {int(wrong[0]) + 1} of the sorted ones is not greater than the one before it")
+        if order is not None and len(order) and not 0 <= order.min() <= order.max() < len(self):
+            raise ValueError(f"ids: their order names the positions {order.min()} to {order.max()}, there are {len(self)}")
+        if order is not None and not np.array_equal(keys[order], ascending):
+            raise ValueError("ids: the sorted ones are not those of the positions")
+
     def save(self, folder: Path) -> list[str]:
         """Writes the arrays below ``folder`` and returns the names of the files."""
         header = {"kind": self.kind, "seed": self.seed, "arrays": list(self.arrays)}
@@ -164,9 +189,23 @@ class IdMap:
             header = json.loads((folder / "ids.json").read_text())
             names, seed = [str(name) for name in header["arrays"]], int(header["seed"])
             arrays = {name: np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False)) for name in names}
+            _check_arrays(arrays)
             return cls(arrays, seed)
         except (OSError, ValueError, KeyError, TypeError, EOFError, IndexError) as error:
             raise ValueError(f"the id map in '{folder}' cannot be read ({error}); write the store again") from None
+
+
+def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Refuses arrays of other types or lengths, which would be read beyond their end."""
+    wanted = _STRINGS if "offsets" in arrays else _INTEGERS
+    types = {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
+    if types not in (wanted, {name: kind for name, kind in wanted.items() if name == "ids"}):
+        raise ValueError(f"its arrays are {types}, must be {wanted}")
+    rows = len(arrays["offsets"]) - 1 if "offsets" in arrays else len(arrays["ids"])
+    if any(len(array) != rows for name, array in arrays.items() if name in ("sorted", "order")):
+        raise ValueError(f"its arrays have {[len(array) for array in arrays.values()]} entries, of {rows} ids")
+    if "offsets" in arrays and not 0 <= arrays["offsets"][0] <= arrays["offsets"][-1] <= len(arrays["bytes"]):
+        raise ValueError(f"its strings end at {arrays['offsets'][-1]}, there are {len(arrays['bytes'])} bytes")
 
 
 def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:

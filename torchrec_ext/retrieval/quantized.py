@@ -75,6 +75,12 @@ def decode(rows: Tensor, scales: Tensor | None) -> Tensor:
     return rows.float() if scales is None else rows.float().mul_(scales[:, None])
 
 
+def greatest_loss(vectors: Tensor, dtype: Dtype) -> float:
+    """What rounding to ``dtype`` may change a number of ``vectors`` (N, D) by: half of the distance between two that it holds."""
+    greatest = float(vectors.abs().max()) if vectors.numel() else 0.0
+    return {"fp32": 0.0, "fp16": max(greatest * 2**-11, 2**-25), "int8": greatest / 254}[dtype]
+
+
 class LossMeter:
     """Measures the loss of rows as they stream by: two running top-k lists, no second copy of the catalogue.
 

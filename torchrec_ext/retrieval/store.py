@@ -54,7 +54,7 @@ class EmbeddingStore:
         count = int(manifest["rows"])
         self.ids = IdMap.open(folder)
         self.live: NDArray[np.bool_] = np.asarray(np.load(folder / LIVE, mmap_mode="r", allow_pickle=False))
-        if len(self.ids) != count or self.live.shape != (count,):
+        if len(self.ids) != count or self.live.shape != (count,) or self.live.dtype != np.bool_:
             raise StoreError(f"'{folder}' is damaged: {count} rows, {len(self.ids)} ids; write the store again")
         self._descriptor, matrix = _mapped(folder / ROWS, STORED[self.dtype], count * self.width)
         self._matrix = matrix.view(count, self.width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,14 @@ class UserTable:
         """Positions of the items that a user has liked, oldest first; none for an unknown user."""
         return self._list("liked", place)
 
+    def positions(self) -> Iterator[tuple[str, pa.ChunkedArray]]:
+        """Both columns of lists of positions, by name."""
+        yield from ((name, self._items[name]) for name in _POSITIONS)
+
+    def features(self) -> Iterator[tuple[str, pa.ChunkedArray]]:
+        """The raw columns, by name; their last row is of an unknown user."""
+        yield from zip(self._features.column_names, self._features.columns, strict=True)
+
     def _list(self, column: str, place: int) -> Int64:
         if place < 0:
             return np.zeros(0, np.int64)
@@ -84,6 +92,12 @@ class UserTable:
                 f"{folder}: {len(ids):,} ids, {len(features):,} rows of features (one more is for unknown users), {len(items):,} "
                 "of items: they are of different exports; export the bundle again"
             )
+        for name in _POSITIONS:
+            if raw_type(items.schema.field(name).type) != "list<int64>":
+                raise BundleError(
+                    f"{folder / _ITEMS}: column '{name}' is {items.schema.field(name).type}, must be lists of positions; export the "
+                    "bundle again"
+                )
         return cls(key, ids, features, items)
 
 
