@@ -1,6 +1,8 @@
 """A small two-tower model and batches for it, for tests that do not care which."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -87,3 +89,14 @@ def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, s
             weights=weights[own],
             total_weight=float(weights.sum()) / world_size,
         )
+
+
+# What no manifest is: to open a pipe waits for ever, a device has no end, and 60 MB of JSON take a hundred times as much memory.
+NO_MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, "it is no plain file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is no plain file"),
+    "60 MB": (
+        lambda path: path.write_bytes(b"[" + b"{}," * 20_000_000 + b"{}]"),
+        r"at most [\d,]+ are read|more than the [\d,]+ bytes",
+    ),
+}

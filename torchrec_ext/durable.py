@@ -1,11 +1,13 @@
-"""What was written stays written when the power fails, and is replaced without a moment in which it is not there."""
+"""What was written stays written when the power fails, is replaced without a gap, and what is read is a file, and ends."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import stat
 import sys
+from typing import BinaryIO
 
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD of fcntl.h, and of linux/fs.h
 
@@ -82,3 +84,30 @@ def no_locks(error: OSError) -> str:
         f"cannot be locked ({error.strerror or error}): a lock keeps two jobs from writing the same files, and its file system "
         "offers none; mount it with locks (NFS: with lockd, or nolock; Lustre: with flock)"
     )
+
+
+def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file for reading, and no pipe, which would be waited for, nor a device, which need not end; a link is followed.
+
+    Raises:
+        OSError: it is not there, or is no plain file.
+    """
+    stream = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  (the caller closes it)
+    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        return stream
+    stream.close()
+    raise OSError(errno.EINVAL, "it is no plain file", os.fspath(path))
+
+
+def read_plain(path: str | os.PathLike[str], most: int) -> bytes:
+    """The content of a plain file of at most ``most`` bytes.
+
+    Raises:
+        OSError: see :func:`open_plain`; or it is larger.
+    """
+    with open_plain(path) as stream:
+        data = stream.read(most + 1)
+        if len(data) > most:
+            size = os.fstat(stream.fileno()).st_size
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {most:,} are read", os.fspath(path))
+    return data

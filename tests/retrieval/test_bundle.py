@@ -19,14 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.examples import ITEMS, USERS
+from tests.examples import ITEMS, NO_MANIFESTS, USERS
 from tests.retrieval.bundles import bundle_of, contents, model_of
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.contents import Catalogue
 from torchrec_ext.retrieval.errors import BundleError
 from torchrec_ext.retrieval.export import export
 from torchrec_ext.retrieval.manifest import Manifest, file_digests
-from torchrec_ext.retrieval.snapshots import file_digest
+from torchrec_ext.retrieval.snapshots import StoreError, file_digest
 from torchrec_ext.retrieval.store import EmbeddingStore
 from torchrec_ext.retrieval.tables import read_table, write_table
 from torchrec_ext.retrieval.writer import write_store
@@ -530,6 +530,22 @@ def test_a_crafted_file_is_refused_and_runs_no_code(name: str, pristine: Path, t
         Bundle.load(folder)
     with pytest.raises(BundleError):
         Bundle.load(folder, verify=False)
+
+
+@pytest.mark.parametrize("name", NO_MANIFESTS)
+def test_a_manifest_that_is_no_plain_file_of_some_size_is_refused_at_once(name: str, pristine: Path, tmp_path: Path) -> None:
+    make, message = NO_MANIFESTS[name]
+    folder = shutil.copytree(pristine, tmp_path / "bundle")
+    (folder / "manifest.json").unlink()
+    make(folder / "manifest.json")
+    with pytest.raises(BundleError, match=rf"bundle/manifest\.json: cannot be read \(.*({message})"):
+        Bundle.load(folder)
+    shutil.copytree(pristine / "store", tmp_path / "store")
+    place = EmbeddingStore.open(tmp_path / "store").folder / "manifest.json"
+    place.unlink()
+    make(place)
+    with pytest.raises(StoreError, match=rf"manifest\.json' is damaged .*({message})"):
+        EmbeddingStore.open(tmp_path / "store")
 
 
 def test_it_loads_without_a_process_group_and_without_faiss(pristine: Path) -> None:

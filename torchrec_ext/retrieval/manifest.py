@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.durable import synced
+from torchrec_ext.durable import read_plain, synced
 from torchrec_ext.retrieval.errors import BundleError
 
 FORMAT = 1
 NAME = "manifest.json"
-_MOST_BYTES = 64 * 2**20  # of a JSON file
+_MOST_BYTES = 64 * 2**20  # of an architecture, which may name millions of rows
+_MOST_OF_MANIFEST = 8 * 2**20  # fifty thousand files; in memory it takes thirty times as much
 _ANEW = "export the bundle again, or copy the whole folder anew"
 
 
@@ -78,7 +79,11 @@ class Manifest:
             BundleError: it is missing, of another format, or was changed.
         """
         path = folder / NAME
-        whole = read_json(path, hint=f"; is '{folder}' a bundle? One is made of a run by: python -m torchx_apps.export RUN")
+        whole = read_json(
+            path,
+            most=_MOST_OF_MANIFEST,
+            hint=f"; is '{folder}' a bundle? One is made of a run by: python -m torchx_apps.export RUN",
+        )
         if not {"seal", "certificate"} & whole.keys():
             raise BundleError(
                 f"{path}: is of something else than a bundle, such as a checkpoint or a store; give the folder that an export made"
@@ -99,16 +104,14 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
 
 
-def read_json(path: Path, hint: str = "") -> dict[str, Any]:
-    """A JSON object of bounded size.
+def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[str, Any]:
+    """A JSON object in a plain file of at most ``most`` bytes.
 
     Raises:
         BundleError: there is none.
     """
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise BundleError(f"{path}: {size:,} bytes, at most {_MOST_BYTES:,} are read; {_ANEW}")
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_plain(path, most))
     except OSError as error:
         raise BundleError(f"{path}: cannot be read ({error.strerror}){hint}") from None
     except (ValueError, RecursionError) as error:

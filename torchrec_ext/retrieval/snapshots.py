@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.durable import no_locks, synced, write_whole
+from torchrec_ext.durable import no_locks, open_plain, read_plain, synced, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -21,6 +21,7 @@ _POINTER = "CURRENT"
 _NAME = re.compile(r"v(\d{8})")
 _TRIES = 20  # to open a version that a writer is just replacing and removing
 _BLOCK = 2**22
+_MOST_BYTES = 2**20  # of a manifest, which lists a dozen files
 
 
 class StoreError(ValueError):
@@ -40,7 +41,7 @@ def current(folder: Path) -> str:
         StoreError: none was ever written there.
     """
     try:
-        name = (folder / _POINTER).read_text().strip()
+        name = read_plain(folder / _POINTER, _MOST_BYTES).decode(errors="replace").strip()
     except OSError:
         raise StoreError(f"'{folder}' holds no embedding store: it has no file {_POINTER}; write one with write_store") from None
     if not _NAME.fullmatch(name):
@@ -56,11 +57,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(read_plain(path, _MOST_BYTES))
         sha, form = content.pop("digest"), int(content["format"])
     except FileNotFoundError:
         raise StoreError(f"'{path}' is missing: this version was removed or never finished; open the store again") from None
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(f"'{path}' is damaged ({error}); write the store again") from None
     if form > FORMAT:
         raise StoreError(f"'{path}' is of format {form}, this version reads up to {FORMAT}: update torchrec-ext")
@@ -91,7 +92,7 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool)
 def file_digest(path: Path) -> str:
     """SHA-256 of a file."""
     sha = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         while block := stream.read(_BLOCK):
             sha.update(block)
     return sha.hexdigest()

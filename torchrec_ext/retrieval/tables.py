@@ -95,8 +95,8 @@ class UserTable:
         for name in _POSITIONS:
             if raw_type(items.schema.field(name).type) != "list<int64>":
                 raise BundleError(
-                    f"{folder / _ITEMS}: column '{name}' is {items.schema.field(name).type}, must be lists of positions; export the "
-                    "bundle again"
+                    f"{folder / _ITEMS}: column '{name}' is {items.schema.field(name).type}, must be lists of positions; export "
+                    "the bundle again"
                 )
         return cls(key, ids, features, items)
 

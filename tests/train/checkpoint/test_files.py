@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import sys
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.contracts import _CONTEXT
-from tests.examples import small_model
+from tests.examples import NO_MANIFESTS, small_model
 from tests.killing import killed_everywhere
 from torchrec_ext.distributed.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
@@ -31,6 +32,7 @@ from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.reading import damage, read_index
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
+from torchrec_ext.train.checkpoint.together import Together
 
 HERE = Runtime()
 SOME = {"files": {"a": {"bytes": 1, "sha256": "0"}}, "step": 3}
@@ -160,6 +162,25 @@ def test_any_bytes_are_refused_in_words(noise: bytes, place: int, byte: int) -> 
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("name", NO_MANIFESTS)
+def test_what_is_no_plain_file_of_some_size_is_named_and_the_one_before_used(name: str, two: Path, tmp_path: Path) -> None:
+    make, message = NO_MANIFESTS[name]
+    folder = shutil.copytree(two, tmp_path / "run")
+    newest = folder / "step-0000000002"
+    (newest / "manifest.json").unlink()
+    make(newest / "manifest.json")
+    lines: list[str] = []
+    checkpointer = Checkpointer(str(folder), HERE)
+    assert checkpointer.last_good(lines.append) == str(folder / "step-0000000001")
+    assert re.search(rf"checkpoint step 2: .*manifest\.json cannot be read: .*({message})", lines[0])
+    if name != "60 MB":
+        part = next(path for path in (folder / "step-0000000001").iterdir() if path.suffix == ".distcp")
+        part.unlink()
+        make(part)
+        assert re.search(rf"distcp cannot be read: {message}", str(damage(str(folder / "step-0000000001"), Together(HERE))))
+    checkpointer.close()
+
+
 def test_a_newer_format_says_so() -> None:
     newer = json.dumps({"format": 99, "sha256": "0"}).encode()
     with pytest.raises(CheckpointError, match=r"is of format 99, this version reads up to 1: update torchrec-ext"):

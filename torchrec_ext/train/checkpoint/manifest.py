@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from torchrec_ext.durable import open_plain
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 
 NAME = "manifest.json"
@@ -19,7 +21,7 @@ _BLOCK = 2**22
 def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
     """Size and SHA-256 of one file."""
     sha, size = hashlib.sha256(), 0
-    with files.open(path, "rb") as stream:
+    with open_plain(path) if isinstance(files, LocalFileSystem) else files.open(path, "rb") as stream:
         while block := stream.read(_BLOCK):
             sha.update(block)
             size += len(block)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torchrec_ext.durable import open_plain
 from torchrec_ext.train.checkpoint import manifest
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 from torchrec_ext.train.checkpoint.together import Together
 
+_MOST_BYTES = 16 * 2**20  # of a manifest, which lists the files of all ranks: a hundred thousand
 _CONTENT = {
     "step": int,
     "world_size": int,
@@ -33,7 +36,7 @@ def read_manifest(path: str) -> dict[str, Any]:
         CheckpointError: there is none, or it is damaged or of a newer format.
     """
     where = f"{path}/{manifest.NAME}"
-    saved = manifest.opened(_bytes(where, f"; is '{path}' a checkpoint?"), where)
+    saved = manifest.opened(_bytes(where, f"; is '{path}' a checkpoint?", _MOST_BYTES), where)
     lacks = [name for name, kind in _CONTENT.items() if not isinstance(saved.get(name), kind)]
     if lacks:
         raise CheckpointError(f"{where} is no manifest of a checkpoint: it lacks {', '.join(lacks)}")
@@ -76,9 +79,13 @@ def newest_good(folder: CheckpointFolder, together: Together, say: Callable[[str
     return None
 
 
-def _bytes(where: str, hint: str = "") -> bytes:
+def _bytes(where: str, hint: str = "", most: int | None = None) -> bytes:
     try:
-        with fsspec.open(where, "rb") as stream:
-            return stream.read()  # type: ignore[no-any-return]
+        files, path = url_to_fs(where)
+        with open_plain(path) if isinstance(files, LocalFileSystem) else files.open(path, "rb") as stream:
+            data: bytes = stream.read(-1 if most is None else most + 1)
+        if most is not None and len(data) > most:
+            raise OSError(errno.EFBIG, f"it has more than the {most:,} bytes that are read")
+        return data
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
