@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from torchrec_ext.data.preprocess import (
@@ -208,6 +209,16 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     data[20] ^= 1
     (folder / "vocabulary-000.parquet").write_bytes(data)
     refused(r"vocabulary-000\.parquet: does not have the SHA-256 in preprocessor\.json")
+    text = pa.array(["x" * 1_000]).take(pa.array(np.zeros(5_000_000 // 64, np.int64)))
+    long = pa.array([f"{'x' * 1_000}{row}" for row in range(40_000)])
+    for values, options in ((text, {}), (pa.array(np.zeros(2_000_000, np.int64)), {}), (long, {"compression": "zstd"})):
+        counts = pa.array(np.ones(len(values), np.int64))
+        pq.write_table(pa.table({"value": values, "count": counts}), folder / "vocabulary-000.parquet", **options)
+        data = (folder / "vocabulary-000.parquet").read_bytes()
+        steps = json.loads((folder / "preprocessor.json").read_text())["steps"]
+        steps[0] |= {"rows": len(values), "sha256": hashlib.sha256(data).hexdigest()}
+        rewrite(folder, steps=steps)
+        refused(r"vocabulary-000\.parquet: [\d,]+ rows in [\d,]+ bytes, which unpack to more than the [\d,]+ that are read")
     (folder / "vocabulary-000.parquet").unlink()
     refused(r"vocabulary-000\.parquet: no such file, preprocessor\.json names it")
 

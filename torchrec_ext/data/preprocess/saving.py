@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.preprocess.filling import FillMissing
@@ -34,6 +35,8 @@ STEPS: Mapping[str, type[Step]] = {
     step.__name__: step
     for step in (Bucketize, Categorify, Cross, FillMissing, HashBucket, History, Lists, LogClip, Normalize, TimeFeatures)
 }
+_CODECS, _ENCODINGS = ("SNAPPY", "UNCOMPRESSED"), {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+_UNPACKED, _ALWAYS = 64, 2**24  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual, and beside these
 _MAIN, _SUM = "preprocessor.json", "preprocessor.sha256"
 
 
@@ -117,9 +120,47 @@ def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
         raise DataError(f"{path}: no such file, {_MAIN} names it; copy the whole folder")
     if _digest(path) != entry["sha256"]:
         raise DataError(f"{path}: does not have the SHA-256 in {_MAIN}: it was changed or damaged; copy it again")
-    table = pq.read_table(path).combine_chunks()
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        _check_size(path, file.metadata, entry["rows"])
+        table = file.read().combine_chunks()
     values, counts = (table[name].chunk(0) if len(table) else table[name].combine_chunks() for name in ("value", "count"))
     return Vocabulary(values, counts)
+
+
+def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
+    """Refuses a file that unpacks to far more than it has bytes, before it is unpacked.
+
+    Values that stand there once each, as in a vocabulary, take about as much in memory. A few values that are repeated, a codec or
+    an encoding that :func:`_saved` does not choose may take thousands of times as much.
+    """
+    columns = [footer.row_group(group).column(at) for group in range(footer.num_row_groups) for at in range(footer.num_columns)]
+    ours = all(column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings) for column in columns)
+    most = _UNPACKED * path.stat().st_size + _ALWAYS
+    packed = sum(column.total_uncompressed_size for column in columns) + footer.num_rows * 16
+    if footer.num_rows != rows or not ours or packed > most or _repeated(path, footer, most) > most:
+        size = path.stat().st_size
+        raise DataError(
+            f"{path}: {footer.num_rows:,} rows in {size:,} bytes, which unpack to more than the {most:,} that are read, or are not "
+            f"the {rows:,} in {_MAIN}: it is no vocabulary of this package; fit the preprocessor again"
+        )
+
+
+def _repeated(path: Path, footer: pq.FileMetaData, most: int) -> int:
+    """Bytes of the texts that stand in the dictionaries of the column ``value``, as often as its rows name them; at most that."""
+    with pq.ParquetFile(path, read_dictionary=["value"]) as file:
+        if not pa.types.is_dictionary(file.schema_arrow.field("value").type):
+            return 0
+        longest = 0
+        for group in range(footer.num_row_groups):
+            for batch in file.iter_batches(1, row_groups=[group], columns=["value"], use_threads=False):
+                longest = max(longest, pc.max(pc.binary_length(batch.column(0).dictionary)).as_py() or 0)
+                break  # the first row has all of its group's dictionary
+        if longest * footer.num_rows <= most:
+            return int(longest * footer.num_rows)
+        found = 0
+        for chunk in file.read(columns=["value"], use_threads=False)["value"].chunks:
+            found += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
+        return int(found)
 
 
 def _text(path: Path) -> str:
