@@ -419,7 +419,7 @@ VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] 
     "nothing is live": (
         lambda b: values_of(b, "store/live.npy", lambda live: live.fill(False)),
         None,
-        rf"store: none of its {ITEMS - 1} items is live",
+        rf"store: live\.npy says of none of its {ITEMS - 1} items that it is live",
     ),
     "a tolerance of its own": (
         lambda b: store_with(b, lambda ids, v: (ids, np.roll(v, 1, axis=0))),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrec_ext.modules.shared_tables import values_by_table
 from torchrec_ext.retrieval.errors import BundleError
 from torchrec_ext.retrieval.sides import Side
-from torchrec_ext.retrieval.store import SCALES, EmbeddingStore
+from torchrec_ext.retrieval.store import LIVE, SCALES, EmbeddingStore
 from torchrec_ext.retrieval.tables import UserTable
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ def _check_weights(folder: Path, module: nn.Module) -> None:
 
 def _check_store(where: Path, store: EmbeddingStore) -> None:
     if store.live.view(np.uint8).max(initial=0) > 1 or not store.live.any():
-        raise BundleError(f"{where}: none of its {len(store):,} items is live, so nothing could be recommended; {_ANEW}")
+        raise BundleError(
+            f"{where}: {LIVE} says of none of its {len(store):,} items that it is live, or holds no yes or no; {_ANEW}"
+        )
     if store.scales is not None and (row := _not_finite(store.scales)) is not None:
         raise BundleError(f"{where / store.version / SCALES}: row {row}: NaN or infinity; {_ANEW}")
     if store.dtype != "int8" and (row := _not_finite(store.matrix())) is not None:
@@ -117,21 +119,25 @@ def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Any]]:
 
 def _odd(column: pa.ChunkedArray) -> Iterator[int]:
     """The first rows of a column with a null, with NaN and with an infinity: each is read as every other of its kind."""
-    missing = wrong = False
+    found: set[str] = set()
     for first, chunk in _chunks(column):
-        if not missing and chunk.null_count:
-            missing = True
-            yield first + int(chunk.is_null().index(True).as_py())
         values = chunk.flatten() if _listed(chunk) else chunk
-        if not missing and values.null_count:
-            missing = True
-            yield first + _row_of(chunk, int(values.is_null().index(True).as_py()))
-        if not wrong and pa.types.is_floating(values.type):
-            numbers: NDArray[Any] = values.drop_null().to_numpy(zero_copy_only=False)
-            if len(numbers) and not (np.isfinite(numbers.min()) and np.isfinite(numbers.max())):
-                wrong = True
-                finite = pc.fill_null(pc.is_finite(values), True)
-                yield first + _row_of(chunk, int(pc.index(finite, False).as_py()))
+        for kind, mask in _kinds(values):
+            place = int(pc.index(mask, True).as_py())
+            if place >= 0 and kind not in found:
+                found.add(kind)
+                yield first + _row_of(chunk, place)
+
+
+def _kinds(values: Any) -> Iterator[tuple[str, Any]]:
+    """Which values are null, NaN or infinite, of those kinds that there may be."""
+    if values.null_count:
+        yield "null", values.is_null()
+    if pa.types.is_floating(values.type) and len(values):
+        numbers: NDArray[Any] = values.to_numpy(zero_copy_only=False)  # in which a null is NaN
+        if not np.isfinite(numbers.min()) or not np.isfinite(numbers.max()):
+            yield "nan", pc.is_nan(values)
+            yield "inf", pc.is_inf(values)
 
 
 def _row_of(chunk: Any, place: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from torchrec_ext.durable import open_plain
@@ -21,7 +22,8 @@ _BLOCK = 2**22
 def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
     """Size and SHA-256 of one file."""
     sha, size = hashlib.sha256(), 0
-    with open_plain(path) if isinstance(files, LocalFileSystem) else files.open(path, "rb") as stream:
+    local = isinstance(files, LocalFileSystem)
+    with open_plain(url_to_fs(path)[1]) if local else files.open(path, "rb") as stream:  # a path, or file:// and a path
         while block := stream.read(_BLOCK):
             sha.update(block)
             size += len(block)
