@@ -27,7 +27,7 @@ def hybrid(
     memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
-    rdzv_port: int = 29500,
+    rdzv_port: int = 0,
     debug: bool = False,
 ) -> specs.AppDef:
     r"""Trains a recipe, hybrid-parallel, on NODESxPROCS ranks.
@@ -62,7 +62,7 @@ def hybrid(
         memMB: memory per node in MiB
         env: environment for every rank (ex. NCCL_DEBUG=INFO,GLOO_SOCKET_IFNAME=eth0)
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
-        rdzv_port: port on the first node where the ranks of several nodes meet
+        rdzv_port: port on the first node where the ranks of several nodes meet; 0 for one of 20000 to 29999 made of the job's id
         debug: turn on torch's slow distributed checks
     """
     return _app(
@@ -108,7 +108,7 @@ def networks(
     memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
-    rdzv_port: int = 29500,
+    rdzv_port: int = 0,
     debug: bool = False,
 ) -> specs.AppDef:
     r"""Trains several networks in one job: those of one shape stacked into one, others at the same time on groups of ranks.
@@ -150,7 +150,7 @@ def networks(
         memMB: memory per node in MiB
         env: environment for every rank (ex. CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50)
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
-        rdzv_port: port on the first node where the ranks of several nodes meet
+        rdzv_port: port on the first node where the ranks of several nodes meet; 0 for one of 20000 to 29999 made of the job's id
         debug: turn on torch's slow distributed checks
     """
     given = [("vary", vary), ("member", member), ("groups", groups), ("codistill", codistill)]
@@ -212,6 +212,8 @@ def _app(
     )
     for role in app.roles:
         role.args[-1] = _under_our_agent(role.args[-1], max_retries)
+        if not rdzv_port:
+            role.port_map = {}  # the agent knows it, once the job has an id
     return app
 
 

@@ -86,7 +86,11 @@ def test_resources_nodes_and_mounts() -> None:
     assert role.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", "a node that joins later starts all ranks again"
     assert (role.min_replicas, role.num_replicas, role.resource.gpu, role.resource.memMB) == (2, 4, 8, 9000)
     assert role.mounts[0].dst_path == "/r"
+    assert ":0 " in role.args[-1], "which the agent makes a port of the job's id"
+    assert not role.port_map
+    (role,) = launch("-j", "2x8", "--rdzv_port", "29500").roles
     assert ":29500 " in role.args[-1]
+    assert role.port_map == {"c10d": 29500}
 
 
 @pytest.mark.parametrize("j", ["", "2", "1y2", "0x2", "1x0", "1x-2", "x2", "1x2x3", "1:2:3x4", "ax2"])

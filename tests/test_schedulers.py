@@ -46,7 +46,7 @@ def test_slurm_starts_one_agent_on_each_node_and_asks_for_what_was_asked() -> No
         assert {"--ntasks-per-node=1", "--gpus-per-task=8", "--cpus-per-task=64", "--mem=400000", "--requeue"} <= set(words)
         assert {"--partition=gpu", "--time=02:00:00"} <= set(words)
     assert script.count("python3 -m torchx_apps.agent --max_restarts 2 ") == 2
-    assert script.count("--rdzv_endpoint ${SLURM_JOB_NODELIST_HET_GROUP_0:=localhost}:29500 ") == 2
+    assert script.count("--rdzv_endpoint ${SLURM_JOB_NODELIST_HET_GROUP_0:=localhost}:0 ") == 2
 
 
 @pytest.mark.unit
@@ -63,7 +63,10 @@ def test_kubernetes_gives_each_node_its_gpus_mounts_and_the_first_nodes_name() -
     assert all("/runs" in {mount.mount_path for mount in one.volume_mounts} for one in (first, second))
     assert "VC_TRAIN_0_HOSTS" in second.command[-1]  # which Volcano fills in
     assert second.command[-1].endswith("-m torchx_apps.train --recipe two_tower --run-dir=/runs/a")
-    assert all(port.container_port == 29500 for one in (first, second) for port in one.ports)
+    assert ":0 " in second.command[-1]
+    assert not first.ports
+    given = containers(kubernetes_job(app_of(train.hybrid, "-j", "2x4", "--rdzv_port", "29500", "--image", "my_image:1")))
+    assert [port.container_port for one in given for port in one.ports] == [29500, 29500]
 
 
 @pytest.mark.unit

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 # What a rank has of its own once it has imported what it trains with, and before it has data or a model (measured: 265 MiB).
 _RANK_BYTES = 256 << 20
+_FIRST_PORT, _PORTS = 20_000, 10_000  # below those that Linux gives to connections and Kubernetes to services
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +56,7 @@ def _run(argv: Sequence[str]) -> int:
     if options.nproc_per_node.isdecimal() and (refusal := too_many(int(options.nproc_per_node))):
         hand_over(refusal)
         return 1
+    options.rdzv_endpoint = meeting_point(options.rdzv_endpoint, options.rdzv_id, several=_on_several_nodes(options))
     _end_when_lost(options)
 
     def stop() -> None:
@@ -108,6 +111,29 @@ def _memory() -> int:
             return min(physical, int(file.read()))
     except (OSError, ValueError):  # none, or "max"
         return physical
+
+
+def meeting_point(endpoint: str, job: str, *, several: bool) -> str:
+    """The endpoint with a port of the job's own in place of port 0, by which two jobs that share their first node stay apart.
+
+    At one port the second job's agents would take the first job's store for their own, and end when that job does.
+
+    Args:
+        endpoint: HOST:PORT.
+        job: its id, the same on all of its nodes; where ids are numbers that count up, as Slurm's, 10,000 in a row share no port.
+        several: whether the job is on several nodes; on one node torchrun itself takes port 0 for any that is free.
+
+    Example:
+        >>> meeting_point("node1:0", "4711", several=True), meeting_point("node1:0", "4712", several=True)
+        ('node1:24711', 'node1:24712')
+        >>> meeting_point("node1:0", "train-f4gt5gf2", several=True), meeting_point("node1:29500", "4711", several=True)
+        ('node1:22524', 'node1:29500')
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not several or port != "0":
+        return endpoint
+    number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
+    return f"{host}:{_FIRST_PORT + number % _PORTS}"
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -208,9 +234,12 @@ def _end_when_lost(options: argparse.Namespace) -> None:
         hand_over(message)
         os._exit(1)  # the agent's own thread may wait for ever
 
-    several = options.nnodes.rpartition(":")[2] != "1" and not options.standalone
-    if several and options.rdzv_backend != "static" and ":" in options.rdzv_endpoint:
+    if _on_several_nodes(options) and options.rdzv_backend != "static" and ":" in options.rdzv_endpoint:
         end_when_lost(options.rdzv_endpoint, end)
+
+
+def _on_several_nodes(options: argparse.Namespace) -> bool:
+    return options.nnodes.rpartition(":")[2] != "1" and not options.standalone
 
 
 def _stop_when_orphaned() -> None:
