@@ -48,10 +48,8 @@ def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> b
     """Gives two files or folders each other's name in one step, so that both names are there at any moment.
 
     Returns:
-        Whether it was done: not every file system can (NFS cannot), nor does every system but Linux.
-
-    Raises:
-        OSError: it failed for another reason.
+        Whether it was done: not every file system can (NFS cannot), and of systems Linux alone. What else is against it, such as a
+        missing permission, is told by the plain renames that stand in for it.
 
     Example:
         >>> import tempfile
@@ -62,15 +60,8 @@ def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> b
         ...     done and open(f"{folder}/a").read()
         'b'
     """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    if call is None:
-        return False
-    if call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(number, os.strerror(number), os.fspath(first))
+    call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    return call is not None and call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
 
 def no_locks(error: OSError) -> str:
