@@ -5,8 +5,13 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import settings
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+
+# Hypothesis fails an example that takes longer than .2 s: on a busy machine any may, and a timing is no assertion.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_runtest_setup() -> None:
