@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchrec_ext.modules.shared_tables import values_by_table
+from torchrec_ext.retrieval.audit import Audit
 from torchrec_ext.retrieval.errors import BundleError
 from torchrec_ext.retrieval.sides import Side
 from torchrec_ext.retrieval.store import LIVE, SCALES, EmbeddingStore
@@ -45,7 +46,8 @@ def check_values(bundle: Bundle, stores: Mapping[Path, EmbeddingStore], users: P
     for where, store in stores.items():
         _check_store(where, store)
     if bundle.users is not None:
-        _check_users(users, bundle.users, bundle.sides[0], len(bundle.store))
+        context = Audit.open(bundle.folder)[0].queries.slice(0, 1).to_pydict()
+        _check_users(users, bundle.users, bundle.sides[0], len(bundle.store), context)
 
 
 def _check_weights(folder: Path, module: nn.Module) -> None:
@@ -84,7 +86,8 @@ def _not_finite(values: Tensor) -> int | None:
     return None
 
 
-def _check_users(where: Path, users: UserTable, query: Side, items: int) -> None:
+def _check_users(where: Path, users: UserTable, query: Side, items: int, context: Mapping[str, list[Any]]) -> None:
+    """Looks at ids, positions and features; ``context`` has what a request says beside the user, of one of the audit's."""
     try:
         users.ids.check()
     except ValueError as error:
@@ -99,7 +102,7 @@ def _check_users(where: Path, users: UserTable, query: Side, items: int) -> None
                     f"{found['max']} and {values.null_count} nulls; must be 0 to {items - 1}, of the {items:,} items; {_ANEW}"
                 )
     for place in sorted({place for name, column in users.features() for place in _odd(column) if name in query.request_columns}):
-        row = users.rows([place if place < len(users) else -1])
+        row = {**context, **users.rows([place if place < len(users) else -1])}
         try:
             query.read(row)
         except (ValueError, TypeError, OverflowError) as error:
