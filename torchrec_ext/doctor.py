@@ -1,211 +1,178 @@
-"""`python -m torchrec_ext.doctor`: is this environment healthy, and if not, which one line repairs each part?
+"""Installs the triple into the running interpreter's environment; `python -m torchrec_ext.doctor --install` calls it.
 
-Exit status 0 when healthy, 1 when not. `--install` repairs it, `--json` answers for machines. Needs no torch to run.
+The one hard part is torch without CUDA. The public registry's torch is the CUDA build on every Linux, gigabytes of it, so on a CPU
+machine it is never asked for. Instead, in this order: `torch==2.13.0+cpu` from wherever the user's pip looks (a folder of wheels, a
+mirror), then uv, which knows PyTorch's own CPU index by itself, and then a clear error.
 """
 
-import argparse
-import importlib
-import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from torchrec_ext import install, stack
-from torchrec_ext.stack import Problem, Variant
+from torchrec_ext import stack
+from torchrec_ext.stack import Variant
 
-RIGHT_ANSWER = [8.0, 10.0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One line of the report: a distribution as found, and as expected."""
-
-    name: str
-    found: str
-    expected: str
+Say = Callable[[str], None]
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """All that the doctor found; `healthy` when there is no problem."""
-
-    python: str
-    interpreter: str
-    variant: Variant
-    devices: tuple[str, ...]
-    cores: int
-    ranks: int
-    threads: int
-    compiler: str | None
-    parts: tuple[Part, ...]
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
-    import_seconds: float | None = None
-
-    @property
-    def healthy(self) -> bool:
-        """Whether training would start here."""
-        return not self.problems
+class InstallError(RuntimeError):
+    """An installation that cannot go on; the message says what the user can do."""
 
 
-def diagnose(*, really_import: bool = True) -> Diagnosis:
-    """Looks at the interpreter, the packages and the machine.
+class CommandError(InstallError):
+    """A command that failed; the message is the part of its output that says why."""
+
+
+def run(command: Sequence[str], env: dict[str, str] | None = None) -> None:
+    """Runs a command, silently when it succeeds.
+
+    Raises:
+        CommandError: it failed, or is not there.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=False)
+    except OSError as error:
+        raise CommandError(f"{command[0]}: {error.strerror}") from None
+    if done.returncode:
+        raise CommandError(reason(done.stderr or done.stdout) or f"{' '.join(command)} ended with {done.returncode}")
+
+
+def reason(output: str) -> str:
+    r"""The lines of pip's or uv's output that say why it failed, without warnings and progress.
+
+    Example:
+        >>> reason("WARNING: Location is ignored\nERROR: No matching distribution found for torch==2.13.0+cpu\n")
+        'No matching distribution found for torch==2.13.0+cpu'
+    """
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith(("ERROR: ", "error: ", "cause: "))]
+    if any("after connection broken by" in line for line in lines):
+        errors.append("pip did not reach its package index; without a network give it a folder of wheels: PIP_FIND_LINKS=DIR")
+    return "\n    ".join(errors[-6:] or [line for line in lines if not line.startswith("WARNING")][-5:])
+
+
+def install(variant: Variant, editable: str | None = None, say: Say = print) -> None:
+    """Brings the environment to the triple of `variant`; what is right already stays as it is.
 
     Args:
-        really_import: also import the triple in a process of its own and look two rows up; takes seconds.
+        variant: the builds to install.
+        editable: a folder with extras to install in place beside the triple, such as ``.[dev]``.
+        say: takes one line for each step.
+
+    Raises:
+        InstallError: a step failed; the message says why and what to do.
     """
-    found, machine = stack.installed(), stack.machine_variant()
-    variant = stack.wanted_variant(found, machine)
-    problems = [*_python_problem(sys.version_info[:2]), *stack.problems(found, variant, stack.interpreter())]
-    seconds = None
-    if really_import and not problems:
-        outcome = probe(variant)
-        seconds, problems = (outcome, []) if isinstance(outcome, float) else (None, [outcome])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = tuple(stack.gpu_nodes()) if variant == "cuda" else ()
-    ranks = len(devices) or cores
-    return Diagnosis(
-        python=platform.python_version(),
-        interpreter=sys.executable,
-        variant=variant,
-        devices=devices or ("cpu",),
-        cores=cores,
-        ranks=ranks,
-        threads=max(1, cores // ranks),
-        compiler=compiler(),
-        parts=_parts(found, variant),
-        problems=tuple(problems),
-        notes=tuple(_notes(variant, machine)),
-        import_seconds=seconds,
+    _check_platform(variant)
+    _check_pip()
+    found = stack.installed()
+    wrong = stack.problems(found, variant)
+    extra = ["--editable", editable] if editable else []
+    if not wrong and not extra:
+        say("the triple is in place: nothing to install")
+        return
+    _remove_intruders(found, variant, say)
+    pins = [need.pin for need in stack.requirements(variant) if need.name not in ("torch", "torchrec")]
+    _with_torch(variant, [*pins, *extra], torch_in_place=all(problem.what != "torch" for problem in wrong), say=say)
+    # Without its dependencies: they name the CUDA build of fbgemm on every machine.
+    _step(say, f"torchrec {stack.TORCHREC}", _pip_install("--no-deps", f"torchrec=={stack.TORCHREC}"))
+
+
+def _with_torch(variant: Variant, rest: list[str], *, torch_in_place: bool, say: Say) -> None:
+    """One pip call for torch and all the rest, because each call costs seconds."""
+    if variant == "cpu" and not torch_in_place:
+        try:
+            what = f"torch {stack.TORCH}+cpu as your pip finds it, and what goes with it"
+            _step(say, what, _pip_install(f"torch=={stack.TORCH}+cpu", *rest))
+            return
+        except CommandError as error:
+            if "No matching distribution found for torch" not in str(error):
+                raise
+            _torch_by_uv(pip_said=str(error).splitlines()[-1].strip(), say=say)
+    _step(say, f"torch {stack.TORCH} ({variant}) and what goes with it", _pip_install(f"torch=={stack.TORCH}", *rest))
+
+
+def _torch_by_uv(pip_said: str, say: Say) -> None:
+    say("  your pip finds no CPU build of torch; uv knows PyTorch's own CPU index")
+    # uv reads neither pip's settings nor, where a proxy needs one, pip's certificate.
+    env = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
+    with tempfile.TemporaryDirectory(prefix="torchrec_ext-uv-") as scratch:
+        try:
+            uv = shutil.which("uv") or _fetch_uv(Path(scratch), say)
+            # Only torch itself: its dependencies come from the user's own index, by pip, one step later.
+            command = [uv, "pip", "install", "--python", sys.executable, "--torch-backend=cpu", "--no-deps"]
+            _step(say, f"torch {stack.TORCH} from PyTorch's CPU index, by uv", [*command, f"torch=={stack.TORCH}"], env)
+        except CommandError as error:
+            raise InstallError(no_torch(pip_said, str(error))) from None
+
+
+def _fetch_uv(folder: Path, say: Say) -> str:
+    _step(say, "uv, into a temporary folder", _pip_install("--target", str(folder), "uv"))
+    return str(folder / "bin" / "uv")
+
+
+def no_torch(pip_said: str, uv_said: str) -> str:
+    """The message when neither pip nor uv could get a CPU build of torch."""
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    wheel = f"torch-{stack.TORCH}+cpu-{tag}-{tag}-manylinux_2_28_{platform.machine()}.whl"
+    return (
+        f"no CPU build of torch {stack.TORCH} for Python {platform.python_version()} could be had:\n"
+        f"    pip: {pip_said}\n"
+        f"    uv: {uv_said}\n"
+        f"  Do this: get {wheel}\n"
+        "  from PyTorch's own package index (its Get Started page, compute platform CPU) on a machine that reaches it,\n"
+        "  put it into a folder DIR here, and run: PIP_FIND_LINKS=DIR make demo\n"
+        "  (The plain torch of the public registry is the CUDA build with gigabytes of packages, so it is not taken.)"
     )
 
 
-def probe(variant: Variant) -> float | Problem:
-    """Imports the triple in a process of its own and looks two rows up; the seconds it took, or what went wrong."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torchrec_ext.probe"],
-        # pip installs without bytecode (install.py): the first import writes what is needed of it, 15 s once, 5 s ever after.
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _remove_intruders(found: stack.Installed, variant: Variant, say: Say) -> None:
+    """Takes out what pip would leave in the way: the other fbgemm, in the same folder, and torch of the other build."""
+    other = stack.FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
+    names = [other, stack.FBGEMM_NAME[variant]] if other in found.versions else []
+    if found.torch_build not in (None, variant):
+        names.append("torch")
+    if names := [name for name in names if name in found.versions]:
+        _step(say, f"taking out {', '.join(names)}", [*PIP, "uninstall", "--quiet", "--yes", *names])
+
+
+def _pip_install(*what: str) -> list[str]:
+    # Bytecode for everything costs 40 s; the doctor's first import writes it for what is used.
+    return [*PIP, "install", "--quiet", "--no-compile", *what]
+
+
+def _step(say: Say, what: str, command: Sequence[str], env: dict[str, str] | None = None) -> None:
+    say(f"  {what} ...")
+    start = time.monotonic()
+    run(command, env)
+    say(f"    done in {time.monotonic() - start:.0f} s")
+
+
+def _check_platform(variant: Variant) -> None:
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux" or machine not in ("x86_64", "aarch64"):
+        raise InstallError(
+            f"this is {system} on {machine}: fbgemm {stack.FBGEMM} has wheels for Linux on x86_64 and aarch64 only; "
+            "use a Linux container or virtual machine"
+        )
+    if variant == "cuda" and machine != "x86_64":
+        raise InstallError(
+            f"fbgemm-gpu {stack.FBGEMM} has no CUDA wheel for {machine}: build it from source, "
+            "or train on the CPU with TORCHREC_EXT_VARIANT=cpu"
+        )
+
+
+def _check_pip() -> None:
     try:
-        seen = json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return _failed_import(done.stderr, done.returncode, variant)
-    if seen["answer"] != RIGHT_ANSWER:
-        return _failed_import(f"a lookup gave {seen['answer']} instead of {RIGHT_ANSWER}", done.returncode, variant)
-    return float(seen["seconds"])
-
-
-def _failed_import(stderr: str, status: int, variant: Variant) -> Problem:
-    last = [line.strip() for line in stderr.splitlines() if line.strip()][-1:] or ["nothing on stderr"]
-    ended = f"signal {-status}" if status < 0 else f"status {status}"
-    python, fbgemm = stack.interpreter(), stack.FBGEMM_NAME[variant]
-    return Problem(
-        what="import",
-        found=f"{last[0]} ({ended})",
-        expected="torch, fbgemm_gpu and torchrec import, and look a row up",
-        repair=f"{python} -m pip uninstall -y torch {fbgemm} torchrec && {stack.doctor_line(python)}",
-    )
-
-
-def _python_problem(version: tuple[int, int]) -> list[Problem]:
-    first, last = stack.PYTHONS
-    if first <= version <= last:
-        return []
-    expected = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    repair = f"make demo PYTHON=python{last[0]}.{last[1] - 1}"
-    return [Problem(what="python", found=f"{version[0]}.{version[1]}", expected=expected, repair=repair)]
-
-
-def _parts(found: stack.Installed, variant: Variant) -> tuple[Part, ...]:
-    return tuple(
-        Part(name=need.name, found=found.versions.get(need.name, "nothing"), expected=need.version or "any version")
-        for need in stack.requirements(variant)
-    )
-
-
-def _notes(variant: Variant, machine: Variant) -> list[str]:
-    if variant == machine:
-        return []
-    switch = f"TORCHREC_EXT_VARIANT={machine} {stack.interpreter()} -m torchrec_ext.doctor --install"
-    seen = "an NVIDIA GPU is in sight, but the CPU builds are used" if machine == "cuda" else "CUDA builds, but no GPU in sight"
-    return [f"{seen}; to change that: {switch}"]
-
-
-def compiler() -> str | None:
-    """The C++ compiler that torch.compile would call, or None."""
-    return next(filter(None, map(shutil.which, filter(None, [os.environ.get("CXX"), "g++", "clang++", "c++"]))), None)
-
-
-def text(seen: Diagnosis) -> str:
-    """The report for people."""
-    rows = [
-        ("python", f"{seen.python}  {seen.interpreter}"),
-        ("variant", f"{seen.variant}  on {', '.join(seen.devices)}"),
-        ("job", f"-j 1x{seen.ranks} --threads {seen.threads} fills this machine ({seen.cores} cores)"),
-        ("C++", seen.compiler or "none: torch.compile needs one (apt install g++)"),
-        *((part.name, f"{part.found}  (expected {part.expected})") for part in seen.parts),
-    ]
-    if seen.import_seconds is not None:
-        rows.append(("import", f"the triple imports and looks rows up, {seen.import_seconds} s"))
-    lines = [f"{name:<16} {value}" for name, value in rows]
-    lines += [f"note: {note}" for note in seen.notes]
-    lines += [f"WRONG {problem}" for problem in seen.problems]
-    return "\n".join([*lines, "healthy" if seen.healthy else f"not healthy: {len(seen.problems)} to repair"])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the flags, installs if asked, prints the report.
-
-    Returns:
-        0 when healthy, 1 when not, 2 for a wrong flag.
-    """
-    flags = _parser().parse_args(argv)
-    try:
-        if flags.install or flags.editable:
-            _install(flags.editable)
-        seen = diagnose(really_import=flags.really_import)
-    except (install.InstallError, ValueError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(asdict(seen) | {"healthy": seen.healthy}, indent=2) if flags.json else text(seen))
-    return 0 if seen.healthy else 1
-
-
-def _install(editable: str | None) -> None:
-    variant = stack.wanted_variant(stack.installed(), stack.machine_variant())
-    say = partial(print, file=sys.stderr, flush=True)
-    say(f"installing for {variant} into {sys.prefix}")
-    if python := _python_problem(sys.version_info[:2]):
-        raise install.InstallError(str(python[0]))
-    install.install(variant, editable, say)
-    importlib.invalidate_caches()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchrec_ext.doctor", description="Checks and repairs torch, fbgemm, torchrec."
-    )
-    parser.add_argument("--install", action="store_true", help="install or repair the triple in this environment first")
-    parser.add_argument("--editable", metavar="DIR", help="with it, install this folder in place, such as '.[dev]'")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--import",
-        dest="really_import",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="import the triple in a process of its own and look a row up (seconds)",
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        run([sys.executable, "-m", "pip", "--version"])
+    except CommandError:
+        raise InstallError(
+            f"{stack.interpreter()} has no pip: run `{stack.interpreter()} -m ensurepip`, or use `make demo`, "
+            "which makes an environment of its own"
+        ) from None

@@ -24,9 +24,10 @@ from torchrec_ext.train.checkpoint.restoring import load
 from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.together import Together
+from torchrec_ext.train.config import Record
 from torchrec_ext.train.early_stop import EarlyStop
 from torchrec_ext.train.finite import RunStoppedError
-from torchrec_ext.train.loop import Record, TrainConfig
+from torchrec_ext.train.loop import TrainConfig
 from torchrec_ext.train.schedule import Schedule
 
 EPOCHS = 4

@@ -15,8 +15,9 @@ from torchrec_ext.networks.peers import Codistillation, StalePeers
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.networks.training import Member, train_stack
+from torchrec_ext.train.config import Record
 from torchrec_ext.train.early_stop import EarlyStop
-from torchrec_ext.train.loop import Record, TrainConfig
+from torchrec_ext.train.loop import TrainConfig
 
 SGD = OptimizerConfig(tables="sgd", dense="sgd", tables_lr=0.05, dense_lr=0.02)
 STEPS = 3

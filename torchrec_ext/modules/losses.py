@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.in_batch import InBatch
+from torchrec_ext.modules.in_batch import InBatch, widened
 
 
 def bce(logits: Tensor, batch: TowerBatch) -> Tensor:
@@ -131,11 +131,6 @@ def softmax_losses(
     if excluded is not None:
         scores = scores.masked_fill(excluded, -torch.inf)
     return cross_entropy(scores, targets, reduction="none")
-
-
-def widened(values: Tensor) -> Tensor:
-    """``values`` in float32 where they are of half precision, else as they are."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def check_rows(logits: Tensor, batch: TowerBatch) -> None:

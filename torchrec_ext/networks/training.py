@@ -22,9 +22,10 @@ from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.train.best import BestWeights
 from torchrec_ext.train.checkpoint.run_checkpoints import Position, RunCheckpoints
+from torchrec_ext.train.config import Record
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.finite import RunStoppedError
-from torchrec_ext.train.loop import Loader, Record, TrainConfig
+from torchrec_ext.train.loop import Loader, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

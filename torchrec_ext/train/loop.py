@@ -19,6 +19,7 @@ from torchrec_ext.train import run_parts
 from torchrec_ext.train.amp import forward_context
 from torchrec_ext.train.best import BestWeights
 from torchrec_ext.train.checkpoint.run_checkpoints import Position, RunCheckpoints
+from torchrec_ext.train.config import Record
 from torchrec_ext.train.config import TrainConfig as TrainConfig
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.even_steps import check_even, exactly
@@ -32,8 +33,6 @@ from torchrec_ext.train.steps import Steps
 from torchrec_ext.train.timeline import Timeline
 from torchrec_ext.train.tracing import StepTrace, check_fits
 from torchrec_ext.train.watchdog import Watchdog
-
-Record = dict[str, Any]
 
 
 class Loader(Protocol):
@@ -150,14 +149,14 @@ class _Run:
         }
         self.forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, stop=stop, context=context, **looks)
         ranks.checks.append(self.forward.settle)
-        scaling = run_parts.scaling(config, sync, optimizer, runtime)
-        piped_forward: Any = self.forward if scaling is None else scaling.around(self.forward)
+        scaler = run_parts.scaling(config, sync, optimizer, runtime)
+        piped_forward: Any = self.forward if scaler is None else scaler.around(self.forward)
         through: dict[str, Any] = {"forward": piped_forward, "before_tables": self.forward.before_tables, "sync": sync}
-        self.pipeline = make_pipeline(model, scaling or optimizer, runtime.device, **through)
-        piped, left = run_parts.piped(config, sync), steps - self.at.step
-        way = "off" if config.compile == "auto" and piped else config.compile
-        chosen: dict[str, Any] = {"compile": way, "total": left, "piped": piped, "context": context, "threads": config.threads}
-        chosen["scaling"] = scaling
+        self.pipeline = make_pipeline(model, scaler or optimizer, runtime.device, **through)
+        in_pipe, left = run_parts.piped(config, sync), steps - self.at.step
+        way = "off" if config.compile == "auto" and in_pipe else config.compile
+        chosen: dict[str, Any] = {"compile": way, "total": left, "piped": in_pipe, "context": context, "threads": config.threads}
+        chosen["scaling"] = scaler
         chosen |= {"take_time": self._take_time, "tell": self._tell_way}
         self.ways = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, **chosen)
         self._resume()

@@ -1,0 +1,193 @@
+"""Each built-in recipe learns what there is to learn on data whose right answer is known, and tells it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.contracts import run_ranks
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.config import Record
+from torchrec_ext.train.loop import train
+from torchx_apps.cli import apply_overrides, load_recipe
+from torchx_apps.recipes import Job
+from torchx_apps.training import build_model, load_task
+
+
+def job_of(recipe: str, *overrides: str) -> Job:
+    job: Job = apply_overrides(load_recipe(recipe), list(overrides))
+    return job
+
+
+def trained(runtime: Runtime, job: Job) -> dict[str, Record]:
+    """As the app trains it, without its printing."""
+    task = load_task(job, runtime)
+    torch.manual_seed(job.train.seed)
+    model: Any = build_model(job, task)
+    schema = model.schema(out_of_range=job.model.out_of_range)
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
+    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    judge = task.judge(schema, parallel, runtime)
+    train(parallel, optimizer, loader, runtime, job.train, evaluate=judge.validate if task.validates else None)
+    return {"test": judge.test(), "baseline": judge.baseline("test"), "best": dict(task.best)}
+
+
+CONTEXT = ("data.name=planted", "loader.batch_size=1024", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")
+
+
+@pytest.fixture(scope="module")
+def with_context() -> Record:
+    return run_ranks(trained, 1, job_of("contextual_ncf", *CONTEXT, "train.epochs=6", "model.embedding_std=0.1"))[0]
+
+
+def test_contextual_ncf_comes_near_the_odds_that_made_the_rows(with_context: dict[str, Record]) -> None:
+    test, best = with_context["test"], with_context["best"]
+    assert best["auc"] - 0.05 < test["auc"] < best["auc"] + 0.005
+    assert test["log_loss"] < 0.75 * with_context["baseline"]["log_loss"]
+
+
+def test_without_its_context_it_cannot(with_context: dict[str, Record]) -> None:
+    job = job_of("contextual_ncf", *CONTEXT, "train.epochs=6", "model.embedding_std=0.1", "data.context=false")
+    blind = run_ranks(trained, 1, job)[0]["test"]
+    assert 0.7 < blind["auc"] < with_context["test"]["auc"] - 0.05
+
+
+def test_three_towers_learn_the_same_rows_on_two_ranks() -> None:
+    overrides = ("train.epochs=6", "model.top_widths=64", "model.dropout=0", "optimizer.tables_lr=0.03", "optimizer.tables_l2=0")
+    plain = ("model.embedding_std=0.1", "model.normalization=none")
+    constant = ("train.tables_schedule.kind=constant", "train.dense_schedule.kind=constant")
+    outcomes = run_ranks(trained, 2, job_of("n_tower", *CONTEXT, *overrides, *plain, *constant))
+    assert outcomes[0]["test"] == outcomes[1]["test"]
+    assert outcomes[0]["test"]["auc"] > outcomes[0]["best"]["auc"] - 0.1
+
+
+SMALL = ("data.name=planted", "data.users=1000", "data.items=200")
+IN_BATCH = (
+    *("model.loss=in_batch", "model.interaction=dot", "loader.negatives=0", "loader.batch_size=512"),
+    *("train.epochs=5", "optimizer.tables_lr=0.1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("ncf", ("loader.batch_size=512", "train.epochs=6", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")),
+        ("two_tower", IN_BATCH),
+        ("two_tower", (*IN_BATCH, "loader.sampling=mixed", "loader.shared_negatives=256")),
+        pytest.param("two_tower", (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2"), marks=pytest.mark.slow),
+        pytest.param("two_tower", (*IN_BATCH, "model.share_items=true"), marks=pytest.mark.slow),
+        pytest.param("two_tower", ("model.share_items=true", "train.epochs=5"), marks=pytest.mark.slow),
+    ],
+)
+def test_tastes_are_found(recipe: str, overrides: tuple[str, ...]) -> None:
+    outcome = run_ranks(trained, 1, job_of(recipe, *SMALL, *overrides))[0]
+    assert outcome["test"]["ndcg@10"] > 1.4 * outcome["baseline"]["ndcg@10"]
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Users take items of their own colour; the candidates of a test item have the other."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "colours").mkdir()
+    rng, rows = np.random.default_rng(0), {"train": ([], []), "test": ([], []), "test_negatives": ([], [])}
+    for user in range(60):
+        own, other = np.arange(user % 2, 60, 2), np.arange(1 - user % 2, 60, 2)
+        taken = rng.permutation(own)[:20]
+        for name, items in (("train", taken[1:]), ("test", taken[:1]), ("test_negatives", other[:20])):
+            rows[name][0].extend([user] * len(items))
+            rows[name][1].extend(items.tolist())
+    for name, (users, items) in rows.items():
+        item = "negative" if name == "test_negatives" else "item"
+        pq.write_table(pa.table({"user": users, item: items}), root / "colours" / f"{name}.parquet")
+    return str(root)
+
+
+def hours(folder: Path) -> str:
+    """Users who take, at each of eight hours, one of the ten films of that hour, whoever they are."""
+    draw = np.random.default_rng(0)
+    user = np.arange(200).repeat(12)
+    hour = draw.integers(0, 8, len(user))
+    item = hour + 8 * draw.integers(0, 10, len(user))
+    (folder / "hours").mkdir()
+    columns = {"user_id": user, "item_id": item, "hour": hour, "timestamp": np.arange(len(user))}
+    pq.write_table(pa.table(columns), folder / "hours" / "inter.parquet")
+    return str(folder)
+
+
+def test_negatives_have_the_context_of_their_positive(tmp_path: Path) -> None:
+    overrides = [f"data.folder={hours(tmp_path)}", "data.name=hours", "loader.batch_size=64", "train.epochs=6"]
+    overrides += ["optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01"]
+    (seeing,) = run_ranks(trained, 1, job_of("ncf", *overrides, "data.context=hour"))
+    (blind,) = run_ranks(trained, 1, job_of("ncf", *overrides))
+    assert seeing["test"]["hr@10"] > 0.98  # the ten films of the hour, of 80
+    assert blind["test"]["hr@10"] < 0.25
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colours: str, world_size: int) -> None:
+    overrides = ("data.name=colours", f"data.folder={colours}", "loader.batch_size=128", "train.epochs=10", "train.eval_every=5")
+    outcomes = run_ranks(trained, world_size, job_of("retrieval", *overrides))
+    assert outcomes[0]["test"].keys() == {"hr@10", "ndcg@10"}, "no AUC where the candidates are given"
+    assert outcomes[0]["test"]["ndcg@10"] == outcomes[-1]["test"]["ndcg@10"] > 0.98
+    assert outcomes[0]["baseline"]["ndcg@10"] < 0.8
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("contextual_ncf", []),
+        pytest.param("n_tower", [], marks=pytest.mark.slow),
+        pytest.param("ncf", ["id_dropout=item_id=0.1"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Path) -> None:
+    changed = [part for text in ("data.name=planted", "train.epochs=1", *overrides) for part in ("--set", text)]
+    flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), *changed]
+    done = subprocess.run([sys.executable, "-m", "torchx_apps.train", *flags], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 < summary["test"]["auc"] < 1
+    assert "this model" in done.stdout
+    assert (tmp_path / "run" / "training.png").exists()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model.features=user_id,colour",),
+            r"model\.features names \['colour'\], which 'planted' does not have; it has \['age'",
+        ),
+        (("model.without=colour",), r"model\.without names \['colour'\]"),
+        (("model.loss=in_batch",), r"model\.loss=in_batch with model\.interaction=top_nn: each query meets every candidate"),
+        (("model.temperature=0",), r"model\.temperature=0\.0: must be greater than 0"),
+    ],
+)
+def test_a_wrong_tower_is_named(overrides: tuple[str, ...], message: str) -> None:
+    def built() -> Any:
+        job = job_of("two_tower", "data.name=planted", "data.users=40", "data.items=50", *overrides)
+        return job.build(job.model, job.task(job.data, progress=False).data)
+
+    with pytest.raises(ValueError, match=message):
+        built()
+
+
+@pytest.mark.unit
+def test_rows_without_negatives_need_a_loss_that_compares_rows() -> None:
+    job = job_of("two_tower", "data.name=planted", "data.users=40", "data.items=50", "loader.negatives=0")
+    task = job.task(job.data, progress=False)
+    model = job.build(job.model, task.data)
+    with pytest.raises(ValueError, match=r"loader\.negatives=0 without loader\.label: every row would have label 1"):
+        task.loader(model.schema(), job.loader, rank=0, world_size=1)

@@ -1,0 +1,252 @@
+"""What the recipe reaches on data whose right answer is known, on any number of ranks, and which data it falls back to."""
+
+import contextlib
+import dataclasses
+import io
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.contracts import run_ranks
+from torchrec_ext.data.batches import BatchBuilder
+from torchrec_ext.data.columns import Column
+from torchrec_ext.data.datasets import DatasetUnavailable
+from torchrec_ext.data.loader import training_loader
+from torchrec_ext.data.synthetic import planted
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.config import Record
+from torchrec_ext.train.loop import train
+from torchx_apps import stackable
+from torchx_apps.cli import apply_overrides, load_recipe
+from torchx_apps.labelled import LabelledTask
+from torchx_apps.members import MemberJob
+from torchx_apps.ranking import RankingJudge, RankingTask, Recommended, recommendation_text
+from torchx_apps.recipes import Job, two_tower
+from torchx_apps.training import build_model, load_task
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    figures: Record
+    popularity: Record
+    best: dict[str, float]
+    recommended: list[Recommended]
+    held_out: list[int]
+
+
+def trained(runtime: Runtime, job: Job) -> Outcome:
+    """The recipe as the app trains it, without its printing."""
+    data = load_task(job, runtime).data
+    torch.manual_seed(job.train.seed)
+    model: Any = build_model(job, RankingTask(data))
+    schema = model.schema()
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
+    loader = training_loader(data, schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    judge = RankingJudge(data, schema, parallel, runtime)
+    train(parallel, optimizer, loader, runtime, job.train)
+    return Outcome(
+        figures=judge.test(),
+        popularity=judge.baseline("test"),
+        best={name.lower(): value for name, value in data.best.items()},
+        recommended=[judge.recommend(row) for row in range(3)],
+        held_out=data.test["item_id"].values[:3].tolist(),
+    )
+
+
+def two_tower_with(*overrides: str) -> Job:
+    job: Job = apply_overrides(two_tower(), list(overrides))
+    return job
+
+
+# Without a history the colour of a square is nowhere but in the two ids.
+CHECKERBOARD = two_tower_with(
+    *("data.name=checkerboard", "data.users=32", "data.items=64", "data.history_length=0"),
+    *("train.epochs=40", "loader.batch_size=256"),
+)
+# The dot product and a modest rate: the top NN at its own rate magnifies the last bit of a sum a hundredfold every fifty steps, so
+# that its figures on 1 and on 2 ranks differ as those of two seeds do.
+PLANTED = two_tower_with(
+    *("data.name=planted", "data.users=2000", "data.items=200", "model.interaction=dot"),
+    *("train.epochs=3", "loader.batch_size=2048", "optimizer.tables_lr=0.1"),
+)
+
+
+def test_the_colours_of_a_checkerboard_are_learned_exactly() -> None:
+    outcome = run_ranks(trained, 1, CHECKERBOARD)[0]
+    assert outcome.best["hr@1"] == 1.0
+    assert outcome.figures["ndcg@10"] == 1.0, "every held-out item stands first"
+    assert outcome.figures["auc"] == 1.0
+    assert [recommended.items[0] for recommended in outcome.recommended] == outcome.held_out
+    assert outcome.popularity["hr@10"] < 0.5
+
+
+@pytest.fixture(scope="module")
+def planted_by_ranks() -> dict[int, list[Outcome]]:
+    return {world_size: run_ranks(trained, world_size, PLANTED) for world_size in (1, 2)}
+
+
+def test_planted_tastes_are_found_and_no_more_than_there_is_to_find(planted_by_ranks: dict[int, list[Outcome]]) -> None:
+    outcome = planted_by_ranks[1][0]
+    for name in ("hr@10", "ndcg@10"):
+        assert outcome.figures[name] >= 1.5 * outcome.popularity[name]
+        # Of 2,000 held-out items the share that is hit has a standard deviation of at most 0.011.
+        assert outcome.figures[name] <= outcome.best[name] + 0.035
+    assert 0.7 < outcome.figures["auc"] < 1
+
+
+def test_two_ranks_reach_the_figures_of_one(planted_by_ranks: dict[int, list[Outcome]]) -> None:
+    one, (two, other) = planted_by_ranks[1][0], planted_by_ranks[2]
+    assert two == other, "every rank knows the figures of all"
+    assert two.figures == pytest.approx(one.figures, abs=0.01)
+    assert two.popularity == one.popularity
+    assert two.recommended[0].items[:3] == one.recommended[0].items[:3]
+
+
+def drawn_hard(runtime: Runtime) -> list[Any]:
+    """After two epochs with hard negatives: refreshes, and for three users the items drawn from and the best by brute force."""
+    job = two_tower_with(
+        *("data.name=planted", "data.users=40", "data.items=50", "train.epochs=3", "model.interaction=dot"),
+        *("loader.sampling=hard", "loader.hard_k=5", "loader.batch_size=128"),
+    )
+    task = load_task(job, runtime)
+    assert isinstance(task, RankingTask)
+    model = job.build(job.model, task.data)
+    schema = model.schema()
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
+    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    judge = task.judge(schema, parallel, runtime)
+    train(parallel, optimizer, loader, runtime, job.train)
+    asked = np.array([1, 7, 0, 20])
+    last = {user: row for row, user in enumerate(task.data.train["user_id"].values.tolist())}
+    best = []
+    builder = BatchBuilder(schema, task.data.items)
+    with torch.no_grad():
+        items = parallel.module.embed("item", builder.item_batch(np.arange(51)))
+        for user in (1, 7, 20):
+            row = task.data.train.slice(last[user], last[user] + 1)
+            scores = parallel.module.embed("user", builder.user_batch(row))[0] @ items.T
+            scores[task.data.seen(np.array([user])).values] = -torch.inf
+            scores[0] = -torch.inf
+            best.append(scores.topk(5).indices.tolist())
+    state = loader.state_dict()["sampler"]
+    return [state["refreshes"], judge.hardest(5)(asked).tolist(), best]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hard_negatives_are_what_the_model_ranks_highest(ranks: int) -> None:
+    refreshes, found, best = run_ranks(drawn_hard, ranks)[0]
+    assert refreshes == 2, "before each epoch but the first"
+    assert [found[0], found[1], found[3]] == best
+    assert found[2] == [0] * 5, "nobody knows user 0"
+
+
+def recommended(runtime: Runtime) -> list[Any]:
+    """For each user of a catalogue so small that some have taken nearly all of it: what is recommended, and what is left."""
+    job = two_tower_with("data.name=planted", "data.users=40", "data.items=50")
+    data = load_task(job, runtime).data
+    model = job.build(job.model, data)
+    parallel, _ = hybrid_parallel(model, runtime)
+    judge = RankingJudge(data, model.schema(), parallel, runtime)
+    parallel.eval()
+    taken = data.seen(data.test["user_id"].values, "train", "validation")
+    left = [set(range(1, 51)) - set(taken.row(row).tolist()) for row in range(len(taken))]
+    return [(judge.recommend(row), left[row]) for row in range(len(taken))]
+
+
+def test_nothing_is_recommended_that_the_user_has_taken() -> None:
+    shown = run_ranks(recommended, 2)[0]
+    assert any(len(left) < 10 for _, left in shown)
+    for found, left in shown:
+        assert set(found.items) <= left
+        assert len(found.items) == min(10, len(left))
+        assert found.scores == sorted(found.scores, reverse=True)
+
+
+@pytest.mark.unit
+def test_recommendations_are_told_by_title() -> None:
+    data = planted(users=40, items=50)
+    assert data.titles is not None
+    user, held_out = (int(data.test[name].values[0]) for name in ("user_id", "item_id"))
+    text = recommendation_text(data, Recommended(user, [held_out, 3], [1.5, -0.25]))
+    assert f"user {user} liked before: item " in text
+    assert f"2 recommendations (the held-out item was: {data.titles[held_out]}):" in text
+    assert f"  1. {data.titles[held_out]}  (1.50)   <- the held-out item\n" in text
+    assert text.endswith(f"  2. {data.titles[3]}  (-0.25)")
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path) -> Path:
+    """A home with nothing in it, where the real set would be looked for."""
+    return tmp_path / "nothing"
+
+
+def fallen_back(runtime: Runtime, job: Job, home: Path) -> tuple[str, str, int]:
+    os.environ.update(HOME=str(home), XDG_CACHE_HOME=str(home / "cache"))
+    os.environ.pop("TORCHREC_EXT_DATA", None)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            data = load_task(job, runtime).data
+        except DatasetUnavailable as error:
+            return str(error), said.getvalue(), 0
+        job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=data.name))
+        figures = trained(runtime, job).figures
+    return data.name, said.getvalue(), int(figures["hr@10"] > 0)
+
+
+def test_without_the_real_set_generated_data_is_trained_on_with_a_note(nowhere: Path) -> None:
+    job = two_tower_with("data.offline=true", "fallback=planted", "train.epochs=1", "loader.batch_size=8192")
+    (name, said, hits), (other_name, other_said, _) = run_ranks(fallen_back, 2, job, nowhere)
+    assert (name, other_name, hits) == ("planted", "planted", 1)
+    assert said.count("note: training on the generated set 'planted' instead: ") == 1
+    for told in ("data.offline is set", "https://files.grouplens.org/datasets/movielens/ml-100k.zip", "TORCHREC_EXT_DATA"):
+        assert told in said
+    assert f"at {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k' / 'ml-100k.zip'}, or set TORCHREC_EXT_DATA to a folder" in said
+    assert "note:" not in other_said
+
+
+def test_without_real_set_and_fallback_every_rank_says_which_file_to_put_where(nowhere: Path) -> None:
+    first, second = run_ranks(fallen_back, 2, two_tower_with("data.offline=true"), nowhere)
+    assert first[0] == second[0]
+    assert first[0].startswith("set 'ml-100k' is not on this machine and was not downloaded: data.offline is set. Looked in ")
+    assert f"ml-100k.zip (4,924,029 bytes) at {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k' / 'ml-100k.zip'}, or set " in first[0]
+    assert first[1] == ""
+
+
+def last_bias(job: Job, runtime: Runtime) -> float:
+    model: Any = build_model(job, load_task(job, runtime))
+    return float(model.interaction.last_biases[0])
+
+
+def begun(runtime: Runtime) -> list[float]:
+    n_tower = apply_overrides(load_recipe("n_tower"), ["data.name=planted"])
+    stacked = stackable.build([MemberJob("a", (), n_tower)], runtime)[0].network
+    task = load_task(n_tower, runtime)
+    labels = task.data.train["label"].values
+    weighted = dataclasses.replace(task.data, train=task.data.train.with_columns({"w": Column(1 + 3 * labels)}))
+    loader = dataclasses.replace(n_tower.loader, weight="w")
+    return [
+        float(labels.mean()),
+        last_bias(n_tower, runtime),
+        float(stacked.interaction.last_biases[0]),  # type: ignore[index, union-attr]
+        LabelledTask(weighted).positives(loader)[0],
+        last_bias(two_tower_with("data.name=planted", "loader.negatives=3"), runtime),
+        last_bias(apply_overrides(load_recipe("ncf"), ["data.name=planted"]), runtime),
+    ]
+
+
+def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_alone_or_stacked_on_every_rank() -> None:
+    found, other = run_ranks(begun, 2)
+    share, alone, stacked, weighted, two_tower_bias, ncf_bias = found
+    assert alone == pytest.approx(math.log(share / (1 - share)))
+    assert stacked == alone
+    assert weighted == pytest.approx(4 * share / (1 + 3 * share))
+    assert two_tower_bias == pytest.approx(math.log(1 / 3))
+    assert ncf_bias == pytest.approx(math.log(1 / 4))
+    assert other == found

@@ -1,0 +1,106 @@
+"""RunFolder: what a run leaves on disk: its configuration, its metrics as JSON lines and TensorBoard events, a picture of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrec_ext.train.config import Record
+
+
+class RunFolderError(ValueError):
+    """The folder cannot be written to, or a library for its pictures is missing."""
+
+
+class RunFolder:
+    """A folder that one rank writes.
+
+    Args:
+        path: made where missing.
+        config: written to ``config.json``.
+        replace: write over another run in the folder, as a restarted rank does with its own.
+
+    Raises:
+        RunFolderError: the folder cannot be made or written to, or holds another run.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], *, replace: bool = False) -> None:
+        self.path = path
+        self.records: list[Record] = []
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._metrics = (path / "metrics.jsonl").open("w" if replace else "x")
+            (path / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+        except FileExistsError:
+            raise RunFolderError(
+                f"run folder '{path}' holds another run or is a file; choose another with --run-dir, or remove it"
+            ) from None
+        except OSError as error:
+            raise RunFolderError(
+                f"run folder '{path}' cannot be written: {error.strerror or error}; choose another with --run-dir"
+            ) from None
+        self._events = _tensorboard(path / "tensorboard")
+
+    def log(self, record: Record) -> None:
+        """Appends one record to ``metrics.jsonl`` and its figures to TensorBoard; one of kind ``error`` is the last."""
+        self.records.append(record)
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        for name, value in record.items():
+            if isinstance(value, float):
+                self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        if record["kind"] == "error":  # the run is about to end, and whoever drives it may not come back here
+            self.close()
+
+    def write(self, name: str, text: str) -> None:
+        """One more text file."""
+        (self.path / name).write_text(text if text.endswith("\n") else text + "\n")
+
+    def close(self, baselines: Mapping[str, float] | None = None, *, baseline_name: str = "popularity") -> Path:
+        """Closes the files and draws ``training.png``.
+
+        Args:
+            baselines: figures by name on the same held-out rows to draw as dashed lines, such as those of the popularity ranking.
+            baseline_name: what these are.
+        """
+        self._metrics.close()
+        self._events.close()
+        picture = self.path / "training.png"
+        draw(self.records, picture, baselines or {}, baseline_name)
+        return picture
+
+
+def draw(records: list[Record], path: Path, baselines: Mapping[str, float], baseline_name: str = "popularity") -> None:
+    """Loss over steps on the left, one panel per evaluated figure beside it."""
+    from matplotlib.figure import Figure
+
+    train = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    names = [name for name, value in (evaluations[-1] if evaluations else {}).items() if isinstance(value, float)]
+    figure = Figure(figsize=(4.2 * (1 + len(names)), 3.4), layout="constrained")
+    axes = figure.subplots(1, 1 + len(names), squeeze=False)[0]
+    axes[0].plot([record["step"] for record in train], [record["loss"] for record in train], color="#1f5f99")
+    axes[0].set(title="training loss", xlabel="step")
+    for axis, name in zip(axes[1:], names, strict=True):
+        axis.plot([r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color="#1f5f99", label="model")
+        if name in baselines:
+            axis.axhline(baselines[name], linestyle="--", color="#b3541e", label=baseline_name)
+            axis.legend(frameon=False)
+        axis.set(title=f"{name}, validation", xlabel="step")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def _tensorboard(path: Path) -> Any:
+    try:
+        import matplotlib.figure  # noqa: F401  (needed at the end: better to miss it now)
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise RunFolderError(
+            "the run folder's TensorBoard events and picture need the extra 'report': pip install 'torchrec-ext[report]'"
+        ) from None
+    return SummaryWriter(str(path))

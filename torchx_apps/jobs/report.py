@@ -1,0 +1,118 @@
+"""What a run tells a person: the plan, the figures beside a baseline's, and an example."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tabulate import tabulate
+
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.config import Record
+from torchrec_ext.train.run_folder import RunFolder
+from torchx_apps.job import Task
+
+_FALLING = ("log_loss", "ne")  # figures that are better when they are less
+
+
+def say_start(task: Task, runtime: Runtime) -> None:
+    """The data and the ranks, as soon as both are known: what comes next takes seconds."""
+    print(f"data: {task.describe()}")
+    if task.licence:
+        print(f"licence: {task.licence}")
+    print(f"ranks: {runtime.world_size} on {runtime.device.type} over {runtime.backend}, {runtime.threads} thread(s) each")
+    if runtime.oversubscribed:
+        print(f"note: {runtime.oversubscribed}")
+    sys.stdout.flush()
+
+
+def finish(
+    folder: RunFolder,
+    task: Task,
+    figures: Record,
+    baseline: Record,
+    example: str,
+    history: Sequence[Record],
+    seconds: float,
+    memory: float,
+) -> None:
+    """Prints the figures and the example, and writes ``summary.json``."""
+    records = [record for record in history if record["kind"] == "train"]
+    rate = sum(r["rows"] for r in records) / sum(r["rows"] / r["rows_per_s"] for r in records)
+    print(f"\n{figures_table(task, figures, baseline)}")
+    worse = worse_than(task.baseline_name, figures, baseline)
+    if worse:
+        print(f"\nwarning: {worse}")
+    print(f"\ntrained in {seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s; the largest rank took {memory:,.0f} MiB")
+    if example:
+        print(f"\n{example}")
+    summary = {
+        "data": task.name,
+        "test": figures,
+        task.baseline_name: baseline,
+        "best": dict(task.best),
+        "seconds": seconds,
+        "samples_per_s": rate,
+        "peak_memory_mib": memory,
+        **({"warning": worse} if worse else {}),
+    }
+    folder.write("summary.json", json.dumps(summary, indent=2))
+
+
+def say_end(folder: Path, picture: Path) -> None:
+    """Where the run's files are."""
+    events = f"`{program('tensorboard')} --logdir {folder}` shows the events"
+    print(f"\nrun folder: {folder} (picture: {picture.name}; {events})", flush=True)
+
+
+def program(name: str) -> str:
+    """A program of this environment, as it is started from the current folder."""
+    beside = Path(sys.executable).parent / name
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else name
+
+
+def figures_table(task: Task, figures: Record, baseline: Record) -> str:
+    """Each figure of the test part beside the baseline's, their ratio, and the best possible where known."""
+    best = {name.lower(): value for name, value in task.best.items()}
+    rows = []
+    for name, value in figures.items():
+        base = baseline.get(name)
+        row = [name, f"{value:.4f}", f"{base:.4f}" if base else "", f"{value / base:.2f}x" if base else ""]
+        rows.append(row + ([f"{best[name]:.4f}" if name in best else ""] if best else []))
+    headers = [task.asked, "this model", task.baseline_name, "ratio"] + ["best possible"] * bool(best)
+    return str(tabulate(rows, headers=headers, disable_numparse=True))
+
+
+def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, float]) -> str:
+    """What to say of a model that does worse than ``baseline``, which is called ``name``; empty where it does not.
+
+    Example:
+        >>> worse_than("the same for all", {"auc": 0.7, "log_loss": 0.321}, {"auc": 0.5, "log_loss": 0.042})[:81]
+        'this model is worse than the same for all by log_loss (0.3210 against 0.0420); tr'
+        >>> worse_than("popularity", {"hr@10": 0.2}, {"hr@10": 0.1})
+        ''
+    """
+    falls = [key for key in baseline if key in figures and (figures[key] > baseline[key]) == (key in _FALLING)]
+    worse = [key for key in falls if figures[key] != baseline[key]]
+    if not worse:
+        return ""
+    told = ", ".join(f"{key} ({figures[key]:.4f} against {baseline[key]:.4f})" for key in worse)
+    calibration = figures.get("calibration", 1.0)
+    if not 0.8 < calibration < 1.25:
+        told += f"; it predicts {calibration:.3g} times the positives that there are"
+    remedy = "train longer (train.epochs), or with other rates (optimizer.tables_lr, optimizer.dense_lr)"
+    if set(worse) & set(_FALLING):
+        remedy += ", and end where validation is best (train.early_stop.metric=log_loss, train.early_stop.mode=min)"
+    return f"this model is worse than {name} by {told}; {remedy}"
+
+
+def read_warning(run: Path) -> dict[str, str]:
+    """What :func:`finish` had to say against the model of a run folder, by ``warning``; nothing where it had not."""
+    with suppress(OSError, ValueError):
+        summary = json.loads((run / "summary.json").read_text())
+        return {"warning": summary["warning"]} if "warning" in summary else {}
+    return {}

@@ -1,0 +1,222 @@
+"""What a job of several networks tells a person: progress, a table of the members with the best, a picture of their figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tabulate import tabulate
+
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.config import Record
+from torchx_apps.job import Job, Task
+from torchx_apps.members import MemberJob, differing, setting
+
+_LOWER_IS_BETTER = ("loss", "log_loss", "ne")
+_OF_THE_PROCESS = ("restore", "steps")  # records of what a process did, not of how the training went
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a member did.
+
+    Args:
+        name: of the member.
+        ended: ``all epochs``, ``stopped early`` or ``diverged``.
+        epochs: that it was trained for.
+        validation: the figures of each evaluation, with ``epoch`` and ``step``.
+        test: its figures on the test part, with the weights that it ended with.
+        seconds: from its start to its end; of a stack, of all its members.
+        ranks: that trained it.
+        folder: its run folder.
+        message: why it ended early.
+        restored: whether it went back to the weights of its best evaluation.
+    """
+
+    name: str
+    ended: str = ""
+    epochs: int = 0
+    validation: list[Record] = field(default_factory=list)
+    test: dict[str, float] = field(default_factory=dict)
+    loss: list[Record] = field(default_factory=list)
+    seconds: float = 0.0
+    ranks: Sequence[int] = ()
+    folder: str = ""
+    message: str = ""
+    restored: bool = False
+
+
+def result_of(
+    name: str, history: Sequence[Record], figures: dict[str, float], seconds: float, ranks: Sequence[int], folder: str
+) -> Result:
+    """The result of a member from its records, whose epochs count from 1; in those of earlier releases the first one is 0."""
+    restored = any(record["kind"] == "restore" for record in history)
+    shift = int(any(record["epoch"] == 0 for record in history))
+    history = [{**record, "epoch": record["epoch"] + shift} for record in history if record["kind"] not in _OF_THE_PROCESS]
+    last = history[-1]["kind"]
+    ended = {"stop": "stopped early", "error": "diverged"}.get(last, "all epochs")
+    whole = history[-1]["epoch"] - (last == "error")
+    return Result(
+        name=name,
+        ended=ended,
+        epochs=whole,
+        validation=[record for record in history if record["kind"] == "eval"],
+        test=figures,
+        loss=[{"epoch": r["epoch"], "step": r["step"], "loss": r["loss"]} for r in history if r["kind"] == "train"],
+        seconds=seconds,
+        ranks=tuple(ranks),
+        folder=folder,
+        message=history[-1].get("message", ""),
+        restored=restored,
+    )
+
+
+def read_result(member: MemberJob, folder: Path, seconds: float | None, ranks: Sequence[int]) -> Result:
+    """The result of a member from its run folder; where ``seconds`` is None, those that stand there too."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = folder / "summary.json"
+    told = json.loads(summary.read_text()) if summary.exists() else {}
+    took = told.get("seconds", 0.0) if seconds is None else seconds
+    return result_of(member.name, records, told.get("test", {}), took, ranks, str(folder))
+
+
+def say_start(task: Task, runtime: Runtime, members: Sequence[str], loaders: int) -> None:
+    """The data, and which members are one stack."""
+    print(f"data: {task.describe()}")
+    if task.licence:
+        print(f"licence: {task.licence}")
+    read = "one loader read once for all" if loaders == 1 else f"{loaders} loaders"
+    print(
+        f"stack of {len(members)} on {runtime.device.type}, {runtime.threads} thread(s), {read}: {', '.join(members)}", flush=True
+    )
+
+
+class StackProgress:
+    """A line for all members of a stack at each of their evaluations, and one for each that ends."""
+
+    def __init__(self, members: Sequence[str]) -> None:
+        self._active = list(members)
+        self._seen: dict[str, Record] = {}
+
+    def show(self, name: str, record: Record) -> None:
+        """One record of one member."""
+        if record["kind"] in ("stop", "error"):
+            print(f"{name}: {record['message']}", flush=True)
+            self._active.remove(name)
+        if record["kind"] == "restore":
+            print(f"{name}: {record['message']}", flush=True)
+        if record["kind"] == "train":
+            self._seen[name] = record
+        here = {member: found for member, found in self._seen.items() if found["step"] == record["step"]}
+        if record["kind"] == "train" and set(here) == set(self._active):
+            losses = [found["loss"] for found in here.values()]
+            rate = sum(found["rows_per_s"] for found in here.values())
+            spread = f"{min(losses):.4f} to {max(losses):.4f}"
+            print(
+                f"epoch {record['epoch']}, step {record['step']}: {len(here)} members, loss {spread}, {rate:,.0f} samples/s",
+                flush=True,
+            )
+
+
+def chosen_by(members: Sequence[MemberJob], results: Sequence[Result]) -> tuple[str, str, bool]:
+    """The figure that the best is chosen by, its part (``validation`` or ``test``), and whether higher is better."""
+    job: Job = members[0].job
+    part = "validation" if all(result.validation for result in results if result.test) else "test"
+    stop = job.train.early_stop
+    if stop.metric:
+        return stop.metric, part, stop.mode == "max"
+    figures = next((_figures(result, part) for result in results if _figures(result, part)), {})
+    name = next(iter(figures), "")
+    return name, part, name not in _LOWER_IS_BETTER
+
+
+def _figures(result: Result, part: str) -> dict[str, float]:
+    if part == "test":
+        return result.test
+    # The evaluation whose weights the member has: the best where an early stop went back to it.
+    chosen = [record for record in result.validation if record.get("best")] if result.restored else []
+    return {name: value for name, value in (chosen or result.validation or [{}])[-1].items() if isinstance(value, float)}
+
+
+def best_of(members: Sequence[MemberJob], results: Sequence[Result]) -> Result | None:
+    """The member with the best last validation figure; on sets without validation rows, test figure. None where all diverged."""
+    name, part, higher = chosen_by(members, results)
+    able = [result for result in results if name in _figures(result, part) and result.ended != "diverged"]
+    return max(able, key=lambda result: _figures(result, part)[name] * (1 if higher else -1), default=None)
+
+
+def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
+    """A row for each member: what sets it apart, its figures, how long it was trained; the best has a star."""
+    keys = differing(members)
+    name, part, _ = chosen_by(members, results)
+    best = best_of(members, results)
+    figures = list(dict.fromkeys(figure for result in results for figure in result.test))
+    rows = []
+    for member, result in zip(members, results, strict=True):
+        chosen = _figures(result, part).get(name)
+        row = [f"{member.name} *" if result is best else member.name, *(setting(member, key) for key in keys)]
+        row += [_number(chosen)] if part == "validation" else []
+        row += [_number(result.test.get(figure)) for figure in figures]
+        rows.append([*row, str(result.epochs), result.ended, f"{result.seconds:.1f}"])
+    headers = ["member", *keys, *([f"validation {name}"] if part == "validation" else [])]
+    headers += [*(f"test {figure}" for figure in figures), "epochs", "ended", "seconds"]
+    return str(tabulate(rows, headers=headers, disable_numparse=True))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def finish(root: Path, members: Sequence[MemberJob], results: Sequence[Result]) -> bool:
+    """Prints and writes the table (``results.txt``, ``results.json``) and the picture ``networks.png``."""
+    text = table(members, results)
+    best = best_of(members, results)
+    name, part, _ = chosen_by(members, results)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "results.txt").write_text(text + "\n")
+    document = {
+        "best": best.name if best else None,
+        "chosen_by": f"{part} {name}",
+        "members": [asdict(result) for result in results],
+    }
+    (root / "results.json").write_text(json.dumps(document, indent=2) + "\n")
+    draw(root / "networks.png", results, best)
+    print(f"\n{text}\n")
+    if best is not None:
+        how = f"{part} {name}" + ("" if part == "validation" else ", as this set has no validation rows")
+        print(f"best: {best.name} (*), by {how}; run folder: {best.folder}")
+    for result in results:
+        if result.ended == "diverged":
+            print(f"{result.name}: {result.message}")
+    print(f"all run folders: {root} (table: results.txt, picture: networks.png)", flush=True)
+    return best is not None
+
+
+def draw(path: Path, results: Sequence[Result], best: Result | None) -> None:
+    """The training loss, and every validation figure, against epochs; a line for each member."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figures = list(dict.fromkeys(name for result in results for name in _figures(result, "validation")))
+    figure = Figure(figsize=(4.4 * (1 + len(figures)) + 2.2, 3.8), layout="constrained")
+    axes = figure.subplots(1, 1 + len(figures), squeeze=False)[0]
+    colours = colormaps["viridis"].resampled(max(len(results), 2))
+    for at, result in enumerate(results):
+        style = {
+            "color": colours(at),
+            "linewidth": 2.6 if result is best else 1.2,
+            "label": result.name + (" *" if result is best else ""),
+        }
+        steps = max((record["step"] for record in result.loss), default=1) / max(result.epochs, 1)
+        axes[0].plot([record["step"] / steps for record in result.loss], [record["loss"] for record in result.loss], **style)
+        for axis, name in zip(axes[1:], figures, strict=True):
+            found = [record for record in result.validation if name in record]
+            axis.plot([record["epoch"] for record in found], [record[name] for record in found], marker="o", markersize=3, **style)
+    for axis, title in zip(axes, ["training loss", *(f"{name}, validation" for name in figures)], strict=True):
+        axis.set(title=title, xlabel="epoch")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=120)

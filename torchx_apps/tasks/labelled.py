@@ -1,0 +1,105 @@
+"""The task of prediction: how likely is a user to take an item in the context of the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_ext.data.labelled import LabelledConfig, LabelledData, load_labelled
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train import metrics
+from torchrec_ext.train.config import Record
+from torchx_apps.named_data import NamedData
+from torchx_apps.served import Served, of_labelled
+
+
+def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledTask:
+    """The rows that ``config`` names, to be predicted; nothing is downloaded, so there is no progress to show."""
+    del progress  # which every task is told of
+    return LabelledTask(load_labelled(config))
+
+
+@dataclass(frozen=True)
+class LabelledTask(NamedData):
+    """The labels of held-out rows of ``data``; see :class:`torchx_apps.job.Task`."""
+
+    data: LabelledData
+    asked: str = "test rows"
+    baseline_name: str = "the same for all"
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation rows."""
+        return self.data.validation.num_rows > 0
+
+    def describe(self) -> str:
+        """How much there is."""
+        rows = {part: getattr(self.data, part).num_rows for part in ("train", "validation", "test")}
+        users, items = (len(self.data.trained(name)) for name in ("user_id", "item_id"))
+        shown = ", ".join(f"{count:,} {part} rows" for part, count in rows.items())
+        context = len(self.data.context) + len(self.data.dense)
+        return f"{self.name}, {shown}, {users:,} users, {items:,} items, {context} columns of context"
+
+    @property
+    def oov_ids(self) -> Mapping[str, int]:
+        """By feature the row of an id that training never saw."""
+        return self.data.oov_ids
+
+    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
+        """The training rows with their own labels."""
+        if config.label is None or config.negatives:
+            raise ValueError(
+                f"loader.label={config.label} with loader.negatives={config.negatives}: the rows of '{self.name}' have labels of "
+                "their own, negatives among them; set loader.label=label and loader.negatives=0"
+            )
+        return ChunkLoader(self.data.train, schema, config=config, rank=rank, world_size=world_size)
+
+    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> LabelledJudge:
+        """AUC and log loss."""
+        return LabelledJudge(self.data, schema, model, runtime)
+
+    def served(self, schema: BatchSchema) -> Served:
+        """All items; a request brings its own context."""
+        return of_labelled(self.data, schema)
+
+
+class LabelledJudge:
+    """AUC, AUC within each user's rows, and log loss; every rank calls each method but :meth:`baseline`."""
+
+    def __init__(self, data: LabelledData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+        self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
+
+    def validate(self) -> Record:
+        """On the validation rows."""
+        return self._figures("validation")
+
+    def test(self) -> Record:
+        """On the test rows."""
+        self._model.eval()
+        return self._figures("test")
+
+    def baseline(self, part: str) -> Record:
+        """Of predicting for every row the share of positives in training, the best that one number can do."""
+        share = float(self._data.train["label"].values.mean())
+        labels = getattr(self._data, part)["label"].values
+        return {"auc": 0.5, "log_loss": float(-np.log(np.where(labels > 0, share, 1 - share)).mean())}
+
+    def example(self) -> str:
+        """Nothing: a row of ids tells a person little."""
+        return ""
+
+    def _figures(self, part: str) -> Record:
+        config = LoaderConfig(batch_size=8192, negatives=0, label="label", shuffle=False)
+        loader = ChunkLoader(
+            getattr(self._data, part), self._schema, config=config, rank=self._runtime.rank, world_size=self._runtime.world_size
+        )
+        with torch.no_grad():
+            outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))]
+        logits, labels, weights = (torch.cat([getattr(out, name) for out in outputs]) for name in ("logits", "labels", "weights"))
+        return metrics.classification_metrics(logits, labels, weights, self._runtime)

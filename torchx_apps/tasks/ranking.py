@@ -1,0 +1,275 @@
+"""The task of ranking: which item does a user take next, among all that he or she has not taken yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_ext.data.batches import BatchBuilder
+from torchrec_ext.data.columns import Chunk, Column, Int64
+from torchrec_ext.data.datasets import DataConfig, load_config
+from torchrec_ext.data.hard_negatives import Index
+from torchrec_ext.data.id_dropout import unseen_as_oov
+from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train import metrics
+from torchrec_ext.train.config import Record
+from torchx_apps.named_data import NamedData
+from torchx_apps.served import Served, of_interactions
+
+K = 10
+SHOWN = 5
+
+
+def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
+    """The set that ``config`` names, to be ranked."""
+    return RankingTask(load_config(config, progress=progress))
+
+
+@dataclass(frozen=True)
+class RankingTask(NamedData):
+    """Held-out items of ``data``, ranked as ``data.evaluation`` says; see :class:`torchx_apps.job.Task`.
+
+    Raises:
+        ValueError: there is nothing to test on.
+    """
+
+    data: InteractionData
+    baseline_name: str = "popularity"
+    _judges: list[RankingJudge] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.data.test.num_rows:
+            raise ValueError(f"set '{self.data.name}' has no test rows: no user has the 3 interactions that a split by time needs")
+
+    @property
+    def asked(self) -> str:
+        """Which rows, against what."""
+        if "test" in self.data.evaluation.candidates:
+            return f"test items, among {self.data.evaluation.candidates['test'].shape[1]} others"
+        return "test items, whole catalogue"
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation rows."""
+        return self.data.validation.num_rows > 0
+
+    def describe(self) -> str:
+        """How much there is."""
+        rows, users = self.data.test.num_rows, len(np.unique(self.data.test["user_id"].values))
+        held_out = f"{users:,} users with a held-out item" if rows == users else f"{rows:,} held-out items of {users:,} users"
+        missed = int((self.data.test["item_id"].values > self.data.num_items).sum())
+        beyond = f" ({missed:,} held-out items are outside of the catalogue: neither trained nor described)" if missed else ""
+        return f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items{beyond}"
+
+    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
+        """The training rows with the negatives that ``config`` asks for; hard ones are those that the last judge's model likes."""
+        # A loss over labels asks for a range of them; one that compares rows does not.
+        if config.negatives == 0 and not config.label and schema.label_range is not None:
+            raise ValueError(
+                "loader.negatives=0 without loader.label: every row would have label 1, from which nothing can be learned; "
+                "draw negatives, name the column with the labels, or use a loss that compares rows, such as model.loss=in_batch"
+            )
+
+        def refresh(epoch: int) -> Index:
+            return self._judges[-1].hardest(config.hard_k)
+
+        return training_loader(self.data, schema, config, refresh=refresh, rank=rank, world_size=world_size)
+
+    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingJudge:
+        """The figures of ``data.evaluation``, and what one user would be shown."""
+        self._judges.append(RankingJudge(self.data, schema, model, runtime))
+        return self._judges[-1]
+
+    def served(self, schema: BatchSchema) -> Served:
+        """The catalogue, and users as they stand before their test items."""
+        return of_interactions(self.data, schema)
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """What one user would be shown: row of the ``user``, rows of the ``items`` (K,), best first, and their ``scores``."""
+
+    user: int
+    items: list[int]
+    scores: list[float]
+
+
+class RankingJudge:
+    """The figures of a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
+
+    def __init__(self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+        self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
+        # Measured is what is served: a user or an item without a training row has the unknown one's row and its own features.
+        # That row is trained where ids are dropped; else it holds its first values, the same for all such items.
+        self._items = self._as_served(data.items, "item_id")
+        self._builder = BatchBuilder(schema, self._items)
+        whole = [part for part in ("validation", "test") if part not in data.evaluation.candidates]
+        self._labelled = {
+            part: self._as_served(labelled_rows(data, part), "user_id") for part in whole if getattr(data, part).num_rows
+        }
+
+    def validate(self) -> Record:
+        """The ranking of the validation items, and AUC where it is over the whole catalogue."""
+        return self._figures("validation")
+
+    def test(self) -> Record:
+        """The same on the test items, with the validation items seen."""
+        self._model.eval()
+        return self._figures("test")
+
+    def baseline(self, part: str) -> Record:
+        """The popularity ranking of the same items and candidates."""
+        return _told(self._data, popularity_ranks(self._data, part))
+
+    def example(self) -> str:
+        """What the user of the first test row would be shown."""
+        return recommendation_text(self._data, self.recommend())
+
+    def recommend(self, user_row: int = 0) -> Recommended:
+        """The K best items of the catalogue for the user of one test row, fewer where that user has taken all but those."""
+        row = self._data.test.slice(user_row, user_row + 1)
+        user, row = row["user_id"].values, self._as_served(row, "user_id")
+        model = self._model.module
+        with torch.no_grad():
+            items = self._catalogue()
+            vector = model.embed("user", self._builder.user_batch(row).to(self._runtime.device))
+            scores = model.interaction.score_all(vector, items)[0].cpu()
+        scores[0] = -torch.inf
+        scores[torch.from_numpy(self._data.seen(user, "train", "validation").values)] = -torch.inf
+        best = scores.topk(min(K, int((scores > -torch.inf).sum())))
+        return Recommended(int(user[0]), best.indices.tolist(), best.values.tolist())
+
+    def hardest(self, k: int) -> Index:
+        """From users to the ``k`` items that the model ranks highest of those that they have not taken: hard negatives.
+
+        Every rank calls it; what it returns needs no other rank. It is of the model as it stands, in evaluation.
+        """
+        self._model.eval()
+        owners = self._data.train["user_id"].values
+        users, from_end = np.unique(owners[::-1], return_index=True)  # a user's last row has the longest history
+        model, train = self._model.module, self._data.train.take(len(owners) - 1 - from_end)
+        shares = metrics.own_share(len(users), self._runtime)
+        batches = ((self._builder.user_batch(train.slice(part.start, part.stop)), keep) for part, keep in shares)
+        vectors, items = metrics.embed_all(model, "user", batches, self._runtime), self._catalogue()
+
+        @torch.no_grad()
+        def index(asked: Int64) -> Int64:
+            best = np.zeros((len(asked), min(k, len(items) - 1)), dtype=np.int64)
+            found = np.flatnonzero(np.isin(asked, users))
+            scores = model.interaction.score_all(vectors[users.searchsorted(asked[found])], items).cpu()
+            taken = self._data.seen(asked[found])
+            scores[np.arange(len(found)).repeat(taken.lengths), taken.values] = -torch.inf
+            scores[:, 0] = -torch.inf
+            values, places = scores.topk(best.shape[1])
+            best[found] = torch.where(values > -torch.inf, places, 0).numpy()
+            return best
+
+        return index
+
+    def _figures(self, part: str) -> Record:
+        chunk = self._as_served(getattr(self._data, part).take(_query_rows(self._data, part)), "user_id")
+        shares = metrics.own_share(chunk.num_rows, self._runtime)
+        queries = ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
+        model, items = self._model.module, self._item_batches(self._data.items.num_rows)
+        if part in self._data.evaluation.candidates:
+            ranks = metrics.candidate_ranks(model, self._runtime, queries, items, _candidates(self._data, part))
+            return _told(self._data, ranks)
+        question = _question(self._data, part)
+        ranks = metrics.catalogue_ranks(model, self._runtime, queries, items, question)
+        return {"auc": self._auc(part), **_told(self._data, _outside_missed(self._data, question, ranks))}
+
+    def _auc(self, part: str) -> float:
+        config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
+        rank, world_size = self._runtime.rank, self._runtime.world_size
+        loader = ChunkLoader(self._labelled[part], self._schema, config=config, items=self._items, rank=rank, world_size=world_size)
+        with torch.no_grad():
+            outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))]
+        columns = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "labels", "weights"))
+        return metrics.auc(*columns, self._runtime)
+
+    def _as_served(self, rows: Chunk, name: str) -> Chunk:
+        """Rows in which ids without a training row are the unknown's."""
+        feature = self._schema.feature(name)
+        return unseen_as_oov(rows, self._data.train, feature) if feature else rows
+
+    def _item_batches(self, rows: int) -> Iterator[metrics.Kept]:
+        ids = np.arange(rows)
+        return ((self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
+
+    def _catalogue(self) -> torch.Tensor:
+        batches = self._item_batches(self._data.num_items + 1)
+        return metrics.embed_all(self._model.module, "item", batches, self._runtime)
+
+
+def popularity_ranks(data: InteractionData, part: str) -> metrics.Ranks:
+    """The places of the held-out items of ``part`` when every user's candidates are ranked by how often they stand in ``train``."""
+    popularity = torch.from_numpy(data.popularity())
+    if part not in data.evaluation.candidates:
+        question = _question(data, part)
+        return _outside_missed(data, question, metrics.popularity_ranks(popularity, question))
+    ids = _candidates(data, part)
+    return metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
+
+
+def _told(data: InteractionData, ranks: metrics.Ranks) -> Record:
+    return metrics.ranking_metrics(ranks, data.evaluation.at, data.evaluation.figures)
+
+
+def _outside_missed(data: InteractionData, question: metrics.Question, ranks: metrics.Ranks) -> metrics.Ranks:
+    """``ranks`` with the held-out items that are not in the catalogue behind all places that are looked at."""
+    missed = question.targets > data.num_items
+    behind = max(data.num_items, *data.evaluation.at)
+    return ranks._replace(better=ranks.better.masked_fill(missed, behind), ties=ranks.ties.masked_fill(missed, 0))
+
+
+def _query_rows(data: InteractionData, part: str) -> Int64:
+    """The rows of a part that are queries: all, or the first of each user in the order of their ids."""
+    users = getattr(data, part)["user_id"].values
+    return np.arange(len(users)) if data.evaluation.by == "row" else np.unique(users, return_index=True)[1]
+
+
+def _candidates(data: InteractionData, part: str) -> torch.Tensor:
+    """(U, 1 + N) the item of each row and the candidates that it is ranked among."""
+    targets = getattr(data, part)["item_id"].values
+    return torch.from_numpy(np.concatenate([targets[:, None], data.evaluation.candidates[part]], axis=1))
+
+
+def _question(data: InteractionData, part: str) -> metrics.Question:
+    users, targets = (getattr(data, part)[name].values for name in ("user_id", "item_id"))
+    rows = None
+    if data.evaluation.by == "user":
+        order = np.argsort(users, kind="stable")
+        users, rows = np.unique(users[order], return_inverse=True)
+        targets = targets[order]
+    before = ("train",) if part == "validation" else ("train", "validation")
+    taken = data.seen(users, *before)
+    if data.evaluation.keep_seen:
+        taken = Column.from_lengths(targets[:0], np.zeros(len(users), dtype=np.int64))
+    return metrics.Question(
+        targets=torch.from_numpy(targets),
+        target_rows=None if rows is None else torch.from_numpy(rows),
+        seen_rows=torch.from_numpy(np.arange(len(taken)).repeat(taken.lengths)),
+        seen_items=torch.from_numpy(taken.values),
+        not_items=(0, *range(data.num_items + 1, data.items.num_rows)),
+    )
+
+
+def recommendation_text(data: InteractionData, recommended: Recommended) -> str:
+    """The top titles for one user, with what that user liked before and the item that was held out."""
+    users, items = data.users_by_row, data.items_by_row
+    titles = data.titles or [f"item {item}" for item in items.tolist()]
+    liked = data.liked.slice(recommended.user, recommended.user + 1).values[-SHOWN:]
+    row = int((data.test["user_id"].values == recommended.user).argmax())
+    held_out = int(data.test["item_id"].values[row])
+    lines = [f"user {users[recommended.user]} liked before: " + "; ".join(titles[item] for item in liked)]
+    lines += [f"{len(recommended.items)} recommendations (the held-out item was: {titles[held_out]}):"]
+    for place, (item, score) in enumerate(zip(recommended.items, recommended.scores, strict=True), start=1):
+        lines.append(f"{place:3}. {titles[item]}  ({score:.2f}){'   <- the held-out item' if item == held_out else ''}")
+    return "\n".join(lines)
