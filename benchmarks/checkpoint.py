@@ -33,13 +33,13 @@ from hybrid_ranks import Row, on_ranks, row
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.publish import publish
 from torchrec_ext.train.checkpoint.state import model_state
+from torchrec_ext.train.checkpoint.vectors import publish
 
 DIM, BATCH = 64, 4096
 GIB = 2**30

@@ -10,17 +10,17 @@ import torch
 from hybrid_ranks import Row, in_turn, on_ranks, row
 from torchrec import EmbeddingBagConfig
 
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction_choice import interaction_layer
+from torchrec_ext.modules.interaction import interaction_layer
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.finite import FiniteLoss
-from torchrec_ext.train.gradient_gate import GradientGate
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.guards.finite import FiniteLoss
+from torchrec_ext.train.guards.gradient_gate import GradientGate
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 TABLES, ROWS, WIDTH, LAYERS, BATCH = 4, 50_000, 32, (128, 64), 1024
 REQUIRED = 1.05

@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.datasets import load
-from torchrec_ext.data.id_dropout import IdDropout, unseen_as_oov
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.data.datasets.catalog import load
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 

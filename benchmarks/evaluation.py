@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.train.metrics import Kept, Question, Ranks, catalogue_ranks, embed_all, own_share, ranking_metrics

@@ -24,15 +24,14 @@ from hybrid_ranks import Options, Row, in_turn, on_ranks, row
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.auto_plan import as_config, auto_plan
-from torchrec_ext.distributed.chooser import Candidate, Decision
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.autotune.choose import Candidate, Decision, as_config, auto_plan
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 SHAPES, CLOSE, DEVICES = 10, 1.05, 64
 IN_A_ROW = 250  # ms of one candidate before it is the next one's turn

@@ -28,16 +28,16 @@ from hybrid_ranks import Options, Row, in_turn, on_ranks, row
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train.loop import train
-from torchrec_ext.train.pipelines import make_pipeline
-from torchx_apps.cli import apply_overrides
-from torchx_apps.job import Job
+from torchrec_ext.train.step.pipeline import make_pipeline
+from torchx_apps.cli.command_line import apply_overrides
+from torchx_apps.jobs.training import load_task, quieten_libraries
 from torchx_apps.recipes import ncf
-from torchx_apps.training import load_task, quieten_libraries
+from torchx_apps.tasks.job import Job
 
 PICTURE = Path(__file__).parent / "results" / "sync.png"
 POSITIVES, STEPS, EPOCHS = 256, 128, 10

@@ -24,12 +24,12 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 BATCH, BAG, WIDTHS = 4096, 20, (512, 256, 64)
 OPTIMIZER = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3)

@@ -5,7 +5,7 @@ network has 26 features, 128 wide, in two towers; a tower makes D (c F + p) = 16
 reads both. Both sides train that same network from the same start: `flat` with every table on one rank, all of them looked up in
 one exchange, and the layers on both ranks; `towers` with each tower on the host of its tables. `two-hosts-plain` has as its
 baseline the network without compression. Bytes are those of the interfaces' counters, headers and acknowledgements included, beside
-the formula of torchrec_ext/distributed/traffic.py. Needs root, `ip` and `tc`.
+the formula of torchrec_ext/distributed/tower_parallel/traffic.py. Needs root, `ip` and `tc`.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from hybrid_ranks import Options, Row, in_turn, row
 from torchrec import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import dense_layers, hybrid_parallel
 from torchrec_ext.distributed.placement import TowerPlacement
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
-from torchrec_ext.distributed.traffic import Cluster, Traffic, flat_traffic, tower_traffic
+from torchrec_ext.distributed.tower_parallel.traffic import Cluster, Traffic, flat_traffic, tower_traffic
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.compression import Compression
-from torchrec_ext.modules.interaction_choice import interaction_layer
+from torchrec_ext.modules.interaction import interaction_layer
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 FEATURES, WIDTH, TOP = 13, 128, (128, 64)
 COMPRESS = Compression(dim=16, per_feature=1, flat=2)

@@ -39,8 +39,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.source import ArrowSource, ParquetSource, Source
+from torchrec_ext.data.files.sources import ArrowSource, ParquetSource, Source
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.schema import BatchSchema
 
 ROOT = Path(__file__).resolve().parent.parent

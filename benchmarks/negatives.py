@@ -27,13 +27,13 @@ from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagConfig
 
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.device_negatives import on_device
-from torchrec_ext.data.hard_negatives import ExactTopK, HardNegatives
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives import Negatives, PopularityNegatives, UniformNegatives
-from torchrec_ext.modules.in_batch import in_batch_negatives
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.hard import ExactTopK, HardNegatives
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.on_device import on_device
+from torchrec_ext.data.negatives.samplers import Negatives, PopularityNegatives, UniformNegatives
 from torchrec_ext.modules.losses import in_batch_softmax
+from torchrec_ext.modules.softmax import in_batch_negatives
 from torchrec_ext.schema import BatchSchema
 
 NEGATIVES, CONTEXT, BATCH, STEP = 4, 21, 256, 1024

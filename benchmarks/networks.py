@@ -33,9 +33,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives import UniformNegatives
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.samplers import UniformNegatives
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.models.tower_model import TowerModel, two_tower

@@ -158,7 +158,7 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
 
 def settings(recipe: str, overrides: Sequence[str]) -> Row:
     """All that the recipe sets, by dotted key, defaults included: with other defaults it is another run."""
-    from torchx_apps.cli import apply_overrides, load_recipe
+    from torchx_apps.cli.command_line import apply_overrides, load_recipe
 
     job = apply_overrides(load_recipe(recipe), overrides)
     return dict(_flat(dataclasses.asdict(dataclasses.replace(job, build=None, task=None))))
@@ -210,9 +210,9 @@ def popularity(data: str) -> dict[str, float]:
     """HR@10 and NDCG@10 of the popularity ranking, a tie lost by the target, as the published evaluation breaks them."""
     import torch
 
-    from torchrec_ext.data.datasets import load
+    from torchrec_ext.data.datasets.catalog import load
     from torchrec_ext.train.metrics import Ranks, ranking_metrics
-    from torchx_apps.ranking import popularity_ranks
+    from torchx_apps.tasks.ranking import popularity_ranks
 
     ranks = popularity_ranks(load(data, validation=False, history_length=0), "test")
     return ranking_metrics(Ranks(ranks.better + ranks.ties, torch.zeros_like(ranks.ties)))

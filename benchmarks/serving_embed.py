@@ -18,7 +18,7 @@ def _embedded(items: int, queue: Any) -> None:
 
     from torchrec_ext.batch import TowerBatch
     from torchrec_ext.modules.tower import Tower
-    from torchrec_ext.retrieval.embed import embed
+    from torchrec_ext.retrieval.store.writer import embed
     from torchrec_ext.schema import BatchSchema, Jagged
 
     torch.manual_seed(0)

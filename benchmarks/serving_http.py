@@ -36,10 +36,10 @@ from serving_rows import Options, Row
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction_choice import interaction_layer
+from torchrec_ext.modules.interaction import interaction_layer
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.contents import Catalogue, Users
-from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.export.writer import Catalogue, Users
 
 ITEMS, USERS, HISTORY, WIDTH = 100_000, 10_000, 20, 64
 CONNECTIONS = 16

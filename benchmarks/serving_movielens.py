@@ -27,11 +27,11 @@ import torch
 from serving_rows import Options, Row, compared, in_turn
 from torch import Tensor
 
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.faiss_index import FaissIndex
-from torchrec_ext.retrieval.index import ExactIndex, Index
-from torchrec_ext.retrieval.parts import INDEX_QUERIES
-from torchx_apps.saved_job import saved_job
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.export.writer import INDEX_QUERIES
+from torchrec_ext.retrieval.index.exact import ExactIndex, Index
+from torchrec_ext.retrieval.index.faiss import FaissIndex
+from torchx_apps.jobs.resuming import saved_job
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("ivf", "hnsw", "pq")

@@ -14,10 +14,10 @@ from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.retrieval.onnx import export_onnx
-from torchrec_ext.retrieval.projection import projection
-from torchrec_ext.retrieval.scoring import CandidateScorer
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.retrieval.index.projection import projection
+from torchrec_ext.retrieval.onnx.layers import export_onnx
+from torchrec_ext.retrieval.scorer.candidates import CandidateScorer
+from torchrec_ext.retrieval.store.writer import write_store
 from torchrec_ext.schema import Jagged
 
 WIDTH, HISTORY = 64, 20

@@ -6,8 +6,8 @@ import faiss
 import torch
 from serving_rows import Options, Row, compared, in_turn
 
-from torchrec_ext.retrieval.faiss_index import FaissIndex
-from torchrec_ext.retrieval.index import ExactIndex
+from torchrec_ext.retrieval.index.exact import ExactIndex
+from torchrec_ext.retrieval.index.faiss import FaissIndex
 
 K = 100
 

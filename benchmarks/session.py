@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchrec_ext.data.session_loader import deal
+from torchrec_ext.data.loader.sessions import deal
 from torchrec_ext.modules.session_encoder import SessionEncoder
 
 WIDTH, LAYERS, HEADS, HIDDEN, LONGEST = 64, 2, 2, 128, 50

@@ -32,7 +32,7 @@ from small_model_network import NEGATIVES, SHAPES, Captured, one_rank, positives
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from torchrec_ext.distributed.sweep import ROWS_PER_LOOKUP
+from torchrec_ext.distributed.tables import ROWS_PER_LOOKUP
 
 EPOCH = 3_647_614 * 5
 Row = dict[str, Any]

@@ -17,14 +17,14 @@ import torch
 from small_model_network import one_rank
 
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.loop import train
-from torchrec_ext.train.schedule import Schedule
-from torchx_apps.cli import apply_overrides
-from torchx_apps.job import Job
+from torchx_apps.cli.command_line import apply_overrides
+from torchx_apps.jobs.training import load_task, quieten_libraries
 from torchx_apps.recipes import ncf
-from torchx_apps.training import load_task, quieten_libraries
+from torchx_apps.tasks.job import Job
 
 SMALLEST, SIZES, EPOCHS = 256, (256, 1024, 4096, 16384), 10
 SCALINGS = {"sqrt": math.sqrt, "linear": float}

@@ -13,20 +13,19 @@ import torch
 
 from torchrec_ext.batch import DrawnStep
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives import UniformNegatives
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.samplers import UniformNegatives
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep, synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.models.ncf import ContextualNCF
-from torchrec_ext.train.captured import CapturedStep
-from torchrec_ext.train.engines import inductor
-from torchrec_ext.train.finite import FiniteLoss
-from torchrec_ext.train.pipelines import make_pipeline
-from torchrec_ext.train.progress import Window
-from torchrec_ext.train.steps import Steps
+from torchrec_ext.train.guards.finite import FiniteLoss
+from torchrec_ext.train.report.progress import Window
+from torchrec_ext.train.step.captured import CapturedStep, inductor
+from torchrec_ext.train.step.choose import Steps
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 NEGATIVES, BATCH = 4, 256
 

@@ -8,8 +8,8 @@ import pytest  # noqa: F401
 
 import tests.contracts
 import tests.examples  # noqa: F401
-import torchx_apps.exporting
-import torchx_apps.training  # noqa: F401
+import torchx_apps.jobs.exporting
+import torchx_apps.jobs.training  # noqa: F401
 
 # What a whole run imports as it goes, two of its five seconds on a small set. Not pandas: after it a fork faults pages in
 # that test_allocator.py counts.

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.test_stack import environment
-from torchrec_ext import doctor, install, stack
+from torchrec_ext import doctor, stack
+from torchrec_ext import doctor as install
 
 
 @pytest.fixture(autouse=True)

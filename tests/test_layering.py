@@ -14,26 +14,25 @@ TORCH = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
 # A unit is a module or subpackage of torchrec_ext, or one of the two folders beside it. Each may import itself and what stands
 # here; "modules.tower" is one module of a unit. `needs_torch` is open to all of torchrec_ext and torchx_apps.
 BASE = {"schema", "batch", "timing", "tensor_file"}
-SET_UP = {"stack", "needs_torch", "install", "probe", "doctor"}
+SET_UP = {"stack", "needs_torch", "probe", "doctor"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "stack": set(),
     "needs_torch": {"stack"},
-    "install": {"stack"},
     "probe": set(),
-    "doctor": {"stack", "install"},
+    "doctor": {"stack"},
     "schema": BASE,
     "batch": BASE,
     "timing": BASE,
     "tensor_file": set(),
-    "durable": set(),
-    "data": BASE | {"durable"},  # a folder that is replaced in one step
+    "sealed": set(),
+    "data": BASE | {"sealed"},  # a folder that is replaced in one step
     "modules": BASE,
     "models": BASE | {"modules"},
-    "distributed": {"batch", "timing", "modules.tower", "modules.towers", "modules.shared_tables"},
-    "train": {"distributed", "batch", "timing", "tensor_file", "durable"},
+    "distributed": {"batch", "timing", "modules.tower", "modules.shared_tables"},
+    "train": {"distributed", "batch", "timing", "tensor_file", "sealed"},
     "networks": {"train", "distributed", "modules", "batch", "timing"},
     # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone.
-    "retrieval": {"schema", "batch", "modules", "models", "tensor_file", "durable", "data.preprocess", "distributed.tables"},
+    "retrieval": {"schema", "batch", "modules", "models", "tensor_file", "sealed", "data.preprocess", "distributed.tables"},
     "diagnose": {"timing"},
     "torchx_apps": BASE | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "diagnose", "stack"},
     "components": set(),
@@ -153,20 +152,20 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
     ("module", "statement", "why"),
     [
         ("torchrec_ext.train.loop", "from torchrec_ext.models.tower_model import TowerModel", "train may import batch, distr"),
-        ("torchrec_ext.train.loop", "def f():\n    import torchrec_ext.data.loader", "train may import"),
+        ("torchrec_ext.train.loop", "def f():\n    import torchrec_ext.data.loader.loader", "train may import"),
         (
-            "torchrec_ext.data.loader",
+            "torchrec_ext.data.loader.loader",
             "from torchrec_ext import modules",
-            "data may import batch, durable, schema, tensor_file, timing",
+            "data may import batch, schema, sealed, tensor_file, timing",
         ),
-        ("torchrec_ext.data.loader", "from ..modules import tower", "data may import"),
-        ("torchrec_ext.retrieval.bundle", "from torchrec_ext.train.loop import train", "retrieval may import"),
+        ("torchrec_ext.data.loader.loader", "from ...modules import tower", "data may import"),
+        ("torchrec_ext.retrieval.bundle.bundle", "from torchrec_ext.train.loop import train", "retrieval may import"),
         (
-            "torchrec_ext.retrieval.bundle",
-            "from torchrec_ext.data.loader import ChunkLoader",
+            "torchrec_ext.retrieval.bundle.bundle",
+            "from torchrec_ext.data.loader.loader import ChunkLoader",
             "data.preprocess, distributed.tables",
         ),
-        ("torchrec_ext.distributed.planning", "import torchrec_ext.modules.losses", "modules.tower"),
+        ("torchrec_ext.distributed.plan.planner", "import torchrec_ext.modules.losses", "modules.tower"),
         ("torchrec_ext.modules.tower", "from torchrec_ext import Tower", "modules may import"),
         ("torchrec_ext.batch", "import torchx_apps.train", "batch may import"),
         ("torchrec_ext.doctor", "import torch", "standard library only"),
@@ -188,11 +187,11 @@ def test_the_checker_finds_a_made_up_violation(module: str, statement: str, why:
 @pytest.mark.parametrize(
     ("module", "statement"),
     [
-        ("torchrec_ext.distributed.planning", "from torchrec_ext.modules.tower import Tower"),
+        ("torchrec_ext.distributed.plan.planner", "from torchrec_ext.modules.tower import Tower"),
         ("torchrec_ext.models.tower_model", "from torchrec_ext.modules import losses"),
         ("torchrec_ext.modules.losses", "from . import interaction"),
         ("torchrec_ext.batch", "import torchrec_ext.needs_torch"),
-        ("torchrec_ext.retrieval.bundle", "from torchrec_ext.data.preprocess.fitted import FittedPreprocessor"),
+        ("torchrec_ext.retrieval.bundle.bundle", "from torchrec_ext.data.preprocess.fitted import FittedPreprocessor"),
         ("torchrec_ext", "from torchrec_ext.models.tower_model import TowerModel"),
         ("components.train", "from torchx.components import dist"),
     ],
@@ -206,5 +205,5 @@ def test_the_checker_finds_torch_before_the_check() -> None:
     guard, torch = "import torchrec_ext.needs_torch\n", "import torch\n"
     assert unguarded({"torchrec_ext.batch": torch + guard}) == ["torchrec_ext.batch"]
     assert unguarded({"torchrec_ext.batch": guard + torch}) == []
-    assert unguarded({"torchrec_ext.data": guard, "torchrec_ext.data.loader": torch}) == []
-    assert unguarded({"torchrec_ext.data": "", "torchrec_ext.data.loader": torch}) == ["torchrec_ext.data.loader"]
+    assert unguarded({"torchrec_ext.data": guard, "torchrec_ext.data.loader.loader": torch}) == []
+    assert unguarded({"torchrec_ext.data": "", "torchrec_ext.data.loader.loader": torch}) == ["torchrec_ext.data.loader.loader"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchx_apps.cli import apply_overrides, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
 
 ROOT = Path(__file__).parents[1]
 SPEC: dict[str, Any] = json.loads((ROOT / "benchmarks" / "quality.json").read_text())

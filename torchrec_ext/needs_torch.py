@@ -4,6 +4,8 @@ A mixed triple then says what is wrong and which line repairs it, instead of `un
 so that it can stand above `import torch` (ruff's isort keeps the section `guard` there); it costs 10 ms, once per process.
 """
 
+from __future__ import annotations
+
 from torchrec_ext import stack
 
 stack.require()

@@ -3,6 +3,8 @@
 A process of its own, because a mixed triple may end it without an exception.
 """
 
+from __future__ import annotations
+
 import json
 import time
 

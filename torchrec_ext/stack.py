@@ -5,6 +5,8 @@ against each other (torch 2.13 = fbgemm 1.8 = torchrec 1.8); any other mix dies 
 `libtorch_cuda.so: cannot open shared object file`.
 """
 
+from __future__ import annotations
+
 import os
 import shlex
 import shutil

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchx_apps.sigterm import end_where_no_child_runs, ending_the_block, once
+from torchx_apps.cli.sigterm import end_where_no_child_runs, ending_the_block, once
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -201,7 +201,7 @@ def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | 
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except Exception as error:
-        from torchx_apps import failures
+        from torchx_apps.cli import errors as failures
 
         # Of a rank the agent prints the error: told here too, it would stand there once per rank. An app that TorchX starts by
         # itself has no agent, so that the reply is its own to write.
@@ -215,7 +215,7 @@ def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] |
     die_with_parent()
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from torchx_apps.failures import RankErrorHandler
+    from torchx_apps.cli.errors import RankErrorHandler
 
     return record(app, RankErrorHandler())(argv) or 0
 
@@ -227,8 +227,8 @@ def _leave_the_error_to_us() -> None:
 
 
 def _end_when_lost(options: argparse.Namespace) -> None:
-    """On a node of several, see :mod:`torchx_apps.link_watch`."""
-    from torchx_apps.link_watch import end_when_lost
+    """On a node of several, see :mod:`torchx_apps.cli.link_watch`."""
+    from torchx_apps.cli.link_watch import end_when_lost
 
     def end(message: str) -> None:
         hand_over(message)

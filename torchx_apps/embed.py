@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from torchx_apps.agent import exit_code
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval.bundle import Bundle
-    from torchrec_ext.retrieval.store import EmbeddingStore
-    from torchx_apps.embedding import TowerRows
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
+    from torchrec_ext.retrieval.store.store import EmbeddingStore
+    from torchx_apps.jobs.embedding import TowerRows
 
 QUERY = "query"
 _DAY_S = 86_400.0
@@ -46,8 +46,8 @@ def _embed(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     from torchrec_ext.distributed.runtime import Runtime
-    from torchx_apps.embedding import TowerRows
-    from torchx_apps.training import quieten_libraries
+    from torchx_apps.jobs.embedding import TowerRows
+    from torchx_apps.jobs.training import quieten_libraries
 
     quieten_libraries()
     with Runtime.start("cpu") as runtime:
@@ -68,12 +68,12 @@ def _embed(argv: Sequence[str] | None) -> int:
 
 def _written(rows: TowerRows, options: argparse.Namespace) -> str:
     """Writes to where the flags say, and tells what is there."""
-    from torchx_apps.embedding import embed_files, refresh_files
-    from torchx_apps.embedding_ids import deleted_ids
+    from torchx_apps.cli.embedding_ids import deleted_ids
+    from torchx_apps.jobs.embedding import embed_files, refresh_files
 
     deleted = deleted_ids(options.delete, options.id)
     if options.redis is not None:
-        from torchx_apps.embed_redis import fill_redis
+        from torchx_apps.jobs.embedding import fill_redis
 
         expire = _DAY_S if options.expire is None else options.expire
         return fill_redis(rows, options.redis, expire or None, deleted)
@@ -86,7 +86,7 @@ def _written(rows: TowerRows, options: argparse.Namespace) -> str:
 
 def _pruned(rows: TowerRows, folder: Path, keep: int | None) -> str:
     """Removes all but the newest versions, and says how many; who has one open reads on."""
-    from torchrec_ext.retrieval.snapshots import prune_store
+    from torchrec_ext.retrieval.store.versions import prune_store
 
     if keep is None or not rows.runtime.is_main:
         return ""
@@ -95,7 +95,7 @@ def _pruned(rows: TowerRows, folder: Path, keep: int | None) -> str:
 
 def _check(options: argparse.Namespace) -> None:
     """Flags that do not go together, before torch is imported."""
-    from torchx_apps.embedding_ids import is_path
+    from torchx_apps.cli.embedding_ids import is_path
 
     expire, delete = options.expire, options.delete
     to = [flag for flag in ("out", "refresh", "redis") if getattr(options, flag) is not None]
@@ -123,9 +123,9 @@ def _counted(unknown: Counter[str]) -> str:
 
 def _bundle(folder: Path) -> Bundle:
     """The bundle in a folder, or the one that a run ended with."""
-    from torchrec_ext.retrieval.bundle import Bundle
-    from torchx_apps.exporting import BUNDLE
-    from torchx_apps.saved_job import CONFIG
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
+    from torchx_apps.jobs.exporting import BUNDLE
+    from torchx_apps.jobs.resuming import CONFIG
 
     if (folder / CONFIG).is_file():
         if not (folder / BUNDLE).is_dir():

@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _export(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
-    from torchx_apps.cli import apply_overrides
-    from torchx_apps.saved_job import saved_job
+    from torchx_apps.cli.command_line import apply_overrides
+    from torchx_apps.jobs.resuming import saved_job
 
     job = apply_overrides(saved_job(options.run, options.recipe), options.set)
     out = options.out or options.run / "bundle"
@@ -42,7 +42,7 @@ def _export(argv: Sequence[str] | None) -> int:
     skip = options.onnx_skip if options.onnx else None
     first = export_run(job, options.run, out, options.checkpoint, onnx_skip=skip, **settings)
     if options.onnx and first:
-        from torchx_apps.exporting import write_onnx_files
+        from torchx_apps.jobs.exporting import write_onnx_files
 
         print(write_onnx_files(out, options.onnx, options.onnx_skip, overwrite=options.overwrite), flush=True)
     return 0
@@ -54,7 +54,7 @@ def _check_onnx(options: argparse.Namespace, out: Path) -> None:
         raise ValueError(f"--onnx-skip {options.onnx_skip[0]}: there is nothing to leave it out of; give --onnx FOLDER too")
     if not options.onnx:
         return
-    from torchrec_ext.retrieval.onnx import require_onnx
+    from torchrec_ext.retrieval.onnx.layers import require_onnx
 
     require_onnx()
     folder, bundle = options.onnx.resolve(), out.resolve()
@@ -73,9 +73,9 @@ def export_run(
         job: of the run.
         run: its folder.
         out: the bundle's folder.
-        checkpoint: which one, see :func:`torchx_apps.resuming.served_checkpoint`.
+        checkpoint: which one, see :func:`torchx_apps.jobs.resuming.served_checkpoint`.
         onnx_skip: refuse towers that ONNX files could not be made of, but these; None where none are wanted.
-        settings: of :func:`torchrec_ext.retrieval.export.export`.
+        settings: of :func:`torchrec_ext.retrieval.export.export.export`.
 
     Returns:
         Whether this is the first rank.
@@ -84,15 +84,14 @@ def export_run(
 
     from torchrec_ext.distributed.parallel import hybrid_parallel
     from torchrec_ext.distributed.runtime import Runtime
-    from torchrec_ext.train.checkpoint.restoring import load
+    from torchrec_ext.train.checkpoint.folder import Together
+    from torchrec_ext.train.checkpoint.load import load
     from torchrec_ext.train.checkpoint.state import model_state
-    from torchrec_ext.train.checkpoint.together import Together
-    from torchx_apps.exporting import check_onnx, export_task, told
-    from torchx_apps.job import schema_of
-    from torchx_apps.lookups import merge_lookups
-    from torchx_apps.report import read_warning
-    from torchx_apps.resuming import served_checkpoint
-    from torchx_apps.training import load_task, quieten_libraries
+    from torchx_apps.jobs.exporting import check_onnx, export_task, told
+    from torchx_apps.jobs.report import read_warning
+    from torchx_apps.jobs.resuming import served_checkpoint
+    from torchx_apps.jobs.training import load_task, merge_lookups, quieten_libraries
+    from torchx_apps.tasks.job import schema_of
 
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchx_apps.agent import exit_code
-from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, list_recipes, load_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def _plan(argv: Sequence[str] | None) -> int:
     if options.dry_run:
         print(describe(job) if job is not None else options.tables)
         return 0
-    from torchx_apps.cluster_plan import run
+    from torchx_apps.jobs.planning import run
 
     return run(options, job)
 

@@ -13,12 +13,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from torchx_apps import preprocess_recipes
-from torchx_apps.cli import apply_overrides, build_parser, describe, load_recipe
-from torchx_apps.preprocess_recipes import PreprocessJob
-from torchx_apps.values import nearest
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, load_recipe
+from torchx_apps.cli.overrides import nearest
+from torchx_apps.recipes import preprocess as preprocess_recipes
+from torchx_apps.recipes.preprocess import PreprocessJob
 
-_BUILT_IN = "torchx_apps.preprocess_recipes"
+_BUILT_IN = "torchx_apps.recipes.preprocess"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; nothing partial was left", file=sys.stderr)
         return 130
     except Exception as error:
-        from torchx_apps import failures
+        from torchx_apps.cli import errors as failures
 
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # TorchX reads it, and prints the error itself
             failures.RankErrorHandler().record_exception(error)
@@ -57,7 +57,7 @@ def _preprocess(argv: Sequence[str] | None) -> int:
     if options.dry_run:
         print(describe(job))
         return 0
-    from torchx_apps.preprocessing import run
+    from torchx_apps.jobs.preprocessing import run
 
     run(job)
     return 0
@@ -76,7 +76,7 @@ def _job(recipe: str) -> PreprocessJob:
     if not isinstance(job, PreprocessJob):
         raise ValueError(
             f"--recipe {recipe}: it returned a {type(job).__name__}; here a recipe returns a PreprocessJob of "
-            "torchx_apps.preprocess_recipes"
+            "torchx_apps.recipes.preprocess"
         )
     return job
 

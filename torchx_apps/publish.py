@@ -34,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tqdm import tqdm
 
     from torchrec_ext.distributed.runtime import Runtime
-    from torchrec_ext.train.checkpoint.publish import publish
-    from torchrec_ext.train.checkpoint.together import Together
-    from torchx_apps.failures import describe
-    from torchx_apps.resuming import served_checkpoint
+    from torchrec_ext.train.checkpoint.folder import Together
+    from torchrec_ext.train.checkpoint.vectors import publish
+    from torchx_apps.cli.errors import describe
+    from torchx_apps.jobs.resuming import served_checkpoint
 
     # Of torch.distributed.checkpoint to each who reads in a process alone, told so or not.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from torchx_apps.agent import exit_code
-from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, list_recipes, load_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +33,8 @@ def _train(argv: Sequence[str] | None) -> int:
     job = apply_overrides(load_recipe(options.recipe), options.set)
     if options.dry_run:
         return _say(describe(job))
-    from torchrec_ext.train.finite import RunStoppedError
-    from torchx_apps.training import run
+    from torchrec_ext.train.guards.finite import RunStoppedError
+    from torchx_apps.jobs.training import run
 
     try:
         run(job, options.run_dir, resume=options.resume)

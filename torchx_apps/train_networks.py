@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchx_apps.agent import exit_code
-from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
-from torchx_apps.members import MemberJob, differing, members_of, setting
-from torchx_apps.rank_groups import RankGroup, place
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, list_recipes, load_recipe
+from torchx_apps.networks.members import MemberJob, RankGroup, differing, members_of, place, setting
 
 if TYPE_CHECKING:
-    from torchx_apps.networks_config import NetworksConfig
+    from torchx_apps.networks.stacks import NetworksConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,9 +49,9 @@ def _train(argv: Sequence[str] | None) -> int:
         return _say(f"{describe(base)}\n\n{listing(members, groups)}")
     if options.ranks:
         raise ValueError(f"--ranks {options.ranks}: it is of --list and --dry-run; a job's ranks are given by -j")
-    from torchrec_ext.train.finite import RunStoppedError
-    from torchx_apps.networks import run
-    from torchx_apps.rank_groups import World
+    from torchrec_ext.train.guards.finite import RunStoppedError
+    from torchx_apps.networks.members import World
+    from torchx_apps.networks.run import run
 
     try:
         return 0 if run(members, groups, World(), config, options.run_dir) else 1
@@ -62,8 +61,8 @@ def _train(argv: Sequence[str] | None) -> int:
 
 
 def _config(options: argparse.Namespace) -> NetworksConfig:
-    from torchrec_ext.networks.peers import Codistillation
-    from torchx_apps.networks_config import NetworksConfig
+    from torchrec_ext.networks.training import Codistillation
+    from torchx_apps.networks.stacks import NetworksConfig
 
     try:
         codistillation = apply_overrides(Codistillation(), options.codistill.split(",") if options.codistill else [])

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
-from torchrec_ext.data.loader import training_loader
+from torchrec_ext.data.loader.loader import training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
-from torchx_apps.cli import apply_overrides
-from torchx_apps.ranking import RankingJudge
+from torchx_apps.cli.command_line import apply_overrides
+from torchx_apps.jobs.training import load_task
 from torchx_apps.recipes import Job, two_tower
-from torchx_apps.training import load_task
+from torchx_apps.tasks.ranking import RankingJudge
 
 ROOT = Path(os.environ.get("TORCHREC_EXT_DATA", ""))
 WAYS = {"pipeline": ("train.compile=off",), "captured": ("train.compile=require",), "bf16": ("train.compile=off", "train.amp=bf16")}

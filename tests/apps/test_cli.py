@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from torchx_apps import train
-from torchx_apps.cli import apply_overrides, build_parser, describe, list_recipes, load_recipe
-from torchx_apps.values import convert
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, list_recipes, load_recipe
+from torchx_apps.cli.overrides import convert
 
 if TYPE_CHECKING:
     from somewhere import OnlyForTypeCheckers  # type: ignore[import-not-found]
@@ -157,7 +157,7 @@ class Marked:
     """As Sphinx reads it.
 
     Args:
-        kind: ``plain``, see :class:`torchrec_ext.data.loader.ChunkLoader` and :data:`LAYOUT`.
+        kind: ``plain``, see :class:`torchrec_ext.data.loader.loader.ChunkLoader` and :data:`LAYOUT`.
     """
 
     kind: str = "plain"

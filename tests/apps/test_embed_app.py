@@ -20,15 +20,15 @@ from torchx.components.component_test_base import ComponentTestCase
 from tests.contracts import run_ranks
 from tests.retrieval.bundles import bundle_of, contents
 from tests.small_sets import write_ml_100k
-from torchrec_ext.data.datasets import load
+from torchrec_ext.data.datasets.catalog import load
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import DataError
-from torchx_apps import catalogue, embed, recipes
-from torchx_apps.catalogue import CatalogueFiles
-from torchx_apps.embedding import TowerRows, embed_files
-from torchx_apps.served import of_interactions
+from torchx_apps import embed, recipes
+from torchx_apps.jobs import embedding as catalogue
+from torchx_apps.jobs.embedding import CatalogueFiles, TowerRows, embed_files
+from torchx_apps.tasks.served import of_interactions
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,12 @@ from tests.contracts import run_ranks
 from tests.retrieval.bundles import bundle_of, contents
 from tests.retrieval.redis_server import RedisServer
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.redis_store import RedisStore
-from torchx_apps import catalogue, embed, embed_redis
-from torchx_apps.embedding import TowerRows
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.store.redis import RedisStore
+from torchx_apps import embed
+from torchx_apps.jobs import embedding as catalogue
+from torchx_apps.jobs import embedding as embed_redis
+from torchx_apps.jobs.embedding import TowerRows
 
 USER = 7
 

@@ -14,12 +14,13 @@ import torch
 from tests.contracts import run_ranks
 from tests.retrieval.bundles import bundle_of, contents
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.snapshots import versions
-from torchrec_ext.retrieval.store import EmbeddingStore
-from torchrec_ext.retrieval.vectors import FolderVectors
-from torchx_apps import catalogue, embed
-from torchx_apps.embedding import TowerRows, refresh_files
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.scorer.user_vectors import FolderVectors
+from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval.store.versions import versions
+from torchx_apps import embed
+from torchx_apps.jobs import embedding as catalogue
+from torchx_apps.jobs.embedding import TowerRows, refresh_files
 
 CHANGED, NEW, GONE = [7, 3, 41], [49, 48], [5, 6]
 

@@ -21,17 +21,17 @@ from torchx.components.component_test_base import ComponentTestCase
 
 from tests.contracts import run_ranks
 from tests.small_sets import write_ml_100k
-from torchrec_ext.data.labelled import LabelledConfig, load_labelled
+from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchx_apps import export
-from torchx_apps.cli import apply_overrides, built_in_recipes, load_recipe
-from torchx_apps.exporting import end_with_bundle, export_task
-from torchx_apps.saved_job import saved_job
-from torchx_apps.training import load_task
+from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
+from torchx_apps.jobs.exporting import end_with_bundle, export_task
+from torchx_apps.jobs.resuming import saved_job
+from torchx_apps.jobs.training import load_task
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "two_tower": ("data.name=planted", "data.users=80", "data.items=60"),

@@ -7,11 +7,11 @@ import pytest
 from torch import nn
 
 from tests.examples import META, small_model
-from torchrec_ext.distributed.optimizers import OptimizerConfig
-from torchrec_ext.distributed.planning import PlanConfig
-from torchx_apps.job import Job
-from torchx_apps.lookups import merge_lookups
-from torchx_apps.two_tower import two_tower
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.plan.planner import PlanConfig
+from torchx_apps.jobs.training import merge_lookups
+from torchx_apps.recipes.two_tower import two_tower
+from torchx_apps.tasks.job import Job
 
 pytestmark = pytest.mark.unit
 

@@ -24,12 +24,12 @@ from covertable import make
 
 from tests.contracts import leave_group, run_ranks
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.audit import Audit
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.requests import RecommendRequest
-from torchrec_ext.retrieval.scorer import Scorer
-from torchx_apps.cli import apply_overrides, built_in_recipes, load_recipe
-from torchx_apps.training import run
+from torchrec_ext.retrieval.bundle.audit import Audit
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.scorer.requests import RecommendRequest
+from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
+from torchx_apps.jobs.training import run
 
 Cell = Mapping[str, str]
 

@@ -13,11 +13,10 @@ import pytest
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.train.run_folder import RunFolder
-from torchx_apps.cli import apply_overrides
-from torchx_apps.placing import place_towers, report_steps, why_on_every_rank
+from torchrec_ext.train.report.progress import RunFolder
+from torchx_apps.cli.command_line import apply_overrides
+from torchx_apps.jobs.training import load_task, place_towers, report_steps, why_on_every_rank
 from torchx_apps.recipes import Job, two_tower
-from torchx_apps.training import load_task
 
 SMALL = ("data.name=planted", "data.users=60", "data.items=50", "plan.towers=auto", "loader.batch_size=256")
 

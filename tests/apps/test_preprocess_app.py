@@ -22,15 +22,15 @@ from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
-from tests.data.test_datasets import publish
-from torchrec_ext.data import datasets
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.parquet import read_parquet
+from tests.data.datasets.test_datasets import publish
+from torchrec_ext.data.datasets import catalog as datasets
+from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Preprocessor
-from torchrec_ext.data.source import ParquetSource
 from torchrec_ext.models.tower_model import two_tower
 from torchx_apps.preprocess import main
-from torchx_apps.preprocess_recipes import Prepared
+from torchx_apps.recipes.preprocess import Prepared
 
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 SMALL = ["--recipe", "clicks", "--set", "config.categorical=2", "--set", "config.dense=1"]
@@ -137,7 +137,7 @@ def test_clicks_from_log_to_folder(log: Path, tmp_path: Path, capsys: pytest.Cap
 OWN_RECIPE = """
 from pathlib import Path
 from torchrec_ext.data.preprocess import Bucketize, Categorify, Preprocessor
-from torchx_apps.preprocess_recipes import Prepared, PreprocessJob
+from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 
 
 def job():
@@ -176,7 +176,7 @@ def test_a_recipe_of_a_users_own_over_a_csv_file(tmp_path: Path, capsys: pytest.
 @quiet
 def test_the_recipe_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_duckdb()
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     (recipe,) = re.findall(r"```py\n(# my_recipe\.py\n.*?)```", readme, re.DOTALL)
     (tmp_path / "my_recipe.py").write_text(recipe)
     (tmp_path / "ml-100k").mkdir()

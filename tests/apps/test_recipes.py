@@ -19,9 +19,9 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
-from torchx_apps.cli import apply_overrides, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs.training import build_model, load_task
 from torchx_apps.recipes import Job
-from torchx_apps.training import build_model, load_task
 
 
 def job_of(recipe: str, *overrides: str) -> Job:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from torchx_apps import report
-from torchx_apps.exporting import told
+from torchx_apps.jobs import report
+from torchx_apps.jobs.exporting import told
 
 pytestmark = pytest.mark.unit
 

@@ -9,11 +9,11 @@ import pytest
 from tests.examples import small_model
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.folder import Together
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
-from torchrec_ext.train.checkpoint.together import Together
-from torchx_apps.link_watch import LinkWatch
-from torchx_apps.resuming import (
+from torchx_apps.cli.link_watch import LinkWatch
+from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     a_neighbour_died,
     begun,

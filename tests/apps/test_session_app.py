@@ -11,13 +11,13 @@ import torch
 
 from tests.contracts import run_ranks
 from torchrec_ext.data.columns import Column
-from torchrec_ext.data.sequences import SequenceData
+from torchrec_ext.data.datasets.sequences import SequenceData
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
-from torchx_apps.cli import apply_overrides
-from torchx_apps.job import Job
-from torchx_apps.session import SessionTask, session
+from torchx_apps.cli.command_line import apply_overrides
+from torchx_apps.recipes.session import SessionTask, session
+from torchx_apps.tasks.job import Job
 
 PLANTED: Job = apply_overrides(
     session(),

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.contracts import _CONTEXT
-from torchx_apps import sigterm
-from torchx_apps.resuming import asked_to_stop
+from torchx_apps.cli import sigterm
+from torchx_apps.jobs.resuming import asked_to_stop
 
 SLOW_TORCH = "import pathlib, time\npathlib.Path({mark!r}).touch()\ntime.sleep(60)\n"
 

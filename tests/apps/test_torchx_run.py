@@ -12,7 +12,7 @@ from torchx_apps.torchx_run import Run
 
 pytestmark = pytest.mark.unit
 
-CLONE = Path(__file__).parents[1]
+CLONE = Path(__file__).parents[2]
 
 
 @pytest.fixture

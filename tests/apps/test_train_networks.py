@@ -14,13 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchx_apps import publish, stacked_members, train_networks
-from torchx_apps.cli import apply_overrides, load_recipe
-from torchx_apps.members import MemberJob, differing, members_of, setting
-from torchx_apps.networks_config import NetworksConfig
-from torchx_apps.networks_report import Result, best_of, draw, table
-from torchx_apps.rank_groups import RankGroup, World, place
-from torchx_apps.stackable import why_alone
+from torchx_apps import publish, train_networks
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.networks import stacks as stacked_members
+from torchx_apps.networks.members import MemberJob, RankGroup, World, differing, members_of, place, setting
+from torchx_apps.networks.report import Result, best_of, draw, table
+from torchx_apps.networks.stacks import NetworksConfig, why_alone
 
 TINY = ["data.name=planted", "data.users=60", "data.items=50", "data.history_length=5", "train.epochs=2", "train.eval_every=1"]
 SETS = [f"--set={item}" for item in [*TINY, "loader.batch_size=256", "model.tower_widths=8", "model.top_widths=8"]]

@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
-from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Column
-from torchrec_ext.data.datasets import DatasetUnavailable
-from torchrec_ext.data.loader import training_loader
-from torchrec_ext.data.synthetic import planted
+from torchrec_ext.data.datasets.catalog import DatasetUnavailable
+from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.loader import training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
-from torchx_apps import stackable
-from torchx_apps.cli import apply_overrides, load_recipe
-from torchx_apps.labelled import LabelledTask
-from torchx_apps.members import MemberJob
-from torchx_apps.ranking import RankingJudge, RankingTask, Recommended, recommendation_text
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs.training import build_model, load_task
+from torchx_apps.networks import stacks as stackable
+from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower
-from torchx_apps.training import build_model, load_task
+from torchx_apps.tasks.labelled import LabelledTask
+from torchx_apps.tasks.ranking import RankingJudge, RankingTask, Recommended, recommendation_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,17 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.datasets import DataConfig, load_config
-from torchrec_ext.data.labelled import LabelledConfig, load_labelled
-from torchrec_ext.data.loader import LoaderConfig
-from torchrec_ext.data.samplers import training_negatives
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.requests import RecommendRequest, ScoreRequest
-from torchrec_ext.retrieval.scorer import Scorer
-from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.data.datasets.catalog import DataConfig, load_config
+from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
+from torchrec_ext.data.loader.loader import LoaderConfig, training_negatives
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.scorer.requests import RecommendRequest, ScoreRequest
+from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchx_apps import embed, preprocess
-from torchx_apps.cli import apply_overrides, load_recipe
-from torchx_apps.training import run
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs.training import run
 
 USERS, ITEMS, KINDS = 40, 35, 4
 # By item: all but the last 7 are trained; 6 of these are described, and so in the catalogue; the last is in test.parquet alone.

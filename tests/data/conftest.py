@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_ext.data.datasets import load
-from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.datasets.catalog import load
+from torchrec_ext.data.datasets.interactions import InteractionData
 
 
 @pytest.fixture(scope="session")

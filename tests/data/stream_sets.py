@@ -13,8 +13,8 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.source import ArrowSource, ParquetSource, Source
+from torchrec_ext.data.files.sources import ArrowSource, ParquetSource, Source
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.schema import BatchSchema
 
 ITEMS = 30

@@ -9,12 +9,12 @@ from torch import Tensor
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import DataError, Jagged, OutOfRange
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 STEPS, SIZE = 10, 16

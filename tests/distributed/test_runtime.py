@@ -7,11 +7,11 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.examples import META, table
-from torchrec_ext.distributed.planning import on_own_device
+from torchrec_ext.distributed.plan.planner import on_own_device
 from torchrec_ext.distributed.runtime import GPUS, Runtime, choose_device
 from torchrec_ext.distributed.sharders import BagSharder
-from torchx_apps.rank_groups import GPUS as TOLD
-from torchx_apps.rank_groups import _of_local_ranks
+from torchx_apps.networks.members import GPUS as TOLD
+from torchx_apps.networks.members import _of_local_ranks
 
 
 def devices(groups: list[list[int]], gpus: int) -> list[int | None]:

@@ -12,8 +12,7 @@ from torch import Tensor
 from tests.examples import batches, gradients, small_model
 from torchrec_ext.distributed.streams import TowerStreams, on_streams
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.train.spans import overlap, read_spans
-from torchrec_ext.train.tracing import _named_in_trace
+from torchrec_ext.train.report.trace import _named_in_trace, overlap, read_spans
 
 pytestmark = pytest.mark.unit
 

@@ -11,15 +11,14 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
-from torchrec_ext.distributed.averaging import WHOLE_WEIGHTS, Averager
-from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import synchronised
+from torchrec_ext.distributed.sync import WHOLE_WEIGHTS, Averager, synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 SGD = OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5)
 ADAM = OptimizerConfig(tables="adam", tables_lr=0.01, dense="adam", dense_lr=0.01)

@@ -10,9 +10,9 @@ from tests.contracts import gather_state, run_ranks
 from tests.distributed.test_laws import assert_equal
 from tests.distributed.test_sync import SGD, steps
 from tests.examples import META, small_model
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig

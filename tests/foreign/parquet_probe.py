@@ -15,10 +15,10 @@ from typing import Any, get_args
 
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.arrow import Kind
 from torchrec_ext.data.columns import Column, concatenate
-from torchrec_ext.data.parquet import read_parquet
-from torchrec_ext.data.source import ParquetSource
+from torchrec_ext.data.files.arrow import Kind
+from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.schema import DataError
 
 MEMORY = 2 << 30  # bytes of address space that reading may take beside what is there after the imports

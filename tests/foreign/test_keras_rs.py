@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from torchrec_ext.modules.in_batch import in_batch_negatives
 from torchrec_ext.modules.losses import softmax_losses
+from torchrec_ext.modules.softmax import in_batch_negatives
 from torchrec_ext.train.metrics.ranking import Ranks, query_figures
 
 SOURCE = Path(os.environ.get("KERAS_RS_SOURCE") or "/nonexistent") / "keras_rs/src"

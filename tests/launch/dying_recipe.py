@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.data.datasets import DataConfig
-from torchrec_ext.data.interactions import InteractionData
+from torchrec_ext.data.datasets.catalog import DataConfig
+from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.train.loop import TrainConfig
 from torchx_apps.recipes import Job, TwoTowerConfig, build_two_tower, two_tower

@@ -10,9 +10,9 @@ from torchx.specs import AppState, AppStatus
 
 from torchx_apps import export, plan, serve
 from torchx_apps.agent import describe_failure, first_failure, hand_over
-from torchx_apps.failures import RankErrorHandler, describe, is_users_mistake
+from torchx_apps.cli.errors import RankErrorHandler, describe, is_users_mistake
+from torchx_apps.cli.overrides import convert
 from torchx_apps.torchx_run import last_words
-from torchx_apps.values import convert
 
 pytestmark = pytest.mark.unit
 

@@ -3,13 +3,13 @@
 import dataclasses
 from dataclasses import dataclass
 
-from torchrec_ext.data.labelled import LabelledConfig, load_labelled
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.source import ParquetSource
+from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
+from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.loop import TrainConfig
-from torchx_apps.labelled import LabelledTask
 from torchx_apps.recipes import Job, contextual_ncf
+from torchx_apps.tasks.labelled import LabelledTask
 
 
 @dataclass(frozen=True)

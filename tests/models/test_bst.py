@@ -12,21 +12,21 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 
 from tests.contracts import gather_state, run_ranks
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
-from torchrec_ext.data.synthetic import planted
-from torchrec_ext.distributed.explain import explain
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
-from torchrec_ext.models.bst import bst
+from torchrec_ext.models.session import bst
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.metrics import auc
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 META = torch.device("meta")
 ITEMS, GAPS, WIDTH, S = 10, 8, 16, 4

@@ -16,28 +16,27 @@ from tests.contracts import gather_state, run_ranks
 from tests.examples import META, redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import ChunkLoader
-from torchrec_ext.data.loader_config import LoaderConfig
-from torchrec_ext.data.source import ParquetSource
-from torchrec_ext.distributed.explain import explain
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.loader import ChunkLoader
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.contents import Catalogue, Users
-from torchrec_ext.retrieval.export import export
-from torchrec_ext.retrieval.requests import RecommendRequest
-from torchrec_ext.retrieval.scorer import Scorer
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.export.writer import Catalogue, Users
+from torchrec_ext.retrieval.scorer.requests import RecommendRequest
+from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError, Jagged
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.config import CheckpointConfig
-from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
-from torchrec_ext.train.finite import RunStoppedError
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
+from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 
 PROFILE, CONTENT, STEPS, ROWS = 60, 40, 6, 24
@@ -308,7 +307,7 @@ def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_bundle_with_array_columns_is_written_as_onnx(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="the package onnxscript is not installed (extra `onnx`)")
-    from torchrec_ext.retrieval.onnx_bundle import export_bundle
+    from torchrec_ext.retrieval.onnx.bundle import export_bundle
 
     _, bundle = exported(tmp_path / "bundle")
     assert max(export_bundle(bundle, tmp_path / "onnx")["differences"].values()) < 1e-5

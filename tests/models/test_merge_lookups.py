@@ -9,7 +9,7 @@ from torchrec import EmbeddingBagConfig, PoolingType
 
 from tests.examples import ITEMS, assert_every_gradient, gradients
 from tests.models.merged_models import DIM, ROWS, bags, batch, by_table, listed, model, towers
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.session_tower import SessionTower

@@ -18,20 +18,19 @@ from tests.data.stream_sets import parquet, table_of
 from tests.examples import ITEMS, META, USERS, assert_every_gradient, batches, redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives import UniformNegatives
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.samplers import UniformNegatives
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.multi_task import MultiTaskModel
-from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.modules.interaction import MultiTaskTop, TopMLP
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.modules.multi_task import MultiTaskTop
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
 from torchrec_ext.train.metrics import auc
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 WEIGHTS = {"click": 1.0, "buy": 0.25, "like": 2.0}
 STEPS = 6

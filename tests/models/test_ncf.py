@@ -12,14 +12,14 @@ from torchrec import EmbeddingBagConfig
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, assert_every_gradient, redrawn
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 USERS, ITEMS, HOURS, GENRES = 40, 30, 7, 5
 QUERIES, WIDTH = 6, 5

@@ -15,9 +15,17 @@ from tests.examples import META, batches, small_model
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
-from torchrec_ext.models.affinity import Affinity, affinity, id_vectors, pooled_vectors, table_bytes
-from torchrec_ext.models.clustering import plane
-from torchrec_ext.models.partition import Partition, PartitionError, partition
+from torchrec_ext.models.partition import (
+    Affinity,
+    Partition,
+    PartitionError,
+    affinity,
+    id_vectors,
+    partition,
+    plane,
+    pooled_vectors,
+    table_bytes,
+)
 from torchrec_ext.schema import BatchSchema, Jagged
 
 ROWS, DIM = 400, 12

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, redrawn, table
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.device_negatives import KnownItems
-from torchrec_ext.data.id_dropout import IdDropout
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.loader import LoaderConfig, training_loader
-from torchrec_ext.data.synthetic import planted
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.on_device import KnownItems
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.retrieval import RetrievalModel
@@ -24,7 +24,7 @@ from torchrec_ext.modules.interaction import Cosine, DotProduct, TopMLP
 from torchrec_ext.modules.losses import softmax_losses
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 ROWS = 12
 COUNTS = torch.arange(ITEMS)

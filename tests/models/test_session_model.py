@@ -15,20 +15,19 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from tests.contracts import gather_state, run_ranks
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader_config import LoaderConfig
-from torchrec_ext.data.sequence_sets import planted_sequences
-from torchrec_ext.data.sequences import training_windows
-from torchrec_ext.data.session_loader import SessionLoader
-from torchrec_ext.distributed.explain import explain
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.datasets.sequences import planted_sequences, training_windows
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.sessions import SessionLoader
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
-from torchrec_ext.models.session_model import NextItemModel
+from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 META = torch.device("meta")
 DATA = planted_sequences(users=60, items=40)

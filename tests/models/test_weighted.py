@@ -11,15 +11,15 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, redrawn, table
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 QUERIES, WIDTH, STEPS = 6, 4, 8
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")

@@ -12,16 +12,13 @@ from torch import Tensor, nn
 from tests.contracts import run_ranks
 from tests.examples import ITEMS, USERS, redrawn, table
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.multi_task import MultiTaskModel
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.batch_norm import BatchNorm
-from torchrec_ext.modules.interaction import TopMLP
-from torchrec_ext.modules.interaction_choice import interaction_layer
-from torchrec_ext.modules.layers import mlp
-from torchrec_ext.modules.multi_task import MultiTaskTop
+from torchrec_ext.modules.interaction import MultiTaskTop, TopMLP, interaction_layer
+from torchrec_ext.modules.layers import BatchNorm, mlp
 from torchrec_ext.modules.tower import Tower
 
 WIDTH, ROWS = 5, 12

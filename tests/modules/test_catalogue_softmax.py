@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from torchrec_ext.modules import catalogue_softmax as module
-from torchrec_ext.modules.catalogue_softmax import catalogue_softmax
+from torchrec_ext.modules import softmax as module
+from torchrec_ext.modules.softmax import catalogue_softmax
 
 pytestmark = pytest.mark.unit
 ITEMS, WIDTH = 7, 3

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.modules.in_batch import gather_rows, in_batch_negatives
 from torchrec_ext.modules.losses import in_batch_softmax
+from torchrec_ext.modules.softmax import gather_rows, in_batch_negatives
 
 B, EXTRA, ITEMS, DIM = 12, 6, 15, 5
 

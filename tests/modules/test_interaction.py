@@ -7,10 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchrec_ext.modules.crossing import DeepCross, DeepFM, FactorizationMachine
-from torchrec_ext.modules.interaction import Cosine, DotProduct, GeneralizedMF, TopMLP
-from torchrec_ext.modules.interaction_choice import Interaction, interaction_layer
-from torchrec_ext.modules.pairs import HIDDEN_FLOATS
+from torchrec_ext.modules.interaction import (
+    HIDDEN_FLOATS,
+    Cosine,
+    DeepCross,
+    DeepFM,
+    DotProduct,
+    FactorizationMachine,
+    GeneralizedMF,
+    Interaction,
+    TopMLP,
+    interaction_layer,
+)
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchrec_ext.modules.jagged_attention import Attention, Packing, attend
+from torchrec_ext.modules.session_encoder import Attention, Packing, attend
 
 pytestmark = pytest.mark.unit
 HEADS, WIDTH = 2, 3

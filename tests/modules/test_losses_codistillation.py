@@ -7,7 +7,7 @@ import torch
 
 from tests.examples import batches
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.codistillation import codistillation
+from torchrec_ext.modules.losses import codistillation
 
 pytestmark = pytest.mark.unit
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.contracts import run_ranks
-from tests.data.test_loader import ITEMS, loader_of
+from tests.data.loader.test_loader import ITEMS, loader_of
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.modules.codistillation import codistillation
-from torchrec_ext.modules.in_batch import in_batch_negatives
-from torchrec_ext.modules.losses import bce, bpr, hinge, in_batch_softmax, sampled_softmax
+from torchrec_ext.modules.losses import bce, bpr, codistillation, hinge, in_batch_softmax, sampled_softmax
+from torchrec_ext.modules.softmax import in_batch_negatives
 
 SIZE = 21  # with 8 positives a step, the last one has 5
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.examples import batches
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.in_batch import in_batch_negatives
 from torchrec_ext.modules.losses import in_batch_softmax, sampled_softmax, softmax_losses
+from torchrec_ext.modules.softmax import in_batch_negatives
 
 pytestmark = pytest.mark.unit
 

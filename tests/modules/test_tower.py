@@ -10,8 +10,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_ext.modules.layers import Residual, mlp
-from torchrec_ext.modules.pooling import AttentionPooling
-from torchrec_ext.modules.tower import Tower
+from torchrec_ext.modules.tower import AttentionPooling, Tower
 
 pytestmark = pytest.mark.unit
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.examples import batches, small_model, table
-from torchrec_ext.modules.tower import Tower
-from torchrec_ext.modules.towers import Reads, Towers
+from torchrec_ext.modules.tower import Reads, Tower, Towers
 
 pytestmark = pytest.mark.unit
 

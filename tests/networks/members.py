@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.choices import Choice
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower

@@ -9,7 +9,7 @@ import torch
 
 from tests.networks.members import PLAIN, batch, greatest_difference, network
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.networks.compiled import CompiledStep
 from torchrec_ext.networks.optimizer import StackedOptimizer

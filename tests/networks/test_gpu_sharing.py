@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.networks.members import SHARED, batch, greatest_difference, network
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.networks.gpu_sharing import gpu_sharing, mps_is_running
 from torchrec_ext.networks.optimizer import StackedOptimizer
 from torchrec_ext.networks.stack import Stack

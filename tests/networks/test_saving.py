@@ -10,25 +10,21 @@ from safetensors.torch import load_file
 
 from tests.networks.members import PLAIN, network
 from tests.networks.test_training import STEPS, Rows
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.optimizer import StackedOptimizer
-from torchrec_ext.networks.saving import optimizer_of
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
-from torchrec_ext.networks.training import Member, train_stack
+from torchrec_ext.networks.training import Member, optimizer_of, train_stack
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.config import CheckpointConfig
-from torchrec_ext.train.checkpoint.publish import publish
-from torchrec_ext.train.checkpoint.restoring import load
-from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
+from torchrec_ext.train.checkpoint.folder import Together
+from torchrec_ext.train.checkpoint.load import load
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import model_state
-from torchrec_ext.train.checkpoint.together import Together
-from torchrec_ext.train.config import Record
-from torchrec_ext.train.early_stop import EarlyStop
-from torchrec_ext.train.finite import RunStoppedError
+from torchrec_ext.train.checkpoint.vectors import publish
+from torchrec_ext.train.config import EarlyStop, Record, Schedule
+from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig
-from torchrec_ext.train.schedule import Schedule
 
 EPOCHS = 4
 ANEW = {"a": None, "b": None}

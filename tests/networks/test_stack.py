@@ -23,16 +23,15 @@ from tests.networks.members import (
     table,
 )
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.layers import mlp
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.networks.optimizer import StackedOptimizer
-from torchrec_ext.networks.same_shape import difference
-from torchrec_ext.networks.skeleton import StackError
+from torchrec_ext.networks.skeleton import StackError, difference
 from torchrec_ext.networks.stack import Stack
-from torchrec_ext.train.schedule import Schedule
+from torchrec_ext.train.config import Schedule
 
 # With eps = 1e-8 the last bit of a gradient that is nearly 0 decides the direction of a whole step of Adam and Adagrad.
 ADAM = OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=1e-3, eps=1e-4)

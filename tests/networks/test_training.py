@@ -9,14 +9,12 @@ from torch import Tensor
 
 from tests.networks.members import PLAIN, batch, greatest_difference, learn_alone, network
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
-from torchrec_ext.modules.codistillation import codistillation
-from torchrec_ext.networks.peers import Codistillation, StalePeers
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.modules.losses import codistillation
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
-from torchrec_ext.networks.training import Member, train_stack
-from torchrec_ext.train.config import Record
-from torchrec_ext.train.early_stop import EarlyStop
+from torchrec_ext.networks.training import Codistillation, Member, StalePeers, train_stack
+from torchrec_ext.train.config import EarlyStop, Record
 from torchrec_ext.train.loop import TrainConfig
 
 SGD = OptimizerConfig(tables="sgd", dense="sgd", tables_lr=0.05, dense_lr=0.02)

@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from tests.examples import ITEMS, USERS, redrawn, small_model
 from torchrec_ext.models.tower_model import Interaction, TowerModel
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.contents import Catalogue, Users
-from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.export.writer import Catalogue, Users
 
 
 def contents(seed: int = 0, items: int = ITEMS - 1) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.examples import ITEMS, USERS, small_model
 from torchrec_ext.models.tower_model import Interaction
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.contents import Catalogue, Users
-from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.export.writer import Catalogue, Users
 from torchrec_ext.schema import Jagged
 
 FIRST_ITEM = 1_000  # ids of items: 1000 + position; item row = position + 1

@@ -14,14 +14,14 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, batches, small_model, table
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader import LoaderConfig, training_loader
-from torchrec_ext.data.synthetic import checkerboard
+from torchrec_ext.data.datasets.synthetic import checkerboard
+from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import Prediction
 from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, train
-from torchx_apps.ranking import RankingJudge
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
+from torchx_apps.tasks.ranking import RankingJudge
 
 
 class Batches:

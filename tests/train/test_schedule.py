@@ -10,14 +10,14 @@ from torch import Tensor
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
 from tests.train.test_loop import Batches
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
+from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.schedule import Schedule
-from torchx_apps.overrides import apply_overrides
+from torchx_apps.cli.overrides import apply_overrides
 
 
 def factors(schedule: Schedule, steps: int) -> list[float]:

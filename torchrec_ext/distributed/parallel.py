@@ -1,4 +1,11 @@
-"""hybrid_parallel(): model-parallel tables with optimizers in their backward, data-parallel dense layers, in one function."""
+"""hybrid_parallel(): model-parallel tables with optimizers in their backward, data-parallel dense layers, in one function.
+
+settle_buckets(): gradients are summed in one order from the first step on, so that a resumed run rounds as one that went on.
+
+DistributedDataParallel lays its buckets out anew after its first backward, in the order in which the gradients came. How a sum over
+three ranks or more is rounded depends on a number's place in its bucket: gloo and NCCL reduce in rings, and each part of a bucket
+begins at another rank. Without this, the first step after a resume differs by a rounding from the same step of a run that went on.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +13,15 @@ import logging
 from collections.abc import Mapping
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_ext.distributed.choices import Choice
-from torchrec_ext.distributed.gradient_buckets import settle_buckets
-from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer, keyed_optimizers
-from torchrec_ext.distributed.optimizers import (
+from torchrec_ext.distributed.optim.config import (
+    Choice,
     OptimizerConfig,
     chosen_optimizer,
     declare_table_optimizer,
@@ -22,14 +29,27 @@ from torchrec_ext.distributed.optimizers import (
     shardings,
     undeclared,
 )
-from torchrec_ext.distributed.planning import on_own_device, plan_sharding, sharders
-from torchrec_ext.distributed.row_decay import decay_sharded_rows
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, keyed_optimizers
+from torchrec_ext.distributed.optim.sharded import decay_sharded_rows, sharded_adams
+from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding, sharders
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sharded_adam import sharded_adams
 from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
-from torchrec_ext.distributed.tower_lookups import host_look_ups
-from torchrec_ext.distributed.tower_sharding import ShardedTowers, TowerSharder
+from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
+from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, TowerSharder
+
+
+def settle_buckets(model: nn.Module) -> None:
+    """Has every DistributedDataParallel in ``model`` keep its first layout; all ranks call it before the first step.
+
+    Two ranks need none of it: a sum of two numbers is rounded in one way. Nor is it done where gradients fill several buckets (over
+    1 MiB): there the layout by arrival is what lets the sums overlap with the backward.
+    """
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module.process_group.size() > 2:
+            parameters = [parameter for parameter in module._module_parameters if parameter.requires_grad]
+            if sum(parameter.numel() * parameter.element_size() for parameter in parameters) <= dist._DEFAULT_FIRST_BUCKET_BYTES:
+                module.reducer._push_all_rebuilt_params()
 
 
 def hybrid_parallel(

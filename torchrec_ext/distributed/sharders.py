@@ -1,4 +1,9 @@
-"""ShardedBags: TorchRec's sharded EmbeddingBagCollection with the mean of every table, and with unequal batches on gloo."""
+"""sharders(): TorchRec's sharders for every kind of collection that a tower may hold.
+
+What FBGEMM's kernels and TorchRec cannot do with a table, known before a plan is made.
+
+ShardedBags: TorchRec's sharded EmbeddingBagCollection with the mean of every table, and with unequal batches on gloo.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +21,59 @@ from torchrec.distributed.dist_data import (
     PooledEmbeddingsReduceScatter,
     VariableBatchPooledEmbeddingsReduceScatter,
 )
-from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
     _apply_mean_pooling,
 )
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingType
-from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ModuleSharder, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+TRAINED_ON_CPU = (DataType.FP32, DataType.FP16)
+SHARDED = [kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
+
+
+def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> str | None:
+    """Why ``table`` cannot be trained on a ``device`` (``cpu`` or ``cuda``) as ``sharding``, ``auto`` included.
+
+    None where it can, or where FBGEMM itself says no: which types its CUDA kernels train differs by version.
+    """
+    if table.embedding_dim % 4:
+        return f"embedding_dim={table.embedding_dim} must be a multiple of 4, as FBGEMM's kernels ask"
+    if device == "cpu" and table.data_type not in TRAINED_ON_CPU:
+        names = " and ".join(kind.value for kind in TRAINED_ON_CPU)
+        return f"data_type={table.data_type.value}: FBGEMM's kernels train {names} tables on a cpu; choose one of them"
+    if sharding != ShardingType.DATA_PARALLEL.value:
+        return None
+    others = "choose table_wise, row_wise or column_wise for it, with an optimizer that runs there"
+    if table.data_type != DataType.FP32:
+        return (
+            f"data_type={table.data_type.value} as data_parallel: its optimizer would keep its state in half precision, where "
+            f"eps=1e-8 is 0 and rows become NaN; {others}"
+        )
+    if isinstance(table, EmbeddingConfig) and device == "cpu":
+        return (
+            "data_parallel on a cpu: it is read id by id, where FBGEMM's dense kernel adds up the ids of a row and then fails; "
+            f"{others}"
+        )
+    return None
+
+
+def possible(table: BaseEmbeddingConfig, device: str) -> list[str] | None:
+    """The sharding types that ``auto`` may choose from for ``table``; None for all that the sharder offers."""
+    if refused_because(table, ShardingType.DATA_PARALLEL.value, device) is None:
+        return None
+    return list(SHARDED)
+
 
 SUMMED_FIRST = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 
@@ -166,3 +210,54 @@ def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> No
             setattr(output_dist, name, EqualReduceScatter(child._pg, child._codecs))
         elif type(child) is VariableBatchPooledEmbeddingsReduceScatter:
             setattr(output_dist, name, EqualVariableReduceScatter(child._pg, child._codecs))
+
+
+class RowWiseOnCpu(BaseEmbeddingSharder):
+    """Adds row_wise to what a sharder offers on the CPU.
+
+    TorchRec's kernels and collectives support it there, its own list leaves it out (torchrec #1252, #1396).
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The sharding types for this device."""
+        types: list[str] = super().sharding_types(compute_device_type)
+        row_wise = ShardingType.ROW_WISE.value
+        return types if row_wise in types else [*types, row_wise]
+
+
+class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
+    """TorchRec's sharder of EmbeddingBagCollection, with row_wise on the CPU too; makes :class:`ShardedBags`."""
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedBags:
+        """See TorchRec's."""
+        return self.sharded_module_type(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            sharded_module_order_overwrite=self._sharded_module_order_overwrite,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[ShardedBags]:
+        """ShardedBags."""
+        return ShardedBags
+
+
+class SequenceSharder(RowWiseOnCpu, EmbeddingCollectionSharder):
+    """TorchRec's sharder of EmbeddingCollection, with row_wise on the CPU too."""
+
+
+def sharders() -> list[ModuleSharder[nn.Module]]:
+    """The sharders for every kind of collection that a tower may hold."""
+    return [BagSharder(), SequenceSharder()]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from torchrec_ext.modules.towers import Towers
+from torchrec_ext.modules.tower import Towers
 
 
 class TowerStreams:

@@ -13,7 +13,7 @@ from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import DMPCollectionContext, ModuleSharder, ShardingEnv2D, ShardingPlan
 
-from torchrec_ext.distributed.choices import Choice
+from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Loss, Prediction, TowerModel
+from torchrec_ext.modules.interaction import MultiTaskTop
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.modules.multi_task import MultiTaskTop
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.models.tower_model import Loss, TowerModel
-from torchrec_ext.modules.layers import Activation, activation_layer
+from torchrec_ext.modules.interaction import over_pairs
+from torchrec_ext.modules.layers import Activation, Recorded, activation_layer
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.modules.pairs import over_pairs
-from torchrec_ext.modules.recorded import Recorded
 from torchrec_ext.modules.tower import Tower
 
 

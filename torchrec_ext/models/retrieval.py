@@ -11,9 +11,9 @@ from torch.nn.functional import normalize
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Prediction, TowerModel
-from torchrec_ext.modules.in_batch import in_batch_negatives, widened
 from torchrec_ext.modules.interaction import Cosine, DotProduct
 from torchrec_ext.modules.losses import in_batch_softmax
+from torchrec_ext.modules.softmax import in_batch_negatives, widened
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 

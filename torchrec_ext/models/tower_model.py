@@ -12,14 +12,12 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from typing_extensions import Self
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.interaction_choice import Interaction as Interaction
-from torchrec_ext.modules.interaction_choice import interaction_layer
-from torchrec_ext.modules.layers import weighs_rows
+from torchrec_ext.modules.interaction import Interaction as Interaction
+from torchrec_ext.modules.interaction import interaction_layer
+from torchrec_ext.modules.layers import how_made, weighs_rows
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.modules.recorded import how_made
 from torchrec_ext.modules.shared_tables import shared_tables, values_by_table
-from torchrec_ext.modules.tower import Activation, Normalization, Tower
-from torchrec_ext.modules.towers import Towers
+from torchrec_ext.modules.tower import Activation, Normalization, Tower, Towers
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
 Loss = Callable[[Tensor, TowerBatch], Tensor]

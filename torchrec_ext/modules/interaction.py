@@ -1,16 +1,87 @@
-"""How tower outputs become one logit."""
+"""How tower outputs become one logit.
+
+Interactions whose layers multiply: DCN V2, factorisation machine and DeepFM, from TorchRec's own modules.
+
+The interactions by the names that recipes use.
+
+Scores of every query with every candidate, and the widths of the towers that they come from.
+
+The query of a score is the output of every tower but the last, concatenated; the candidate is that of the last.
+
+MultiTaskTop: the top NN with a head for each of several tasks over its last hidden layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
+from torchrec.modules import deepfm
+from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 
-from torchrec_ext.modules.layers import Activation, Normalization, activation_layer, mlp, weighs_rows
-from torchrec_ext.modules.pairs import cross_product, equal_width, over_pairs, query_and_candidate
-from torchrec_ext.modules.recorded import Recorded
+from torchrec_ext.modules.layers import Activation, BatchNorm, Normalization, Recorded, activation_layer, mlp, weighs_rows
+
+HIDDEN_FLOATS = 2**17  # of a block of pairs: half a MiB, a core's share of the second-level cache
+HIDDEN_FLOATS_GPU = 2**27  # half a GiB: on a GPU many pairs at once
+
+
+def over_pairs(queries: Tensor, candidates: Tensor, score: Callable[[Tensor, Tensor], Tensor], width: int) -> Tensor:
+    """(B, N) scores of queries (B, ...) with candidates (N, ...), over blocks of pairs that stay in the cache.
+
+    That is several times as fast as all pairs at once.
+
+    Args:
+        queries: (B, D1).
+        candidates: (N, D2).
+        score: from (b, 1, D1) and (1, n, D2) to (b, n).
+        width: floats that ``score`` needs for a pair.
+    """
+    pairs = max(1, (HIDDEN_FLOATS if queries.device.type == "cpu" else HIDDEN_FLOATS_GPU) // max(1, width))
+    blocks = torch.split(candidates, pairs)
+    rows = [
+        torch.cat([score(some[:, None], block[None]) for block in blocks], dim=1)
+        for some in torch.split(queries, max(1, pairs // max(1, len(candidates))))
+    ]
+    return torch.cat(rows)
+
+
+def cross_product(query: Tensor, candidate: Tensor) -> Tensor:
+    """(b, n, D1 + D2): each of the queries (b, 1, D1) beside each of the candidates (1, n, D2)."""
+    shape = (query.shape[0], candidate.shape[1], -1)
+    return torch.cat([query.expand(shape), candidate.expand(shape)], dim=2)
+
+
+def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, int]:
+    """(D1, D2): the width of a query and of a candidate; D1 is 0 where there is one tower.
+
+    Raises:
+        ValueError: no tower, or one of no width.
+    """
+    if not widths or min(widths) < 1:
+        raise ValueError(f"{interaction} needs towers, each of width 1 or more, got {shapes(widths) or 'none'}")
+    return sum(widths[:-1]), widths[-1]
+
+
+def equal_width(interaction: str, widths: Sequence[int], *, towers: int | None = None, remedy: str) -> int:
+    """D, the width of every tower.
+
+    Raises:
+        ValueError: towers of different widths, or not as many as ``towers``.
+    """
+    many = "towers" if towers is None else "two towers"
+    if len(widths) < 2 or (towers or len(widths)) != len(widths) or len(set(widths)) > 1 or min(widths) < 1:
+        raise ValueError(
+            f"{interaction} needs {many} of equal width, got {shapes(widths) or 'none'}; give them one last width, or use {remedy}"
+        )
+    return widths[0]
+
+
+def shapes(widths: Sequence[int]) -> str:
+    """The towers' outputs as a message names them."""
+    return ", ".join(f"(B, {width})" for width in widths)
 
 
 class DotProduct(Recorded, nn.Module):
@@ -171,3 +242,228 @@ class Reordered(Recorded, nn.Module):
     def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
         pairs = cross_product(query, candidate)
         return self.forward(list(torch.split(pairs.flatten(0, 1), self.widths, dim=1))).view(pairs.shape[:2])
+
+
+class DeepCross(Recorded, nn.Module):
+    """Deep & Cross Network V2 in its stacked form: the concatenation x, layers x * (W x_l + b) + x_l, an MLP (Wang et al. 2021).
+
+    Args:
+        widths: D of each tower, in order.
+        hidden: widths of the MLP's hidden layers; without any, the crossing layers feed one linear layer.
+        layers: crossing layers; each raises by one the degree of the products it can form.
+        low_rank: rank of each W; full where not given. A quarter of the concatenation's width is usual for wide ones.
+        activation: between the layers of the MLP.
+        normalization: before each activation.
+        dropout: after each activation.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        hidden: Sequence[int] = (64,),
+        *,
+        layers: int = 2,
+        low_rank: int | None = None,
+        activation: Activation = "relu",
+        normalization: Normalization = "none",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.width = sum(query_and_candidate("DeepCross", widths))
+        if layers < 1:
+            raise ValueError(f"layers={layers}: must be 1 or more; without crossing layers it is TopMLP")
+        if low_rank is not None and not 1 <= low_rank <= self.width:
+            raise ValueError(f"low_rank={low_rank}: must be 1 to {self.width}, the width of {len(widths)} outputs side by side")
+        self.cross = CrossNet(self.width, layers) if low_rank is None else LowRankCrossNet(self.width, layers, low_rank)
+        self.mlp = mlp(self.width, [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
+
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the logit, (1,)."""
+        return [self.mlp[-1].bias]  # type: ignore[list-item]
+
+    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""
+        return self.mlp(self.cross(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2).
+
+        Every layer multiplies the two sides, so nothing can be computed once per row; memory is bounded.
+        """
+        return over_pairs(query, candidates, self._pairs, self.width)
+
+    def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
+        pairs = cross_product(query, candidate)
+        return self.forward([pairs.flatten(0, 1)]).view(pairs.shape[:2])
+
+
+class FactorizationMachine(Recorded, nn.Module):
+    """A bias, a linear term, and the dot products of all pairs of towers (Rendle 2010): sum over i < j of <x_i, x_j>.
+
+    TorchRec's module, given the (B, T x D) concatenation, multiplies every number with every other, those of one tower and of
+    different columns too; given one column of all towers at a time it is the published machine.
+
+    Args:
+        widths: D of each tower, in order; all must be equal.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.width = equal_width("FactorizationMachine", widths, remedy="TopMLP or DeepCross, which take any")
+        self.first_order = nn.Linear(sum(widths), 1)
+        self.second_order = deepfm.FactorizationMachine()
+
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the logit, (1,)."""
+        return [self.first_order.bias]
+
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """(B,) logits from the towers' outputs, each (B, D)."""
+        return self.first_order(torch.cat(outputs, dim=1)).squeeze(1) + self._products(outputs)  # type: ignore[no-any-return]
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """(B, N) logits of every query (B, (T - 1) x D), all towers but the last concatenated, with every candidate (N, D)."""
+        left, right = torch.split(self.first_order.weight[0], [query.shape[1], candidates.shape[1]])
+        outputs = list(torch.split(query, self.width, dim=1))
+        alone = query @ left + self._products(outputs) + self.first_order.bias
+        return alone[:, None] + candidates @ right + torch.stack(outputs).sum(0) @ candidates.T
+
+    def _products(self, outputs: list[Tensor]) -> Tensor:
+        columns = torch.stack(outputs, dim=2)  # (B, D, T)
+        products = self.second_order([columns.flatten(0, 1)])  # (B x D, 1)
+        return products.view(columns.shape[:2]).sum(dim=1)  # type: ignore[no-any-return]
+
+
+class DeepFM(Recorded, nn.Module):
+    """A factorisation machine and a deep half over the same outputs, added (Guo et al. 2017).
+
+    TorchRec's ``DeepFM`` is the deep half alone: a concatenation and a module of one's choice, which :class:`TopMLP` is too.
+
+    Args:
+        widths: D of each tower, in order; all must be equal.
+        hidden: widths of the deep half's hidden layers.
+        activation: over the concatenation and between the layers of the deep half.
+        normalization: before each activation.
+        dropout: after each activation.
+        activate_input: of the deep half, see :class:`TopMLP`.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        hidden: Sequence[int] = (64,),
+        *,
+        activation: Activation = "relu",
+        normalization: Normalization = "none",
+        dropout: float = 0.0,
+        activate_input: bool = True,
+    ) -> None:
+        super().__init__()
+        self.machine = FactorizationMachine(widths)
+        self.deep = TopMLP(
+            widths, hidden, activation=activation, normalization=normalization, dropout=dropout, activate_input=activate_input
+        )
+
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the machine's logit, (1,), to which the deep half's is added."""
+        return self.machine.last_biases
+
+    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """(B,) logits from the towers' outputs, each (B, D); ``weights`` (B,), see :class:`BatchNorm`."""
+        return self.machine(outputs) + self.deep(outputs, weights)  # type: ignore[no-any-return]
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """(B, N) logits of every query (B, (T - 1) x D), all towers but the last concatenated, with every candidate (N, D)."""
+        return self.machine.score_all(query, candidates) + self.deep.score_all(query, candidates)
+
+
+Interaction = Literal["top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm"]
+_PLAIN: dict[str, Callable[..., nn.Module]] = {
+    "dot": DotProduct,
+    "cosine": Cosine,
+    "gmf": GeneralizedMF,
+    "fm": FactorizationMachine,
+}
+_LAYERED: dict[str, Callable[..., nn.Module]] = {"top_nn": TopMLP, "dcn": DeepCross, "deepfm": DeepFM}
+_ACTIVATES_INPUT = ("top_nn", "deepfm")
+
+
+def interaction_layer(
+    name: Interaction,
+    widths: Sequence[int],
+    hidden: Sequence[int] = (64,),
+    *,
+    activation: Activation = "relu",
+    normalization: Normalization = "none",
+    dropout: float = 0.0,
+    activate_input: bool = True,
+) -> nn.Module:
+    """The interaction of that name over towers of ``widths``.
+
+    Args:
+        name: ``top_nn``, :class:`TopMLP`; ``dot``, :class:`DotProduct`; ``cosine``, :class:`Cosine`; ``gmf``,
+            :class:`GeneralizedMF`; ``dcn``, :class:`DeepCross`; ``fm``, :class:`FactorizationMachine`; ``deepfm``, :class:`DeepFM`.
+        widths: D of each tower, in order.
+        hidden: widths of the hidden layers of ``top_nn``, ``dcn`` and ``deepfm``; the others have none.
+        activation: between these.
+        normalization: before each activation.
+        dropout: after each activation.
+        activate_input: whether ``top_nn`` and ``deepfm`` begin with an activation; not over towers without layers.
+
+    Raises:
+        ValueError: another name, or widths that do not fit.
+    """
+    if name not in get_args(Interaction):
+        raise ValueError(f"interaction={name!r}: must be one of {', '.join(get_args(Interaction))}")
+    if name in _PLAIN:
+        return _PLAIN[name](widths)
+    options: dict[str, bool] = {"activate_input": activate_input} if name in _ACTIVATES_INPUT else {}
+    return _LAYERED[name](widths, hidden, activation=activation, normalization=normalization, dropout=dropout, **options)
+
+
+class MultiTaskTop(TopMLP):
+    """The towers' outputs concatenated, an MLP, and T heads (hard sharing: Caruana 1997; Covington et al. 2016 on top).
+
+    The first head is TopMLP's own, so that whatever ranks by one logit, :meth:`score_all` too, ranks by the first task.
+
+    Args:
+        widths: D of each tower, in order.
+        tasks: T, 2 or more.
+        hidden: widths of the hidden layers, over the last of which the heads are.
+        activation: see :class:`TopMLP`.
+        normalization: see :class:`TopMLP`.
+        dropout: see :class:`TopMLP`.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        tasks: int,
+        hidden: Sequence[int] = (64,),
+        *,
+        activation: Activation = "relu",
+        normalization: Normalization = "none",
+        dropout: float = 0.0,
+    ) -> None:
+        if tasks < 2:
+            raise ValueError(f"tasks={tasks}: must be 2 or more; TopMLP is the network for one")
+        super().__init__(widths, hidden, activation=activation, normalization=normalization, dropout=dropout)
+        first: nn.Linear = self.mlp[-1]  # type: ignore[assignment]
+        self.further = nn.ModuleList(nn.Linear(first.in_features, 1) for _ in range(tasks - 1))
+
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of each task's logit, (1,), in order."""
+        return [*super().last_biases, *(head.bias for head in self.further)]  # type: ignore[list-item]
+
+    def of_tasks(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """(B, T) logits from the towers' outputs, each (B, D) with a D of its own; column 0 is what :meth:`forward` gives."""
+        *layers, first = self.mlp
+        hidden = self.activation(torch.cat(outputs, dim=1))
+        # One by one, as TorchRec's pipelines trace them: a slice of a Sequential is none of the model's modules.
+        for layer in layers:
+            hidden = layer(hidden, weights) if isinstance(layer, BatchNorm) else layer(hidden)
+        return torch.cat([first(hidden), *(head(hidden) for head in self.further)], dim=1)

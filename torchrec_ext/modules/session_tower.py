@@ -11,11 +11,10 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_ext.modules.jagged_attention import Attention, Packing
-from torchrec_ext.modules.recorded import Recorded
-from torchrec_ext.modules.session_encoder import Position, SessionEncoder
+from torchrec_ext.modules.layers import Recorded
+from torchrec_ext.modules.session_encoder import Attention, Packing, Position, SessionEncoder
 from torchrec_ext.modules.tower import Activation, Lent, by_table, check_tables, mlp
-from torchrec_ext.schema.arrays import dense_names
+from torchrec_ext.schema.features import dense_names
 
 Pooling = Literal["flatten", "last", "mean"]
 BST_WIDTHS = (1024, 512, 256)
@@ -26,9 +25,9 @@ class SessionTower(Recorded, nn.Module):
 
     A tower like :class:`torchrec_ext.modules.tower.Tower`, so that a TowerModel takes it beside others; its tables are an
     EmbeddingCollection, sharded like any. Each step is the sum of the embeddings of its features, such as item, category and the
-    gap in time to the target (:func:`torchrec_ext.data.sequences.time_gaps`), which BST concatenates: a sum has the same linear
-    maps of each feature, and one width. A feature pair that names the same things, such as ``history`` and ``item_id``, is read
-    from one table by giving both names in its ``feature_names``.
+    gap in time to the target (:func:`torchrec_ext.data.datasets.sequences.time_gaps`), which BST concatenates: a sum has the same
+    linear maps of each feature, and one width. A feature pair that names the same things, such as ``history`` and ``item_id``, is
+    read from one table by giving both names in its ``feature_names``.
 
     Args:
         tables: TorchRec EmbeddingConfigs of one width D.

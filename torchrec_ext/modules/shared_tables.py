@@ -13,8 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.tower import Lent, by_table
-from torchrec_ext.modules.towers import Towers
+from torchrec_ext.modules.tower import Lent, Towers, by_table
 from torchrec_ext.schema.features import Joint as Joint
 from torchrec_ext.schema.features import joints, merged
 

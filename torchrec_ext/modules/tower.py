@@ -1,9 +1,14 @@
-"""Tower: the embeddings of one sub-network and the dense layers over them."""
+"""Tower: the embeddings of one sub-network and the dense layers over them.
+
+Towers: the named towers of a model, run one after the other on each rank, or placed on ranks of their own by a plan.
+
+Pooling of list features by what is in them, and of rows that were looked up one by one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +18,75 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.modules.compression import CompressingLayer, Compression
 from torchrec_ext.modules.layers import Activation as Activation
-from torchrec_ext.modules.layers import Layers
+from torchrec_ext.modules.layers import Layers, Recorded, weighs_rows
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
-from torchrec_ext.modules.pooling import BagAttention, RowPooling
-from torchrec_ext.modules.recorded import Recorded
-from torchrec_ext.schema.arrays import dense_names
+from torchrec_ext.schema.features import dense_names
+
+
+class AttentionPooling(nn.Module):
+    """A bag's weighted mean, whose weights depend on the embeddings: softmax over the bag of ``v . tanh(W e + b)``.
+
+    The additive attention of Bahdanau et al. (2015) with a learned query, as news encoders pool words (Wu et al. 2019, NRMS).
+
+    Args:
+        width: D of the embeddings.
+        hidden: width of the scoring layer; D where not given.
+    """
+
+    def __init__(self, width: int, hidden: int | None = None) -> None:
+        super().__init__()
+        self.score = nn.Sequential(nn.Linear(width, hidden or width), nn.Tanh(), nn.Linear(hidden or width, 1, bias=False))
+
+    def forward(self, bags: JaggedTensor) -> Tensor:
+        """(B, D) from bags of embeddings, (sum of lengths, D) in all; an empty bag gives zeros."""
+        values, lengths = bags.values().to(self.score[0].weight.dtype), bags.lengths().long()
+        size = len(lengths)
+        rows = torch.repeat_interleave(torch.arange(size, device=values.device), lengths, output_size=len(values))
+        scores = self.score(values).squeeze(1)
+        peaks = scores.new_full((size,), -torch.inf).scatter_reduce(0, rows, scores.detach(), "amax")
+        weights = torch.exp(scores - peaks[rows])
+        totals = scores.new_zeros(size).index_add(0, rows, weights).clamp(min=1)  # 1 or more but for empty bags
+        pooled = values.new_zeros(size, values.shape[1]).index_add(0, rows, values * weights[:, None])
+        return pooled / totals[:, None]  # type: ignore[no-any-return]
+
+
+class BagAttention(nn.Module):
+    """One :class:`AttentionPooling` for each feature of an EmbeddingCollection.
+
+    A module of its own, because TorchRec's pipelines do not trace into modules without tables: this one may read lengths.
+
+    Args:
+        names: keys of the collection's output, in order.
+        width: D of its tables.
+    """
+
+    def __init__(self, names: Sequence[str], width: int) -> None:
+        super().__init__()
+        self._names = list(names)
+        self.pools = nn.ModuleList(AttentionPooling(width) for _ in names)
+
+    def forward(self, sequences: Mapping[str, JaggedTensor]) -> Tensor:
+        """(B, features x D)."""
+        return torch.cat([pool(sequences[name]) for name, pool in zip(self._names, self.pools, strict=True)], dim=1)
+
+
+class RowPooling(nn.Module):
+    """Pools bags whose rows were looked up one by one, because another tower reads their table so.
+
+    Without tables, for the same reason as :class:`BagAttention`.
+    """
+
+    def forward(self, found: Tensor | JaggedTensor, pooling: PoolingType) -> Tensor:
+        """(B, D) from (sum of lengths, D), zeros for an empty bag; what is a Tensor is pooled already."""
+        if isinstance(found, Tensor):
+            return found
+        values, lengths = found.values(), found.lengths().long()
+        rows = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths, output_size=len(values))
+        summed = values.new_zeros(len(lengths), values.shape[1]).index_add(0, rows, values)
+        return summed / lengths.clamp(min=1)[:, None] if pooling == PoolingType.MEAN else summed  # type: ignore[no-any-return]
+
 
 Found = TypeVar("Found")
 # By ``feature@table`` what tables outside a tower hold for it: pooled bags (B, width), or rows (sum of lengths, width) in bags.
@@ -211,3 +278,91 @@ def _of_one_width(tables: list[EmbeddingConfig]) -> list[EmbeddingConfig]:
             "by attention, and TorchRec's EmbeddingCollection holds tables of one width; give both one embedding_dim"
         )
     return tables
+
+
+class Reads(NamedTuple):
+    """What a tower takes from a batch: the shared rows or the others, columns of their dense matrix, and maybe their weights."""
+
+    shared: bool
+    dense: slice
+    weights: bool = False
+
+
+class Towers(nn.ModuleDict):
+    """Towers by name, called once for all of them, so that a sharder can take them over as one module.
+
+    Args:
+        towers: by name; each has ``tables``, ``dense`` and ``out_features``, as :class:`Tower`.
+        shared: names of the towers that read the rows that several rows of a batch share.
+
+    Raises:
+        ValueError: an unknown name in ``shared``, a dense column of two towers, or a feature of a shared and of another tower.
+    """
+
+    def __init__(self, towers: Mapping[str, Tower], *, shared: Collection[str] = ()) -> None:
+        super().__init__(towers)
+        unknown = sorted(set(shared) - set(towers))
+        if unknown:
+            raise ValueError(f"shared names {unknown}, which are not towers; the towers are {list(towers)}")
+        self.reads: dict[str, Reads] = {}
+        ends = {False: 0, True: 0}
+        for name, tower in towers.items():
+            start = ends[name in shared]
+            ends[name in shared] = stop = start + len(tower.dense)
+            self.reads[name] = Reads(name in shared, slice(start, stop), weighs_rows(tower))
+        _check_columns(self)
+
+    def weigh_rows(self, *, shared: bool) -> bool:
+        """Whether one of the shared towers, or of the others, takes the weights of its rows."""
+        return any(reads.weights and reads.shared == shared for reads in self.reads.values())
+
+    def columns(self, *, shared: bool) -> list[str]:
+        """The features and dense columns that the shared towers read, or the others."""
+        towers: list[Tower] = [self[name] for name, reads in self.reads.items() if reads.shared == shared]  # type: ignore[misc]
+        return [name for tower in towers for table in tower.tables for name in table.feature_names] + [
+            name for tower in towers for name in tower.dense
+        ]
+
+    def forward(
+        self,
+        sparse: KeyedJaggedTensor,
+        dense: Tensor,
+        shared_sparse: KeyedJaggedTensor | None = None,
+        shared_dense: Tensor | None = None,
+        *,
+        lent: Lent | None = None,
+        names: Sequence[str] | None = None,
+        weights: Tensor | None = None,
+        shared_weights: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """(B, D) of each tower by name, (Q, D) of shared ones.
+
+        Args:
+            sparse: the batch's KeyedJaggedTensor, stride B.
+            dense: (B, Fd).
+            shared_sparse: that of the shared towers, stride Q; None where none of them is called.
+            shared_dense: (Q, Fd) likewise.
+            lent: see :meth:`Tower.forward`.
+            names: the towers to run; all where not given.
+            weights: (B,) of the rows, for batch normalisation; all 1 where not given.
+            shared_weights: (Q,) of the shared rows, likewise.
+        """
+        outputs = {}
+        for name in self.reads if names is None else names:
+            shared, own, weighs = self.reads[name]
+            rows, columns = (shared_sparse, shared_dense) if shared else (sparse, dense)
+            taken: dict[str, Any] = {"lent": lent} if lent and hasattr(self[name], "lend") else {}
+            if weighs:
+                taken["weights"] = shared_weights if shared else weights
+            outputs[name] = self[name](rows, columns[:, own], **taken)  # type: ignore[index]
+        return outputs
+
+
+def _check_columns(towers: Towers) -> None:
+    dense = [name for tower in towers.values() for name in tower.dense]  # type: ignore[union-attr]
+    twice = sorted({name for name in dense if dense.count(name) > 1})
+    if twice:
+        raise ValueError(f"dense columns {twice} are read by more than one tower; give each tower a column of its own name")
+    both = sorted(set(towers.columns(shared=False)) & set(towers.columns(shared=True)))
+    if both:
+        raise ValueError(f"features {both} are read by a shared tower and by another; share both towers, or give each its own")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.networks.graph import Inputs, trace
 from torchrec_ext.networks.optimizer import Moved, StackedOptimizer
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Losses, Stack
-from torchrec_ext.networks.tracing import Inputs, trace
 
 _STATE = ("exp_avg", "exp_avg_sq", "step")
 

@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrec_ext.distributed.choices import Choice
-from torchrec_ext.distributed.optimizers import OptimizerConfig, has_kernel
-from torchrec_ext.distributed.row_adam import touched
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, has_kernel, touched
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
-from torchrec_ext.train.schedule import Schedule
+from torchrec_ext.train.config import Schedule
 
 Schedules = tuple[Schedule, Schedule]  # of the tables and of the dense layers, as in a TrainConfig
 

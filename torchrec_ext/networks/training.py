@@ -1,31 +1,212 @@
-"""train_stack(): the loop of a stack, in which each member has its own epochs, evaluations, early stop and end."""
+"""train_stack(): the loop of a stack, in which each member has its own epochs, evaluations, early stop and end.
+
+A member of a stack as a run of its own, so that its checkpoint is that of a network trained alone.
+
+StalePeers: what the members of a stack predicted some steps ago, for codistillation.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.networks.optimizer import StackedOptimizer
-from torchrec_ext.networks.peers import Codistillation, StalePeers
-from torchrec_ext.networks.saving import MemberRun, MemberWindow, drawing_from, is_over, optimizer_of
-from torchrec_ext.networks.skeleton import StackError
+from torchrec_ext.networks.graph import Inputs, trace_logits
+from torchrec_ext.networks.optimizer import Moved, StackedOptimizer
+from torchrec_ext.networks.skeleton import StackError, part_of, tensors_of
 from torchrec_ext.networks.stack import Stack
-from torchrec_ext.train.best import BestWeights
-from torchrec_ext.train.checkpoint.run_checkpoints import Position, RunCheckpoints
-from torchrec_ext.train.config import Record
-from torchrec_ext.train.early_stop import EarlyStopWatch
-from torchrec_ext.train.finite import RunStoppedError
-from torchrec_ext.train.loop import Loader, TrainConfig
+from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
+from torchrec_ext.train.config import EarlyStopWatch, Record
+from torchrec_ext.train.guards.finite import RunStoppedError
+from torchrec_ext.train.loop import BestWeights, Loader, TrainConfig
+
+
+@dataclass
+class MemberWindow:
+    """(3,) float64: the loss, the steps and the rows since the last record."""
+
+    sums: Tensor
+
+
+@dataclass
+class MemberRun:
+    """What :class:`RunCheckpoints` saves and puts back of one member.
+
+    Args:
+        model: the network, whose weights are views of the stack's.
+        optimizer: its part of the stack's, see :func:`optimizer_of`.
+        loader: of its batches.
+        watch: of its early stop.
+        window: of its next record.
+        at: where it stands.
+        runtime: of one rank.
+    """
+
+    model: nn.Module
+    optimizer: KeyedOptimizer
+    loader: Any
+    watch: EarlyStopWatch
+    window: MemberWindow
+    at: Position
+    runtime: Runtime
+
+    def settle(self) -> None:
+        """Nothing lags behind in a stack."""
+
+
+def is_over(at: Position, epochs: int) -> bool:
+    """Whether a member that stands there, of a run of so many epochs, has left the stack: after its last epoch or an early stop."""
+    return at.ended and (at.epoch + 1 >= epochs or any(record["kind"] == "stop" for record in at.history))
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Within it torch draws on the CPU from where ``generator`` stands, which stands where that ended after it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(generator.get_state())
+        yield
+        generator.set_state(torch.get_rng_state())
+
+
+def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> KeyedOptimizer:
+    """One member's part of the stack's optimizers, under the names that it has alone; writing its state writes the stack's.
+
+    Args:
+        stack: of the member.
+        optimizer: after a step, or :meth:`StackedOptimizer.begin`.
+        member: its name.
+    """
+    network, own_names = stack.networks[member], dict(zip(stack.dense, stack.own_names(member), strict=True))
+    params: dict[str, Tensor] = {}
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    for _, moved, held in optimizer.entries():
+        if member not in moved.members:
+            continue
+        for name, parts in _parts(stack, moved, held, moved.members.index(member)).items():
+            key = own_names.get(name) or "{}.embedding_bags.{}.weight".format(*name.rsplit(".", 1))
+            params[key] = network.get_parameter(key)
+            state[params[key]] = parts
+    return KeyedOptimizer(params, state, [])
+
+
+def _parts(stack: Stack, moved: Moved, held: dict[str, Tensor], place: int) -> dict[str, dict[str, Tensor]]:
+    """By name of a weight the state of the member at ``place`` of those that are moved together."""
+    count = len(moved.members)
+    own = {slot: value.chunk(count)[place] if value.dim() else value for slot, value in held.items()}
+    if moved.is_table:
+        return {moved.name: own}
+    names = [moved.name]
+    if moved.parameter.numel() == count * stack.flat.shape[1]:
+        names = list(stack.dense)  # all of them side by side
+    shapes = [stack.dense[name].shape[1:] for name in names]
+    sizes = [shape.numel() for shape in shapes]
+    split = {slot: torch.split(value.reshape(-1), sizes) if value.dim() else [value] * len(names) for slot, value in own.items()}
+    return {
+        name: {slot: parts[at].view(shape) if parts[at].dim() else parts[at] for slot, parts in split.items()}
+        for at, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codistillation:
+    """Members learn from each other's slightly old predictions (Anil et al. 2018, algorithm 1).
+
+    Args:
+        weight: of the term beside the loss of the labels; 0 for none.
+        burn_in: steps without it, in which the members become worth learning from.
+        every: steps between two copies of all members; a copy costs the memory of the stack once more, and each step with peers one
+            more forward.
+    """
+
+    weight: float = 0.0
+    burn_in: int = 1000
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(f"weight={self.weight}: must be a number of 0 or more; 1 is usual")
+        if self.burn_in < 0:
+            raise ValueError(f"burn_in={self.burn_in}: must be 0 steps or more")
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: must be 1 step or more")
+
+
+class StalePeers:
+    """A stack as it was, whose members predict for each other.
+
+    Args:
+        stack: of two members or more that read one batch.
+        config: how often it is copied.
+
+    Raises:
+        StackError: a stack of one member.
+    """
+
+    def __init__(self, stack: Stack, config: Codistillation) -> None:
+        if len(stack.members) < 2:
+            raise StackError(f"codistillation with the one member {stack.members}: it learns from peers; stack two or more")
+        self._stack, self._config = stack, config
+        self._dense: list[Tensor] = []
+        self._tables: dict[str, list[Tensor]] = {}
+        self._graphs: dict[tuple[object, ...], GraphModule] = {}
+        members = len(stack.members)
+        self._others = torch.tensor([[peer for peer in range(members) if peer != member] for member in range(members)])
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Takes the members as they are now."""
+        self._dense = [value.detach().clone() for value in self._stack.dense.values()]
+        self._tables = {
+            path: [own.weight(table).detach().clone() for table in own.tables] for path, own in self._stack.tables.items()
+        }
+
+    def logits(self, batches: Sequence[TowerBatch], step: int) -> Tensor | None:
+        """(K, K - 1, B) of each member's peers for its rows; None before the burn-in is over.
+
+        Args:
+            batches: one and the same for each member.
+            step: counted from 0 over the run.
+
+        Raises:
+            StackError: members with batches of their own.
+        """
+        if any(batch is not batches[0] for batch in batches):
+            raise StackError(
+                "codistillation between members that read different rows: peers predict for the same rows; let all read one loader "
+                "(the same loader settings and seed)"
+            )
+        if step < self._config.burn_in or self._stack.skeleton is None:
+            return None
+        if not self._dense or (step - self._config.burn_in) % self._config.every == 0:
+            self.copy()
+        stale = self._predict(batches)
+        return stale[self._others.to(stale.device)]
+
+    @torch.no_grad()
+    def _predict(self, batches: Sequence[TowerBatch]) -> Tensor:
+        skeleton = self._stack.skeleton
+        assert skeleton is not None, "logits() returns before the first step"
+        pooled = []
+        for path, tables in self._stack.tables.items():
+            reads = skeleton.tables[path].reads
+            pooled.append(tables.look_up([part_of(batch, reads) for batch in batches], self._tables[path]))
+        inputs = Inputs(self._dense, list(self._stack.tables), pooled, tensors_of(batches[0]), [], [], True)
+        key = inputs.shapes()
+        if key not in self._graphs:
+            self._graphs[key] = trace_logits(skeleton, inputs)
+        return self._graphs[key](*inputs.flat())  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,8 @@ tasks, N negatives or candidates, K retrieved, R ranks, S session length.
 
 import torchrec_ext.needs_torch  # noqa: F401
 
-from torchrec_ext.schema.assembly import BatchSchema, Dense
-from torchrec_ext.schema.bags import Jagged
-from torchrec_ext.schema.checks import DataError
-from torchrec_ext.schema.columns import OutOfRange
+from torchrec_ext.schema.batch_schema import BatchSchema, Dense, OutOfRange
 from torchrec_ext.schema.features import Joint, Keys, SparseFeature
+from torchrec_ext.schema.validation import DataError, Jagged
 
 __all__ = ["BatchSchema", "DataError", "Dense", "Jagged", "Joint", "Keys", "OutOfRange", "SparseFeature"]

@@ -1,38 +1,175 @@
-"""train(): the loop, readable aloud."""
+"""train(): the loop, readable aloud.
+
+What a run is made of besides model and loader, as its configuration asks; combinations that exclude each other are refused.
+
+Every rank takes as many steps: unequal loaders are told before the first one, on all ranks, instead of a hang in the last.
+
+BestWeights: the weights of the best evaluation so far, in memory, for a run that saves no checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sized
 from functools import partial
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
+from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.train import run_parts
-from torchrec_ext.train.amp import forward_context
-from torchrec_ext.train.best import BestWeights
-from torchrec_ext.train.checkpoint.run_checkpoints import Position, RunCheckpoints
-from torchrec_ext.train.config import Record
+from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
+from torchrec_ext.train.checkpoint.state import Parts, State, model_state
+from torchrec_ext.train.config import EarlyStopWatch, Record, rates, scheduler
 from torchrec_ext.train.config import TrainConfig as TrainConfig
-from torchrec_ext.train.early_stop import EarlyStopWatch
-from torchrec_ext.train.even_steps import check_even, exactly
-from torchrec_ext.train.finite import FiniteLoss, RunStoppedError
-from torchrec_ext.train.finite import TrainingDivergedError as TrainingDivergedError
+from torchrec_ext.train.guards.amp import LossScaling, forward_context
+from torchrec_ext.train.guards.finite import FiniteLoss, RunStoppedError
+from torchrec_ext.train.guards.finite import TrainingDivergedError as TrainingDivergedError
+from torchrec_ext.train.guards.gradient_gate import GradientGate, gate_for
+from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watching
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
-from torchrec_ext.train.progress import Progress, Window
-from torchrec_ext.train.schedule import rates, scheduler
-from torchrec_ext.train.steps import Steps
-from torchrec_ext.train.timeline import Timeline
-from torchrec_ext.train.tracing import StepTrace, check_fits
-from torchrec_ext.train.watchdog import Watchdog
+from torchrec_ext.train.report.progress import Progress, Window
+from torchrec_ext.train.report.trace import StepTrace, Timeline, check_fits
+from torchrec_ext.train.step.choose import Steps
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+
+
+def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) -> Callable[[], None] | None:
+    """What has the optimizer leave out a step, where the run goes on after a loss that is no number."""
+    if config.on_nan == "stop":
+        return None
+    if not isinstance(optimizer, HybridOptimizer) or sync.mode != "every_step" or config.compile == "require":
+        raise ValueError(
+            f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: a step can be left out only where "
+            "ranks agree in every step and none is captured; set sync.mode=every_step and train.compile=auto, or train.on_nan=stop"
+        )
+    return partial(setattr, optimizer, "leave_out", True)
+
+
+def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime) -> LossScaling | None:
+    """The scaling of the loss that float16 needs."""
+    if config.amp != "fp16":
+        return None
+    if sync.mode != "every_step" or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
+        raise ValueError(
+            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: a step whose gradients overflow is left "
+            "out, on which ranks must agree; set sync.mode=every_step and train.on_nan=stop, or train.amp=bf16"
+        )
+    return LossScaling(optimizer, runtime.device)
+
+
+def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runtime: Runtime) -> GradientGate | None:
+    """The gate in front of the tables, where ``check_gradients`` asks for one; all ranks call it."""
+    skips = config.on_nan == "skip"
+    if not isinstance(optimizer, HybridOptimizer) or config.check_gradients == "off":
+        return None
+    if config.check_gradients == "auto" and runtime.device.type == "cuda" and not skips:
+        return None
+    return gate_for(model, optimizer, runtime, always=skips)
+
+
+def piped(config: TrainConfig, sync: SyncConfig) -> bool:
+    """Whether the run has what only the pipeline's steps can do: a timeline, semi-sync, leaving a step out."""
+    if config.compile == "require" and sync.mode == "semi_sync":
+        raise ValueError("train.compile=require with sync.mode=semi_sync: look-ups a step ahead are the pipeline's; choose one")
+    return bool(config.trace_steps) or sync.mode == "semi_sync" or config.on_nan == "skip"
+
+
+def warn_unpipelined(paths: list[str]) -> None:
+    """Says which sharded modules the pipeline does not overlap."""
+    if paths:
+        print(
+            f"not pipelined: {', '.join(paths)}: their input dist does not overlap with the step before; "
+            "pass them an attribute of the batch unchanged",
+            file=sys.stderr,
+        )
+
+
+class SizedBatches(Sized, Protocol):
+    """Batches whose number is known."""
+
+    def __iter__(self) -> Iterator[TowerBatch]: ...
+
+
+def check_even(loader: Sized, runtime: Runtime) -> None:
+    """All ranks call it.
+
+    Raises:
+        UnevenStepsError: the ranks' loaders are not of one length; the same message on every rank.
+    """
+    lengths = [0] * runtime.world_size
+    dist.all_gather_object(lengths, len(loader))
+    if len(set(lengths)) > 1:
+        told = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        raise UnevenStepsError(
+            f"loader: ranks have unequal numbers of batches in an epoch, {told}: every rank must have as many, since each waits "
+            "for the others in every step; pad the last batches with rows of weight 0, or drop them"
+        )
+
+
+def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
+    """The batches of an epoch that remain ``after`` so many of them.
+
+    Raises:
+        UnevenStepsError: they are not ``len(loader)``, as was promised to the other ranks. It ends this rank at once, and thereby
+            the others, which would wait for it.
+    """
+    number = after
+    for number, batch in enumerate(loader, after + 1):
+        if number > len(loader):
+            break
+        yield batch
+    if number != len(loader):
+        given = f"only {number}" if number < len(loader) else "more"
+        raise UnevenStepsError(
+            f"loader: len(loader) is {len(loader)}, but it gave {given} batches: other ranks count on its length"
+        )
+
+
+class BestWeights:
+    """A copy of what this rank holds of a model's tables, layers and running statistics, in host memory.
+
+    Args:
+        model: from :func:`hybrid_parallel`, or unsharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._copies: State = {}
+
+    @property
+    def held(self) -> bool:
+        """Whether any were kept."""
+        return bool(self._copies)
+
+    def keep(self) -> None:
+        """Copies the weights as they are now, in place of those before."""
+        self._copies = {
+            name: held.map(lambda tensor, _: _copy(tensor)) if isinstance(held, Parts) else _copy(held)
+            for name, held in model_state(self._model).tensors.items()
+        }
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Writes the weights that were kept into the model."""
+        for name, held in model_state(self._model).tensors.items():
+            kept = self._copies[name]
+            if isinstance(held, Parts) and isinstance(kept, Parts):
+                for part, own in zip(held.parts, kept.parts, strict=True):
+                    part.tensor.copy_(own.tensor)
+            elif isinstance(held, Tensor) and isinstance(kept, Tensor):
+                held.copy_(kept)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 class Loader(Protocol):
@@ -144,16 +281,16 @@ class _Run:
         self.looking = EvaluationWatch(runtime, stop=stop, say=self.progress.say)
         context = forward_context(config.amp, runtime.device)
         looks: dict[str, Any] = {
-            "leave_out": run_parts.leave_out(config, sync, optimizer),
-            "gate": run_parts.gate(config, model, optimizer, runtime),
+            "leave_out": leave_out(config, sync, optimizer),
+            "gate": gate(config, model, optimizer, runtime),
         }
         self.forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, stop=stop, context=context, **looks)
         ranks.checks.append(self.forward.settle)
-        scaler = run_parts.scaling(config, sync, optimizer, runtime)
+        scaler = scaling(config, sync, optimizer, runtime)
         piped_forward: Any = self.forward if scaler is None else scaler.around(self.forward)
         through: dict[str, Any] = {"forward": piped_forward, "before_tables": self.forward.before_tables, "sync": sync}
         self.pipeline = make_pipeline(model, scaler or optimizer, runtime.device, **through)
-        in_pipe, left = run_parts.piped(config, sync), steps - self.at.step
+        in_pipe, left = piped(config, sync), steps - self.at.step
         way = "off" if config.compile == "auto" and in_pipe else config.compile
         chosen: dict[str, Any] = {"compile": way, "total": left, "piped": in_pipe, "context": context, "threads": config.threads}
         chosen["scaling"] = scaler
@@ -205,7 +342,7 @@ class _Run:
         if self.trace is not None and (overlap := self.trace.step()) is not None:
             self._keep({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
         if self.progress.first and self.runtime.is_main and self.ways.piped:
-            run_parts.warn_unpipelined(unpipelined(self.pipeline, self.model))
+            warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self.forward.settle()
             self._keep({**self.window.record(self.at.epoch + 1, step), **(rates(self.optimizer) if self.schedule else {})})

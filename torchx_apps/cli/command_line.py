@@ -17,8 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, cast
 
-from torchx_apps.overrides import apply_overrides, field_hint, is_group
-from torchx_apps.values import nearest, type_name
+from torchx_apps.cli.overrides import apply_overrides, field_hint, is_group, nearest, type_name
 
 __all__ = ["apply_overrides", "build_parser", "describe", "list_recipes", "load_recipe"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval.ids import Ids
+    from torchrec_ext.retrieval.store.ids import Ids
 
 
 def is_path(deleted: str) -> bool:
@@ -35,7 +35,7 @@ def deleted_ids(given: str | None, key: str) -> Ids:
 
 def ids_in(paths: Sequence[str], key: str) -> NDArray[Any]:
     """(N,) int64 or str: the column ``key`` of files."""
-    from torchx_apps.catalogue import CatalogueFiles
+    from torchx_apps.jobs.embedding import CatalogueFiles
 
     parts = [block.ids.to_numpy(zero_copy_only=False) for block in CatalogueFiles(paths, [], key)]
     return np.concatenate(parts or [np.zeros(0, np.int64)])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from torchx_apps.link_watch import children_of
+from torchx_apps.cli.link_watch import children_of
 
 SAME_S = 5.0
 ENDED = 128 + signal.SIGTERM

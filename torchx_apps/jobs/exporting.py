@@ -10,13 +10,11 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.export import export
-from torchrec_ext.retrieval.manifest import Manifest
+from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest
+from torchrec_ext.retrieval.export.export import export
 from torchrec_ext.schema import BatchSchema
-from torchx_apps.job import Export, Task
-from torchx_apps.progress import Progress
-from torchx_apps.report import program
+from torchx_apps.jobs.report import Progress, program
+from torchx_apps.tasks.job import Export, Task
 
 BUNDLE = "bundle"
 
@@ -40,7 +38,7 @@ def export_task(
         runtime: this process's place in the job.
         out: the folder to make.
         details: JSON values for the certificate.
-        settings: of :func:`torchrec_ext.retrieval.export.export`.
+        settings: of :func:`torchrec_ext.retrieval.export.export.export`.
 
     Raises:
         BundleError: the model or the data cannot be served.
@@ -48,7 +46,7 @@ def export_task(
     if not hasattr(task, "served"):
         raise BundleError(
             f"the task {type(task).__name__} has no method served(schema), which says what the catalogue and the users are; see "
-            "torchx_apps.served, or call torchrec_ext.retrieval.export.export with them"
+            "torchx_apps.tasks.served, or call torchrec_ext.retrieval.export.export.export with them"
         )
     found = task.served(schema)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
@@ -84,16 +82,16 @@ def end_with_bundle(
 
 def check_onnx(model: nn.Module, skip: Sequence[str]) -> None:
     """Refuses a model with towers that no ONNX file can be made of, before minutes of loading."""
-    from torchrec_ext.retrieval.live import LiveModel
-    from torchrec_ext.retrieval.onnx_bundle import check_exportable
+    from torchrec_ext.retrieval.bundle.audit import LiveModel
+    from torchrec_ext.retrieval.onnx.bundle import check_exportable
 
     check_exportable({name: own["class"] for name, own in LiveModel(model).towers.items()}, skip)
 
 
 def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overwrite: bool = False) -> str:
     """Writes a bundle's networks as ONNX files, and says what was written; see :func:`export_bundle`."""
-    from torchrec_ext.retrieval import onnx_bundle
-    from torchrec_ext.retrieval.bundle import Bundle
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
+    from torchrec_ext.retrieval.onnx import bundle as onnx_bundle
 
     return onnx_bundle.told(onnx_bundle.export_bundle(Bundle.load(bundle, verify=False), out, skip=skip, overwrite=overwrite), out)
 

@@ -1,4 +1,7 @@
-"""run(): a plan for devices that need not be there, in numbers for each rank, or why there is none and what would make one."""
+"""run(): a plan for devices that need not be there, in numbers for each rank, or why there is none and what would make one.
+
+What a plan leaves in a folder: its text, its numbers as JSON, and a picture of what each rank holds.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -16,16 +20,98 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torchrec_ext.distributed.alternatives import alternatives_text, compare
-from torchrec_ext.distributed.cluster import Cluster
-from torchrec_ext.distributed.drafting import Draft, draft_plan
-from torchrec_ext.distributed.explain import explain
-from torchrec_ext.distributed.forecast import RankForecast, forecast, forecast_text
-from torchrec_ext.distributed.optimizers import OptimizerConfig
-from torchrec_ext.distributed.planning import PlanConfig, PlanError, Sharding
-from torchx_apps import plan_report
-from torchx_apps.job import Job
-from torchx_apps.values import nearest
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.plan.cluster import (
+    GB,
+    Alternative,
+    Cluster,
+    RankForecast,
+    alternatives_text,
+    compare,
+    forecast,
+    forecast_text,
+)
+from torchrec_ext.distributed.plan.draft import Draft, draft_plan
+from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, Sharding
+from torchx_apps.cli.overrides import nearest
+from torchx_apps.tasks.job import Job
+
+_PARTS = {"weights": "#1f5f99", "state": "#b3541e", "buffers": "#6a994e", "dense": "#7b5ea7"}
+
+
+def as_json(
+    batch_size: int, cluster: Cluster, draft: Draft, ranks: Sequence[RankForecast], alternatives: Sequence[Alternative]
+) -> dict[str, Any]:
+    """The plan in numbers: bytes and milliseconds."""
+    return {
+        "cluster": dataclasses.asdict(cluster),
+        "batch_size": batch_size,
+        "tables": [
+            {
+                "name": option.name,
+                "rows": option.tensor.shape[0],
+                "dim": option.tensor.shape[1],
+                "sharding": option.sharding_type,
+                "kernel": option.compute_kernel,
+                "ranks": [shard.rank for shard in option.shards],
+            }
+            for option in draft.options
+        ],
+        "ranks": [{**dataclasses.asdict(rank), "total": rank.total, "ms": rank.ms} for rank in ranks],
+        "alternatives": [{**dataclasses.asdict(one), "ms": None if math.isinf(one.ms) else one.ms} for one in alternatives],
+    }
+
+
+def write(folder: Path, text: str, report: dict[str, Any], ranks: Sequence[RankForecast], cluster: Cluster) -> None:
+    """``plan.txt``, ``plan.json`` and ``memory.png``.
+
+    Raises:
+        ValueError: the folder cannot be written, or matplotlib is missing.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.txt").write_text(f"{text}\n")
+        (folder / "plan.json").write_text(f"{json.dumps(report, indent=2)}\n")
+    except OSError as error:
+        raise ValueError(f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder") from None
+    draw(folder / "memory.png", ranks, cluster)
+
+
+def draw(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> None:
+    """What each rank holds on the left, against what it has; the time of its tables on the right."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("the picture needs matplotlib: pip install 'torchrec-ext[report]', or leave --out away") from None
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    memory, time = figure.subplots(1, 2)
+    places = [rank.rank for rank in ranks]
+    floor = [0.0] * len(ranks)
+    for part, color in _PARTS.items():
+        heights = [getattr(rank, part) / GB for rank in ranks]
+        memory.bar(places, heights, bottom=floor, width=1.0 if len(ranks) > 32 else 0.8, color=color, label=part)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    has = (cluster.device_bytes or cluster.host_bytes) / GB
+    if max(floor) > 0.1 * has:  # else the bars would be lines on the ground
+        memory.axhline(has, linestyle="--", color="0.3", label="has")
+    memory.set(title=f"memory by rank; each has {has:,.1f} GiB", xlabel="rank", ylabel="GiB")
+    memory.legend(frameon=False, fontsize="small")
+    time.bar(places, [rank.lookup_ms for rank in ranks], color="#1f5f99", label="look-up")
+    time.bar(
+        places,
+        [rank.exchange_ms for rank in ranks],
+        bottom=[rank.lookup_ms for rank in ranks],
+        color="#b3541e",
+        label="exchange",
+    )
+    time.set(title="tables' part of a step, foreseen", xlabel="rank", ylabel="ms")
+    time.legend(frameon=False, fontsize="small")
+    for axis in (memory, time):
+        axis.grid(alpha=0.25, axis="y")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmb]?)x(\d+)(?:x(\d+(?:\.\d+)?))?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
@@ -97,10 +183,10 @@ def run(options: argparse.Namespace, job: Job | None) -> int:
             alternatives_text(alternatives, asked.plan.sharding),
         ]
     )
-    report = plan_report.as_json(asked.batch_size, cluster, draft, ranks, alternatives)
+    report = as_json(asked.batch_size, cluster, draft, ranks, alternatives)
     print(json.dumps(report) if options.json else text, flush=True)
     if options.out:
-        plan_report.write(options.out, text, report, ranks, cluster)
+        write(options.out, text, report, ranks, cluster)
     return 0
 
 

@@ -1,11 +1,19 @@
-"""run(): data, model and ranks meet here: load, plan, shard, train, evaluate, report, export."""
+"""run(): data, model and ranks meet here: load, plan, shard, train, evaluate, report, export.
+
+What ``plan.towers=auto`` becomes: measured on the ranks of the job, before anything is sharded.
+
+Whether a job looks up the tables of all its towers together.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import logging
 import os
 import resource
+import statistics
 import time
 import warnings
 from collections.abc import Sequence
@@ -20,37 +28,32 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_ext.data.datasets import DatasetUnavailable
-from torchrec_ext.data.epochs import Epochs
-from torchrec_ext.data.id_dropout import IdDropout
-from torchrec_ext.distributed.chooser import Decision
-from torchrec_ext.distributed.explain import explain
-from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
+from torchrec_ext.data.datasets.catalog import DatasetUnavailable
+from torchrec_ext.data.loader.epochs import Epochs
+from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.distributed.autotune.choose import EVERYWHERE, Decision, auto_plan
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import plan_sharding
+from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.streams import on_streams
 from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
-from torchrec_ext.train.checkpoint.start import begin_with
-from torchrec_ext.train.checkpoint.together import Together
+from torchrec_ext.train.checkpoint.folder import Together
+from torchrec_ext.train.checkpoint.run import RunCheckpoints, begin_with
 from torchrec_ext.train.checkpoint.vectors import load_vectors
 from torchrec_ext.train.config import Record
+from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationWatch, watching
-from torchrec_ext.train.run_folder import RunFolder
-from torchrec_ext.train.semi_sync import shard_free_tables
-from torchrec_ext.train.watchdog import Watchdog
-from torchx_apps import report
-from torchx_apps.failures import end_process
-from torchx_apps.job import Job, Judge, Task, schema_of
-from torchx_apps.lookups import merge_lookups
-from torchx_apps.named_data import NamedData
-from torchx_apps.placing import place_towers, report_steps
-from torchx_apps.resuming import (
+from torchrec_ext.train.report.progress import RunFolder
+from torchrec_ext.train.step.pipeline import shard_free_tables
+from torchx_apps.cli.errors import end_process
+from torchx_apps.jobs import report
+from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     LAUNCH,
     asked_to_stop,
@@ -62,6 +65,80 @@ from torchx_apps.resuming import (
     telling_how_to_go_on,
     where_to_begin,
 )
+from torchx_apps.tasks.job import Job, Judge, Task, schema_of
+from torchx_apps.tasks.served import NamedData
+
+
+def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
+    """Merges the look-ups of ``model`` where ``job.lookups`` says so, before it is planned.
+
+    ``auto`` does it where it saves exchanges and nothing stands against it: several ranks, towers on all of them, and no optimizer
+    that is given to a table by the path of its tower.
+
+    Raises:
+        ValueError: ``merged`` for a model that is not made of towers.
+    """
+    merge = getattr(model, "merge_lookups", None)
+    if merge is None:
+        if job.lookups == "merged":
+            raise ValueError(f"lookups=merged: {type(model).__name__} has no look-ups of several towers; leave it at auto")
+        return
+    by_path = any("." in exception.partition("=")[0] for exception in job.optimizer.per_table)
+    helps = world_size > 1 and job.plan.towers == "data_parallel" and not by_path
+    if job.lookups == "merged" or (job.lookups == "auto" and helps):
+        merge()
+
+
+def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Job, Decision | None]:
+    """``job`` with what was chosen, and why; as it is where its towers are placed already, or there is one rank."""
+    if job.plan.towers != "auto" or runtime.world_size == 1:
+        return job, None
+    loader = task.loader(schema_of(job, task, model), job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    loader.set_epoch(0)
+    if job.lookups == "merged":
+        merge_lookups(job, model, runtime.world_size)
+    flat = dataclasses.replace(job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE))
+    everywhere = copy.deepcopy(model)
+    merge_lookups(flat, everywhere, runtime.world_size)
+    plan, decision = auto_plan(
+        model,
+        next(iter(loader)),
+        runtime,
+        job.plan,
+        job.optimizer,
+        everywhere=everywhere,
+        together=why_on_every_rank(job),
+    )
+    return dataclasses.replace(job, plan=plan), decision
+
+
+def why_on_every_rank(job: Job) -> str:
+    """Why towers must run on every rank, or nothing."""
+    if job.sync.mode != "every_step":
+        return f"sync.mode={job.sync.mode} averages towers that every rank has"
+    if job.sync.table_copies > 1:
+        return f"sync.table_copies={job.sync.table_copies}: towers on ranks of their own have one copy"
+    return ""
+
+
+def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record]) -> None:
+    """Prints the measured step beside the foreseen ones, and writes ``placement.json``.
+
+    Args:
+        folder: of the run.
+        decision: what was chosen before it.
+        history: of the training.
+    """
+    records = [record for record in history if record["kind"] == "train"]
+    steps = [record["step"] - before for record, before in zip(records, [0, *(record["step"] for record in records)], strict=False)]
+    times = [1e3 * record["rows"] / record["rows_per_s"] / count for record, count in zip(records, steps, strict=True)]
+    measured = statistics.median(times[1:] or times)  # the first steps fill pipelines and pools
+    print(f"\n{decision.text(measured)}")
+    folder.write(
+        "placement.json",
+        json.dumps({"measured_ms": measured, "candidates": [dataclasses.asdict(one) for one in decision.candidates]}, indent=2),
+    )
+
 
 _FORMAT = warnings.formatwarning
 
@@ -126,7 +203,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
             )
         _finish(folder, task, judge, decision, history, time.perf_counter() - start, runtime)
         if job.export != "never":
-            from torchx_apps.exporting import BUNDLE, end_with_bundle  # costs a second that other runs need not wait
+            from torchx_apps.jobs.exporting import BUNDLE, end_with_bundle  # costs a second that other runs need not wait
 
             details = {"recipe": job.name, "run": str(path), **report.read_warning(path)}
             end_with_bundle(job.export, parallel, task, schema, runtime, path / BUNDLE, details)

@@ -11,8 +11,8 @@ from tabulate import tabulate
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
-from torchx_apps.job import Job, Task
-from torchx_apps.members import MemberJob, differing, setting
+from torchx_apps.networks.members import MemberJob, differing, setting
+from torchx_apps.tasks.job import Job, Task
 
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")
 _OF_THE_PROCESS = ("restore", "steps")  # records of what a process did, not of how the training went

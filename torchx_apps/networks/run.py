@@ -18,17 +18,14 @@ from pathlib import Path
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.gpu_sharing import gpu_sharing
 from torchrec_ext.networks.skeleton import StackError
-from torchrec_ext.train.checkpoint.shared_folder import check_shared
-from torchrec_ext.train.finite import TrainingDivergedError
-from torchx_apps import networks_report as report
-from torchx_apps import training
-from torchx_apps.members import MemberJob
-from torchx_apps.networks_config import NetworksConfig
-from torchx_apps.networks_report import Result
-from torchx_apps.rank_groups import RankGroup, World, group_of
-from torchx_apps.resuming import LAUNCH, ended, launch_id, newest_networks, restarted, where_to_begin
-from torchx_apps.stackable import Built, apart, build
-from torchx_apps.stacked_members import STACK_FILE, StackedMembers
+from torchrec_ext.train.checkpoint.folder import check_shared
+from torchrec_ext.train.guards.finite import TrainingDivergedError
+from torchx_apps.jobs import training
+from torchx_apps.jobs.resuming import LAUNCH, ended, launch_id, newest_networks, restarted, where_to_begin
+from torchx_apps.networks import report as report
+from torchx_apps.networks.members import MemberJob, RankGroup, World, group_of
+from torchx_apps.networks.report import Result
+from torchx_apps.networks.stacks import STACK_FILE, Built, NetworksConfig, StackedMembers, apart, build
 
 
 def run(

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from torchrec_ext.data.datasets import DataConfig
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.labelled import LabelledConfig, LabelledData
-from torchrec_ext.data.loader import LoaderConfig
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.datasets.catalog import DataConfig
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.labelled import LabelledConfig, LabelledData
+from torchrec_ext.data.loader.loader import LoaderConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.modules.layers import Activation
 from torchrec_ext.schema import OutOfRange
-from torchrec_ext.train.early_stop import EarlyStop
+from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import TrainConfig
-from torchx_apps.job import Job
-from torchx_apps.labelled import labelled_task
+from torchx_apps.tasks.job import Job
+from torchx_apps.tasks.labelled import labelled_task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchrec_ext.data.datasets import DatasetUnavailable, data_folder, find_ml_100k, ml_100k_tables
-from torchrec_ext.data.files import find_files
+from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder, find_ml_100k, ml_100k_tables
+from torchrec_ext.data.files.find import find_files
 from torchrec_ext.data.preprocess import (
     Categorify,
     FillMissing,
@@ -24,8 +24,8 @@ from torchrec_ext.data.preprocess import (
     TimeFeatures,
 )
 from torchrec_ext.data.preprocess.engines import ROW, Engine
-from torchrec_ext.data.preprocess.sources import Source, scan
-from torchrec_ext.data.preprocess.statistics import quantiles_of
+from torchrec_ext.data.preprocess.files import Source, scan
+from torchrec_ext.data.preprocess.numeric import quantiles_of
 from torchrec_ext.schema import DataError
 
 

@@ -12,25 +12,28 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from torchrec_ext.data.columns import Column
-from torchrec_ext.data.loader_config import LoaderConfig
-from torchrec_ext.data.sequence_sets import SequenceConfig, load_sequences
-from torchrec_ext.data.sequences import HELD_OUT, HeldOut, SequenceData, most_recent, training_windows
-from torchrec_ext.data.session_batches import SessionBatches
-from torchrec_ext.data.session_loader import SessionLoader
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.datasets.sequences import (
+    HELD_OUT,
+    HeldOut,
+    SequenceConfig,
+    SequenceData,
+    load_sequences,
+    most_recent,
+    training_windows,
+)
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.sessions import SessionBatches, SessionLoader
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.session_model import NextItemModel
-from torchrec_ext.modules.jagged_attention import Attention
-from torchrec_ext.modules.session_encoder import Position, SessionEncoder
+from torchrec_ext.models.session import NextItemModel
+from torchrec_ext.modules.session_encoder import Attention, Position, SessionEncoder
 from torchrec_ext.modules.tower import Activation
 from torchrec_ext.schema import BatchSchema, OutOfRange
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import Record
-from torchrec_ext.train.early_stop import EarlyStop
+from torchrec_ext.train.config import EarlyStop, Record
 from torchrec_ext.train.loop import TrainConfig
-from torchx_apps.job import Job
-from torchx_apps.named_data import NamedData
-from torchx_apps.served import Served, of_sequences
+from torchx_apps.tasks.job import Job
+from torchx_apps.tasks.served import NamedData, Served, of_sequences
 
 K = 10
 SHOWN = 5
@@ -111,7 +114,7 @@ def session_task(config: SequenceConfig, *, progress: bool = True) -> SessionTas
 
 @dataclass(frozen=True)
 class SessionTask(NamedData):
-    """Each user's last item among all items but those taken before; see :class:`torchx_apps.job.Task`.
+    """Each user's last item among all items but those taken before; see :class:`torchx_apps.tasks.job.Task`.
 
     Raises:
         ValueError: there is nothing to test on.

@@ -9,22 +9,21 @@ from typing import Literal, get_args
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from torchrec_ext.data.datasets import DataConfig
-from torchrec_ext.data.device_negatives import KnownItems
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.loader import LoaderConfig
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.datasets.catalog import DataConfig
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.loader.loader import LoaderConfig
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.on_device import KnownItems
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction import Cosine
-from torchrec_ext.modules.interaction_choice import Interaction, interaction_layer
+from torchrec_ext.modules.interaction import Cosine, Interaction, interaction_layer
 from torchrec_ext.modules.layers import Activation
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import OutOfRange
 from torchrec_ext.train.loop import TrainConfig
-from torchx_apps.grouping import compression_of
-from torchx_apps.job import Job
+from torchx_apps.recipes.n_tower import compression_of
+from torchx_apps.tasks.job import Job
 
 Loss = Literal["bce", "in_batch"]
 

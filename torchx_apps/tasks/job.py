@@ -9,19 +9,18 @@ from typing import Any, Literal, Protocol, get_args
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.data.datasets import DataConfig
-from torchrec_ext.data.loader import LoaderConfig
-from torchrec_ext.distributed.optimizers import OptimizerConfig
-from torchrec_ext.distributed.planning import PlanConfig
+from torchrec_ext.data.datasets.catalog import DataConfig
+from torchrec_ext.data.loader.loader import LoaderConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.plan.planner import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.schema import BatchSchema
-from torchrec_ext.train.checkpoint.config import CheckpointConfig
-from torchrec_ext.train.checkpoint.start import StartConfig
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, StartConfig
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import Loader, TrainConfig
-from torchx_apps.ranking import ranking_task
-from torchx_apps.served import Served
+from torchx_apps.tasks.ranking import ranking_task
+from torchx_apps.tasks.served import Served
 
 Lookups = Literal["auto", "merged", "apart"]
 Export = Literal["never", "auto", "require"]

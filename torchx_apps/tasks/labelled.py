@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.data.labelled import LabelledConfig, LabelledData, load_labelled
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.datasets.labelled import LabelledConfig, LabelledData, load_labelled
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
-from torchx_apps.named_data import NamedData
-from torchx_apps.served import Served, of_labelled
+from torchx_apps.tasks.served import NamedData, Served, of_labelled
 
 
 def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledTask:
@@ -27,7 +26,7 @@ def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledT
 
 @dataclass(frozen=True)
 class LabelledTask(NamedData):
-    """The labels of held-out rows of ``data``; see :class:`torchx_apps.job.Task`."""
+    """The labels of held-out rows of ``data``; see :class:`torchx_apps.tasks.job.Task`."""
 
     data: LabelledData
     asked: str = "test rows"

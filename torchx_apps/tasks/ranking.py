@@ -9,19 +9,18 @@ import numpy as np
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Chunk, Column, Int64
-from torchrec_ext.data.datasets import DataConfig, load_config
-from torchrec_ext.data.hard_negatives import Index
-from torchrec_ext.data.id_dropout import unseen_as_oov
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.data.datasets.catalog import DataConfig, load_config
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.id_dropout import unseen_as_oov
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.data.negatives.hard import Index
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
-from torchx_apps.named_data import NamedData
-from torchx_apps.served import Served, of_interactions
+from torchx_apps.tasks.served import NamedData, Served, of_interactions
 
 K = 10
 SHOWN = 5
@@ -34,7 +33,7 @@ def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
 
 @dataclass(frozen=True)
 class RankingTask(NamedData):
-    """Held-out items of ``data``, ranked as ``data.evaluation`` says; see :class:`torchx_apps.job.Task`.
+    """Held-out items of ``data``, ranked as ``data.evaluation`` says; see :class:`torchx_apps.tasks.job.Task`.
 
     Raises:
         ValueError: there is nothing to test on.

@@ -1,4 +1,7 @@
-"""What a bundle needs of a task's data: the catalogue and the users with their features, as the model was validated on them."""
+"""What a bundle needs of a task's data: the catalogue and the users with their features, as the model was validated on them.
+
+NamedData: what every task says of its data in the same way.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Chunk, Column, concatenate
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.labelled import LabelledData
+from torchrec_ext.data.datasets.features import RowContext
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.labelled import LabelledData
+from torchrec_ext.data.datasets.sequences import SequenceData, most_recent
+from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Normalize, Step, Vocabulary
-from torchrec_ext.data.row_context import RowContext
-from torchrec_ext.data.sequences import SequenceData, most_recent
-from torchrec_ext.retrieval.contents import Catalogue, Users
+from torchrec_ext.retrieval.export.writer import Catalogue, Users
 from torchrec_ext.schema import BatchSchema
 
 PARTS = ("test", "validation", "train")  # a user's features are those of the first part that has a row of his or hers
@@ -25,7 +29,7 @@ AUDITED = 1000
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Served:
-    """The arguments of :func:`torchrec_ext.retrieval.export.export` that are data."""
+    """The arguments of :func:`torchrec_ext.retrieval.export.export.export` that are data."""
 
     catalogue: Catalogue
     users: Users
@@ -268,3 +272,43 @@ def _lists(column: Column, shift: int = 0) -> pa.ListArray:
 
 def _offsets(column: Column) -> pa.Array:
     return pa.array(np.concatenate([[0], np.cumsum(column.lengths)]).astype(np.int32))
+
+
+class NamedData:
+    """A task over ``data``, which has a name, a licence and the best figures that can be reached where they are known."""
+
+    data: Any
+
+    @property
+    def name(self) -> str:
+        """Of the set."""
+        return str(self.data.name)
+
+    @property
+    def licence(self) -> str | None:
+        """What the publisher asks."""
+        licence: str | None = self.data.licence
+        return licence
+
+    @property
+    def best(self) -> Mapping[str, float]:
+        """The best possible figures of generated data."""
+        best: Mapping[str, float] = self.data.best
+        return best
+
+    def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:
+        """The share of positives among the training rows as the loader gives them, by weight; never quite 0 or 1.
+
+        None where a column is missing, of which the loader tells.
+
+        Args:
+            config: names the columns of labels and weights, and the negatives drawn for each row.
+            tasks: further columns of labels, each with a share of its own.
+        """
+        rows, names = self.data.train, [config.label, *tasks]
+        if any(name and name not in rows for name in (*names, config.weight)):
+            return []
+        weights = rows[config.weight].values.astype(np.float64) if config.weight else None
+        shares = [np.average(rows[name].values, weights=weights) if name else 1.0 for name in names]
+        least = 0.5 / (rows.num_rows * (1 + config.negatives) + 1)
+        return [float(np.clip(share / (1 + config.negatives), least, 1 - least)) for share in shares]

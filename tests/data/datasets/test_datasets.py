@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_ext.data import datasets, download
-from torchrec_ext.data.datasets import DataConfig, DatasetUnavailable, load
-from torchrec_ext.data.download import Download, fetch, sha256
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.movielens import GENRES, from_parquet
+from torchrec_ext.data.datasets import catalog as datasets
+from torchrec_ext.data.datasets import catalog as download
+from torchrec_ext.data.datasets.catalog import DataConfig, DatasetUnavailable, Download, fetch, load, sha256
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.movielens import GENRES, from_parquet
 from torchrec_ext.schema import DataError
 
 RATINGS = "196\t242\t3\t881250949\n196\t1\t5\t881250950\n196\t3\t4\t881250951\n22\t242\t1\t878887116\n"

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_ext.data import synthetic
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.interactions import InteractionData, from_ratings
-from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, leave_one_out
+from torchrec_ext.data.datasets import synthetic
+from torchrec_ext.data.datasets.interactions import TEST, TRAIN, VALIDATION, InteractionData, from_ratings, leave_one_out
 from torchrec_ext.schema import DataError
 
 EVENTS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 5)), max_size=40)

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_ext.data.datasets import DatasetUnavailable
-from torchrec_ext.data.labelled import LabelledConfig, load_labelled, planted_context
+from torchrec_ext.data.datasets.catalog import DatasetUnavailable
+from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled, planted_context
 from torchrec_ext.schema import DataError
 
 

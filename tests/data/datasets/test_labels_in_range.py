@@ -12,8 +12,8 @@ import pytest
 
 from tests.data.stream_sets import schema_of, table_of
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.source import ArrowSource
+from torchrec_ext.data.files.sources import ArrowSource
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets import DataConfig, load_config
-from torchrec_ext.data.folders import from_folder
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.row_context import RowContext
+from torchrec_ext.data.datasets.catalog import DataConfig, load_config
+from torchrec_ext.data.datasets.features import RowContext
+from torchrec_ext.data.datasets.folder import from_folder
+from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

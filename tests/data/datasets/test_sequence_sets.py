@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_ext.data.datasets import DatasetUnavailable
-from torchrec_ext.data.sequence_sets import SequenceConfig, load_sequences, planted_sequences
+from torchrec_ext.data.datasets.catalog import DatasetUnavailable
+from torchrec_ext.data.datasets.sequences import SequenceConfig, load_sequences, planted_sequences
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Column
-from torchrec_ext.data.sequences import SequenceData, from_rows, most_recent, time_gap_ids, time_gaps, training_windows
+from torchrec_ext.data.datasets.sequences import SequenceData, from_rows, most_recent, time_gap_ids, time_gaps, training_windows
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets import load
-from torchrec_ext.data.evaluation import Evaluation
-from torchrec_ext.data.folders import from_folder
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.movielens_splits import recbole
-from torchrec_ext.data.side_features import side_features
-from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
+from torchrec_ext.data.datasets.catalog import load
+from torchrec_ext.data.datasets.features import side_features
+from torchrec_ext.data.datasets.folder import from_folder
+from torchrec_ext.data.datasets.interactions import TEST, TRAIN, VALIDATION, Evaluation, InteractionData, with_profiles
+from torchrec_ext.data.datasets.movielens import recbole
 from torchrec_ext.schema import DataError
 
 ROWS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([TRAIN, TRAIN, VALIDATION, TEST])), max_size=40)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.synthetic import checkerboard, planted, planted_preferences
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.synthetic import checkerboard, planted, planted_preferences
 
 pytestmark = pytest.mark.unit
 

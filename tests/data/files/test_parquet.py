@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_ext.data import checksums
-from torchrec_ext.data.parquet import read_parquet
-from torchrec_ext.data.source import ArrowSource, ParquetSource
+from torchrec_ext.data.files import sources as checksums
+from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.sources import ArrowSource, ParquetSource
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

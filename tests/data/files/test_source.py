@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.stream_sets import arrow, loader_of, parquet, row_numbers, schema_of, table_of
-from torchrec_ext.data import file_source
-from torchrec_ext.data.source import ArrowSource, FileSource, ParquetSource
+from torchrec_ext.data.files import sources as file_source
+from torchrec_ext.data.files.sources import ArrowSource, FileSource, ParquetSource
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

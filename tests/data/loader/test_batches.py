@@ -5,9 +5,9 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.synthetic import planted
+from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit

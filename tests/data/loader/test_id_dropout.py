@@ -12,20 +12,20 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from tests.contracts import run_ranks
 from tests.examples import META, table
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.device_negatives import KnownItems
-from torchrec_ext.data.id_dropout import IdDropout, unseen_as_oov
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, training_loader
-from torchrec_ext.data.mixed_candidates import MixedCandidates
-from torchrec_ext.data.mixed_negatives import MixedNegatives
-from torchrec_ext.data.negatives import UniformNegatives
-from torchrec_ext.data.synthetic import planted
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.candidates import MixedCandidates
+from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.mixed import MixedNegatives
+from torchrec_ext.data.negatives.on_device import KnownItems
+from torchrec_ext.data.negatives.samplers import UniformNegatives
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.retrieval import RetrievalModel
@@ -33,7 +33,7 @@ from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 RATES = {"item_id": 0.3, "user_id": 0.2, "history": 0.1}
 

@@ -14,13 +14,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.data.stream_sets import ITEMS, arrow, table_of
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.batches import BatchBuilder
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.id_dropout import drop_ids
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives import UniformNegatives
-from torchrec_ext.data.source import ArrowSource
-from torchrec_ext.data.synthetic import planted
+from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.files.sources import ArrowSource
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.id_dropout import drop_ids
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit

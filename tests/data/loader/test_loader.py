@@ -12,9 +12,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
-from torchrec_ext.data.negatives import PopularityNegatives, UniformNegatives
-from torchrec_ext.data.synthetic import planted
+from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit

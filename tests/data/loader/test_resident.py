@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_device_negatives import WAITS, Ops
-from tests.data.test_loader import ITEMS, rows_of, schema_of
+from tests.data.loader.test_loader import ITEMS, rows_of, schema_of
+from tests.data.negatives.test_device_negatives import WAITS, Ops
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.hard_negatives import HardNegatives
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives import PopularityNegatives, UniformNegatives
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.hard import HardNegatives
+from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit

@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
+from tests.data.loader.test_loader import DATA, ITEM_TABLE, ITEMS, rows_of, schema_of
 from tests.data.stream_sets import parquet
 from tests.data.stream_sets import schema_of as stream_schema
-from tests.data.test_loader import DATA, ITEM_TABLE, ITEMS, rows_of, schema_of
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, concatenate
-from torchrec_ext.data.file_source import FileSource
-from torchrec_ext.data.hard_negatives import HardNegatives
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig, training_loader
-from torchrec_ext.data.mixed_candidates import MixedCandidates
-from torchrec_ext.data.mixed_negatives import MixedNegatives
-from torchrec_ext.data.negatives import UniformNegatives
+from torchrec_ext.data.files.sources import FileSource
+from torchrec_ext.data.loader.candidates import MixedCandidates
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
+from torchrec_ext.data.negatives.hard import HardNegatives
+from torchrec_ext.data.negatives.mixed import MixedNegatives
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.modules.in_batch import in_batch_negatives
 from torchrec_ext.modules.losses import in_batch_softmax
+from torchrec_ext.modules.softmax import in_batch_negatives
 from torchrec_ext.schema import BatchSchema
 
 pytestmark = pytest.mark.unit

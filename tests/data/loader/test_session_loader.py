@@ -13,9 +13,9 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Column
-from torchrec_ext.data.id_dropout import IdDropout
-from torchrec_ext.data.loader_config import LoaderConfig
-from torchrec_ext.data.session_loader import SessionLoader, deal
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.data.loader.sessions import SessionLoader, deal
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit

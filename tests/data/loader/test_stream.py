@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from tests.data.stream_sets import ITEMS, arrow, equal, loader_of, parquet, row_numbers, schema_of
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives import UniformNegatives
-from torchrec_ext.data.parquet import read_parquet
-from torchrec_ext.data.plan import StreamPlan
-from torchrec_ext.data.source import ParquetSource
+from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.loader.epoch_order import StreamPlan
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.data.test_negatives import SAMPLERS, Sampler, known_by, random_pairs  # noqa: F401
-from torchrec_ext.data import device_negatives as module
-from torchrec_ext.data.device_negatives import DeviceKnownPairs, on_device
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.negatives import PopularityNegatives, UniformNegatives
-from torchrec_ext.data.random_numbers import device_uniform, stream, uniform
+from tests.data.negatives.test_negatives import SAMPLERS, Sampler, known_by, random_pairs  # noqa: F401
+from torchrec_ext.data.negatives import on_device as module
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.on_device import DeviceKnownPairs, on_device
+from torchrec_ext.data.negatives.random import device_uniform, stream, uniform
+from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

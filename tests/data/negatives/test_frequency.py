@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_ext.data.frequency import StreamingFrequency
+from torchrec_ext.data.negatives.mixed import StreamingFrequency
 
 pytestmark = pytest.mark.unit
 

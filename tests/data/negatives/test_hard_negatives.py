@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_negatives import follows, known_by, random_pairs  # noqa: F401
-from torchrec_ext.data.hard_negatives import ExactTopK, HardNegatives
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.negatives import UniformNegatives
+from tests.data.negatives.test_negatives import follows, known_by, random_pairs  # noqa: F401
+from torchrec_ext.data.negatives.hard import ExactTopK, HardNegatives
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_negatives import random_pairs
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.mixed_negatives import MixedNegatives
-from torchrec_ext.modules.in_batch import in_batch_negatives
+from tests.data.negatives.test_negatives import random_pairs
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.mixed import MixedNegatives
+from torchrec_ext.modules.softmax import in_batch_negatives
 
 pytestmark = pytest.mark.unit
 ITEMS = 80

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchrec_ext.data import known_pairs
-from torchrec_ext.data.free_mass import FreeMass
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.negatives import Negatives, PopularityNegatives, UniformNegatives
-from torchrec_ext.data.random_numbers import alias_table
+from torchrec_ext.data.negatives import known_pairs
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.random import alias_table
+from torchrec_ext.data.negatives.samplers import FreeMass, Negatives, PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

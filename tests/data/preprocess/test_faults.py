@@ -14,7 +14,7 @@ pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 't
 pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
 
 from tests.data.preprocess_cases import same
-from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,
@@ -28,7 +28,7 @@ from torchrec_ext.data.preprocess import (
     TimeFeatures,
 )
 from torchrec_ext.data.preprocess.engines import DuckDB
-from torchrec_ext.data.preprocess.writing import ROW_GROUP
+from torchrec_ext.data.preprocess.files import ROW_GROUP
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.killing import killed_everywhere
-from torchrec_ext.data.files import find_files
+from torchrec_ext.data.files.find import find_files
 from torchrec_ext.data.preprocess import folders
 from torchrec_ext.data.preprocess.folders import _HOST, disk_errors, keep_sources, standing, whole_folder
 from torchrec_ext.schema import DataError

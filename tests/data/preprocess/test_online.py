@@ -33,9 +33,8 @@ from torchrec_ext.data.preprocess import (
     TimeFeatures,
     Vocabulary,
 )
-from torchrec_ext.data.preprocess.cells import read_cells
-from torchrec_ext.data.preprocess.column_types import arrow_type
-from torchrec_ext.data.preprocess.zones import offsets_of
+from torchrec_ext.data.preprocess.columns import arrow_type, read_cells
+from torchrec_ext.data.preprocess.times import offsets_of
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit

@@ -16,7 +16,7 @@ pytest.importorskip("pyspark", reason="needs PySpark: pip install 'torchrec-ext[
 
 from tests.data.preprocess_cases import EVERY_STEP, random_rows, write
 from torchrec_ext.data.preprocess import Categorify, Normalize, Preprocessor
-from torchrec_ext.data.preprocess.spark import Spark
+from torchrec_ext.data.preprocess.engines import Spark
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:pyspark", "ignore::DeprecationWarning:ibis")

@@ -13,7 +13,7 @@ pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 't
 pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
 
 from tests.data.preprocess_cases import ALL_TIMES, ANY_VALUES, same, with_events, write
-from torchrec_ext.data.parquet import read_parquet
+from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,

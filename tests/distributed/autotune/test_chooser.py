@@ -11,17 +11,25 @@ from torch import nn
 
 from tests.contracts import run_ranks
 from tests.examples import META, batches, small_model, table
-from torchrec_ext.distributed.auto_plan import auto_plan, why_together
-from torchrec_ext.distributed.chooser import Candidate, Decision, alone, choose, foresee, placements
-from torchrec_ext.distributed.measurements import Line, Measurements, TowerCost
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.autotune.choose import (
+    Candidate,
+    Decision,
+    alone,
+    auto_plan,
+    choose,
+    foresee,
+    placements,
+    why_together,
+)
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import TowerPlacement
-from torchrec_ext.distributed.planning import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.plan.measurements import Line, Measurements, TowerCost
+from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 unit = pytest.mark.unit
 NOTHING = Line(fixed=0.0, each=0.0)

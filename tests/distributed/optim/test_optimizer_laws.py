@@ -15,13 +15,13 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, batches, small_model
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig, apply_optimizer_in_backward
+from torchrec_ext.distributed.optim.config import OptimizerConfig, apply_optimizer_in_backward
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 STEPS = 20
 EXCEPTIONS = OptimizerConfig(

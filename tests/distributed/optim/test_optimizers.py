@@ -14,18 +14,18 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.examples import ITEMS, META, USERS, small_model
-from torchrec_ext.distributed.choices import Choice
-from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError, HybridOptimizer
-from torchrec_ext.distributed.optimizers import (
+from torchrec_ext.distributed.optim.config import (
+    Choice,
     OptimizerConfig,
+    RowAdam,
     apply_optimizer_in_backward,
     chosen_optimizer,
     declare_table_optimizer,
     shardings,
     undeclared,
 )
-from torchrec_ext.distributed.row_adam import RowAdam
-from torchx_apps.overrides import apply_overrides
+from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
+from torchx_apps.cli.overrides import apply_overrides
 
 pytestmark = pytest.mark.unit
 

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, USERS, batches, redrawn, table
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.compression import Compression
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 STEPS = 30
 SGD = OptimizerConfig(tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=0.1)

@@ -12,13 +12,13 @@ from tests.contracts import gather_state, run_ranks
 from tests.examples import META
 from tests.models.merged_models import batch, by_table, is_table, model
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.train.checkpoint.state import model_state
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 # Under Adagrad two updates of a row in one step would not equal one; under SGD, and with an eps like the gradients, errors of scale
 # show too.

@@ -11,16 +11,16 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, batches, redrawn, table
-from torchrec_ext.distributed.kernels import possible
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, PlanError, Sharding, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, Sharding, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sharders import possible
 from torchrec_ext.distributed.tables import initialise_tables, local_shards
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction_choice import interaction_layer
+from torchrec_ext.modules.interaction import interaction_layer
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 STEPS = 20
 RATES = OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.1)

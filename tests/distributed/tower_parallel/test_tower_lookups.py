@@ -12,20 +12,20 @@ from tests.contracts import run_ranks
 from tests.examples import META, table
 from tests.models.merged_models import DIM, ITEMS, ROWS, bags, batch, by_table, is_table, model
 from torchrec_ext.batch import SharedRows, TowerBatch
-from torchrec_ext.distributed.auto_plan import auto_plan
-from torchrec_ext.distributed.explain import explain
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.autotune.choose import auto_plan
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import PlacementError
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables, local_shards
-from torchrec_ext.distributed.tower_lookups import units
+from torchrec_ext.distributed.tower_parallel.lookups import units
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.train.checkpoint.state import model_state
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 STEPS = 50
 SGD = OptimizerConfig(tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=0.1)

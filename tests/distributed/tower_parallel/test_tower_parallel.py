@@ -14,16 +14,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.contracts import run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, batches, redrawn, small_model, table
 from torchrec_ext.batch import SharedRows, TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables, local_shards
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.session_tower import SessionTower
 from torchrec_ext.modules.tower import Normalization, Tower
-from torchrec_ext.train.pipelines import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 STEPS = 50
 SGD = OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.2)

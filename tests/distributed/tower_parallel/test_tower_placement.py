@@ -10,21 +10,21 @@ from torch import nn
 
 from tests.contracts import run_ranks
 from tests.examples import META, USERS, batches, small_model, table
-from torchrec_ext.distributed import planning
-from torchrec_ext.distributed.explain import explain
-from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import PlacementError, TowerPlacement
-from torchrec_ext.distributed.planning import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.plan import planner as planning
+from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.distributed.tower_rows import TowerRows, Widths, cut, joined, packed, padded, unpacked
+from torchrec_ext.distributed.tower_parallel.exchange import TowerRows, Widths, cut, joined, packed, padded, unpacked
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.train.pipelines import make_pipeline
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 STEPS = 5
 GATHERED = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "reduce_scatter")

@@ -13,12 +13,12 @@ from tests.contracts import run_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import TowerPlacement
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.traffic import Cluster, Traffic, flat_traffic, tower_traffic
+from torchrec_ext.distributed.tower_parallel.traffic import Cluster, Traffic, flat_traffic, tower_traffic
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.compression import Compression
-from torchrec_ext.modules.interaction_choice import interaction_layer
+from torchrec_ext.modules.interaction import interaction_layer
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 

@@ -13,17 +13,25 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_ext.models.ncf import NCFHead, NCFTower
-from torchrec_ext.models.session_model import NextItemTower
+from torchrec_ext.models.session import NextItemTower
 from torchrec_ext.modules.compression import Compression
-from torchrec_ext.modules.crossing import DeepCross, DeepFM, FactorizationMachine
-from torchrec_ext.modules.interaction import Cosine, DotProduct, GeneralizedMF, Reordered, TopMLP
-from torchrec_ext.modules.multi_task import MultiTaskTop
-from torchrec_ext.modules.recorded import Recorded
+from torchrec_ext.modules.interaction import (
+    Cosine,
+    DeepCross,
+    DeepFM,
+    DotProduct,
+    FactorizationMachine,
+    GeneralizedMF,
+    MultiTaskTop,
+    Reordered,
+    TopMLP,
+)
+from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.modules.session_tower import SessionTower
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.architecture import INTERACTIONS, TOWERS, describe, rebuild
-from torchrec_ext.retrieval.errors import BundleError
+from torchrec_ext.retrieval.bundle.architecture import INTERACTIONS, TOWERS, describe, rebuild
+from torchrec_ext.retrieval.bundle.manifest import BundleError
 
 pytestmark = pytest.mark.unit
 

@@ -21,15 +21,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.examples import ITEMS, NO_MANIFESTS, USERS
 from tests.retrieval.bundles import bundle_of, contents, model_of
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.contents import Catalogue
-from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.export import export
-from torchrec_ext.retrieval.manifest import Manifest, file_digests
-from torchrec_ext.retrieval.snapshots import StoreError, file_digest
-from torchrec_ext.retrieval.store import EmbeddingStore
-from torchrec_ext.retrieval.tables import read_table, write_table
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
+from torchrec_ext.retrieval.bundle.tables import read_table, write_table
+from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.export.writer import Catalogue
+from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval.store.versions import StoreError, file_digest
+from torchrec_ext.retrieval.store.writer import write_store
 from torchrec_ext.schema import DataError, Jagged
 
 ROWS = {"user_id": [5, 99], "history": [[3, 4], []], "age": [0.5, 0.25]}
@@ -459,7 +458,7 @@ def test_towers_that_were_changed_under_a_new_name_fail_the_audit(pristine: Path
 
     def with_new_digest(content: dict[str, Any]) -> None:
         seen = Bundle.__new__(Bundle)
-        from torchrec_ext.retrieval.sides import Architecture
+        from torchrec_ext.retrieval.bundle.sides import Architecture
 
         seen.architecture = Architecture.open(folder)
         seen.manifest = Manifest(content=content, certificate={})
@@ -553,7 +552,7 @@ def test_it_loads_without_a_process_group_and_without_faiss(pristine: Path) -> N
 import sys
 sys.modules["faiss"] = None  # importing it fails
 import torch, torch.distributed as dist
-from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.bundle.bundle import Bundle
 bundle = Bundle.load({str(pristine)!r})
 assert not dist.is_initialized()
 print(bundle.embed_query({ROWS!r}).shape[1], bundle.manifest.digest)
@@ -631,7 +630,7 @@ def test_bad_features_are_named(change: dict[str, Any], message: str, bundle: Bu
 
 
 def test_the_audit_is_measured_and_not_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrec_ext.retrieval.live import LiveModel
+    from torchrec_ext.retrieval.bundle.audit import LiveModel
 
     honest = LiveModel.of_tower
     monkeypatch.setattr(

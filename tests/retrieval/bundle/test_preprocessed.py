@@ -14,10 +14,10 @@ from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History, Normalize, Preprocessor, TimeFeatures
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.contents import Catalogue, Users
-from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.export.writer import Catalogue, Users
 from torchrec_ext.schema import DataError, Jagged
 
 pytest.importorskip("ibis", reason="needs the extra `data`")
@@ -126,7 +126,7 @@ def test_another_preprocessing_is_refused(fitted: FittedPreprocessor, log: Path,
     """Fitted on half of the rows: the same columns and sizes, other ids for the same names."""
     import shutil
 
-    from tests.retrieval.test_bundle import sealed
+    from tests.retrieval.bundle.test_bundle import sealed
 
     ids = np.unique(pq.read_table(log)["item"].to_numpy())
     catalogue = Catalogue(ids=ids, features=pa.table({"item": ids}))

@@ -15,13 +15,13 @@ from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, small_model
 from tests.retrieval.bundles import contents
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.session_model import NextItemModel
+from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.contents import Catalogue, Users
-from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.export.writer import Catalogue, Users
 from torchrec_ext.schema import DataError
 
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")

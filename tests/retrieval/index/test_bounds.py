@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from torchrec_ext.modules.interaction import DotProduct, GeneralizedMF, TopMLP
-from torchrec_ext.retrieval import bounds
-from torchrec_ext.retrieval.bounds import ScoreBounds
-from torchrec_ext.retrieval.index import ExactIndex, ScoredIndex
-from torchrec_ext.retrieval.projection import projection
-from torchrec_ext.retrieval.refresh import refresh_store
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.retrieval.index import bounds
+from torchrec_ext.retrieval.index.bounds import ScoreBounds
+from torchrec_ext.retrieval.index.exact import ExactIndex, ScoredIndex
+from torchrec_ext.retrieval.index.projection import projection
+from torchrec_ext.retrieval.store.store import refresh_store
+from torchrec_ext.retrieval.store.writer import write_store
 
 pytestmark = pytest.mark.unit
 

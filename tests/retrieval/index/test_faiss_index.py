@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_ext.retrieval.index import ExactIndex
-from torchrec_ext.retrieval.refresh import refresh_store
-from torchrec_ext.retrieval.snapshots import StoreError
-from torchrec_ext.retrieval.swapping import SwappingIndex
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.retrieval.index.exact import ExactIndex
+from torchrec_ext.retrieval.index.swapping import SwappingIndex
+from torchrec_ext.retrieval.store.store import refresh_store
+from torchrec_ext.retrieval.store.versions import StoreError
+from torchrec_ext.retrieval.store.writer import write_store
 
 faiss = pytest.importorskip("faiss", reason="the package faiss-cpu is not installed (extra `retrieval`)")
-from torchrec_ext.retrieval.faiss_index import FaissIndex  # noqa: E402
-from torchrec_ext.retrieval.faiss_kinds import lifted  # noqa: E402
+from torchrec_ext.retrieval.index.faiss import FaissIndex, lifted  # noqa: E402
 
 KINDS = ("flat", "ivf", "hnsw", "pq")
 

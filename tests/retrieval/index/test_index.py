@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torchrec_ext.modules.crossing import DeepCross
-from torchrec_ext.modules.interaction import Cosine, DotProduct, TopMLP
-from torchrec_ext.retrieval.index import ExactIndex, ScoredIndex
-from torchrec_ext.retrieval.projection import projection
-from torchrec_ext.retrieval.refresh import refresh_store
-from torchrec_ext.retrieval.store import EmbeddingStore
-from torchrec_ext.retrieval.top_k import TopK
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.modules.interaction import Cosine, DeepCross, DotProduct, TopMLP
+from torchrec_ext.retrieval.index.exact import ExactIndex, ScoredIndex, TopK
+from torchrec_ext.retrieval.index.projection import projection
+from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
+from torchrec_ext.retrieval.store.writer import write_store
 
 pytestmark = pytest.mark.unit
 
@@ -56,7 +53,7 @@ def test_blocks_of_any_size_with_many_ties(data: st.DataObject) -> None:
 @pytest.mark.parametrize("metric", ["dot", "cosine"])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_exact_and_filtered_inside_the_search(metric: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrec_ext.retrieval.index._BLOCK", 4 * 8 * 37)  # rows of 8: blocks of 37
+    monkeypatch.setattr("torchrec_ext.retrieval.index.exact._BLOCK", 4 * 8 * 37)  # rows of 8: blocks of 37
     torch.manual_seed(queries)
     rows, asked = torch.randn(500, 8), torch.randn(queries, 8)
     rows[3] = 0
@@ -95,7 +92,7 @@ def test_over_a_store_without_its_tombstones(dtype: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("hidden", [(4,), (16, 4), ()])
 def test_under_a_top_nn_as_the_network_scores(hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrec_ext.retrieval.index._PAIRS", 64)
+    monkeypatch.setattr("torchrec_ext.retrieval.index.exact._PAIRS", 64)
     torch.manual_seed(1)
     candidates, queries = torch.randn(150, 8), torch.randn(3, 6)
     for interaction in (TopMLP([6, 8], hidden), DeepCross([6, 8], (4,))):

@@ -7,10 +7,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchrec_ext.models.ncf import NCFHead
-from torchrec_ext.modules.batch_norm import BatchNorm
-from torchrec_ext.modules.crossing import DeepCross, DeepFM, FactorizationMachine
-from torchrec_ext.modules.interaction import Cosine, DotProduct, GeneralizedMF, Reordered, TopMLP
-from torchrec_ext.retrieval.projection import projection
+from torchrec_ext.modules.interaction import (
+    Cosine,
+    DeepCross,
+    DeepFM,
+    DotProduct,
+    FactorizationMachine,
+    GeneralizedMF,
+    Reordered,
+    TopMLP,
+)
+from torchrec_ext.modules.layers import BatchNorm
+from torchrec_ext.retrieval.index.projection import projection
 
 pytestmark = pytest.mark.unit
 ROWS = 7

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from tests.examples import small_model
-from torchrec_ext.modules.crossing import DeepCross
-from torchrec_ext.modules.interaction import TopMLP
-from torchrec_ext.retrieval.onnx import ExportError, export_onnx, export_top
-from torchrec_ext.retrieval.projection import projection
+from torchrec_ext.modules.interaction import DeepCross, TopMLP
+from torchrec_ext.retrieval.index.projection import projection
+from torchrec_ext.retrieval.onnx.layers import ExportError, export_onnx, export_top
 
 
 def test_the_top_nn_and_a_towers_dense_layers_are_equal(tmp_path: Path) -> None:

@@ -21,15 +21,13 @@ from tests.retrieval.bundles import bundle_of, contents, model_of
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.compression import Compression
-from torchrec_ext.modules.crossing import DeepCross, DeepFM
-from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.modules.interaction import DeepCross, DeepFM, TopMLP
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval import onnx_bundle
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.export import export
-from torchrec_ext.retrieval.onnx import ExportError
-from torchrec_ext.retrieval.onnx_bundle import check_exportable, export_bundle
-from torchrec_ext.retrieval.onnx_check import check_onnx
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.onnx import bundle as onnx_bundle
+from torchrec_ext.retrieval.onnx.bundle import check_exportable, check_onnx, export_bundle
+from torchrec_ext.retrieval.onnx.layers import ExportError
 
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (extra `onnx`)")
 onnxruntime = pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed (extra `onnx`)")
@@ -105,7 +103,7 @@ def test_a_changed_weight_is_noticed_and_named(part: str, made: tuple[Bundle, Pa
 
 
 def test_nothing_of_this_machine_is_in_a_file(made: tuple[Bundle, Path]) -> None:
-    root = str(Path(__file__).parents[2]).encode()
+    root = str(Path(__file__).parents[3]).encode()
     assert not [path for path in made[1].rglob("*.onnx") if root in path.read_bytes()]
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from torchrec_ext.retrieval.batching import MicroBatcher, QueueFullError
+from torchrec_ext.retrieval.scorer.batching import MicroBatcher, QueueFullError
 
 pytestmark = pytest.mark.unit
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from tests.examples import ITEMS, USERS
 from tests.retrieval.served import FIRST_ITEM, FIRST_USER, Made
 from torchrec_ext.models.tower_model import Interaction
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.requests import EmbedRequest, RecommendRequest, RequestError, ScoreRequest, UnavailableError
-from torchrec_ext.retrieval.scorer import Scorer
-from torchrec_ext.retrieval.vectors import RemoteVectors, StoredVectors
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.scorer.requests import EmbedRequest, RecommendRequest, RequestError, ScoreRequest, UnavailableError
+from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.scorer.user_vectors import RemoteVectors, StoredVectors
+from torchrec_ext.retrieval.store.writer import write_store
 
 pytestmark = pytest.mark.unit
 ALL = np.arange(FIRST_ITEM, FIRST_ITEM + ITEMS - 1)

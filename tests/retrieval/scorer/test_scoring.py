@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from torchrec_ext.models.ncf import NCFHead
-from torchrec_ext.modules.crossing import DeepCross
-from torchrec_ext.modules.interaction import Cosine, DotProduct, TopMLP
-from torchrec_ext.retrieval.projection import projection
-from torchrec_ext.retrieval.scoring import CandidateScorer
-from torchrec_ext.retrieval.snapshots import StoreError
-from torchrec_ext.retrieval.store import EmbeddingStore
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.modules.interaction import Cosine, DeepCross, DotProduct, TopMLP
+from torchrec_ext.retrieval.index.projection import projection
+from torchrec_ext.retrieval.scorer.candidates import CandidateScorer
+from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval.store.versions import StoreError
+from torchrec_ext.retrieval.store.writer import write_store
 
 ITEMS = 400
 INTERACTIONS = {

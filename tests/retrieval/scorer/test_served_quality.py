@@ -16,10 +16,10 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
 from tests.retrieval.server.running import serving
-from torchrec_ext.data.datasets import load_config
-from torchrec_ext.retrieval.bundle import Bundle
-from torchx_apps.cli import apply_overrides, load_recipe
-from torchx_apps.training import run
+from torchrec_ext.data.datasets.catalog import load_config
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs.training import run
 
 pytestmark = pytest.mark.skipif("TORCHREC_EXT_DATA" not in os.environ, reason="needs MovieLens 100K in $TORCHREC_EXT_DATA")
 

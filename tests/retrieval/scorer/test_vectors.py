@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_ext.retrieval.vectors import FolderVectors, user_vectors
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.retrieval.scorer.user_vectors import FolderVectors, user_vectors
+from torchrec_ext.retrieval.store.writer import write_store
 
 pytestmark = pytest.mark.unit
 IDS = np.array([7, 8])

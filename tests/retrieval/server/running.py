@@ -15,12 +15,12 @@ from typing import Any
 
 import uvicorn
 
-from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
 from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.settings import Settings
 from torchrec_ext.retrieval.server.telemetry import Log
 from torchrec_ext.retrieval.server.worker import uvicorn_config
-from torchrec_ext.retrieval.vectors import UserVectors
 
 
 @dataclass

@@ -20,8 +20,8 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
 from tests.retrieval.served import Made
 from tests.retrieval.server.running import Running, serving
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.requests import RecommendRequest
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.scorer.requests import RecommendRequest
 from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.settings import Limits, Settings
 from torchrec_ext.retrieval.server.telemetry import Log, resident_bytes

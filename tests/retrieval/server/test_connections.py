@@ -18,7 +18,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 from tests.retrieval.served import Made
 from tests.retrieval.server.launched import until
 from tests.retrieval.server.running import Running, serving
-from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.server.settings import Limits
 from torchrec_ext.retrieval.server.worker import allow_files
 

@@ -14,7 +14,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
 from tests.retrieval.served import Made
 from tests.retrieval.server.running import Running, serving
-from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.server.openapi import document
 from torchrec_ext.retrieval.server.settings import Limits, Settings
 

@@ -17,7 +17,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
 from tests.retrieval.served import Made
 from tests.retrieval.server.running import Running, serving
-from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome on the PATH")]

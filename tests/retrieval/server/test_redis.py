@@ -15,10 +15,10 @@ from tests.retrieval.redis_server import RedisServer
 from tests.retrieval.served import Made
 from tests.retrieval.server.launched import until
 from tests.retrieval.server.running import serving
-from torchrec_ext.retrieval.redis_store import RedisStore
-from torchrec_ext.retrieval.requests import ScoreRequest
-from torchrec_ext.retrieval.snapshots import StoreError
-from torchrec_ext.retrieval.vectors import RemoteVectors, redis_vectors
+from torchrec_ext.retrieval.scorer.requests import ScoreRequest
+from torchrec_ext.retrieval.scorer.user_vectors import RemoteVectors, redis_vectors
+from torchrec_ext.retrieval.store.redis import RedisStore
+from torchrec_ext.retrieval.store.versions import StoreError
 
 pytestmark = pytest.mark.launch
 KNOWN, ELSEWHERE = 7, 5_000  # the second is known to the Redis alone

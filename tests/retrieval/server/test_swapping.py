@@ -20,13 +20,13 @@ from tests.retrieval.bundles import bundle_of, contents
 from tests.retrieval.server.launched import until
 from tests.retrieval.server.running import Running, serving
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction_choice import Interaction, interaction_layer
+from torchrec_ext.modules.interaction import Interaction, interaction_layer
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.export import export
-from torchrec_ext.retrieval.requests import RecommendRequest
-from torchrec_ext.retrieval.scorer import Scorer
-from torchrec_ext.retrieval.server.watching import Watcher
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.scorer.requests import RecommendRequest
+from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.server.worker import Watcher
 
 
 def bundle_of_widths(folder: Path, user: int, item: int, items: int, interaction: Interaction) -> Bundle:
@@ -125,7 +125,7 @@ def test_a_running_server_takes_bundles_of_other_shapes_or_says_why_not_and_goes
 
 
 def test_a_pointer_that_moves_on_while_the_first_bundle_loads_is_seen(bundles: dict[str, Bundle], tmp_path: Path) -> None:
-    from torchrec_ext.retrieval.server.watching import identity
+    from torchrec_ext.retrieval.server.worker import identity
 
     pointer = tmp_path / "pointer"
     pointer.write_text(str(bundles["first"].folder))

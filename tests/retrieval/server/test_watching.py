@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from tests.retrieval.server.launched import until
-from torchrec_ext.retrieval.server.watching import Watcher, bundle_folder, identity
+from torchrec_ext.retrieval.server.worker import Watcher, bundle_folder, identity
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_ext.retrieval.embed import embed
-from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval.store.writer import embed
 
 pytestmark = pytest.mark.unit
 ITEMS = 101

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_ext.retrieval.ids import IdMap
-from torchrec_ext.retrieval.string_hash import hashed
+from torchrec_ext.retrieval.store.ids import IdMap, hashed
 
 pytestmark = pytest.mark.unit
 TEXT = st.text(st.characters(codec="utf-8"), max_size=6)
@@ -59,7 +58,7 @@ def test_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under seed 0 all strings have one hash; the next seed parts them."""
     real = hashed
     monkeypatch.setattr(
-        "torchrec_ext.retrieval.ids.hashed", lambda o, c, seed: real(o, c, seed) if seed else np.zeros(len(o) - 1, np.uint64)
+        "torchrec_ext.retrieval.store.ids.hashed", lambda o, c, seed: real(o, c, seed) if seed else np.zeros(len(o) - 1, np.uint64)
     )
     made = IdMap.build(["a", "b", "c"])
     assert made.seed == 1

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.retrieval.redis_server import RedisServer
-from torchrec_ext.retrieval.redis_store import RedisStore, StoreUnreachable
-from torchrec_ext.retrieval.snapshots import StoreError
+from torchrec_ext.retrieval.store.redis import RedisStore, StoreUnreachable
+from torchrec_ext.retrieval.store.versions import StoreError
 
 
 @pytest.fixture(scope="module")

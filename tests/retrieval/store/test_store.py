@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_ext.retrieval import snapshots
-from torchrec_ext.retrieval.quantized import Dtype, measured_loss
-from torchrec_ext.retrieval.refresh import refresh_store
-from torchrec_ext.retrieval.snapshots import StoreError, prune_store, versions
-from torchrec_ext.retrieval.store import EmbeddingStore
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.retrieval.store import versions as snapshots
+from torchrec_ext.retrieval.store.quantized import Dtype, measured_loss
+from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
+from torchrec_ext.retrieval.store.versions import StoreError, prune_store, versions
+from torchrec_ext.retrieval.store.writer import write_store
 
 pytestmark = pytest.mark.unit
 ROWS, WIDTH = 300, 12

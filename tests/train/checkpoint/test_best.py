@@ -13,21 +13,20 @@ import torch
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, small_model
-from tests.train.test_captured import Few
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from tests.train.step.test_captured import Few
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.train import steps
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.config import CheckpointConfig
-from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints, counted_from_one
-from torchrec_ext.train.early_stop import EarlyStop
-from torchrec_ext.train.engines import as_it_is
-from torchrec_ext.train.finite import RunStoppedError
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints, counted_from_one
+from torchrec_ext.train.config import EarlyStop
+from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.metrics import watched
+from torchrec_ext.train.step import choose as steps
+from torchrec_ext.train.step.captured import as_it_is
 
 FIGURES = [0.5, 0.9, 0.3, 0.2, 0.1]  # of each epoch
 WATCH = EarlyStop(metric="auc", patience=2)

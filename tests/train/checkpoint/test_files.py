@@ -22,17 +22,15 @@ from torch import Tensor
 from tests.contracts import _CONTEXT
 from tests.examples import NO_MANIFESTS, small_model
 from tests.killing import killed_everywhere
-from torchrec_ext.distributed.explain import size_text
+from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import checkpointer as module
 from torchrec_ext.train.checkpoint import folder as folder_module
-from torchrec_ext.train.checkpoint import manifest
+from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder
-from torchrec_ext.train.checkpoint.reading import damage, read_index
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, damage, read_index
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
-from torchrec_ext.train.checkpoint.together import Together
 
 HERE = Runtime()
 SOME = {"files": {"a": {"bytes": 1, "sha256": "0"}}, "step": 3}

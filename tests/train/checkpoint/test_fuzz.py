@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.train.checkpoint.test_files import HERE, filled, saved
-from torchrec_ext.train.checkpoint import manifest
+from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.reading import read_index, read_manifest
+from torchrec_ext.train.checkpoint.folder import read_index, read_manifest
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 from torchrec_ext.train.checkpoint.vectors import read_vectors

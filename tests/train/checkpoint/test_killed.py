@@ -18,15 +18,14 @@ import torch.distributed as dist
 
 from tests.contracts import _CONTEXT, gather_state
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader import LoaderConfig, training_loader
-from torchrec_ext.data.synthetic import checkerboard
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.datasets.synthetic import checkerboard
+from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.config import CheckpointConfig
-from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.loop import TrainConfig, train
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 

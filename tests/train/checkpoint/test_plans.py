@@ -12,14 +12,13 @@ from torchrec.distributed.model_parallel import DMPCollection
 
 from tests.contracts import run_ranks
 from tests.examples import DIM, META, batches, small_model
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.parts import Parts
-from torchrec_ext.train.checkpoint.row_parts import inherited
-from torchrec_ext.train.checkpoint.state import ModelState, model_state
+from torchrec_ext.train.checkpoint.load import inherited
+from torchrec_ext.train.checkpoint.state import ModelState, Parts, model_state
 
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
 OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam", "lazy_adam")

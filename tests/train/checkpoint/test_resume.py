@@ -13,22 +13,19 @@ import torch.distributed as dist
 
 from tests.contracts import gather_state, run_ranks
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader import LoaderConfig, training_loader
-from torchrec_ext.data.synthetic import checkerboard
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.datasets.synthetic import checkerboard
+from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.checkpoint import manifest
+from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.config import CheckpointConfig
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder
-from torchrec_ext.train.checkpoint.reading import read_manifest
-from torchrec_ext.train.checkpoint.run_checkpoints import RunCheckpoints
-from torchrec_ext.train.early_stop import EarlyStop
-from torchrec_ext.train.finite import RunStoppedError
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_manifest
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
+from torchrec_ext.train.config import EarlyStop, Schedule
+from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.schedule import Schedule
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
 EPOCHS = 3

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from tests.train.checkpoint.test_killed import Attempt
-from torchrec_ext.train.checkpoint import manifest
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder
-from torchrec_ext.train.checkpoint.reading import read_manifest
+from torchrec_ext.train.checkpoint import folder as manifest
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_manifest
 
 RANKS, PLAN, EPOCHS = 2, "row_wise", 2
 

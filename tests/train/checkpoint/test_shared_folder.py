@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 from tests.contracts import run_ranks
 from tests.examples import small_model
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.checkpoint import shared_folder
+from torchrec_ext.train.checkpoint import folder as shared_folder
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError

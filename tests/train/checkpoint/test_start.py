@@ -12,16 +12,16 @@ from torchrec import PoolingType
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, small_model, table
 from tests.train.checkpoint.test_plans import losses, whole
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.publish import publish
-from torchrec_ext.train.checkpoint.start import StartConfig, begin_with
+from torchrec_ext.train.checkpoint.run import StartConfig, begin_with
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
+from torchrec_ext.train.checkpoint.vectors import publish
 from torchx_apps.publish import main
 
 COLD = 3

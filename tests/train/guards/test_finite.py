@@ -10,12 +10,12 @@ from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
 from tests.train.test_loop import Batches
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import local_shards
-from torchrec_ext.train.finite import FiniteLoss
+from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, train
 
 NAN, INF = float("nan"), float("inf")

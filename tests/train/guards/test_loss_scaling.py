@@ -9,19 +9,18 @@ import torch
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
-from tests.train.test_captured import farthest
-from tests.train.test_plain_step import Twice
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from tests.train.step.test_captured import farthest
+from tests.train.step.test_plain_step import Twice
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.train.amp import forward_context
-from torchrec_ext.train.finite import FiniteLoss
+from torchrec_ext.train.guards.amp import LossScaling, forward_context
+from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.loss_scaling import LossScaling
-from torchrec_ext.train.lowering import CannotCaptureError
-from torchrec_ext.train.plain_step import PlainStep
+from torchrec_ext.train.step.lowering import CannotCaptureError
+from torchrec_ext.train.step.plain import PlainStep
 
 ADAM = OptimizerConfig(tables="adam", tables_lr=0.01)
 

@@ -11,12 +11,11 @@ from tests.contracts import run_ranks
 from tests.distributed.test_sync import ADAM, made, steps, whole
 from tests.train.test_loop import Batches
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import LocalSGD, UnevenStepsError
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.train.even_steps import exactly
-from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, train
+from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, exactly, train
 
 SHARDINGS = ("data_parallel", "row_wise")
 LOCAL = SyncConfig(mode="local_sgd", every=5)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train import watchdog as module
-from torchrec_ext.train.watchdog import Watchdog
+from torchrec_ext.train.guards import watchdog as module
+from torchrec_ext.train.guards.watchdog import Watchdog
 
 
 def stuck_in_a_loader(ends: "queue.Queue[str]") -> str:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.contracts import run_ranks
-from torchrec_ext.data.batches import BatchBuilder
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.synthetic import planted
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.metrics import Coverage, Question, catalogue, own_share, popularity_ranks, ranking_metrics, ranks_of

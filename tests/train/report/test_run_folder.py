@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_ext.train.run_folder import RunFolder, RunFolderError
+from torchrec_ext.train.report.progress import RunFolder, RunFolderError
 
 pytestmark = pytest.mark.unit
 

@@ -15,12 +15,25 @@ from tests.examples import META, batches, small_model
 from tests.train.test_loop import Batches
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train import tracing
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.pipelines import make_pipeline
-from torchrec_ext.train.spans import Interval, RankSpans, at_least, both, length, overlap, read_spans, union
-from torchrec_ext.train.timeline import RankTrace, Timeline
-from torchrec_ext.train.tracing import SKIP, StepTrace, check_fits, clock_ahead
+from torchrec_ext.train.report import trace as tracing
+from torchrec_ext.train.report.trace import (
+    SKIP,
+    Interval,
+    RankSpans,
+    RankTrace,
+    StepTrace,
+    Timeline,
+    at_least,
+    both,
+    check_fits,
+    clock_ahead,
+    length,
+    overlap,
+    read_spans,
+    union,
+)
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 MS = 1000.0
 STEPS = 3

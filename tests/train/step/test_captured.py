@@ -20,14 +20,14 @@ from tests.distributed.test_streams import Cuda
 from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, table
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.device_negatives import KnownItems
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives import UniformNegatives
-from torchrec_ext.distributed.explain import explain
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.on_device import KnownItems
+from torchrec_ext.data.negatives.samplers import UniformNegatives
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.streams import TowerStreams, on_streams
 from torchrec_ext.distributed.tables import local_shards
@@ -37,12 +37,10 @@ from torchrec_ext.models.tower_model import Prediction, two_tower
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.train import steps
-from torchrec_ext.train.captured import MOST_GRAPHS, CapturedStep
-from torchrec_ext.train.engines import Engine, as_it_is, cuda_graph, engine_for, inductor, traced
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.lowering import CannotCaptureError, lowered, static_bags
-from torchrec_ext.train.packing import Packer
+from torchrec_ext.train.step import choose as steps
+from torchrec_ext.train.step.captured import MOST_GRAPHS, CapturedStep, Engine, as_it_is, cuda_graph, engine_for, inductor, traced
+from torchrec_ext.train.step.lowering import CannotCaptureError, Packer, lowered, static_bags
 
 KINDS: list[tuple[str, str, dict[str, Any]]] = [
     ("adam", "auto", {}),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrec_ext.train import catch_up
-from torchrec_ext.train.catch_up import caught_up, has_closed_form, reach, slide_on, slides
-from torchrec_ext.train.schedule import Schedule
+from torchrec_ext.train.config import Schedule
+from torchrec_ext.train.step import update_rules as catch_up
+from torchrec_ext.train.step.update_rules import caught_up, has_closed_form, reach, slide_on, slides
 
 pytestmark = pytest.mark.unit
 ROWS, DIM, STEPS = 200, 4, 400

@@ -11,18 +11,16 @@ import torch
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
-from tests.train.test_captured import Few, farthest
+from tests.train.step.test_captured import Few, farthest
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train import steps
-from torchrec_ext.train.captured import MOST_GRAPHS
-from torchrec_ext.train.engines import as_it_is
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.lowering import CannotCaptureError
-from torchrec_ext.train.packing import Packer
+from torchrec_ext.train.step import choose as steps
+from torchrec_ext.train.step.captured import MOST_GRAPHS, as_it_is
+from torchrec_ext.train.step.lowering import CannotCaptureError, Packer
 
 ROWS = 24
 

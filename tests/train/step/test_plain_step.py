@@ -14,17 +14,17 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, batches, small_model
-from tests.train.test_captured import distance, farthest, stepped, whole
+from tests.train.step.test_captured import distance, farthest, stepped, whole
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import Prediction
-from torchrec_ext.train.finite import FiniteLoss, TrainingDivergedError
+from torchrec_ext.train.guards.finite import FiniteLoss, TrainingDivergedError
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.lowering import CannotCaptureError
-from torchrec_ext.train.plain_step import PlainStep
+from torchrec_ext.train.step.lowering import CannotCaptureError
+from torchrec_ext.train.step.plain import PlainStep
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adam": OptimizerConfig(tables="adam", tables_lr=0.01, tables_l2=0.01),

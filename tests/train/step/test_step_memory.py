@@ -12,12 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import USERS, batches
-from tests.train.test_captured import KINDS, farthest, sharded, stepped
+from tests.train.step.test_captured import KINDS, farthest, sharded, stepped
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train import step_memory
-from torchrec_ext.train.captured import CapturedStep
-from torchrec_ext.train.engines import as_it_is
-from torchrec_ext.train.schedule import Schedule, scheduler
+from torchrec_ext.train.config import Schedule, scheduler
+from torchrec_ext.train.step import memory as step_memory
+from torchrec_ext.train.step.captured import CapturedStep, as_it_is
 
 COUNT = 40
 
@@ -117,7 +116,7 @@ def test_a_batch_on_the_host_reaches_the_engine_on_the_device_of_the_tables() ->
 
 @pytest.mark.gpu
 def test_batches_on_the_host_train_a_cuda_graph() -> None:
-    from torchrec_ext.train.engines import cuda_graph
+    from torchrec_ext.train.step.captured import cuda_graph
 
     with Runtime.start("cuda") as runtime:
         losses = []

@@ -9,7 +9,7 @@ import torch
 
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.threads import numbers, pin, with_best_threads
+from torchrec_ext.train.step.choose import numbers, pin, with_best_threads
 
 pytestmark = pytest.mark.unit
 

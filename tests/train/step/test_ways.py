@@ -7,14 +7,14 @@ from typing import Any
 
 from tests.contracts import run_ranks
 from tests.examples import META, small_model
-from tests.train.test_captured import Few
+from tests.train.step.test_captured import Few
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.train import steps
-from torchrec_ext.train.engines import as_it_is
 from torchrec_ext.train.loop import TrainConfig, train
+from torchrec_ext.train.step import choose as steps
+from torchrec_ext.train.step.captured import as_it_is
 
 MS = r"[\d.e+]+ ms"
 

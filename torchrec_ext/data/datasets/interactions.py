@@ -1,18 +1,143 @@
-"""InteractionData: who took what and when, split by time so that no feature looks into the future."""
+"""InteractionData: who took what and when, split by time so that no feature looks into the future.
+
+Which rows of a set train, validate and test, and what each may know of its user: a history that holds no answer.
+
+Evaluation: how the publishers of a set rank its held-out items.
+
+labelled_rows(): held-out positives with negatives and labels, for AUC and log loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Chunk, Column, Int64, Windows
-from torchrec_ext.data.evaluation import Evaluation
-from torchrec_ext.data.row_context import RowContext
-from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, Split, leave_one_out
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
+from torchrec_ext.data.datasets.features import RowContext
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
+
+TRAIN, VALIDATION, TEST = 0, 1, 2
+
+
+class Split(NamedTuple):
+    """M rows sorted by user.
+
+    ``rows`` (M,) are places in the input, ``part`` (M,) is TRAIN, VALIDATION or TEST, ``history`` has M rows.
+    """
+
+    rows: Int64
+    part: NDArray[np.int8]
+    history: Column
+
+
+def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: int) -> Split:
+    """Splits by time per user: the last item is for test, the one before it for validation, the rest for training.
+
+    Equal times keep the order of the input. Of a pair that occurs more than once only the first is kept, so that no held-out pair
+    is also a training pair. A user with fewer than 3 interactions has all of them in training. The history of a row holds the
+    user's most recent ``history_length`` items with a *strictly* earlier time than the row's own: of what happened in the same
+    second nothing is known to have come first.
+
+    Args:
+        user: (B,) ids.
+        item: (B,) ids.
+        timestamp: (B,) in any unit.
+        history_length: greatest length of a history.
+    """
+    rows = np.lexsort((timestamp, user)).astype(np.int64)
+    pair = user[rows] * (item.max(initial=0) + 1) + item[rows]
+    rows = rows[np.sort(np.unique(pair, return_index=True)[1])]
+    user, item, timestamp = user[rows], item[rows], timestamp[rows]
+    first, past_last = _runs(user)
+    from_end = past_last - np.arange(len(rows))
+    part = np.where(past_last - first < 3, TRAIN, np.where(from_end == 1, TEST, np.where(from_end == 2, VALIDATION, TRAIN)))
+    same_time, _ = _runs(user, timestamp)
+    history = Column.from_windows(item, Windows(np.maximum(first, same_time - history_length), same_time))
+    return Split(rows, part.astype(np.int8), history)
+
+
+def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int, seed: int = 0) -> Split:
+    """A split that somebody else made, where nothing is known of what came first.
+
+    Of a pair that occurs more than once in a part only one is kept.
+
+    In the place of a history each row has a profile: at most ``length`` of its user's training items in a random order, never the
+    row itself. Of held-out rows nothing is in any profile. Rows of a user stand in that order, so that the profile of a training
+    row is the ``length`` rows after it, those before the first following the last::
+
+        user's training items  5 2 9    rows: 5 knows [2, 9], 2 knows [9, 5], 9 knows [5, 2]; held-out rows know [5, 2, 9]
+
+    Args:
+        user: (B,) ids.
+        item: (B,) ids.
+        part: (B,) TRAIN, VALIDATION or TEST.
+        length: greatest length of a profile.
+        seed: of the order.
+    """
+    pair = (user * (item.max(initial=0) + 1) + item) * 3 + part
+    shuffled = np.random.default_rng(seed).permutation(np.unique(pair, return_index=True)[1])
+    rows = shuffled[np.lexsort((part[shuffled], user[shuffled]))].astype(np.int64)
+    user, item, part = user[rows], item[rows], part[rows]
+    first, past_last = _runs(user)
+    training = part == TRAIN
+    before = np.concatenate([[0], training.cumsum()])
+    count = before[past_last] - before[first]
+    # A user's training items twice in a row: all of them but the one at place p are the count - 1 items from p + 1 on.
+    start = 2 * before[first]
+    place = np.arange(len(rows)) - first
+    pool = np.zeros(2 * int(training.sum()), dtype=np.int64)
+    for copy in (0, 1):
+        pool[(start + place + copy * count)[training]] = item[training]
+    starts = np.where(training, start + place + 1, start)
+    return Split(rows, part, Column.from_windows(pool, Windows(starts, starts + np.minimum(count - training, length))))
+
+
+def _runs(*keys: Array) -> tuple[Int64, Int64]:
+    """For each row the first place of its run of equal keys, and the place after its last."""
+    size = len(keys[0])
+    changes = np.zeros(size, dtype=bool)
+    changes[:1] = True
+    for key in keys:
+        changes[1:] |= key[1:] != key[:-1]
+    starts = np.flatnonzero(changes)
+    lengths = np.diff(starts, append=size)
+    return starts.repeat(lengths), (starts + lengths).repeat(lengths)
+
+
+Figure = Literal["hr", "recall", "ndcg", "mrr"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """Against what a held-out item is ranked, and which figures are told.
+
+    Args:
+        at: numbers of places that are looked at, K.
+        figures: ``hr``, ``recall``, ``ndcg``, ``mrr``.
+        by: ``row``: each held-out row is a question of its own; ``user``: all held-out items of a user are the answers to one.
+        keep_seen: rank what the user has taken before too.
+        candidates: by part, (rows of the part, N) item ids, below 0 for none: each row's item is ranked among its own N and nothing
+            else. Where a part is not named, the candidates are the whole catalogue.
+    """
+
+    at: tuple[int, ...] = (10,)
+    figures: tuple[Figure, ...] = ("hr", "ndcg")
+    by: Literal["row", "user"] = "row"
+    keep_seen: bool = False
+    candidates: Mapping[str, Int64] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.at or min(self.at) < 1:
+            raise ValueError(f"at={self.at}: must be one number of places or more, each 1 or more")
+        unknown = sorted(set(self.figures) - set(get_args(Figure)))
+        if unknown or not self.figures:
+            raise ValueError(f"figures={self.figures}: must be some of {', '.join(get_args(Figure))}")
+
 
 LIKED = 4  # stars from which on a rating says that the user liked the item
 
@@ -146,7 +271,7 @@ def from_ratings(
         licence: what the publisher asks.
         split: of the ratings; :func:`leave_one_out` where not given.
         evaluation: see :class:`InteractionData`.
-        context: a row for each of ``ratings``, as :func:`torchrec_ext.data.row_context.read_context` gives it.
+        context: a row for each of ``ratings``, as :func:`torchrec_ext.data.datasets.features.read_context` gives it.
         sides: see :class:`InteractionData`.
 
     Raises:
@@ -199,3 +324,27 @@ def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
             f"set '{name}': {column} {ids[row]} in row {row} of the ratings is not described (known ids: 1 to {size - 1}; "
             f"{int(bad.sum())} such rows); drop these rows or add the missing description"
         )
+
+
+def labelled_rows(data: InteractionData, part: str = "validation", *, negatives: int = 4, seed: int = 0) -> Chunk:
+    """The positives of a part with negatives, the same at every call, and a ``label`` column: rows for AUC and log loss.
+
+    Negatives avoid all pairs of the set, held-out ones too. To be loaded with ``LoaderConfig(negatives=0, label="label")``.
+
+    Args:
+        data: the set.
+        part: ``train``, ``validation`` or ``test``.
+        negatives: N per positive.
+        seed: of the draws.
+    """
+    chunk: Chunk = getattr(data, part)
+    pairs = data.pairs()
+    sampler = UniformNegatives(data.num_items, pairs.users, pairs.items, seed)
+    rows = np.arange(chunk.num_rows)
+    drawn = sampler.draw(chunk["user_id"].values, rows, 0, negatives).ids
+    labels = np.zeros((chunk.num_rows, 1 + negatives), dtype=np.float32)
+    labels[:, 0] = 1.0
+    ids = np.concatenate([chunk["item_id"].values[:, None], drawn], axis=1)
+    return chunk.take(rows.repeat(1 + negatives)).with_columns(
+        {"item_id": Column(ids.reshape(-1)), "label": Column(labels.reshape(-1))}
+    )

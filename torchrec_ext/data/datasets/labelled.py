@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from torchrec_ext.data.arrow import as_int64
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
-from torchrec_ext.data.datasets import DatasetUnavailable, data_folder
-from torchrec_ext.data.folders import PREPROCESSOR
-from torchrec_ext.data.parquet import read_parquet
-from torchrec_ext.data.row_context import RowContext, check_finite
-from torchrec_ext.data.side_features import vocabulary_of
+from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder
+from torchrec_ext.data.datasets.features import RowContext, check_finite, vocabulary_of
+from torchrec_ext.data.datasets.folder import PREPROCESSOR
+from torchrec_ext.data.files.arrow import as_int64
+from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.schema import DataError
 
 PARTS = ("train", "validation", "test")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Chunk, Column, Int64
-from torchrec_ext.data.interactions import InteractionData, from_ratings
+from torchrec_ext.data.datasets.interactions import InteractionData, from_ratings
 
 Floats = NDArray[np.float64]
 GENDERS, OCCUPATIONS, ZIP_PREFIXES, YEARS, GENRES = 2, 21, 11, 20, 18

@@ -11,9 +11,9 @@ from typing import Any, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.arrow import ColumnRules, Kind, kind_of
-from torchrec_ext.data.checksums import warn_of_parquet
 from torchrec_ext.data.columns import Chunk, Column, concatenate
+from torchrec_ext.data.files.arrow import ColumnRules, Kind, kind_of
+from torchrec_ext.data.files.sources import warn_of_parquet
 from torchrec_ext.schema import DataError
 
 Path_ = str | os.PathLike[str]
@@ -44,7 +44,7 @@ def read_parquet(
     Example:
         >>> read_parquet("ratings.parquet", {"user_id": "int"})
         Traceback (most recent call last):
-        torchrec_ext.schema.checks.DataError: ratings.parquet: no such file; check the path
+        torchrec_ext.schema.validation.DataError: ratings.parquet: no such file; check the path
     """
     files = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     if not files:

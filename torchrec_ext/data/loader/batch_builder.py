@@ -1,4 +1,7 @@
-"""Columns -> TowerBatch: users repeated beside their candidates, item features looked up by id."""
+"""Columns -> TowerBatch: users repeated beside their candidates, item features looked up by id.
+
+Item ids of rows and of draws -> places in the table of item features, checked.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.array_columns import with_elements
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, with_elements
 from torchrec_ext.schema import BatchSchema, DataError, Dense, Jagged
 
 
@@ -252,4 +254,31 @@ def _unknown_item(
     return DataError(
         f"feature 'item_id'{readers}: id {item_ids[at]} in row {row} has no features (known items: 0 to {size - 1}; "
         f"{int(bad.sum())} such ids in this batch); fix the data, or set out_of_range='oov' to use item {oov_id} for them"
+    )
+
+
+def known_items(schema: BatchSchema, num_rows: int, ids: Int64, numbers: Int64) -> Int64:
+    """``ids`` (B,), each a row of the table of item features; with ``out_of_range="oov"`` others become the feature's ``oov_id``.
+
+    Args:
+        schema: says what other ids do.
+        num_rows: of the table of item features.
+        ids: (B,).
+        numbers: (B,) by which a message names a row.
+
+    Raises:
+        DataError: an id has no features.
+    """
+    bad = (ids < 0) | (ids >= num_rows)
+    if not bad.any():
+        return ids
+    feature = schema.feature("item_id")
+    oov_id = feature.oov_id if feature else 0
+    if schema.out_of_range == "oov":
+        return np.where(bad, oov_id, ids)
+    readers = f" of table {feature.readers}" if feature else ""
+    at = int(bad.argmax())
+    raise DataError(
+        f"feature 'item_id'{readers}: id {ids[at]} in row {numbers[at]} has no features (known items: 0 to {num_rows - 1}; "
+        f"{int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use item {oov_id} for them"
     )

@@ -1,19 +1,99 @@
-"""Epochs: where a loader stands in its stream of batches, and how it gets back there."""
+"""Epochs: where a loader stands in its stream of batches, and how it gets back there.
+
+Share: which rows of each global batch are a rank's own.
+
+prefetched(): the next batches are built by a thread while the caller uses this one.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader_config import LoaderConfig
-from torchrec_ext.data.prefetch import prefetched
+from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Rank r of R: a contiguous part of each global batch, of which the sizes differ by one row at most.
+
+    Args:
+        rank: r.
+        world_size: R.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} of world_size={self.world_size}: rank must be 0 to {self.world_size - 1}")
+
+    def part(self, count: int) -> slice:
+        """Its places in a global batch of ``count`` rows."""
+        return slice(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+
+    def rows(self, batch_size: int) -> int:
+        """Rows of its batch, padding included: the same on every rank."""
+        return -(-batch_size // self.world_size)
+
+
+T = TypeVar("T")
+_END = object()
+
+
+def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
+    """What ``source`` yields, in the same order, up to ``depth`` elements ahead of the caller.
+
+    An exception in the thread is raised in the caller, in its place in the order and without waiting for a timeout. The thread ends
+    when the iterator is exhausted, closed or garbage-collected.
+
+    Args:
+        source: is advanced in the thread only.
+        depth: elements kept ready; 0 means no thread.
+    """
+    if not depth:
+        yield from source
+        return
+    ready: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+    thread = threading.Thread(target=_fill, args=(source, ready, stop), name="torchrec_ext-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            element, error = ready.get()
+            if error is not None:
+                raise error
+            if element is _END:
+                return
+            yield element  # type: ignore[misc]
+    finally:
+        stop.set()
+        while thread.is_alive():  # it may be waiting to hand over its last element, and then the end
+            while not ready.empty():
+                ready.get_nowait()
+            thread.join(0.001)
+
+
+def _fill(source: Iterator[T], ready: queue.Queue[tuple[object, BaseException | None]], stop: threading.Event) -> None:
+    try:
+        for element in source:
+            if stop.is_set():
+                return
+            ready.put((element, None))
+        ready.put((_END, None))
+    except BaseException as error:  # the caller decides what to do with it
+        ready.put((None, error))
 
 
 class Epochs(ABC):

@@ -1,4 +1,8 @@
-"""Segments of row groups -> blocks of rows in memory, checked and shuffled column by column.
+"""StreamedRows: a source of any size -> this rank's batches, read while the epoch runs.
+
+Stream: the rows of each step of an epoch, from blocks that a thread reads ahead.
+
+Segments of row groups -> blocks of rows in memory, checked and shuffled column by column.
 
 A block has the size of the cache: taking 65,536 int64 of one column in random order stays in the second level, where taking whole
 rows from a buffer of several row groups would go to main memory for each.
@@ -7,15 +11,22 @@ rows from a buffer of several row groups would go to main memory for each.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchrec_ext.data.blocks import Float32, Layout, Memory, Rows, Vectors
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate
-from torchrec_ext.data.plan import Block, Segment
-from torchrec_ext.data.row_groups import RowGroup, Source
+from torchrec_ext.data.files.arrow import RowGroup, Source
+from torchrec_ext.data.loader.blocks import Assembler, Float32, Layout, Memory, Rows, Slice, Vectors
+from torchrec_ext.data.loader.candidates import Pairing, StepRows
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.epoch_order import Block, Piece, Segment, StreamPlan
+from torchrec_ext.data.loader.epochs import Share, prefetched
+from torchrec_ext.schema import BatchSchema
 
 
 class LaneReader:
@@ -109,3 +120,143 @@ def _reordered(column: Column, order: Int64 | None) -> Column:
         len(column.values),
     )
     return Column.from_lengths(values.numpy(), lengths.numpy())
+
+
+class Step(NamedTuple):
+    """``mine``: this rank's rows. ``everyone``: those of all ranks, with their weights alone where they are not read here."""
+
+    mine: list[Slice]
+    everyone: list[Slice]
+    num_rows: int
+
+
+class Stream:
+    """What one rank reads of a plan.
+
+    Args:
+        source: of the row groups.
+        layout: the columns.
+        plan: the rows of each step.
+        weight: the column of weights; a rank reads it for all rows, since every rank divides by the weight of the global batch.
+        read_ahead: blocks read ahead.
+        rank: r.
+        world_size: R.
+    """
+
+    def __init__(
+        self, source: Source, layout: Layout, plan: StreamPlan, *, weight: str | None, read_ahead: int, rank: int, world_size: int
+    ) -> None:
+        self.plan = plan
+        self._source, self._layout, self._weight = source, layout, weight
+        self._read_ahead, self._rank, self._world_size = read_ahead, rank, world_size
+        counts = np.array(plan.group_rows, dtype=np.int64)
+        self._firsts = np.cumsum(counts) - counts
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the order depends on beside the loader's settings."""
+        plan = self.plan
+        counts = hashlib.sha256(np.array(plan.group_rows, dtype="<i8").tobytes()).hexdigest()[:16]
+        buffered = {"lanes": plan.num_lanes, "buffer_rows": plan.buffer_rows} if plan.shuffle else {}
+        return {"rows": plan.num_rows, "row_groups": counts} | buffered
+
+    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+        """The steps of an epoch from ``start`` on."""
+        lanes = self.plan.blocks(epoch)
+        memory = Memory()
+        blocks = prefetched(self._load(epoch, start, memory), self._read_ahead)
+        held: dict[tuple[int, int], Rows] = {}
+        for step in range(start, self.plan.steps):
+            pieces = self._pieces(lanes, step)
+            keys = dict.fromkeys((piece.block.lane, piece.block.number) for piece in pieces)
+            for key in [key for key in held if key not in keys]:
+                memory.give(held.pop(key))
+            for key in keys:
+                if key not in held:
+                    held[key] = next(blocks)
+            slices = [Slice(held[piece.block.lane, piece.block.number], piece.start, piece.stop) for piece in pieces]
+            mine = [part for part, piece in zip(slices, pieces, strict=True) if piece.mine]
+            yield Step(mine, slices, min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size))
+
+    def _pieces(self, lanes: list[list[Block]], step: int) -> list[Piece]:
+        return list(self.plan.pieces(lanes, step, self._rank, self._world_size, everyone=self._weight is not None))
+
+    def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[Rows]:
+        """The blocks in the order in which the steps first need them, each once."""
+        lanes = self.plan.blocks(epoch)
+        last: dict[int, int] = {}
+        readers = {lane: self._reader(lane) for lane in range(len(lanes))}
+        for step in range(start, self.plan.steps):
+            for block in dict.fromkeys(piece.block for piece in self._pieces(lanes, step)):
+                if last.get(block.lane, -1) < block.number:
+                    last[block.lane] = block.number
+                    yield load_block(readers[block.lane], block, self.plan.permutation(epoch, block), self._firsts, memory)
+
+    def _reader(self, lane: int) -> LaneReader:
+        mine = self._weight is None or self._reads(lane)
+        layout = self._layout if mine else self._layout.only(str(self._weight))
+        return LaneReader(self._source, layout, self.plan.part_rows)
+
+    def _reads(self, lane: int) -> bool:
+        low, high = self.plan.slots(self._rank, self._world_size)
+        return low < (lane + 1) * self.plan.width and lane * self.plan.width < high
+
+
+class StreamedRows:
+    """See :class:`Batches`.
+
+    Args:
+        source: of all rows.
+        schema: the columns that the model reads.
+        config: see :class:`LoaderConfig`.
+        items: row i holds the features of item i, which the source then need not have.
+        pairing: makes the batches; None where rows come as they are, which are copied straight into their batch.
+        share: of this rank.
+    """
+
+    ahead = True
+
+    def __init__(
+        self, source: Source, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, pairing: Pairing | None, share: Share
+    ) -> None:
+        without = [name for name in items or () if name != "item_id"]
+        layout = Layout.of(schema, pairing.ids if pairing else (), (config.label, config.weight), without)
+        plan = StreamPlan(
+            group_rows=tuple(group.rows for group in source.groups),
+            batch_size=config.batch_size,
+            lanes=config.lanes,
+            buffer_rows=config.buffer_rows,
+            shuffle=config.shuffle,
+            drop_last=config.drop_last,
+            seed=config.seed,
+        )
+        self._assembler = Assembler(schema, layout, layout.require(source), config.label, config.weight)
+        self._stream = Stream(
+            source,
+            layout,
+            plan,
+            weight=config.weight,
+            read_ahead=config.read_ahead,
+            rank=share.rank,
+            world_size=share.world_size,
+        )
+        self.num_rows = plan.num_rows
+        self._config, self._pairing, self._share = config, pairing, share
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See :meth:`Batches.fingerprint`."""
+        return self._stream.fingerprint()
+
+    def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+        """See :meth:`Batches.batches`."""
+        size = self._share.rows(self._config.batch_size)
+        for number, step in enumerate(self._stream.steps(epoch, start), start=start):
+            total = self._assembler.weights(step.everyone) if self._config.weight else float(step.num_rows)
+            if self._pairing is None:
+                yield self._assembler.batch(step.mine, size, total / self._share.world_size)
+            else:
+                yield self._pairing.batch(self._columns(step, total), epoch, number)
+
+    def _columns(self, step: Step, total: float) -> StepRows:
+        chunk, weight = self._assembler.chunk(step.mine), self._config.weight
+        numbers = np.concatenate([np.zeros(0, np.int64), *(piece.rows.numbers[piece.start : piece.stop] for piece in step.mine)])
+        return StepRows(chunk, numbers, chunk[weight].values if weight else None, total)

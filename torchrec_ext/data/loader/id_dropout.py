@@ -15,8 +15,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.random_numbers import device_uniform, mixed, stream
-from torchrec_ext.data.session_loader import SessionLoader
+from torchrec_ext.data.loader.sessions import SessionLoader
+from torchrec_ext.data.negatives.random import device_uniform, mixed, stream
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.features import SparseFeature
 

@@ -1,31 +1,163 @@
-"""ChunkLoader: rows in memory, in files or on a device -> TowerBatches, the same samples on any number of ranks, resumable."""
+"""ChunkLoader: rows in memory, in files or on a device -> TowerBatches, the same samples on any number of ranks, resumable.
+
+Batches: rows in memory, from a source or on a device, as one protocol, and which of them a loader's arguments ask for.
+
+The sampler that a LoaderConfig asks for, and whether a sampler fits a config.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
-from torchrec_ext.data.array_columns import with_elements
-from torchrec_ext.data.batch_streams import on_device, on_host
-from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.epochs import Epochs
-from torchrec_ext.data.hard_negatives import HardNegatives, Index
-from torchrec_ext.data.interactions import InteractionData
-from torchrec_ext.data.labelled_rows import labelled_rows as labelled_rows
-from torchrec_ext.data.loader_config import LoaderConfig as LoaderConfig
-from torchrec_ext.data.loader_config import Sampling as Sampling
-from torchrec_ext.data.mixed_candidates import MixedCandidates
-from torchrec_ext.data.resident import ResidentRows
-from torchrec_ext.data.row_groups import Source
-from torchrec_ext.data.samplers import Sampler, Stateful, check_sampler
-from torchrec_ext.data.samplers import training_negatives as training_negatives
-from torchrec_ext.data.share import Share
+from torchrec_ext.data.columns import Chunk, with_elements
+from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
+from torchrec_ext.data.datasets.interactions import labelled_rows as labelled_rows
+from torchrec_ext.data.files.arrow import Source
+from torchrec_ext.data.loader.candidates import MixedCandidates, OwnCandidates, SharedCandidates
+from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
+from torchrec_ext.data.loader.config import Sampling as Sampling
+from torchrec_ext.data.loader.epochs import Epochs, Share
+from torchrec_ext.data.loader.from_files import StreamedRows
+from torchrec_ext.data.loader.in_memory import MemoryRows
+from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
+from torchrec_ext.data.negatives.hard import HardNegatives, Index
+from torchrec_ext.data.negatives.mixed import MixedNegatives
+from torchrec_ext.data.negatives.samplers import Negatives, PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema
+
+Sampler = Negatives | MixedCandidates
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A sampler whose draws depend on more than seed, epoch and row."""
+
+    def state_dict(self, epoch: int) -> dict[str, Any]:
+        """What the draws of ``epoch`` depend on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Draws as when ``state`` was taken."""
+
+
+def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pairs | None = None) -> Sampler | None:
+    """The sampler that ``config`` asks for, which avoids the training pairs; None for ``negatives=0`` unless it is ``mixed``.
+
+    Held-out pairs may be drawn in training: to avoid them would tell the model which they are. Candidates of ``mixed`` avoid
+    nothing: ``is_known`` of :func:`in_batch_negatives` excludes a user's own.
+
+    Args:
+        data: the set.
+        config: the loader's.
+        avoid: the pairs to reject, the training pairs where not given.
+    """
+    pairs = avoid or data.known
+    if config.sampling == "mixed":
+        mixed = MixedNegatives(data.num_items, config.shared_negatives, config.batch_size, config.seed)
+        return MixedCandidates(mixed, data.popularity()[: data.num_items + 1] if config.frequency == "counted" else None)
+    if not config.negatives:
+        return None
+    if config.sampling == "popularity":
+        return PopularityNegatives(data.num_items, pairs.users, pairs.items, config.seed, exponent=config.popularity_exponent)
+    uniform = UniformNegatives(data.num_items, pairs.users, pairs.items, config.seed)
+    return HardNegatives(uniform, k=config.hard_k, share=config.hard_share) if config.sampling == "hard" else uniform
+
+
+def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) -> None:
+    """Refuses a sampler that is not the one ``config`` speaks of.
+
+    Raises:
+        ValueError: there is none where one is needed, or one of the other kind.
+    """
+    mixed = config.sampling == "mixed"
+    asked = f"loader.shared_negatives={config.shared_negatives}" if mixed else f"loader.negatives={config.negatives}"
+    if sampler is None and (mixed or config.negatives):
+        raise ValueError(f"{asked}, but no sampler was given; pass negatives=, or set it to 0")
+    if sampler is not None and isinstance(sampler, MixedCandidates) != mixed:
+        needed = "MixedCandidates" if mixed else "a sampler with draw(users, positions, epoch, n)"
+        raise ValueError(f"loader.sampling={config.sampling!r} with negatives={type(sampler).__name__}: must be {needed}")
+    if mixed and not has_items:
+        raise ValueError("loader.sampling='mixed' without items: the features of extra candidates are looked up there; pass items=")
+    if isinstance(sampler, MixedCandidates):
+        given = (sampler.mixed.extra, sampler.mixed.batch_size)
+        if given != (config.shared_negatives, config.batch_size):
+            raise ValueError(
+                f"MixedNegatives(extra={given[0]}, batch_size={given[1]}) with loader.shared_negatives={config.shared_negatives} "
+                f"and loader.batch_size={config.batch_size}: log_q would be that of other batches; give both the same"
+            )
+
+
+class Batches(Protocol):
+    """Where a rank's batches come from: :class:`MemoryRows`, :class:`StreamedRows` or :class:`ResidentRows`.
+
+    ``num_rows`` are those of all ranks; ``ahead`` says whether a thread may build batches and whether they are then pinned.
+    """
+
+    num_rows: int
+    ahead: bool
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the order depends on beside the loader's settings."""
+
+    def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+        """Those of an epoch from step ``start`` on, as many on every rank."""
+
+
+def on_host(
+    chunk: Chunk | Source, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, sampler: Sampler | None, share: Share
+) -> Batches:
+    """The batches of rows in memory or of a source.
+
+    Raises:
+        ValueError: a frequency estimate with a source.
+    """
+    pairing: OwnCandidates | SharedCandidates
+    if isinstance(sampler, MixedCandidates) and items is not None:
+        pairing = SharedCandidates(schema, config, items, sampler, share)
+    elif not isinstance(sampler, MixedCandidates):
+        pairing = OwnCandidates(schema, config, items, sampler, share)
+    estimator = sampler if isinstance(sampler, MixedCandidates) and sampler.estimates else None
+    if isinstance(chunk, Chunk):
+        return MemoryRows(chunk, schema, config, pairing, share, estimator)
+    if estimator:
+        raise ValueError(
+            "a frequency estimate with a source of rows: a rank sees its own rows only; give MixedCandidates the counts of the "
+            "items, or rows in memory"
+        )
+    as_they_are = items is None and not config.negatives
+    return StreamedRows(chunk, schema, config, items, None if as_they_are else pairing, share)
+
+
+def on_device(
+    chunk: Chunk | Source,
+    schema: BatchSchema,
+    config: LoaderConfig,
+    items: Chunk | None,
+    sampler: Sampler | None,
+    share: Share,
+    device: torch.device,
+) -> Batches:
+    """The batches of rows that are held on ``device``.
+
+    Raises:
+        ValueError: what only the host can do.
+    """
+    where = f"device={device} with loader."
+    if isinstance(sampler, MixedCandidates):
+        raise ValueError(f"{where}sampling='mixed': its candidates are drawn on the host; leave device out")
+    if config.negatives and items is None:
+        raise ValueError(f"{where}negatives={config.negatives} without items: drawn items need features; pass items=")
+    ids = ("user_id", "item_id") if config.negatives else ("item_id",) if items is not None else ()
+    without = [name for name in items or () if name not in ids]
+    rows = chunk if isinstance(chunk, Chunk) else read_all(chunk, schema, config, ids, without)
+    candidates = None if items is None else DeviceCandidates(schema, rows, items, sampler, config.negatives, device)
+    return ResidentRows(rows, schema, config, candidates, share, device)
+
 
 _STREAM = (  # settings that change which samples a step has
     "batch_size",

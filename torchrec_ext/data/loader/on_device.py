@@ -1,8 +1,14 @@
-"""ResidentRows: a set that fits in memory as tensors on one device, where batches are gathered and negatives are drawn."""
+"""ResidentRows: a set that fits in memory as tensors on one device, where batches are gathered and negatives are drawn.
+
+DeviceTable: rows as tensors on a device, from which any of them are gathered there.
+
+DeviceCandidates: the draws for rows on a device, and the features of what is drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,16 +17,185 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import DrawnStep, SharedRows, TowerBatch
-from torchrec_ext.data.blocks import Layout
-from torchrec_ext.data.columns import Chunk, Column, concatenate
-from torchrec_ext.data.device_candidates import DeviceCandidates, Drawn
-from torchrec_ext.data.device_table import Bags, DeviceTable
-from torchrec_ext.data.loader_config import LoaderConfig
-from torchrec_ext.data.memory import order_of
-from torchrec_ext.data.row_groups import RowGroup, Source
-from torchrec_ext.data.share import Share
+from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
+from torchrec_ext.data.files.arrow import RowGroup, Source
+from torchrec_ext.data.loader.batch_builder import known_items
+from torchrec_ext.data.loader.blocks import Layout
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.epochs import Share
+from torchrec_ext.data.loader.in_memory import order_of
+from torchrec_ext.data.negatives.on_device import on_device
+from torchrec_ext.data.negatives.samplers import Negatives
 from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.schema.features import Keys
+
+
+class Bags(NamedTuple):
+    """``values`` (sum of lengths,) of B rows and their ``lengths`` (B,) int32; ``lengths=None`` is one id for each row."""
+
+    values: Tensor
+    lengths: Tensor | None
+
+
+class _Ragged(NamedTuple):
+    """(V,) ids of a ragged column, (N,) first place of each row, and (N,) lengths."""
+
+    values: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+
+class DeviceTable:
+    """N rows. Ids with one value per row are one (N, F1) matrix and numbers one (N, Ff) matrix.
+
+    Args:
+        ids: by name, as int64.
+        floats: by name, as float32.
+        num_rows: N.
+        device: where the tensors are.
+    """
+
+    def __init__(self, ids: Mapping[str, Column], floats: Mapping[str, Array], num_rows: int, device: torch.device) -> None:
+        self.num_rows, self._device = num_rows, device
+        self._scalar = {name: at for at, name in enumerate(name for name in ids if not ids[name].ragged)}
+        self._float = {name: at for at, name in enumerate(floats)}
+        self._ids = self._matrix([ids[name].values for name in self._scalar], torch.int64)
+        self._numbers = self._matrix(list(floats.values()), torch.float32)
+        self._ragged = {name: self._bag(column) for name, column in ids.items() if column.ragged}
+        self.ragged = tuple(self._ragged)
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """(N, F1) int64 ids and (N, Ff) float32 numbers."""
+        return self._ids, self._numbers
+
+    def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
+        """This table with other :attr:`matrices`, such as those that stand for them while a step is captured."""
+        made = copy.copy(self)
+        made._ids, made._numbers = ids, numbers
+        return made
+
+    def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, Bags]:
+        """Of the columns ``names`` that this table has; ``totals`` says how many ids those of a ragged column hold together.
+
+        Who knows the number spares a device the wait for it.
+        """
+        found = {}
+        matrix = self._ids.index_select(0, rows).t().contiguous()
+        for name in names:
+            if name in self._scalar:
+                found[name] = Bags(matrix[self._scalar[name]], None)
+            elif name in self.ragged:
+                found[name] = _gathered(self._ragged[name], rows, totals[name])
+        return found
+
+    def lengths(self, name: str, rows: Tensor) -> Tensor:
+        """(B,) int64, ids per row of a ragged column; ``rows`` (B,)."""
+        return self._ragged[name].lengths.index_select(0, rows).long()
+
+    def numbers(self, rows: Tensor) -> dict[str, Tensor]:
+        """(B,) float32 of each column of numbers."""
+        columns = self._numbers.index_select(0, rows)
+        return {name: columns[:, at] for name, at in self._float.items()}
+
+    def _matrix(self, columns: list[Array], dtype: torch.dtype) -> Tensor:
+        stacked = torch.from_numpy(np.stack(columns, axis=1)) if columns else torch.empty(self.num_rows, 0)
+        return stacked.to(self._device, dtype)
+
+    def _bag(self, column: Column) -> _Ragged:
+        values, offsets = column.values, column.offsets
+        assert offsets is not None
+        own = values if values.flags.writeable else values.copy()
+        places = torch.from_numpy(offsets).to(self._device)
+        return _Ragged(torch.from_numpy(own).to(self._device), places[:-1], places.diff().int())
+
+
+def _gathered(column: _Ragged, rows: Tensor, total: int) -> Bags:
+    lengths = column.lengths.index_select(0, rows)
+    ends = lengths.long().cumsum(0)
+    shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(lengths, output_size=total)
+    return Bags(column.values.index_select(0, shift + torch.arange(total, device=rows.device)), lengths)
+
+
+_BLOCK = 1 << 16  # rows drawn at a time where an epoch's bags are counted
+
+
+class Drawn(NamedTuple):
+    """``ids`` (B, 1 + N) int64, the positive first, and their ``log_q``, float32, or None without negatives."""
+
+    ids: Tensor
+    log_q: Tensor | None
+
+
+class DeviceCandidates:
+    """The candidates of rows: each one's own item and N negatives, the same as the loader draws in numpy.
+
+    Args:
+        schema: the columns of a batch.
+        rows: all rows.
+        items: row i holds the features of item i.
+        sampler: draws the negatives; None for N = 0.
+        negatives: N.
+        device: where it works.
+
+    Raises:
+        DataError: an item without features, a feature that is out of range, or a user of ``rows`` who has taken every item.
+        ValueError: a sampler that has no form in torch.
+    """
+
+    def __init__(
+        self,
+        schema: BatchSchema,
+        rows: Chunk,
+        items: Chunk,
+        sampler: Negatives | None,
+        negatives: int,
+        device: torch.device,
+    ) -> None:
+        self.ids = ("user_id", "item_id") if negatives else ("item_id",)
+        self.features = [name for name in items if name != "item_id"]
+        layout = Layout(
+            features={feature.name: feature for feature in schema.sparse if feature.name in items},
+            floats=tuple(name for name in schema.dense if name in items),
+            out_of_range=schema.out_of_range,
+        )
+        where = RowGroup(name="the features of the items", file=0, number=0, rows=items.num_rows)
+        self.table = DeviceTable(*layout.checked(where, items), items.num_rows, device)
+        positives = known_items(schema, items.num_rows, rows["item_id"].values, np.arange(rows.num_rows))
+        self._positives = torch.from_numpy(positives.astype(np.int64)).to(device)
+        self._count = negatives
+        self._sampler = None
+        # On the CPU the same draws in numpy are several times cheaper.
+        self._host = sampler if device.type == "cpu" else None
+        if sampler is not None and negatives:
+            users = rows["user_id"].values.astype(np.int64)
+            self._users = torch.from_numpy(users).to(device)
+            self._sampler = on_device(sampler, device, users=np.unique(users))
+
+    def draw(self, rows: Tensor, epoch: int) -> Drawn:
+        """The candidates of the rows with the numbers ``rows`` (B,)."""
+        positives = self._positives.index_select(0, rows)
+        if self._sampler is None:
+            return Drawn(positives[:, None], None)
+        users = self._users.index_select(0, rows)
+        if self._host is not None:
+            drawn = self._host.draw(users.numpy(), rows.numpy(), epoch, self._count)
+            ids, log_q = torch.from_numpy(drawn.ids), torch.from_numpy(drawn.log_q)
+            own = torch.from_numpy(self._host.log_q(users.numpy(), positives.clamp(min=1).numpy()))
+        else:
+            ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
+            own = self._sampler.log_q(users, positives.clamp(min=1))
+        return Drawn(torch.cat([positives[:, None], ids], dim=1), torch.cat([own[:, None], log_q], dim=1))
+
+    def lengths(self, rows: Tensor, epoch: int) -> dict[str, Tensor]:
+        """(B,) by ragged feature of the items, how many ids the candidates of each row have together."""
+        found: dict[str, list[Tensor]] = {name: [rows[:0]] for name in self.table.ragged}
+        for block in torch.split(rows, _BLOCK) if found else ():
+            ids = self.draw(block, epoch).ids
+            for name, parts in found.items():
+                parts.append(self.table.lengths(name, ids.reshape(-1)).view(ids.shape).sum(dim=1))
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
 
 _STEPS_AHEAD = 64  # drawn at a time
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.known_pairs import KnownPairs
-from torchrec_ext.data.negatives import KIND, PLACE, Float32, NegativeSample, UniformNegatives
-from torchrec_ext.data.random_numbers import stream, uniform
+from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.random import stream, uniform
+from torchrec_ext.data.negatives.samplers import KIND, PLACE, Float32, NegativeSample, UniformNegatives
 from torchrec_ext.schema import DataError
 
 Index = Callable[[Int64], Int64]  # from users (B,) to items (B, K), best first; below 1 where there are fewer

@@ -16,9 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.known_pairs import MOST_BITS, KnownPairs, bitmap
-from torchrec_ext.data.negatives import FROM_REST, PROPOSED, Negatives, PopularityNegatives, RejectionNegatives, UniformNegatives
-from torchrec_ext.data.random_numbers import device_uniform, stream
+from torchrec_ext.data.negatives.known_pairs import MOST_BITS, KnownPairs, bitmap
+from torchrec_ext.data.negatives.random import device_uniform, stream
+from torchrec_ext.data.negatives.samplers import (
+    FROM_REST,
+    PROPOSED,
+    Negatives,
+    PopularityNegatives,
+    RejectionNegatives,
+    UniformNegatives,
+)
 
 
 class DeviceSample(NamedTuple):

@@ -1,20 +1,31 @@
-"""Categorify: values -> ids by frequency; one vocabulary for as many columns as share it."""
+"""Categorify: values -> ids by frequency; one vocabulary for as many columns as share it.
+
+HashBucket and Cross: ids without a vocabulary.
+
+A hash that numpy, DuckDB and Spark compute alike: the first 60 bits of MD5 over a text, integers written in decimal.
+
+MD5 is no secret here and no safeguard: it is the one well mixed hash that every engine ships with the same result.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.cells import Cells, Mask
-from torchrec_ext.data.preprocess.column_types import ID_LISTS, IDS, Types, element, is_list
-from torchrec_ext.data.preprocess.step import Run, Step, Table, positive
+from torchrec_ext.data.preprocess.columns import ID_LISTS, IDS, Cells, Mask, Types, element, is_list, map_texts
+from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Step, Table, positive
 from torchrec_ext.schema import DataError
+
+if TYPE_CHECKING:
+    from torchrec_ext.data.preprocess.engines import Engine
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,3 +180,131 @@ def _replace_elements(table: Table, name: str, output: str, vocabulary: Table, l
     joined = table.left_join(ids, table[name] == ids["__list__"])
     empty = ibis.literal([], type="array<int64>")
     return joined.mutate({output: ibis.coalesce(joined["__ids__"], empty)}).drop("__list__", "__ids__")
+
+
+_DIGITS = 15  # hexadecimal ones: 60 bits are never negative as int64
+
+
+def hashed_id(text: str, buckets: int, salt: str) -> int:
+    """1 to ``buckets``.
+
+    Example:
+        >>> hashed_id("sushi", 1000, ""), hashed_id("-7", 1000, "")
+        (387, 748)
+    """
+    return int(md5(salt + text)[:_DIGITS], 16) % buckets + 1
+
+
+def md5(text: str) -> str:
+    """The hexadecimal digest of a text's UTF-8 bytes."""
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def hashed_id_expression(text: Any, buckets: int, salt: str, engine: Engine) -> Any:
+    """The same as an Ibis expression over a string column; null stays null."""
+    if salt:
+        text = engine.text(salt) + text
+    return (engine.hex_to_int(text.hexdigest("md5").substr(0, _DIGITS)) % buckets + 1).cast("int64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashBucket(ColumnStep):
+    """Values to ids 1 to ``buckets`` by a hash, 0 for null: for columns of too many or ever new values.
+
+    Args:
+        column: integers, strings or lists of them; 7 and "7" have one id.
+        buckets: how many ids.
+        output: the name of the result; ``column`` itself where not given.
+        salt: another text gives other collisions.
+    """
+
+    column: str
+    buckets: int
+    output: str | None = None
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        positive(f"HashBucket('{self.column}')", "buckets", self.buckets)
+
+    def types(self, types: Types) -> Mapping[str, str]:
+        """Integers, as many per row as there were values."""
+        found = types.need(self, self.column, IDS | ID_LISTS, "bucket a number with Bucketize, or cast it where it is written")
+        return {self.writes[0]: "list<int64>" if is_list(found) else "int64"}
+
+    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+        """The hash of each value, or of each element."""
+
+        def hashed(value: Table) -> Table:
+            return hashed_id_expression(value.cast("string"), self.buckets, self.salt, run.engine).fill_null(0)
+
+        column = table[self.column]
+        return table.mutate({self.writes[0]: column.map(hashed) if is_list(types[self.column]) else hashed(column)})
+
+    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+        """The same hash."""
+        found = cells[self.column]
+        return {self.writes[0]: found.with_values(map_texts(found, lambda text: hashed_id(text, self.buckets, self.salt)))}
+
+    def vocab(self, state: State) -> Mapping[str, int]:
+        """``buckets`` and row 0."""
+        return {self.writes[0]: self.buckets + 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cross(Step):
+    """The combination of several columns as one id, 1 to ``buckets``; 0 where one of them is null.
+
+    Args:
+        columns: two or more columns of integers or strings.
+        buckets: how many ids.
+        output: the name of the result; the columns' names with ``_x_`` between them where not given.
+        salt: another text gives other collisions.
+    """
+
+    columns: tuple[str, ...]
+    buckets: int
+    output: str | None = None
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        positive(f"Cross{self.columns}", "buckets", self.buckets)
+        if len(self.columns) < 2:
+            raise ValueError(f"Cross: columns={self.columns}: a cross combines two columns or more; use HashBucket for one")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """``columns``."""
+        return tuple(self.columns)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """``output``."""
+        return (self.output or "_x_".join(self.columns),)
+
+    def types(self, types: Types) -> Mapping[str, str]:
+        """Integers."""
+        for name in self.columns:
+            types.need(self, name, IDS, "bucket a number first; a list cannot be crossed")
+        return {self.writes[0]: "int64"}
+
+    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+        """The hash of the parts' digests, which all have one length: ("ab", "c") and ("a", "bc") stay apart."""
+        first, *rest = (table[name].cast("string").hexdigest("md5") for name in self.columns)
+        for digest in rest:
+            first = first + digest
+        return table.mutate({self.writes[0]: hashed_id_expression(first, self.buckets, self.salt, run.engine).fill_null(0)})
+
+    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+        """The same hash."""
+        parts = [cells[name] for name in self.columns]
+        valid = np.logical_and.reduce([part.valid for part in parts])
+        rows = zip(*(part.values.tolist() for part in parts), strict=True)
+        ids = [
+            hashed_id("".join(md5(str(value)) for value in row), self.buckets, self.salt) if known else 0
+            for row, known in zip(rows, valid.tolist(), strict=True)
+        ]
+        return {self.writes[0]: parts[0].with_values(np.array(ids, dtype=np.int64))}
+
+    def vocab(self, state: State) -> Mapping[str, int]:
+        """``buckets`` and row 0."""
+        return {self.writes[0]: self.buckets + 1}

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchrec_ext.data.files import DataFile
-from torchrec_ext.durable import exchange, synced
+from torchrec_ext.data.files.find import DataFile
 from torchrec_ext.schema import DataError
+from torchrec_ext.sealed import exchange, synced
 
 _FULL = ("no space left", "disk full", "out of disk", "disk quota", "not enough disk", "max_temp_directory_size")
 _HOST = socket.gethostname()

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from torchrec_ext.data.preprocess.cells import Cells
-from torchrec_ext.data.preprocess.column_types import IDS, NUMBERS, TIMES, Types
-from torchrec_ext.data.preprocess.expressions import exact, number
+from torchrec_ext.data.preprocess.columns import IDS, NUMBERS, TIMES, Cells, Types
+from torchrec_ext.data.preprocess.engines import exact, number
 from torchrec_ext.data.preprocess.lists import list_of
 from torchrec_ext.data.preprocess.step import Run, State, Step, Table, positive
 from torchrec_ext.schema import DataError

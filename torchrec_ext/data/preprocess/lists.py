@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.cells import Cells
-from torchrec_ext.data.preprocess.column_types import Types, element, is_list
+from torchrec_ext.data.preprocess.columns import Cells, Types, element, is_list
 from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Table, positive
 from torchrec_ext.schema import DataError
 

@@ -1,20 +1,98 @@
-"""Bucketize, LogClip, Normalize: one number column each. Null, NaN and the infinities are one thing to them: missing."""
+"""Bucketize, LogClip, Normalize: one number column each. Null, NaN and the infinities are one thing to them: missing.
+
+FillMissing: a value for null; for floats also for NaN and the infinities.
+
+What number columns are fitted with: mean, spread, quantiles, the most common value, the same from every engine.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import pyarrow as pa
 
-from torchrec_ext.data.preprocess.cells import Cells
-from torchrec_ext.data.preprocess.column_types import NUMBERS, Types
-from torchrec_ext.data.preprocess.expressions import exact, number, step_function
-from torchrec_ext.data.preprocess.statistics import mean_and_std, quantiles_of
+from torchrec_ext.data.preprocess.columns import NUMBERS, Cells, Types
+from torchrec_ext.data.preprocess.engines import exact, number, step_function
 from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Table
+from torchrec_ext.schema import DataError
+
+if TYPE_CHECKING:
+    from torchrec_ext.data.preprocess.engines import Engine
+
+Values = Any  # one column, x: float64, null where missing
+_DIGITS = 10
+
+
+def rounded(value: float) -> float:
+    """To 10 significant digits: sums over many threads differ in the last ones, from engine to engine and run to run.
+
+    Example:
+        >>> rounded(0.1 + 0.2), rounded(123456.7890123456)
+        (0.3, 123456.789)
+    """
+    return float(f"{value:.{_DIGITS - 1}e}")
+
+
+def mean_and_std(step: Any, values: Values, where: str, engine: Engine) -> tuple[float, float]:
+    """Mean and population standard deviation.
+
+    Raises:
+        DataError: no value is a number, or the sum overflows.
+    """
+    values = values.filter(values.x.notnull())
+    row = engine.collect(values.aggregate(n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop"))).to_pylist()[0]
+    _some(step, row["n"], where)
+    if not all(math.isfinite(row[name] if row[name] is not None else math.nan) for name in ("mean", "std")):
+        raise DataError(f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip")
+    return rounded(row["mean"]), rounded(row["std"])
+
+
+def quantiles_of(step: Any, values: Values, shares: Sequence[float | Fraction], where: str, engine: Engine) -> list[float]:
+    """For each share the smallest value that at least this share of the rows does not exceed: a value of the data, never a mean.
+
+    Fractions are exact: 7 / 100 of 100 rows is, in floats, a little more than 7.
+
+    Raises:
+        DataError: no value is a number.
+    """
+    values = values.filter(values.x.notnull())
+    (size,) = engine.collect(values.aggregate(n=values.count()))["n"].to_pylist()
+    _some(step, size, where)
+    # -0.0 and 0.0 are one value; adding 0.0 leaves the second.
+    counts = values.group_by(x=values.x + 0.0).aggregate(n=lambda t: t.count())
+    import ibis
+
+    upto = counts.n.sum().over(ibis.window(order_by=counts.x, preceding=None, following=0))
+    counts = counts.mutate(upto=upto)
+    needs = [max(1, math.ceil(share * size)) for share in shares]
+    places = engine.register(pa.table({"place": sorted(set(needs))}))
+    found = counts.inner_join(places, [counts.upto >= places.place, counts.upto - counts.n < places.place])
+    values_at = {row["place"]: float(row["x"]) for row in engine.collect(found.select("place", "x")).to_pylist()}
+    return [values_at[need] for need in needs]
+
+
+def most_common(step: Any, values: Values, where: str, engine: Engine) -> Any:
+    """The value with the most rows, the smallest of those that have equally many.
+
+    Raises:
+        DataError: every value is missing.
+    """
+    values = values.filter(values.x.notnull())
+    counts = values.group_by("x").aggregate(n=lambda t: t.count())
+    found = engine.collect(counts.order_by(counts.n.desc(), counts.x.asc()).limit(1))["x"].to_pylist()
+    _some(step, len(found), where)
+    return found[0]
+
+
+def _some(step: Any, size: int, where: str) -> None:
+    if not size:
+        raise DataError(f"{where}: {step}: every value is missing; leave the column out, or give the value to fill it with")
 
 
 class _NumberStep(ColumnStep):
@@ -169,3 +247,83 @@ class Normalize(_NumberStep):
         x, known = cells[self.column].numbers()
         with np.errstate(all="ignore"):
             return {self.writes[0]: cells[self.column].with_values((x - state["mean"]) / state["std"], known)}
+
+
+Statistic = Literal["mean", "median", "most_common"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillMissing(ColumnStep):
+    """Puts a value where there is none.
+
+    Args:
+        column: integers, floats or strings.
+        value: what to put there, of the column's type; or
+        statistic: of the training rows: ``mean`` (the result is a float), ``median`` (the lower one) or ``most_common``.
+        output: the name of the result; ``column`` itself where not given.
+    """
+
+    column: str
+    value: int | float | str | None = None
+    statistic: Statistic | None = None
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.statistic is None):
+            raise ValueError(f"FillMissing('{self.column}'): give either value or statistic")
+        if self.statistic is not None and self.statistic not in get_args(Statistic):
+            allowed = ", ".join(get_args(Statistic))
+            raise ValueError(f"FillMissing('{self.column}'): statistic={self.statistic!r}: must be one of {allowed}")
+        if isinstance(self.value, int | float) and not abs(self.value) <= sys.float_info.max:
+            raise ValueError(f"FillMissing('{self.column}'): value={_short(self.value)}: must be finite")
+
+    @property
+    def fit_reads(self) -> tuple[str, ...]:
+        """``column`` where a statistic is wanted."""
+        return (self.column,) if self.statistic else ()
+
+    def types(self, types: Types) -> Mapping[str, str]:
+        """The column's own type; float for a mean or a median."""
+        numeric = self.statistic in ("mean", "median")
+        found = types.need(self, self.column, NUMBERS if numeric else NUMBERS | {"string"}, "choose another value or statistic")
+        fits: Any = {"string": str, "int64": int, "float64": (int, float)}[found]
+        if self.value is not None and (isinstance(self.value, bool) or not isinstance(self.value, fits)):
+            raise DataError(
+                f"{types.where}: column '{self.column}' is {found}, {self} has value={self.value!r}; give a value of that type"
+            )
+        if found == "int64" and isinstance(self.value, int) and not -(2**63) <= self.value < 2**63:
+            raise DataError(f"{types.where}: {self} has value={self.value}, which does not fit 64 bits; give a smaller one")
+        return {self.writes[0]: "float64" if numeric else found}
+
+    def fit(self, table: Table, types: Types, run: Run) -> State:
+        """The value."""
+        if self.statistic is None:
+            return {"value": self.value}
+        kind = types[self.column]
+        if self.statistic == "most_common":
+            x = number(table[self.column], kind, run.engine) if kind == "float64" else table[self.column]
+            return {"value": most_common(self, table.select(x=x), types.where, run.engine)}
+        values = table.select(x=number(table[self.column], kind, run.engine))
+        if self.statistic == "mean":
+            return {"value": mean_and_std(self, values, types.where, run.engine)[0]}
+        return {"value": quantiles_of(self, values, [0.5], types.where, run.engine)[0]}
+
+    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+        """The first of column and value that is there."""
+        kind, value = self.types(types)[self.writes[0]], state["value"]
+        column = number(table[self.column], types[self.column], run.engine) if kind == "float64" else table[self.column]
+        filler = exact(value) if kind == "float64" else run.engine.text(value) if kind == "string" else value
+        return table.mutate({self.writes[0]: column.fill_null(filler)})
+
+    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+        """The same in numpy."""
+        found = cells[self.column]
+        values, known = found.numbers() if self.types(types)[self.writes[0]] == "float64" else (found.values, found.valid)
+        values = values.copy()
+        values[~known] = state["value"]
+        return {self.writes[0]: found.with_values(np.asarray(values))}
+
+
+def _short(value: float) -> str:
+    text = str(value)
+    return text if len(text) < 40 else f"{text[:20]}... of {len(text)} digits"

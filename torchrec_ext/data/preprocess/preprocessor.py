@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_ext.data.preprocess.chain import Chain
-from torchrec_ext.data.preprocess.column_types import check_case
+from torchrec_ext.data.preprocess.columns import check_case
 from torchrec_ext.data.preprocess.engines import connected
+from torchrec_ext.data.preprocess.files import Source
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor, stages
-from torchrec_ext.data.preprocess.sources import Source
-from torchrec_ext.data.preprocess.step import State, Step
+from torchrec_ext.data.preprocess.step import Chain, State, Step
 from torchrec_ext.data.preprocess.tables import open_sources
 
 FitProgress = Callable[[str], None]

@@ -1,17 +1,17 @@
-"""Step: one named operation on columns, written twice: as an Ibis expression for files and in numpy for a request's rows."""
+"""Step: one named operation on columns, written twice: as an Ibis expression for files and in numpy for a request's rows.
+
+Chain: steps as expressions on an opened source, one after the other or only those that a column comes from.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchrec_ext.data.preprocess.cells import Cells
-from torchrec_ext.data.preprocess.column_types import Types
-
-if TYPE_CHECKING:
-    from torchrec_ext.data.preprocess.engines import Engine
+from torchrec_ext.data.preprocess.columns import Cells, Types
+from torchrec_ext.data.preprocess.engines import Engine
 
 Table = Any  # an ibis Table; ibis is imported by the engines alone, when files are processed
 State = Any  # what fitting found: a Vocabulary, or a dict of JSON values
@@ -117,3 +117,57 @@ def positive(step: str, name: str, value: int | None) -> None:
     """
     if value is not None and value < 1:
         raise ValueError(f"{step}: {name}={value}: must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Steps that are fitted, or will be one by one.
+
+    Args:
+        steps: in order.
+        types: the working types before each step, and after the last.
+        states: of the steps that are fitted already; a list may grow.
+        engine: runs the expressions.
+        table: the rows as they stand before any step.
+        events: see :class:`Run`.
+    """
+
+    steps: Sequence[Step]
+    types: Sequence[Types]
+    states: Sequence[State]
+    engine: Engine
+    table: Table
+    events: Table
+
+    def run(self, at: int) -> Run:
+        """What step ``at`` may use."""
+        return Run(engine=self.engine, events=self.events, column=lambda name: self.before(at, (name,)))
+
+    def apply(self, at: int, table: Table) -> Table:
+        """The table after step ``at``."""
+        return self.steps[at].transform(table, self.types[at], self.states[at], self.run(at))
+
+    def before(self, at: int, columns: Collection[str]) -> Table:
+        """The rows before step ``at``, with only those steps applied that ``columns`` come from."""
+        table = self.table
+        for index in ancestors(self.steps, at, columns):
+            table = self.apply(index, table)
+        return table
+
+
+def ancestors(steps: Sequence[Step], at: int, columns: Collection[str]) -> list[int]:
+    """Which of the steps before ``at`` the columns come from.
+
+    Example:
+        >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize
+        >>> steps = [FillMissing(column="age", value=0), Categorify(column="city"), Normalize(column="age")]
+        >>> ancestors(steps, 2, ["age"])
+        [0]
+    """
+    needed = set(columns)
+    chosen = []
+    for index in reversed(range(at)):
+        if needed & set(steps[index].writes):
+            chosen.append(index)
+            needed |= set(steps[index].reads)
+    return chosen[::-1]

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_ext.data.preprocess.column_types import is_list, working_type
+from torchrec_ext.data.preprocess.columns import is_list, working_type
 from torchrec_ext.data.preprocess.engines import ROW, Engine
-from torchrec_ext.data.preprocess.sources import Files, Source, blaming, raw_types, scan
+from torchrec_ext.data.preprocess.files import Files, Source, blaming, raw_types, scan
 from torchrec_ext.data.preprocess.step import Table
 from torchrec_ext.schema import DataError
 

@@ -12,13 +12,12 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from typing_extensions import Self
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.measurements import Measurements
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.autotune.sample import Sample, Stopwatch
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.planning import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.measurements import Measurements
+from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sample import Sample
-from torchrec_ext.distributed.stopwatch import Stopwatch
 
 _WARM_UP = 2  # steps that fill the pipeline
 

@@ -1,14 +1,22 @@
-"""OptimizerConfig: which optimizer moves tables and dense layers, how fast, and what it costs in memory."""
+"""OptimizerConfig: which optimizer moves tables and dense layers, how fast, and what it costs in memory.
+
+Choice: the optimizer of one table or dense layer, and the short text by which a config makes an exception for it.
+
+RowAdam: FBGEMM's Adam family for tables that every rank holds whole, as a torch optimizer.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,  # torchrec's own name for it is deprecated
 )
@@ -16,9 +24,232 @@ from torchrec import optim as placeholders
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_ext.distributed.choices import Choice, DenseOptimizer, Override, TableOptimizer, parse_override
-from torchrec_ext.distributed.kernels import refused_because
+from torchrec_ext.distributed.sharders import refused_because
 from torchrec_ext.distributed.tables import collections, table_configs
+
+
+class RowAdam(torch.optim.Optimizer):
+    """Adam that touches only the rows (of a (rows, D) table) that have a gradient; moments of the others stand still.
+
+    The bias correction counts steps, not a row's own updates, as FBGEMM's fused kernels and TensorFlow Addons' LazyAdam do. With a
+    gradient in every row it is torch.optim.Adam. It is another optimizer than Adam where rows are rare.
+
+    Args:
+        params: tables.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        row_wise: one second moment per row, the mean over its columns (FBGEMM's partial row-wise Adam).
+        trust_ratio: scale each row's update by |row| / |update|, where neither is 0 (LAMB, You et al. 2020, a row being a layer).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        row_wise: bool = False,
+        trust_ratio: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "row_wise": row_wise, "trust_ratio": trust_ratio})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Moves the rows that have a gradient."""
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.grad is not None:
+                    state, rule = self.state[table], {name: group[name] for name in self.defaults}
+                    _start(state, table, rule["row_wise"])
+                    rows = touched(table.grad)
+                    move_rows(table, rows, table.grad[rows], state, **rule)
+
+
+def _start(state: dict[str, Any], table: Tensor, row_wise: bool) -> None:
+    if not state:
+        shape = (len(table), 1) if row_wise else table.shape
+        state["step"] = torch.zeros(())
+        state["exp_avg"] = torch.zeros(table.shape, dtype=table.dtype, device=table.device)
+        state["exp_avg_sq"] = torch.zeros(shape, dtype=table.dtype, device=table.device)
+    state["step"] += 1
+
+
+def move_rows(
+    table: Tensor,
+    rows: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    row_wise: bool = False,
+    trust_ratio: bool = False,
+) -> None:
+    """One step of :class:`RowAdam` for the ``rows`` (n,) of a table, of which none twice.
+
+    Args:
+        table: (rows, D), changed, and
+        rows: (n,) places in it, with
+        grad: (n, D) their gradient.
+        state: ``step``, which counts this step already, and the moments ``exp_avg`` and ``exp_avg_sq``, changed.
+        lr: see :class:`RowAdam`, as for the others.
+        betas: see there.
+        eps: see there.
+        row_wise: see there.
+        trust_ratio: see there.
+    """
+    steps, (beta1, beta2) = float(state["step"]), betas
+    square = grad.square().mean(1, keepdim=True) if row_wise else grad.square()
+    first = state["exp_avg"][rows].lerp_(grad, 1 - beta1)
+    second = state["exp_avg_sq"][rows].lerp_(square, 1 - beta2)
+    state["exp_avg"][rows], state["exp_avg_sq"][rows] = first, second
+    update = first / (1 - beta1**steps) / ((second / (1 - beta2**steps)).sqrt() + eps)
+    if trust_ratio:
+        weight_norm, update_norm = table[rows].norm(dim=1, keepdim=True), update.norm(dim=1, keepdim=True)
+        update *= torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+    table.index_add_(0, rows, update, alpha=-lr)
+
+
+def touched(grad: Tensor) -> Tensor:
+    """(n,) the rows of a table that have a gradient."""
+    return grad.ne(0).any(dim=1).nonzero().squeeze(1)
+
+
+TableOptimizer = Literal["adagrad", "row_wise_adagrad", "sgd", "adam", "lazy_adam", "partial_row_wise_adam", "lamb"]
+DenseOptimizer = Literal["adam", "adagrad", "sgd"]
+# TorchRec takes the kernel and the planner the bytes of state from the class; those of the Adam family are never run.
+_FUSED: dict[str, type[torch.optim.Optimizer]] = {
+    "adagrad": torch.optim.Adagrad,
+    "row_wise_adagrad": RowWiseAdagrad,
+    "sgd": torch.optim.SGD,
+    "adam": placeholders.Adam,
+    "lazy_adam": placeholders.Adam,
+    "partial_row_wise_adam": placeholders.PartialRowWiseAdam,
+    "lamb": placeholders.LAMB,
+}
+_UNFUSED: dict[str, type[torch.optim.Optimizer]] = {
+    "adagrad": torch.optim.Adagrad,
+    "row_wise_adagrad": RowWiseAdagrad,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "lazy_adam": RowAdam,
+    "partial_row_wise_adam": RowAdam,
+    "lamb": RowAdam,
+}
+_ADAM = ("adam", "lazy_adam", "partial_row_wise_adam", "lamb")
+_NUMBERS = ("lr", "weight_decay", "l2", "eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """One exception: the text it was given as, the pattern, and what it changes."""
+
+    item: str
+    pattern: str
+    changes: dict[str, Any]
+
+    def fits(self, name: str, path: str) -> bool:
+        """Whether the pattern is the ``name``, or ``path`` or one of the modules above it, * and ? standing for any letters.
+
+        Example:
+            >>> towers = Override(item="", pattern="towers.user", changes={})
+            >>> towers.fits("user_id", "towers.user.embeddings"), towers.fits("item_id", "towers.user_2.embeddings")
+            (True, False)
+        """
+        parts = path.split(".")
+        candidates = [name, *(".".join(parts[:end]) for end in range(1, len(parts) + 1))]
+        return any(fnmatchcase(candidate, self.pattern) for candidate in candidates)
+
+
+def parse_override(field: str, item: str, kinds: Sequence[str]) -> Override:
+    """The exception that a text such as ``user_id=adam lr=0.01`` makes; a colon separates as well as a space.
+
+    Raises:
+        ValueError: it has no pattern, changes nothing, or names an unknown optimizer, setting or number.
+
+    Example:
+        >>> parse_override("per_table", "genres=sgd:lr=0.5", ("sgd", "adam")).changes
+        {'kind': 'sgd', 'lr': 0.5}
+        >>> parse_override("per_table", "genres=sdg", ("sgd", "adam"))
+        Traceback (most recent call last):
+        ...
+        ValueError: per_table: 'genres=sdg': the optimizer 'sdg' must be one of sgd, adam
+    """
+    pattern, _, rest = item.partition("=")
+    words = re.split(r"[\s:]+", rest.strip())
+    if not pattern.strip() or words == [""]:
+        raise ValueError(f"{field}: {item!r}: write PATTERN=OPTIMIZER, PATTERN=lr=NUMBER or both, such as user_id=sgd lr=0.1")
+    changes: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            if key not in kinds:
+                raise ValueError(f"{field}: {item!r}: the optimizer {key!r} must be one of {', '.join(kinds)}")
+            changes["kind"] = key
+        elif key in _NUMBERS:
+            changes[key] = _number(field, item, key, text)
+        else:
+            raise ValueError(f"{field}: {item!r}: there is no setting {key!r}; settings are {', '.join(_NUMBERS)}")
+    return Override(item=item, pattern=pattern.strip(), changes=changes)
+
+
+def _number(field: str, item: str, key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{field}: {item!r}: {key}={text}: must be a number of 0 or more")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The optimizer of one table or dense parameter; the fields are those of :class:`OptimizerConfig`."""
+
+    kind: str
+    lr: float
+    eps: float
+    betas: tuple[float, float]
+    weight_decay: float
+    l2: float = 0.0
+
+    def changed(self, overrides: Iterable[Override]) -> Choice:
+        """With the changes of all ``overrides``, the later winning."""
+        changes = {key: value for override in overrides for key, value in override.changes.items()}
+        return dataclasses.replace(self, **changes)
+
+    def fused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """The class and arguments by which TorchRec chooses FBGEMM's kernel; weight decay is not its business."""
+        arguments: dict[str, Any] = {"lr": self.lr} if self.kind == "sgd" else {"lr": self.lr, "eps": self.eps}
+        if self.kind in _ADAM:
+            arguments |= {"beta1": self.betas[0], "beta2": self.betas[1]}
+        return _FUSED[self.kind], arguments
+
+    def emulated(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """The same for a table of which :class:`ShardedAdam` takes the gradient; never with a plain SGD table in one kernel."""
+        return placeholders.SGD, self.fused()[1]
+
+    def unfused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """The class and arguments of the torch optimizer with the same rule; weight decay is not its business either."""
+        arguments: dict[str, Any] = {"lr": self.lr} if self.kind == "sgd" else {"lr": self.lr, "eps": self.eps}
+        if self.kind in _ADAM:
+            arguments["betas"] = self.betas
+        if self.l2:
+            arguments["weight_decay"] = self.l2  # torch's name for it in Adam, the only kind that has it
+        if _UNFUSED[self.kind] is RowAdam:
+            arguments |= {"row_wise": self.kind == "partial_row_wise_adam", "trust_ratio": self.kind == "lamb"}
+        return _UNFUSED[self.kind], arguments
+
+    def state_bytes(self, table: BaseEmbeddingConfig) -> int:
+        """Bytes of optimizer state that ``table`` needs beside its weights."""
+        width = 4 * table.embedding_dim
+        per_row = {"adagrad": width, "row_wise_adagrad": 4, "sgd": 0, "partial_row_wise_adam": width + 4}.get(self.kind, 2 * width)
+        return int(table.num_embeddings * per_row)
+
 
 FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
 REPLICATED_WEIGHTS = 2**20  # larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
-from torchrec_ext.distributed.choices import Choice
-from torchrec_ext.distributed.row_adam import touched
-from torchrec_ext.distributed.sharded_adam import ShardedAdam
+from torchrec_ext.distributed.optim.config import Choice, touched
+from torchrec_ext.distributed.optim.sharded import ShardedAdam
 
 
 class GradientNotFiniteError(ValueError):

@@ -1,23 +1,116 @@
-"""forecast(): what a plan takes of each rank, in bytes and milliseconds, before anything runs."""
+"""Cluster: the devices that a plan is made for, whether they are there or not.
+
+forecast(): what a plan takes of each rank, in bytes and milliseconds, before anything runs.
+
+compare(): the sharding types beside one another, so that one sees why a plan was taken, and what another would cost.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from tabulate import tabulate
 from torch import nn
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, ShardingOption, TopologyFactory, TrainerConfig
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from torchrec_ext.distributed.choices import Choice
-from torchrec_ext.distributed.cluster import Cluster
-from torchrec_ext.distributed.drafting import Draft
-from torchrec_ext.distributed.explain import bytes_per_weight, ranges, size_text
-from torchrec_ext.distributed.optimizers import OptimizerConfig
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.plan.draft import Draft, PlanError
+from torchrec_ext.distributed.plan.explain import bytes_per_weight, ranges, size_text
+from torchrec_ext.distributed.plan.planner import Sharding
 from torchrec_ext.distributed.tables import collections, table_configs
+
+DeviceType = Literal["cuda", "cpu"]
+GB = 1024**3
+_MOST_DEVICES = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """``world_size`` equal devices on equal hosts.
+
+    Args:
+        world_size: R, processes of the job, one for each device.
+        local_world_size: those of one host.
+        device: ``cuda`` or ``cpu``.
+        hbm_gb: memory of a GPU, GiB; not read for ``cpu``.
+        ddr_gb: memory of a host, GiB, shared by its processes: where tables live on ``cpu``, and where those that are too large
+            for the GPUs may. 0 beside GPUs: no table may leave them.
+        intra_gb_s: GiB/s that a device sends to those of its own host.
+        inter_gb_s: GiB/s that a device sends to those of other hosts.
+        memory_gb_s: GiB/s at which a device reads the memory where tables live; 0 for what TorchRec assumes.
+        reserve: share of each memory kept for dense layers, activations and buffers, 0 to 1.
+
+    Raises:
+        ValueError: a number that no cluster can have.
+    """
+
+    world_size: int
+    local_world_size: int
+    device: DeviceType = "cuda"
+    hbm_gb: float = 80.0
+    ddr_gb: float = 1024.0
+    intra_gb_s: float = 600.0
+    inter_gb_s: float = 12.5
+    memory_gb_s: float = 0.0
+    reserve: float = 0.15
+
+    def __post_init__(self) -> None:
+        if self.device not in get_args(DeviceType):
+            raise ValueError(f"device={self.device!r}: must be one of {', '.join(get_args(DeviceType))}")
+        for name in ("world_size", "local_world_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        if self.world_size > _MOST_DEVICES:
+            raise ValueError(
+                f"world_size={self.world_size}: must be {_MOST_DEVICES:,} or less; the planner weighs each device by itself, which "
+                "takes some 25 s for every 1,000"
+            )
+        if self.world_size % self.local_world_size:
+            raise ValueError(
+                f"world_size={self.world_size} with local_world_size={self.local_world_size}: every host has as many devices, so "
+                "the one must be a multiple of the other"
+            )
+        home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
+        for name in ("hbm_gb", "ddr_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
+            value, least = getattr(self, name), "greater than" if name in (home, "intra_gb_s", "inter_gb_s") else "at least"
+            if not math.isfinite(value) or value < 0 or (value == 0 and least == "greater than"):
+                raise ValueError(f"{name}={value}: must be a number {least} 0")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
+
+    @property
+    def device_bytes(self) -> int:
+        """Of a GPU, for tables, their state and what they exchange; 0 for ``cpu``."""
+        return int(self.hbm_gb * GB * (1 - self.reserve)) if self.device == "cuda" else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of a host's memory, for each of its processes likewise."""
+        return int(self.ddr_gb * GB * (1 - self.reserve) / self.local_world_size)
+
+    def topology(self) -> Topology:
+        """What TorchRec's planner plans for, the reserve taken off."""
+        rate = self.memory_gb_s * GB / 1000 or None  # bytes per ms
+        gpu = self.device == "cuda"
+        return TopologyFactory.create_topology(
+            TrainerConfig(world_size=self.world_size, local_world_size=self.local_world_size),
+            HardwareConfig(
+                hbm_cap_bytes=self.device_bytes if gpu else None,
+                ddr_cap_bytes=self.host_bytes,
+                intra_host_bw=self.intra_gb_s * GB / 1000,
+                inter_host_bw=self.inter_gb_s * GB / 1000,
+                hbm_mem_bw=rate if gpu else None,
+                ddr_mem_bw=None if gpu else rate,
+            ),
+            KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),
+        )
+
 
 _DENSE_STATE = {"adam": 2, "adagrad": 1, "sgd": 0}  # numbers for each weight
 
@@ -137,3 +230,59 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
         f"tables of rank {slowest.rank}, the slowest, take {slowest.ms:.3f} ms a step by TorchRec's cost model, dense layers and "
         "overlap not counted"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """One sharding type for every table.
+
+    Args:
+        sharding: which.
+        ms: a step of the slowest rank's tables; infinite where refused.
+        largest: bytes of the rank that needs most.
+        refused: why there is no such plan, in one line; empty where there is one.
+    """
+
+    sharding: Sharding
+    ms: float = float("inf")
+    largest: int = 0
+    refused: str = ""
+
+
+def compare(
+    plan: Callable[[Sharding], Sequence[RankForecast]], known: Mapping[Sharding, Sequence[RankForecast]]
+) -> list[Alternative]:
+    """Every sharding type, by what is ``known`` of it, or what ``plan`` foresees for it or refuses with a PlanError."""
+    found = []
+    for sharding in get_args(Sharding):
+        one = Alternative(sharding=sharding)
+        try:
+            ranks = known[sharding] if sharding in known else plan(sharding)
+        except PlanError as error:
+            reason = str(error).splitlines()[0].removeprefix("no sharding plan fits: ").partition(";")[0]
+            found.append(dataclasses.replace(one, refused=reason))
+        else:
+            slowest, largest = max(rank.ms for rank in ranks), max(rank.total for rank in ranks)
+            found.append(dataclasses.replace(one, ms=slowest, largest=largest))
+    return found
+
+
+def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding) -> str:
+    """The alternatives as a table, and whether another is foreseen to be faster than the one ``taken``."""
+    rows = [
+        [
+            one.sharding + (" (taken)" if one.sharding == taken and not one.refused else ""),
+            "" if one.refused else f"{one.ms:.3f}",
+            one.refused or size_text(one.largest),
+        ]
+        for one in alternatives
+    ]
+    text = str(tabulate(rows, headers=["sharding", "ms of the slowest rank", "largest rank, or why not"], disable_numparse=True))
+    own = next(one for one in alternatives if one.sharding == taken)
+    best = min(alternatives, key=lambda one: one.ms)
+    if best.refused or best.ms > 0.95 * own.ms:
+        return text
+    how = f"{best.ms:.3f} ms" if own.refused else f"{best.ms:.3f} against {own.ms:.3f} ms"
+    why = "TorchRec's planner leaves tables of up to 128 columns whole unless told otherwise; " if "column" in best.sharding else ""
+    faster = f"{best.sharding} for every table is foreseen to be faster, {how}"
+    return f"{text}\n{faster}: {why}plan.sharding={best.sharding} asks for it"

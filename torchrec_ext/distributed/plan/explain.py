@@ -10,8 +10,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.placement import TowerPlan
-from torchrec_ext.distributed.sweep import ROWS_PER_LOOKUP, row_by_row
-from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.distributed.tables import ROWS_PER_LOOKUP, collections, row_by_row, table_configs
 
 GB = 1024**3
 MB = 1024**2

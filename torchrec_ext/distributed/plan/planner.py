@@ -14,24 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.types import (
-    HardwareConfig,
-    KernelConfig,
-    TopologyFactory,
-    TrainerConfig,
-)
+from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ModuleShardingPlan, ShardingPlan
 
-from torchrec_ext.distributed.drafting import PlanError as PlanError
-from torchrec_ext.distributed.drafting import Request, draft
-from torchrec_ext.distributed.host_memory import available_memory
-from torchrec_ext.distributed.measurements import Measurements
-from torchrec_ext.distributed.optimizers import OptimizerConfig, chosen_optimizer
+from torchrec_ext.distributed.optim.config import OptimizerConfig, chosen_optimizer
 from torchrec_ext.distributed.placement import PLACEMENTS, TowerPlan, parse_ranks
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.plan.draft import PlanError as PlanError
+from torchrec_ext.distributed.plan.draft import Request, draft
+from torchrec_ext.distributed.plan.measurements import Measurements
+from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
+from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.distributed.sharders import sharders as sharders
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.distributed.tower_planning import draft_towers, tower_placement
 
 Sharding = Literal["auto", "data_parallel", "table_wise", "row_wise", "column_wise", "table_column_wise"]
 GB = 1024**3

@@ -12,13 +12,13 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.planner.utils import placement as place_of_shard
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ParameterSharding, ShardingPlan
 
-from torchrec_ext.distributed.drafting import PlanError, Request, draft
 from torchrec_ext.distributed.placement import PlacementError, TowerPlacement, TowerPlan
+from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, table_configs
-from torchrec_ext.distributed.tower_lookups import hosts, units
+from torchrec_ext.distributed.tower_parallel.lookups import hosts, units
 from torchrec_ext.modules.shared_tables import SharedTables, look_ups, readers
-from torchrec_ext.modules.towers import Towers
+from torchrec_ext.modules.tower import Towers
 
 # TorchRec's other types make process groups by host, of all ranks.
 WITHIN_A_TOWER = ["data_parallel", "table_wise", "row_wise", "column_wise", "table_column_wise"]

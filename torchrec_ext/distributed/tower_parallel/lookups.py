@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.distributed.placement import TowerPlacement, TowerPlan
-from torchrec_ext.distributed.tower_rows import TowerRows
+from torchrec_ext.distributed.tower_parallel.exchange import TowerRows
 from torchrec_ext.modules.shared_tables import Joint, SharedTables, look_ups, readers, values_by_table
 
 

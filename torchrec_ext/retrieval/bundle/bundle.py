@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchrec_ext.data.preprocess.folders import standing
-from torchrec_ext.retrieval import audit as audits
-from torchrec_ext.retrieval.columns import Rows
-from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.indexes import open_index
-from torchrec_ext.retrieval.manifest import Manifest, check_files
-from torchrec_ext.retrieval.projection import Projection, projection
-from torchrec_ext.retrieval.sides import (
+from torchrec_ext.retrieval.bundle import audit as audits
+from torchrec_ext.retrieval.bundle.index import open_index
+from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, check_files
+from torchrec_ext.retrieval.bundle.request_columns import Rows
+from torchrec_ext.retrieval.bundle.sides import (
     Architecture,
     Side,
     open_interaction,
@@ -26,9 +24,10 @@ from torchrec_ext.retrieval.sides import (
     projection_digest,
     tower_digest,
 )
-from torchrec_ext.retrieval.store import EmbeddingStore
-from torchrec_ext.retrieval.tables import ItemTable, UserTable, read_table
-from torchrec_ext.retrieval.values import check_values
+from torchrec_ext.retrieval.bundle.tables import ItemTable, UserTable, read_table
+from torchrec_ext.retrieval.bundle.values import check_values
+from torchrec_ext.retrieval.index.projection import Projection, projection
+from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import BatchSchema
 
 STORE, PROJECTED, USERS, ITEMS = "store", "projected", "users", "items.arrow"
@@ -82,7 +81,7 @@ class Bundle:
         """Reads a bundle, and refuses what does not belong together.
 
         Args:
-            folder: that :func:`torchrec_ext.retrieval.export.export` wrote.
+            folder: that :func:`torchrec_ext.retrieval.export.export.export` wrote.
             verify: read every file and compare its digest (about 1 s for each GB), look at its values (a tenth of that), and
                 compute the audit batch anew. Without, only what the files say of themselves is compared: names, sizes, towers,
                 metric.

@@ -7,12 +7,10 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from torchrec_ext.retrieval.blockwise import Metric
-from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.index import ExactIndex, Index, ScoredIndex
-from torchrec_ext.retrieval.manifest import Manifest
-from torchrec_ext.retrieval.projection import Projection
-from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest
+from torchrec_ext.retrieval.index.exact import ExactIndex, Index, Metric, ScoredIndex
+from torchrec_ext.retrieval.index.projection import Projection
+from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 Kind = Literal["exact", "flat", "ivf", "hnsw", "pq"]
 FOLDER = "index"
@@ -44,7 +42,7 @@ def build_index(folder: Path, kind: Kind, recall: float, metric: Metric, store: 
     """
     if kind == "exact":
         return {"kind": kind, "metric": metric, "recall": 1.0, "store": store.digest}
-    from torchrec_ext.retrieval.faiss_index import FaissIndex
+    from torchrec_ext.retrieval.index.faiss import FaissIndex
 
     index = FaissIndex.build(store, metric, kind=kind, recall=recall, queries=queries)
     index.save(folder / FOLDER)
@@ -66,7 +64,7 @@ def open_index(folder: Path, manifest: Manifest, projection: Projection, store: 
         )
     if said["kind"] == "exact":
         return ScoredIndex(projection, projected) if metric == "top_nn" else ExactIndex(store, metric)
-    from torchrec_ext.retrieval.faiss_index import FaissIndex
+    from torchrec_ext.retrieval.index.faiss import FaissIndex
 
     index = FaissIndex.load(where, store)
     if index.metric != metric or index.size != len(store):

@@ -2,6 +2,8 @@
 
 ``content`` says nothing of ranks, plans or times, so that the same weights have the same ``digest`` wherever they were exported;
 ``certificate`` holds what was measured, on what and when, under a seal of its own.
+
+What is said of a bundle that is damaged, or of parts that do not belong together.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.durable import read_plain, synced
-from torchrec_ext.retrieval.errors import BundleError
+from torchrec_ext.sealed import read_plain, synced
+
+
+class BundleError(ValueError):
+    """A bundle cannot be written, or must not be served: the message names the file, what is wrong with it, and the remedy."""
+
 
 FORMAT = 1
 NAME = "manifest.json"

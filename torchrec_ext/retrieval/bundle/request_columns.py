@@ -11,13 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.data.preprocess.cells import read_cells
-from torchrec_ext.data.preprocess.column_types import missing_column
+from torchrec_ext.data.preprocess.categorical import Categorify
+from torchrec_ext.data.preprocess.columns import missing_column, read_cells
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.step import Step
-from torchrec_ext.data.preprocess.vocabulary import Categorify
 from torchrec_ext.schema import BatchSchema, DataError, Jagged, SparseFeature
-from torchrec_ext.schema.arrays import columns_of, widths_of
+from torchrec_ext.schema.features import columns_of, widths_of
 
 Rows = Mapping[str, Sequence[Any]]
 

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.data.preprocess.column_types import raw_type
-from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.ids import IdMap
+from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.store.ids import IdMap
 
 Int64 = NDArray[np.int64]
 _BATCH_ROWS = 65_536

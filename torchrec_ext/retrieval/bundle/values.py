@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchrec_ext.modules.shared_tables import values_by_table
-from torchrec_ext.retrieval.audit import Audit
-from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.sides import Side
-from torchrec_ext.retrieval.store import LIVE, SCALES, EmbeddingStore
-from torchrec_ext.retrieval.tables import UserTable
+from torchrec_ext.retrieval.bundle.audit import Audit
+from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.bundle.sides import Side
+from torchrec_ext.retrieval.bundle.tables import UserTable
+from torchrec_ext.retrieval.store.store import LIVE, SCALES, EmbeddingStore
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval.bundle import Bundle
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 _BLOCK = 2**20  # numbers looked at together: what is made of them stays in the cache
 _ANEW = "export the bundle again"

@@ -13,14 +13,12 @@ from torch import nn
 
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
-from torchrec_ext.retrieval.contents import Catalogue, Users
-from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.indexes import Kind
-from torchrec_ext.retrieval.live import LiveModel
-from torchrec_ext.retrieval.manifest import NAME, Manifest, sync
-from torchrec_ext.retrieval.parts import Parts, Progress, Settings
-from torchrec_ext.retrieval.quantized import Dtype
-from torchrec_ext.retrieval.weights import LiveWeights, Ranks
+from torchrec_ext.retrieval.bundle.audit import LiveModel
+from torchrec_ext.retrieval.bundle.index import Kind
+from torchrec_ext.retrieval.bundle.manifest import NAME, BundleError, Manifest, sync
+from torchrec_ext.retrieval.export.weights import LiveWeights, Ranks
+from torchrec_ext.retrieval.export.writer import Catalogue, Parts, Progress, Settings, Users
+from torchrec_ext.retrieval.store.quantized import Dtype
 
 
 def export(

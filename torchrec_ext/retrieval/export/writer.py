@@ -1,4 +1,7 @@
-"""Parts: the files of a bundle, written one after the other on rank 0, each from those before it, and proven on the way."""
+"""Parts: the files of a bundle, written one after the other on rank 0, each from those before it, and proven on the way.
+
+What an export is given beside the model: the items that can be recommended, and what is known of users.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,15 @@ from numpy.typing import NDArray
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from torchrec_ext.data.preprocess.column_types import raw_type
+from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
-from torchrec_ext.retrieval import audit as audits
-from torchrec_ext.retrieval.bundle import ITEMS, PROJECTED, STORE, USERS
-from torchrec_ext.retrieval.columns import Columns
-from torchrec_ext.retrieval.contents import Catalogue, Users
-from torchrec_ext.retrieval.errors import BundleError
-from torchrec_ext.retrieval.ids import IdMap
-from torchrec_ext.retrieval.indexes import Kind, build_index, check_kind
-from torchrec_ext.retrieval.live import LiveModel
-from torchrec_ext.retrieval.manifest import Manifest, file_digests
-from torchrec_ext.retrieval.projection import projection
-from torchrec_ext.retrieval.quantized import Dtype
-from torchrec_ext.retrieval.sides import (
+from torchrec_ext.retrieval.bundle import audit as audits
+from torchrec_ext.retrieval.bundle.audit import LiveModel
+from torchrec_ext.retrieval.bundle.bundle import ITEMS, PROJECTED, STORE, USERS
+from torchrec_ext.retrieval.bundle.index import Kind, build_index, check_kind
+from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
+from torchrec_ext.retrieval.bundle.request_columns import Columns
+from torchrec_ext.retrieval.bundle.sides import (
     ARCHITECTURE,
     INTERACTION,
     PREPROCESSOR,
@@ -47,10 +45,71 @@ from torchrec_ext.retrieval.sides import (
     tower_digest,
     towers_of,
 )
-from torchrec_ext.retrieval.store import EmbeddingStore
-from torchrec_ext.retrieval.tables import write_table, write_users
-from torchrec_ext.retrieval.writer import write_store
+from torchrec_ext.retrieval.bundle.tables import write_table, write_users
+from torchrec_ext.retrieval.index.projection import projection
+from torchrec_ext.retrieval.store.ids import IdMap
+from torchrec_ext.retrieval.store.quantized import Dtype
+from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval.store.writer import write_store
 from torchrec_ext.tensor_file import Shape, TensorWriter
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Catalogue:
+    """The items that can be recommended, I of them; their order is that of the positions.
+
+    Args:
+        ids: (I,) int64 or str, what their owner calls them.
+        features: I rows with the raw columns of the candidate tower.
+        titles: (I,) for display.
+        categories: (I,) lists of names to filter by.
+        trained: ids that stand in the training rows, each of which must be among ``ids``.
+    """
+
+    ids: NDArray[Any]
+    features: pa.Table
+    titles: Sequence[str] | None = None
+    categories: Sequence[Sequence[str]] | None = None
+    trained: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {"features": len(self.features), "titles": self.titles, "categories": self.categories}
+        for name, found in sizes.items():
+            count = found if isinstance(found, int) else None if found is None else len(found)
+            if count is not None and count != len(self.ids):
+                raise BundleError(f"catalogue: {count:,} {name} for {len(self.ids):,} ids; give one for each item, in their order")
+        if not len(self.ids):
+            raise BundleError("catalogue: has no items; give the rows that can be recommended")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Users:
+    """What is known of U users, so that a request may name one by id alone.
+
+    Args:
+        key: the column of a request that holds the user's id, whether a tower reads it or not.
+        ids: (U,).
+        features: U rows with raw columns of the query towers; those of a request are put over them.
+        unknown: one row, for an id that is not among them.
+        seen: (U,) lists of the positions of items that each has taken.
+        liked: (U,) lists of the positions of items that each has liked, oldest first, for display.
+    """
+
+    key: str
+    ids: NDArray[Any]
+    features: pa.Table
+    unknown: Mapping[str, Any]
+    seen: pa.Array
+    liked: pa.Array
+
+    def __post_init__(self) -> None:
+        for name in ("features", "seen", "liked"):
+            if len(getattr(self, name)) != len(self.ids):
+                raise BundleError(f"users: {len(getattr(self, name)):,} {name} for {len(self.ids):,} ids; give one for each user")
+        missing = [name for name in self.features.column_names if name not in self.unknown]
+        if missing:
+            raise BundleError(f"users: unknown lacks {missing}; give one value for each column of features")
+
 
 Progress = Callable[[str, int, int], None]
 INDEX_QUERIES = 1024  # by which an approximate index is tuned and measured, half each
@@ -59,7 +118,7 @@ BLOCK_ROWS = 4096  # of the catalogue: blocks of one size, so that vectors do no
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """See :func:`torchrec_ext.retrieval.export.export`."""
+    """See :func:`torchrec_ext.retrieval.export.export.export`."""
 
     store: Dtype = "fp32"
     index: Kind = "exact"
@@ -75,7 +134,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """What a bundle is made of; the same on every rank. See :func:`torchrec_ext.retrieval.export.export` for the arguments."""
+    """What a bundle is made of; the same on every rank. See :func:`~torchrec_ext.retrieval.export.export.export` for arguments."""
 
     live: LiveModel
     catalogue: Catalogue

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
 from torchrec_ext.models.ncf import NCFHead
-from torchrec_ext.modules.crossing import FactorizationMachine
-from torchrec_ext.modules.interaction import Cosine, DotProduct, GeneralizedMF, Reordered, TopMLP
+from torchrec_ext.modules.interaction import Cosine, DotProduct, FactorizationMachine, GeneralizedMF, Reordered, TopMLP
 
 
 class Projection(nn.Module):

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from torchrec_ext.retrieval.blockwise import Metric
-from torchrec_ext.retrieval.index import Index
+from torchrec_ext.retrieval.index.exact import Index, Metric
 
 
 class SwappingIndex:
@@ -35,7 +34,7 @@ class SwappingIndex:
     def search(
         self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`torchrec_ext.retrieval.index.Index`."""
+        """See :class:`torchrec_ext.retrieval.index.exact.Index`."""
         return self.live.search(queries, k, allowed=allowed, excluded=excluded)
 
     def refresh(self, build: Callable[[], Index]) -> Index:

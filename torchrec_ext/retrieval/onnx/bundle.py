@@ -1,4 +1,9 @@
-"""A bundle's towers with their tables, and its top NN, as ONNX files that onnxruntime and numpy alone can serve."""
+"""A bundle's towers with their tables, and its top NN, as ONNX files that onnxruntime and numpy alone can serve.
+
+ONNX files beside the bundle that they were written from, on the rows of its audit.
+
+The README beside ONNX files: what goes in, what comes out, and a program of numpy and onnxruntime that serves them.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,166 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchrec_ext.data.preprocess.folders import whole_folder
-from torchrec_ext.retrieval import audit as audits
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.onnx import ExportError, export_onnx, export_top, require_onnx, write_onnx
-from torchrec_ext.retrieval.onnx_check import NAME, TOP, audited_towers, check_onnx
-from torchrec_ext.retrieval.onnx_readme import readme
-from torchrec_ext.retrieval.onnx_tower import EXPORTABLE, PaddedTower, example_of, shapes_of
-from torchrec_ext.retrieval.store import EmbeddingStore
+from torchrec_ext.retrieval.bundle import audit as audits
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.bundle.manifest import read_json
+from torchrec_ext.retrieval.bundle.request_columns import Read
+from torchrec_ext.retrieval.bundle.sides import Side
+from torchrec_ext.retrieval.onnx.layers import ExportError, export_onnx, export_top, open_onnx, require_onnx, write_onnx
+from torchrec_ext.retrieval.onnx.towers import EXPORTABLE, PaddedTower, example_of, shapes_of
+from torchrec_ext.retrieval.store.store import EmbeddingStore
+
+NAME = "onnx.json"
+TOP = "top"
+# Of an output beside the greatest of the audit, at least 1: another runtime sums in another order.
+TOLERANCE = 1e-4
+_SINGLE = 8  # rows that are also asked one by one
+
+
+def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
+    """Compares the files of a folder with the bundle on the rows of its audit.
+
+    Returns:
+        By tower, and ``top``, the greatest difference; that of ``top`` is of logits that the files alone have made.
+
+    Raises:
+        ExportError: one is beyond 1e-4; the tower is named.
+    """
+    folder = Path(folder)
+    said = read_json(folder / NAME)
+    pairs, logits = audits.Audit.open(bundle.folder)
+    found: dict[str, Tensor] = {}
+    apart: dict[str, float] = {}
+    for side, name, read in audited_towers(bundle, pairs):
+        expected = side.outputs(read)[list(side.model.towers).index(name)]
+        found[name] = expected
+        if name in said["towers"]:
+            path = folder / said["towers"][name]["file"]
+            found[name], apart[name] = _check_tower(f"tower '{name}'", path, PaddedTower(side, name).columns(read), expected)
+    if TOP in said:
+        apart[TOP] = _check_top(bundle, folder, said, found, logits)
+    return apart
+
+
+def audited_towers(bundle: Bundle, pairs: audits.Audit) -> list[tuple[Side, str, Read]]:
+    """Each tower with its side, and what it reads of the audit."""
+    rows = (pairs.queries.to_pydict(), pairs.candidates.to_pydict())
+    reads = [side.read(own) for side, own in zip(bundle.sides, rows, strict=True)]
+    return [(side, name, read) for side, read in zip(bundle.sides, reads, strict=True) for name in side.model.towers]
+
+
+def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected: Tensor) -> tuple[Tensor, float]:
+    """The file's outputs for all rows, and how far these and those of single rows are from ``expected``."""
+    run = open_onnx(path)
+    given = {name: value.numpy() for name, value in columns.items()}
+    found = run(given)
+    singly = [run({name: value[at : at + 1] for name, value in given.items()}) for at in range(_SINGLE)]
+    apart = max(_apart(what, path, found, expected), _apart(what, path, np.concatenate(singly), expected[:_SINGLE]))
+    return torch.from_numpy(found), apart
+
+
+def _check_top(bundle: Bundle, folder: Path, said: Mapping[str, Any], found: Mapping[str, Tensor], logits: Tensor) -> float:
+    query, candidates, top = (open_onnx(folder / said[name]["file"]) for name in ("query", "candidates", TOP))
+    queries = query({"towers": torch.cat([found[name] for name in bundle.query], dim=1).numpy()})
+    rows = candidates({"tower": found[bundle.candidate].numpy()})
+    pairs = [top({"query": one, "candidates": row[None]}) for one, row in zip(queries, rows, strict=True)]
+    apart = _apart(TOP, folder / said[TOP]["file"], np.concatenate(pairs), logits)
+    many = top({"query": queries[0], "candidates": rows})
+    with torch.inference_mode():
+        expected = bundle.projection.score(torch.from_numpy(queries[0]), torch.from_numpy(rows))
+    return max(apart, _apart(TOP, folder / said[TOP]["file"], many, expected))
+
+
+def _apart(what: str, path: Path, found: NDArray[Any], expected: Tensor) -> float:
+    if found.shape != tuple(expected.shape):
+        raise ExportError(f"{what}: {path.name} answers {found.shape}, the bundle {tuple(expected.shape)}; export it again")
+    apart, allowed = audits.difference(torch.from_numpy(found), expected), audits.tolerance(expected, TOLERANCE)
+    if not apart <= allowed:
+        raise ExportError(
+            f"{what}: {path.name} differs from the bundle by up to {apart:.3g} on {len(expected)} audit rows, at most "
+            f"{allowed:.3g} is rounding; it is of another model, or was changed: export it again"
+        )
+    return apart
+
+
+_HEAD = """# A recommender as ONNX files
+
+Written from the bundle {bundle} and compared with it. `onnx.json` says the same as this page. Axes: B rows (1 for one request), N
+candidates, I items of the catalogue, L the longest list of the rows, which may differ from feature to feature.
+
+| part | file | inputs | output `output` | greatest difference |
+|---|---|---|---|---|
+"""
+_LISTS = """
+A list of ids is a row padded at its end with -1, an empty one a row of -1 alone; an id that is no row of the table is the unknown.
+
+{codes}
+
+`examples.npz` holds rows to try with (`TOWER.INPUT`, `TOWER.output`), and the `logits` of their pairs, first with first.
+"""
+_RAW = "Ids are what the bundle's own columns hold: {query} of a query, {candidate} of a candidate."
+_CODES = (
+    "Ids and numbers are what the bundle's `preprocessor/` makes of the raw columns ({query} of a query, {candidate} of a "
+    "candidate): its JSON names the steps, its parquet files hold the codes of words."
+)
+_PROGRAM = """
+Recommend to the first example's user, in this folder:
+
+```py
+import json
+
+import numpy as np
+import onnxruntime
+
+said = json.load(open("onnx.json"))
+examples = np.load("examples.npz")
+
+
+def run(part, given):
+    session = onnxruntime.InferenceSession(part["file"], providers=["CPUExecutionProvider"])  # keep it in a server
+    return session.run(None, given)[0]
+
+
+def tower(name):
+    part = said["towers"][name]
+    return run(part, {each["name"]: examples[f"{name}.{each['name']}"][:1] for each in part["inputs"]})
+
+
+user = np.concatenate([tower(name) for name in said["query_towers"]], axis=1)
+query = run(said["query"], {"towers": user})[0]
+scores = run(said["top"], {"query": query, "candidates": np.load("candidates.npy")})
+best = np.argsort(-scores, kind="stable")[:10]
+print(np.load("ids.npy")[best].tolist(), scores[best].tolist())
+```
+"""
+
+
+def readme(said: Mapping[str, Any]) -> str:
+    """The page for what ``onnx.json`` says."""
+    parts = {f"tower {name}": part for name, part in said["towers"].items()}
+    parts |= {name: said[name] for name in ("query", "candidates", "top") if name in said}
+    text = _HEAD.format(bundle=said["bundle"][:12])
+    for name, part in parts.items():
+        apart = said["differences"].get(name.removeprefix("tower "))
+        shown = "" if apart is None else f"{apart:.1g}"
+        inputs = "; ".join(_shown(each) for each in part["inputs"])
+        text += f"| {name} | `{part['file']}` | {inputs} | {_axes(part['output'])} | {shown} |\n"
+    for file, array in said.get("arrays", {}).items():
+        text += f"| {array['meaning']} | `{file}` | | {_axes(array)} | |\n"
+    columns = {side: ", ".join(f"`{name}` {kind}" for name, kind in own.items()) for side, own in said["raw_columns"].items()}
+    text += _LISTS.format(codes=(_CODES if said["preprocessed"] else _RAW).format(**columns))
+    whole = "top" in said and set(said["query_towers"]) <= set(said["towers"])
+    return text + (_PROGRAM if whole else f"\nLeft out: {', '.join(said['skipped'])}.\n")
+
+
+def _shown(value: Mapping[str, Any]) -> str:
+    return f"`{value['name']}` {_axes(value)}: {value['meaning']}"
+
+
+def _axes(value: Mapping[str, Any]) -> str:
+    shape = ", ".join(map(str, value["shape"]))
+    return f"({shape}{',' if len(value['shape']) == 1 else ''}) {value['dtype']}"
+
 
 _EXAMPLES, _BLOCK = 8, 65536
 _INLINE = 2**30  # bytes of weights that one file holds; protobuf ends at 2 GiB

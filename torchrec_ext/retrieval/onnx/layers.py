@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torchrec_ext.retrieval.projection import Projection
+from torchrec_ext.retrieval.index.projection import Projection
 
 
 class ExportError(ValueError):

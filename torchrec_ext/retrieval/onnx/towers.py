@@ -13,11 +13,10 @@ from torch.nn.functional import embedding
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.models.ncf import NCFTower
-from torchrec_ext.modules.pooling import AttentionPooling
 from torchrec_ext.modules.shared_tables import values_by_table
-from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.columns import Read
-from torchrec_ext.retrieval.sides import Side
+from torchrec_ext.modules.tower import AttentionPooling, Tower
+from torchrec_ext.retrieval.bundle.request_columns import Read
+from torchrec_ext.retrieval.bundle.sides import Side
 from torchrec_ext.schema import Jagged, SparseFeature
 
 PAD = -1

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.retrieval.requests import Id, Source, UnavailableError
-from torchrec_ext.retrieval.snapshots import StoreError, current
+from torchrec_ext.retrieval.scorer.requests import Id, Source, UnavailableError
+from torchrec_ext.retrieval.store.versions import StoreError, current
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval.store import EmbeddingStore
+    from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 Found = tuple[Tensor, NDArray[np.bool_]]
 RETRY_S = 1.0
@@ -44,7 +44,7 @@ class UserVectors(Protocol):
 
 
 class StoredVectors:
-    """The vectors of an :class:`~torchrec_ext.retrieval.store.EmbeddingStore` of users; those of another tower are not taken."""
+    """The vectors of an :class:`~torchrec_ext.retrieval.store.store.EmbeddingStore` of users, of this tower alone."""
 
     source: Source = "store"
     available = True
@@ -83,7 +83,7 @@ class FolderVectors:
     malformed = 0
 
     def __init__(self, folder: Path, *, retry_s: float = RETRY_S) -> None:
-        from torchrec_ext.retrieval.store import EmbeddingStore
+        from torchrec_ext.retrieval.store.store import EmbeddingStore
 
         self._open: Callable[[], EmbeddingStore] = lambda: EmbeddingStore.open(folder)
         self._folder, self._retry_s = folder, retry_s
@@ -153,7 +153,7 @@ class RemoteVectors:
         return self._until == 0.0
 
     def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> Found:
-        """See :class:`~torchrec_ext.retrieval.users.UserVectors`.
+        """See :class:`~torchrec_ext.retrieval.scorer.users.UserVectors`.
 
         Raises:
             UnavailableError: it is out of reach, or was a moment ago.
@@ -211,7 +211,7 @@ def redis_vectors(url: str | None) -> list[RemoteVectors]:
         import redis as _  # noqa: F401  (a clear word here, and not at the first request)
     except ModuleNotFoundError as error:
         raise ValueError(f"--redis needs the package {error.name}: pip install 'torchrec-ext[retrieval]'") from None
-    from torchrec_ext.retrieval.redis_store import RedisStore
+    from torchrec_ext.retrieval.store.redis import RedisStore
 
     RedisStore(url, tower="any").close()  # a wrong address is told now
     return [RemoteVectors(lambda tower, width: RedisStore(url, tower=tower, width=width), (StoreError,))]

@@ -12,12 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.retrieval.requests import ColdStart, RecommendRequest, RequestError, ScoreRequest, UnavailableError, check_kind
-from torchrec_ext.retrieval.vectors import UserVectors
+from torchrec_ext.retrieval.scorer.requests import (
+    ColdStart,
+    RecommendRequest,
+    RequestError,
+    ScoreRequest,
+    UnavailableError,
+    check_kind,
+)
+from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval.bundle import Bundle
-
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 Made = TypeVar("Made")
 

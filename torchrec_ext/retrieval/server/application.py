@@ -12,11 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from torchrec_ext.retrieval.requests import ColdStart, Embedded, Recommendation, Request, Scores
+from torchrec_ext.retrieval.scorer.requests import ColdStart, Embedded, Recommendation, Request, Scores
 from torchrec_ext.retrieval.server import openapi, parsing
-from torchrec_ext.retrieval.server.encoding import json_response
 from torchrec_ext.retrieval.server.guard import Guard
-from torchrec_ext.retrieval.server.refusals import ClientGoneError, Refusal, over_limit
+from torchrec_ext.retrieval.server.responses import ClientGoneError, Refusal, json_response, over_limit
 from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.settings import Limits
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from torchrec_ext.retrieval.server.refusals import Refusal, over_limit
+from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 
 ADMITTED = "admitted"  # in the state of a request's scope: it bore the token, or none is asked for

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrec_ext.retrieval.server.connections import ADMITTED
-from torchrec_ext.retrieval.server.refusals import ClientGoneError, Refusal
+from torchrec_ext.retrieval.server.responses import ClientGoneError, Refusal
 from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.telemetry import where
 

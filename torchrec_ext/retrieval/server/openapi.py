@@ -8,7 +8,7 @@ from torchrec_ext.retrieval.server.parsing import MAX_LIKED
 from torchrec_ext.retrieval.server.settings import Limits, Settings
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval.bundle import Bundle
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 Schema = dict[str, Any]
 _INT64: Schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from torchrec_ext.retrieval.requests import EmbedRequest, Id, RecommendRequest, RequestError, ScoreRequest
-from torchrec_ext.retrieval.server.refusals import Refusal, over_limit
+from torchrec_ext.retrieval.scorer.requests import EmbedRequest, Id, RecommendRequest, RequestError, ScoreRequest
+from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 
 Body = Mapping[str, Any]

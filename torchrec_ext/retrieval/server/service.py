@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive
 
-from torchrec_ext.retrieval.batching import MicroBatcher, QueueFullError
-from torchrec_ext.retrieval.requests import Answer, Embedded, Request, RequestError, Source, UnavailableError
-from torchrec_ext.retrieval.scorer import Scorer
-from torchrec_ext.retrieval.server.refusals import ClientGoneError, Refusal, over_limit
+from torchrec_ext.retrieval.scorer.batching import MicroBatcher, QueueFullError
+from torchrec_ext.retrieval.scorer.requests import Answer, Embedded, Request, RequestError, Source, UnavailableError
+from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
+from torchrec_ext.retrieval.server.responses import ClientGoneError, Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Settings
 from torchrec_ext.retrieval.server.telemetry import Log, Metrics
-from torchrec_ext.retrieval.vectors import UserVectors
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval.bundle import Bundle
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 _TOLD_EVERY_S = 60.0  # what every request may bring is counted each time, and told once in so long
 _SLICES = 4  # of the time limit: for how long of it one batch may search, before others come in between
@@ -32,7 +32,7 @@ class Service:
     Args:
         settings: limits and the rest.
         bundle: what it serves first.
-        vectors: see :class:`~torchrec_ext.retrieval.scorer.Scorer`.
+        vectors: see :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`.
         log: where events go.
 
     Attributes:

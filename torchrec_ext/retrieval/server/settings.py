@@ -55,10 +55,10 @@ class Settings:
         threads: of torch in a worker.
         limits: on what callers ask for.
         retrieve: how many items the first stage hands to the top NN where the request does not say.
-        stage: how it finds them; see :class:`~torchrec_ext.retrieval.scorer.Scorer`.
+        stage: how it finds them; see :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`.
         compile: the top NN; likewise.
         max_batch: requests that a worker answers together.
-        max_wait_ms: how long a request waits for company; see :class:`~torchrec_ext.retrieval.batching.MicroBatcher`.
+        max_wait_ms: how long a request waits for company; see :class:`~torchrec_ext.retrieval.scorer.batching.MicroBatcher`.
         token: what callers must bear, or None; not empty.
         allowed_hosts: what the header Host may name, with or without a port: names, addresses, ``*.example.com``, or ``*`` for all.
             A page that a browser of this machine has open elsewhere reaches a loopback address under a name of its own.

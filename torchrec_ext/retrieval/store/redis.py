@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.retrieval.snapshots import StoreError
+from torchrec_ext.retrieval.store.versions import StoreError
 
 try:
     import redis

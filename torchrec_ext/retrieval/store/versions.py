@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.durable import no_locks, open_plain, read_plain, synced, write_whole
+from torchrec_ext.sealed import no_locks, open_plain, read_plain, synced, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1

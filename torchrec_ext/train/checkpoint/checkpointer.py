@@ -16,17 +16,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_ext.distributed.explain import size_text
+from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.checkpoint import manifest
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder
-from torchrec_ext.train.checkpoint.parts import Parts, SavePlanner, State
-from torchrec_ext.train.checkpoint.reading import newest_good
-from torchrec_ext.train.checkpoint.restoring import load
-from torchrec_ext.train.checkpoint.shared_folder import check_shared
-from torchrec_ext.train.checkpoint.state import ModelState
+from torchrec_ext.train.checkpoint import folder as manifest
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, check_shared, newest_good
+from torchrec_ext.train.checkpoint.load import load
+from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, State
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, writer
-from torchrec_ext.train.checkpoint.together import Together
 
 
 class Checkpointer:

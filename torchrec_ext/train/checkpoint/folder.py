@@ -1,22 +1,111 @@
-"""CheckpointFolder: the checkpoints of one run side by side, each there as a whole or not at all."""
+"""CheckpointFolder: the checkpoints of one run side by side, each there as a whole or not at all.
+
+The manifest of a checkpoint: what belongs to it and the digest of each file, so that no damage and no mixture is ever loaded.
+
+A checkpoint's own account of itself, and what is wrong with it.
+
+Together: what the ranks of a job learn from each other around a checkpoint, over a process group of its own.
+
+check_shared(): a folder that cannot be written, or that only one of several hosts sees, is refused before the first step.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
+import secrets
 import socket
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+import torch.distributed as dist
+from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from torch.distributed.checkpoint.metadata import Metadata
 
-from torchrec_ext.durable import no_locks, synced, write_whole
-from torchrec_ext.train.checkpoint import manifest
-from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.sealed import no_locks, open_plain, synced, write_whole
+from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url, read_metadata
+
+NAME = "manifest.json"
+FORMAT = 1
+_BLOCK = 2**22
+
+
+def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
+    """Size and SHA-256 of one file."""
+    sha, size = hashlib.sha256(), 0
+    local = isinstance(files, LocalFileSystem)
+    with open_plain(url_to_fs(path)[1]) if local else files.open(path, "rb") as stream:  # a path, or file:// and a path
+        while block := stream.read(_BLOCK):
+            sha.update(block)
+            size += len(block)
+    return {"bytes": size, "sha256": sha.hexdigest()}
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """A manifest's bytes, with a digest of its own content."""
+    whole = {"format": FORMAT, **content}
+    return (json.dumps({**whole, "sha256": _of(whole)}, indent=1) + "\n").encode()
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """The digest that a manifest of ``content`` is sealed with, by which a later checkpoint names its parent."""
+    return _of({"format": FORMAT, **content})
+
+
+def opened(data: bytes, where: str) -> dict[str, Any]:
+    """The content of a manifest.
+
+    Args:
+        data: its bytes.
+        where: its path, for messages.
+
+    Raises:
+        CheckpointError: it is damaged, or of a newer format.
+    """
+    try:
+        whole = json.loads(data)
+        sha = whole.pop("sha256")
+        version = whole["format"]
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
+    if isinstance(version, int) and version > FORMAT:
+        raise CheckpointError(f"{where} is of format {version}, this version reads up to {FORMAT}: update torchrec-ext")
+    if sha != _of(whole) or data != sealed(whole):
+        raise CheckpointError(f"{where} is damaged: its content does not fit its digest")
+    return whole  # type: ignore[no-any-return]
+
+
+def damaged(files: AbstractFileSystem, folder: str, listed: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> str | None:
+    """What is wrong with the first damaged one of ``names``, which the manifest lists; None where all are as they were written."""
+    for name in names:
+        path, wanted = f"{folder}/{name}", listed[name]
+        try:
+            found = digest(files, path)
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror or error}"
+        if found["bytes"] != wanted["bytes"]:
+            return f"{path} has {found['bytes']:,} bytes and was written with {wanted['bytes']:,}"
+        if found["sha256"] != wanted["sha256"]:
+            return f"{path} is damaged: its content does not fit its digest"
+    return None
+
+
+def _of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
 
 _NAME = re.compile(r"step-(\d{10})")
 _PARTIAL, _AGAIN = ".partial", ".again"
@@ -91,11 +180,11 @@ class CheckpointFolder:
         """Makes what was written a checkpoint, whose manifest is ``content``."""
         path, (first, second) = self.writing(step), self._places(step)
         if self.remote:
-            with self.files.open(f"{path}/{manifest.NAME}", "wb") as stream:
+            with self.files.open(f"{path}/{NAME}", "wb") as stream:
                 stream.write(content)
             self._remove(first if path == second else second)
             return
-        write_whole(f"{path}/{manifest.NAME}", content)
+        write_whole(f"{path}/{NAME}", content)
         os.rename(path, second if os.path.exists(first) else first)
         synced(self.root)
         self._settle(step)
@@ -166,12 +255,12 @@ class CheckpointFolder:
         return first, first + _AGAIN
 
     def _is_whole(self, path: str) -> bool:
-        return bool(self.files.exists(f"{path}/{manifest.NAME}"))
+        return bool(self.files.exists(f"{path}/{NAME}"))
 
     def _remove(self, path: str) -> None:
         """The manifest first, so that no checkpoint is ever half there."""
         if self._is_whole(path):
-            self.files.rm(f"{path}/{manifest.NAME}")
+            self.files.rm(f"{path}/{NAME}")
         if self.files.exists(path):
             self.files.rm(path, recursive=True)
 
@@ -261,3 +350,172 @@ class CheckpointFolder:
 
 def _name_of(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
+
+
+_TIMEOUT = timedelta(minutes=30)  # a rank may write for as long
+
+
+class Together:
+    """Every rank makes one and calls each method alike, from one thread at a time.
+
+    Args:
+        runtime: this process's place in the job.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.rank, self.ranks = runtime.rank, runtime.world_size
+        self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if runtime.world_size > 1 else None
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of each rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def on_main(self, action: Callable[[], Any]) -> Any:
+        """What ``action`` returns on rank 0, or raises there, on every rank."""
+        outcome: Any = None
+        if self.rank == 0:
+            try:
+                outcome = action()
+            except Exception as error:
+                outcome = error
+        outcome = self.gathered(outcome)[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+_MOST_BYTES = 16 * 2**20  # of a manifest, which lists the files of all ranks: a hundred thousand
+_CONTENT = {
+    "step": int,
+    "world_size": int,
+    "tables": dict,
+    "paths": dict,
+    "layers": list,
+    "row_parts": dict,
+    "content": dict,
+    "files": dict,
+}
+
+
+def read_manifest(path: str) -> dict[str, Any]:
+    """What a checkpoint says of itself.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or of a newer format.
+    """
+    where = f"{path}/{NAME}"
+    saved = opened(_bytes(where, f"; is '{path}' a checkpoint?", _MOST_BYTES), where)
+    lacks = [name for name, kind in _CONTENT.items() if not isinstance(saved.get(name), kind)]
+    if lacks:
+        raise CheckpointError(f"{where} is no manifest of a checkpoint: it lacks {', '.join(lacks)}")
+    return saved
+
+
+def read_index(path: str) -> Metadata:
+    """Where each part of each tensor is.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or was made to run code.
+    """
+    return read_metadata(_bytes(f"{path}/.metadata"), f"{path}/.metadata")
+
+
+def damage(path: str, together: Together) -> str | None:
+    """What is wrong with a checkpoint, or None; the ranks share the reading of its files."""
+    try:
+        listed = read_manifest(path)["files"]
+        found = damaged(url_to_fs(path)[0], path, listed, sorted(listed)[together.rank :: together.ranks])
+    except (CheckpointError, KeyError, TypeError, AttributeError) as error:
+        found = str(error)
+    return next((each for each in together.gathered(found) if each), None)
+
+
+def newest_good(folder: CheckpointFolder, together: Together, say: Callable[[str], None] = print) -> str | None:
+    """The newest checkpoint of a folder without damage, the same on every rank; None where there is none.
+
+    Args:
+        folder: of checkpoints.
+        together: all ranks call it.
+        say: called on rank 0 with a line for each newer one that is damaged.
+    """
+    for step in together.on_main(folder.steps):
+        path = folder.path(step)
+        if (wrong := damage(path, together)) is None:
+            return path
+        if together.rank == 0:
+            say(f"checkpoint step {step}: {wrong}; the one before it is used")
+    return None
+
+
+def _bytes(where: str, hint: str = "", most: int | None = None) -> bytes:
+    try:
+        files, path = url_to_fs(where)
+        with open_plain(path) if isinstance(files, LocalFileSystem) else files.open(path, "rb") as stream:
+            data: bytes = stream.read(-1 if most is None else most + 1)
+        if most is not None and len(data) > most:
+            raise OSError(errno.EFBIG, f"it has more than the {most:,} bytes that are read")
+        return data
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
+
+
+_LATE_S = 30.0  # for which a client of NFS may go on believing that a folder it once looked for is not there
+
+
+def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -> None:
+    """Refuses a folder in which not every rank sees what rank 0 writes; all ranks call it together.
+
+    Each host would keep the parts of a checkpoint that its own ranks write, and no one could load it.
+
+    Args:
+        folder: a path, which each rank takes from its own working folder, or an address that fsspec opens.
+        rank: of this process.
+        gathered: from this rank's value, of what JSON holds, to those of all ranks in rank order.
+
+    Raises:
+        CheckpointError: on every rank alike, naming ranks, hosts and remedy.
+    """
+    files, root = url_to_fs(folder if is_url(folder) else str(Path(folder).absolute()))
+    name, wrong = gathered(_write(files, root) if rank == 0 else None)[0]
+    if wrong:
+        raise CheckpointError(f"folder '{folder}' cannot be written: {wrong}")
+    seen = gathered((rank == 0 or _appears(files, f"{root}/{name}"), socket.gethostname()))
+    if rank == 0:
+        files.rm(f"{root}/{name}")
+    blind = [f"rank {number} on {host}" for number, (sees, host) in enumerate(seen) if not sees]
+    if blind:
+        more = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
+        raise CheckpointError(
+            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {seen[0][1]} writes there, and what the ranks save "
+            "could never be loaded; give a folder that all hosts share, by an absolute path, with --run_dir (checkpoints also with "
+            "checkpoint.folder, to an address such as s3://bucket/runs)"
+        )
+
+
+def _write(files: AbstractFileSystem, root: str) -> tuple[str, str]:
+    """The name of a new file, which no rank can have looked for before, and what went wrong."""
+    name = f".shared-{secrets.token_hex(8)}"
+    try:
+        files.makedirs(root, exist_ok=True)
+        with files.open(f"{root}/{name}", "wb") as stream:
+            stream.write(b"seen by all ranks?\n")
+    except OSError as error:
+        return name, str(error.strerror or error)
+    except Exception as error:  # of an address each driver has its own: no such bucket, no right, no network, only to be read
+        return name, f"{type(error).__name__}({error}); check the address, its rights and the network"
+    return name, ""
+
+
+def _appears(files: AbstractFileSystem, path: str) -> bool:
+    end = time.monotonic() + _LATE_S
+    while True:
+        files.invalidate_cache()
+        if files.exists(path):
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)

@@ -1,4 +1,9 @@
-"""RunCheckpoints: everything that a run needs to go on as if it had never stopped."""
+"""RunCheckpoints: everything that a run needs to go on as if it had never stopped.
+
+CheckpointConfig: when a run is saved, and where.
+
+StartConfig: a new run that begins with the weights of another, which may have had fewer rows, tables or layers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +20,50 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.config import CheckpointConfig
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder
-from torchrec_ext.train.checkpoint.parts import State
-from torchrec_ext.train.checkpoint.reading import damage, read_index
-from torchrec_ext.train.checkpoint.restoring import load_weights
-from torchrec_ext.train.checkpoint.state import model_state
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, damage, read_index
+from torchrec_ext.train.checkpoint.load import Change, load, load_weights
+from torchrec_ext.train.checkpoint.state import State, model_state
+
+Changed = Literal["refuse", "next_epoch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When a run is saved, and where.
+
+    A checkpoint is written while the training goes on, and any plan on any number of ranks can load it.
+
+    Args:
+        epochs: epochs between two checkpoints, each before the epoch's evaluation, which a resumed run makes if it was cut short;
+            the last epoch is always saved. 0 for none.
+        steps: steps between two checkpoints besides these; 0 for none.
+        keep: how many of the newest stay, beside that of the best evaluation (see ``train.early_stop.metric``).
+        folder: a path, or an address that fsspec opens, such as ``s3://bucket/runs/a``; on several hosts one that all of them see.
+            ``checkpoints`` in the run folder where empty.
+        changed: what a resume does where data, batch size or another setting of the stream of samples is not what it was:
+            ``refuse``, since the remaining samples of the epoch would not be those that are missing, or begin the ``next_epoch``.
+    """
+
+    epochs: int = 1
+    steps: int = 0
+    keep: int = 3
+    folder: str = ""
+    changed: Changed = "refuse"
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more; 0 saves none by it")
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep}: must be 1 or more; epochs=0 and steps=0 save none at all")
+        if self.changed not in get_args(Changed):
+            raise ValueError(f"changed={self.changed!r}: must be one of {', '.join(get_args(Changed))}")
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved."""
+        return bool(self.epochs or self.steps)
+
 
 _TENSOR = "a tensor of the checkpoint"
 _EVALUATED = "evaluated.json"  # beside the checkpoints: the outcome of the evaluation after the last one
@@ -328,3 +371,42 @@ def _with_tensors(tree: Any, tensors: State) -> Any:
     if isinstance(tree, list):
         return [_with_tensors(value, tensors) for value in tree]
     return tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """The checkpoint whose weights and optimizer state a new run begins with; place, records and random states are new.
+
+    Args:
+        path: of a run folder, a folder of checkpoints or a checkpoint; empty to begin with weights drawn anew.
+        allow: how the model may differ from what was saved. ``more_rows``: a table's rows beyond those saved begin as its row for
+            ids never seen. ``new_tables``, ``new_layers``: these begin as drawn. ``fewer_tables``, ``fewer_layers``: these are left
+            behind. Any difference that is not allowed is refused, and named.
+    """
+
+    path: str = ""
+    allow: tuple[Change, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = [change for change in self.allow if change not in get_args(Change)]
+        if unknown:
+            raise ValueError(f"allow: {', '.join(unknown)}: must be of {', '.join(get_args(Change))}")
+
+
+def begin_with(
+    path: str, model: nn.Module, optimizer: KeyedOptimizer, together: Together, config: StartConfig, cold: Mapping[str, int]
+) -> str:
+    """Loads the checkpoint at ``path`` and says what of it was matched.
+
+    Args:
+        path: of a checkpoint without damage.
+        model: from :func:`hybrid_parallel`.
+        optimizer: likewise.
+        together: all ranks call it.
+        config: how the model may differ.
+        cold: by table, the row that stands for ids never seen.
+    """
+    saved, found = load(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
+    grown = [f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}" for name, rows in found.grown.items()]
+    others = [line for line in found.said if not any(line.startswith(f"tables.{name}.") for name in found.grown)]
+    return "\n".join([f"begun with the weights of {path}, after {saved['step']:,} steps", *grown, *others])

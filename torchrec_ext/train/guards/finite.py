@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
-from torchrec_ext.distributed.hybrid_optimizer import GradientNotFiniteError
+from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards
-from torchrec_ext.train.amp import Context
-from torchrec_ext.train.gradient_gate import GradientGate, holding
+from torchrec_ext.train.guards.amp import Context
+from torchrec_ext.train.guards.gradient_gate import GradientGate, holding
 
 BLOCK_ROWS = 65536
 _DATA = "mend the column, or fill its missing values in preprocessing"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
 

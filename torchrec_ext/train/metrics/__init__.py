@@ -1,12 +1,17 @@
 """Figures of a model, over the rows of all ranks: ranking the whole catalogue or given candidates, coverage, classification."""
 
-from torchrec_ext.train.metrics.candidates import candidate_ranks, gather_ranks, ranks_among
-from torchrec_ext.train.metrics.catalogue import Question, catalogue_ranks, popularity_ranks, ranks_of
-from torchrec_ext.train.metrics.classification import ClassificationMetrics, auc, classification_metrics
-from torchrec_ext.train.metrics.coverage import Coverage
+from torchrec_ext.train.metrics.catalogue import Coverage, Question, catalogue_ranks, popularity_ranks, ranks_of
+from torchrec_ext.train.metrics.classification import ClassificationMetrics, GroupedAuc, auc, classification_metrics, grouped_auc
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watched, watching
-from torchrec_ext.train.metrics.grouped_auc import GroupedAuc, grouped_auc
-from torchrec_ext.train.metrics.ranking import RankingMetrics, Ranks, query_figures, ranking_metrics
+from torchrec_ext.train.metrics.ranking import (
+    RankingMetrics,
+    Ranks,
+    candidate_ranks,
+    gather_ranks,
+    query_figures,
+    ranking_metrics,
+    ranks_among,
+)
 from torchrec_ext.train.metrics.shares import Kept, Recommender, Share, embed_all, gather_rows, own_share
 
 __all__ = [

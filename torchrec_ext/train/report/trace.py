@@ -1,11 +1,31 @@
-"""Spans: what one rank did when, read from torch.profiler's trace, and how much of it was at the same time."""
+"""StepTrace: torch.profiler over some steps of training, on every rank at once, gathered into a Timeline.
+
+Spans: what one rank did when, read from torch.profiler's trace, and how much of it was at the same time.
+
+Timeline: the traces of all ranks on one clock: a Chrome trace with a lane for each, a picture, and how much ran at once.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import socket
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from torchrec_ext.distributed.runtime import Runtime
 
 Interval = tuple[float, float]
 Event = dict[str, Any]
@@ -193,3 +213,277 @@ def _makers(done: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
         inside = place >= 0 and event["ts"] <= order[place]["ts"] + order[place]["dur"] and event["tid"] == order[place]["tid"]
         made[number] = order[place]["name"].removeprefix(TOWER) if inside else ""
     return made
+
+
+JSON_NAME, PICTURE_NAME = "timeline.json", "timeline.png"
+_EXCHANGE, _BUSY = "#8a8a8a", "#b9c4cf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What torch.profiler wrote on one rank.
+
+    Args:
+        host: where the rank ran.
+        trace: the Chrome trace.
+        ahead_us: microseconds by which this rank's clock is ahead of rank 0's.
+        error_us: how far off that may be.
+    """
+
+    host: str
+    trace: Mapping[str, Any]
+    ahead_us: float = 0.0
+    error_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The ranks' traces, in rank order."""
+
+    ranks: Sequence[RankTrace]
+
+    @cached_property
+    def shifts(self) -> list[float]:
+        """By rank the microseconds to add to its trace's times: all then count on rank 0's clock from the earliest event on."""
+        bases = [rank.trace["baseTimeNanoseconds"] for rank in self.ranks]
+        own = [(base - bases[0]) / 1e3 - rank.ahead_us for base, rank in zip(bases, self.ranks, strict=True)]
+        first = min(
+            event["ts"] + shift
+            for rank, shift in zip(self.ranks, own, strict=True)
+            for event in rank.trace["traceEvents"]
+            if _is_work(event)
+        )
+        return [shift - first for shift in own]
+
+    @cached_property
+    def spans(self) -> list[RankSpans]:
+        """Of each rank."""
+        return [
+            read_spans((event for event in rank.trace["traceEvents"] if _is_work(event)), shift)
+            for rank, shift in zip(self.ranks, self.shifts, strict=True)
+        ]
+
+    def figures(self) -> dict[str, float]:
+        """What ran at the same time: see :func:`overlap`."""
+        return overlap(self.spans)
+
+    def merged(self) -> dict[str, Any]:
+        """One Chrome trace: a process for each rank, with the towers' spans in a lane above its threads."""
+        events: list[Event] = []
+        for number, (rank, shift, spans) in enumerate(zip(self.ranks, self.shifts, self.spans, strict=True)):
+            events += [
+                _meta("process_name", number, 0, name=f"rank {number} on {rank.host}"),
+                _meta("process_sort_index", number, 0, sort_index=number),
+                _meta("thread_name", number, 0, name="towers"),
+                _meta("thread_sort_index", number, 0, sort_index=-1),
+            ]
+            for way, by_tower in (("forward", spans.forward), ("backward", spans.backward)):
+                for tower, intervals in by_tower.items():
+                    events += [_span(f"{tower} {way}", number, interval) for interval in intervals]
+            events += [
+                _moved(event, number, shift) for event in rank.trace["traceEvents"] if _is_work(event) or _names_thread(event)
+            ]
+        clocks = [{"rank": n, "ahead_us": r.ahead_us, "error_us": r.error_us} for n, r in enumerate(self.ranks)]
+        return {"traceEvents": events, "displayTimeUnit": "ms", "clocks": clocks, "overlap": self.figures()}
+
+    def write(self, folder: Path) -> None:
+        """``timeline.json`` for chrome://tracing or ui.perfetto.dev, and ``timeline.png``."""
+        (folder / JSON_NAME).write_text(json.dumps(self.merged()))
+        self.draw(folder / PICTURE_NAME)
+
+    def draw(self, path: Path) -> None:
+        """For each rank a band of the towers' forward, one of their backward and one of exchanges; light where they wait."""
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        names = list(dict.fromkeys(name for rank in self.spans for name in [*rank.forward, *rank.backward]))
+        colours = {name: f"C{number}" for number, name in enumerate(names)}
+        figure = Figure(figsize=(12, 1.6 + 1.0 * len(self.spans)), layout="constrained")
+        axes = figure.subplots()
+        for number, rank in enumerate(self.spans):
+            for low, by_tower in ((number - 0.42, rank.forward), (number - 0.12, rank.backward)):
+                for name, intervals in by_tower.items():
+                    _band(axes, intervals, low, 0.27, colours[name], alpha=0.3)
+                    _band(axes, both(rank.busy, union(intervals)), low, 0.27, colours[name])
+            _band(axes, rank.exchange, number + 0.18, 0.1, _EXCHANGE)
+            _band(axes, rank.busy, number + 0.3, 0.1, _BUSY)
+        axes.set_yticks(range(len(self.ranks)), [f"rank {number}\n{rank.host}" for number, rank in enumerate(self.ranks)])
+        axes.set_ylim(len(self.ranks) - 0.4, -0.5)
+        told = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in self.figures().items())
+        axes.set(xlabel="ms", title=told)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        key = [Patch(color=colours[name], label=f"{name}: forward above backward, waits pale") for name in names]
+        key += [Patch(color=_EXCHANGE, label="an exchange under way"), Patch(color=_BUSY, label="any operator")]
+        figure.legend(handles=key, frameon=False, fontsize=8, ncols=4, loc="outside lower center")
+        figure.savefig(path, dpi=120)
+
+
+def _is_work(event: Event) -> bool:
+    """Spans and arrows of threads and streams, without the profiler's own."""
+    return event["ph"] in ("X", "s", "f") and event.get("cat") not in ("Trace", None)
+
+
+def _names_thread(event: Event) -> bool:
+    return event["ph"] == "M" and event["name"].startswith("thread_") and isinstance(event.get("tid"), int) and event["tid"] > 0
+
+
+def _meta(kind: str, rank: int, thread: int, **arguments: object) -> Event:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": arguments}
+
+
+def _span(name: str, rank: int, interval: Interval) -> Event:
+    start, stop = interval
+    return {"ph": "X", "cat": "tower", "name": name, "pid": rank, "tid": 0, "ts": start, "dur": stop - start}
+
+
+def _moved(event: Event, rank: int, shift: float) -> Event:
+    """Into the rank's process, its threads, on the one clock; arrows keep to their rank."""
+    if event["ph"] == "M":
+        return {**event, "pid": rank}
+    moved = {**event, "pid": rank, "ts": event["ts"] + shift}
+    return {**moved, "id": f"{rank}.{event['id']}"} if "id" in event else moved
+
+
+def _band(axes: Any, intervals: Sequence[Interval], low: float, height: float, colour: str, alpha: float = 1.0) -> None:
+    bars = [(start / 1e3, (stop - start) / 1e3) for start, stop in intervals]
+    axes.broken_barh(bars, (low, height), color=colour, alpha=alpha, linewidth=0)
+
+
+SKIP = 5  # steps before it: the pipeline fills, buffers are made
+MOST = 100
+_ROUNDS = 10
+
+
+class StepTrace:
+    """Profiles ``steps`` steps after the first few, on all ranks: to profile one of two that exchange is a deadlock.
+
+    Args:
+        model: its towers are the modules of its ``towers``, or, where it has none, its children.
+        runtime: this process's place in the job.
+        steps: how many.
+        done: called on rank 0 with the timeline.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Runtime, steps: int, done: Callable[[Timeline], None] | None = None) -> None:
+        self._model, self._runtime, self._done = model, runtime, done
+        self._first, self._last, self._seen = SKIP, SKIP + steps, 0
+        self._handles: list[Any] = []
+        self._clock = (0.0, 0.0)
+        self._profile: Any = None
+
+    def step(self) -> dict[str, float] | None:
+        """After each step; once, after the last one that is traced, the overlap figures, the same on every rank."""
+        self._seen += 1
+        if self._seen == self._first:
+            self._start()
+        return self._stop() if self._seen == self._last else None
+
+    def _start(self) -> None:
+        self._clock = clock_ahead(self._runtime)
+        self._handles = [handle for name, tower in towers(self._model) for handle in _named_in_trace(name, tower)]
+        on_gpu = self._runtime.device.type == "cuda"
+        self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+        dist.barrier()
+        self._profile.start()
+
+    def _stop(self) -> dict[str, float]:
+        if self._runtime.device.type == "cuda":
+            torch.cuda.synchronize(self._runtime.device)
+        self._profile.stop()
+        for handle in self._handles:
+            handle.remove()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            own = (socket.gethostname(), *self._clock, zlib.compress(path.read_bytes(), 1))
+        self._profile = None
+        gathered: list[Any] = [None] * self._runtime.world_size
+        dist.gather_object(own, gathered if self._runtime.is_main else None)
+        figures: list[Any] = [None]
+        if self._runtime.is_main:
+            timeline = Timeline(
+                [
+                    RankTrace(host=host, ahead_us=ahead, error_us=error, trace=json.loads(zlib.decompress(packed)))
+                    for host, ahead, error, packed in gathered
+                ]
+            )
+            figures = [timeline.figures()]
+            if self._done is not None:
+                self._done(timeline)
+        dist.broadcast_object_list(figures, device=self._runtime.device)
+        return figures[0]  # type: ignore[no-any-return]
+
+
+def check_fits(traced: int, steps: int) -> None:
+    """Refuses to trace more steps than a run has after the first few, or than rank 0 can hold of all ranks.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if traced > MOST:
+        raise ValueError(
+            f"train.trace_steps={traced}: must be {MOST} or fewer; each takes about half a MB of the timeline per rank"
+        )
+    if traced and SKIP + traced > steps:
+        remedy = f"trace {steps - SKIP} or fewer" if steps > SKIP else "train for longer"
+        raise ValueError(
+            f"train.trace_steps={traced}: the run has {steps} steps, of which the first {SKIP} are not traced; {remedy}"
+        )
+
+
+def towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules whose spans a timeline shows, by name."""
+    whole = get_unwrapped_module(model)
+    return list(getattr(whole, "towers", whole).named_children())
+
+
+def _named_in_trace(name: str, tower: nn.Module) -> list[Any]:
+    """Hooks by which each forward of the tower is a span of its own."""
+    opened: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        opened.append(record_function(TOWER + name))
+        opened[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    return [tower.register_forward_pre_hook(enter), tower.register_forward_hook(leave, always_call=True)]
+
+
+def clock_ahead(runtime: Runtime) -> tuple[float, float]:
+    """Microseconds by which this rank's clock is ahead of rank 0's, and by how much that may be wrong.
+
+    Each rank in turn answers rank 0 with its time, which is taken to have been in the middle between question and answer; of
+    several rounds the fastest counts, and half its length is the error. What is within the error counts as 0, since the ranks of a
+    host have one clock.
+    """
+    best = [(0.0, 0.0)]
+    for other in range(1, runtime.world_size):
+        if runtime.is_main:
+            best.append(min((_asked(other, runtime.device) for _ in range(_ROUNDS)), key=lambda found: found[1]))
+        elif runtime.rank == other:
+            for _ in range(_ROUNDS):
+                _answer(runtime.device)
+    told: list[Any] = [best]
+    dist.broadcast_object_list(told, device=runtime.device)
+    ahead, error = told[0][runtime.rank]
+    return (ahead if abs(ahead) > error else 0.0), error
+
+
+def _asked(other: int, device: torch.device) -> tuple[float, float]:
+    stamp = torch.zeros(1, dtype=torch.int64, device=device)
+    start = time.time_ns()
+    dist.send(stamp, other)
+    dist.recv(stamp, other)
+    theirs = int(stamp)
+    stop = time.time_ns()
+    return (theirs - (start + stop) / 2) / 1e3, (stop - start) / 2e3
+
+
+def _answer(device: torch.device) -> None:
+    stamp = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(stamp, 0)
+    int(stamp)  # on a GPU: until it has come
+    stamp.fill_(time.time_ns())
+    dist.send(stamp, 0)

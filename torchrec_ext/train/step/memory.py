@@ -6,21 +6,249 @@ in one of two ways:
 - whole: the gradient is a matrix as large as the table and the rule sweeps all of it, as torch's optimizers do;
 - row by row, where few of many rows are read: only those are moved. Adam's other rows slide on meanwhile; they catch up when they
   are next read (:mod:`catch_up`), and all of them in :meth:`StepMemory.settle`, so that the result is that of dense Adam.
+
+TableRows: one table inside one captured step: what was read of it, and how that is moved.
+
+What an optimizer moves, as plain tensors: each table and dense parameter with its state, its rule and its learning rate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.nn.functional import embedding
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import DataType
 
-from torchrec_ext.distributed.hybrid_optimizer import HybridOptimizer
-from torchrec_ext.train.catch_up import caught_up, has_closed_form, reach, slides
-from torchrec_ext.train.lowering import CannotCaptureError
-from torchrec_ext.train.parameters import Moved, moved_parameters
-from torchrec_ext.train.table_rows import Clock, RowTable, TableRows, WholeTable
+from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
+from torchrec_ext.distributed.tables import Shard, local_shards
+from torchrec_ext.train.step.lowering import CannotCaptureError
+from torchrec_ext.train.step.update_rules import UPDATES, caught_up, has_closed_form, reach, slide_on, slides, stepped
+
+
+@dataclass
+class Clock:
+    """() float32 ``step``, steps made with this one, and () ``lr`` of a parameter."""
+
+    step: Tensor
+    lr: Tensor
+
+
+@dataclass
+class WholeTable:
+    """A table that is moved as a whole.
+
+    Args:
+        weight: (rows, D), and
+        state: of all rows, both written.
+        choice: its rule.
+        clock: of this step.
+    """
+
+    weight: Tensor
+    state: list[Tensor]
+    choice: Choice
+    clock: Clock
+    leaf: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaf = self.weight.detach().requires_grad_()
+
+    def read(self, ids: Tensor) -> Tensor:
+        """(n, D) rows of the ids (n,)."""
+        return embedding(ids, self.leaf)
+
+    def leaves(self) -> list[Tensor]:
+        """What to take the gradient of."""
+        return [self.leaf]
+
+    def move(self, grads: Sequence[Tensor | None]) -> None:
+        """Writes the step; ``grads`` are those of :meth:`leaves`."""
+        if grads[0] is None:
+            return
+        new = stepped(self.weight, grads[0], self.state, self.clock.step, self.clock.lr, self.choice, table=True)
+        _write([self.weight, *self.state], [new[0], *new[1]])
+
+
+def _write(targets: list[Tensor], values: list[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
+
+
+@dataclass
+class RowTable:
+    """A table of which only the rows are moved that a step reads.
+
+    Args:
+        weight: (rows, D), and
+        state: of all rows, both written where they are read.
+        since: (rows,) int32, the last step that each row has made.
+        place: (rows,) int32, of any value before and after a step: where among a step's look-ups each row stands.
+        slides: (K,) of Adam: how far rows without a gradient slide, see :mod:`catch_up`, and
+        powers: (W,) from :func:`reach`.
+        choice: its rule.
+        clock: of this step.
+    """
+
+    weight: Tensor
+    state: list[Tensor]
+    since: Tensor
+    place: Tensor
+    slides: Tensor
+    powers: Tensor
+    choice: Choice
+    clock: Clock
+    _reads: list[tuple[Tensor, Tensor, list[Tensor]]] = field(default_factory=list)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """(n, D) rows of the ids (n,), as they are after the step before."""
+        rows = self.weight.index_select(0, ids)
+        state = [part.index_select(0, ids) for part in self.state]
+        if self.choice.kind == "adam":
+            since, before = self.since.index_select(0, ids), (self.clock.step - 1).int()
+            numbers: Any = {"betas": self.choice.betas, "eps": self.choice.eps}
+            rows, *state = caught_up(rows, state[0], state[1], since, before, self.slides, **numbers)
+        leaf = rows.detach().requires_grad_()
+        self._reads.append((ids, leaf, state))
+        return leaf
+
+    def leaves(self) -> list[Tensor]:
+        """What to take the gradient of, one for each read."""
+        return [leaf for _, leaf, _ in self._reads]
+
+    def move(self, grads: Sequence[Tensor | None]) -> None:
+        """Writes the step; ``grads`` are those of :meth:`leaves`."""
+        if self.choice.kind == "adam":  # all rows have been read by now
+            slide_on(self.slides, self.powers, self.clock.step, self.clock.lr, self.choice.betas)
+        if not self._reads:
+            return
+        ids = torch.cat([ids for ids, _, _ in self._reads])
+        rows = torch.cat([leaf.detach() for _, leaf, _ in self._reads])
+        state = [torch.cat(parts) for parts in zip(*(own for _, _, own in self._reads), strict=True)]
+        own = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self.leaves(), strict=True)]
+        grad = self._summed(ids, torch.cat(own))
+        new = stepped(rows, grad, state, self.clock.step, self.clock.lr, self.choice, table=True)
+        # A row that was read twice is written twice, with the same values.
+        for target, value in zip([self.weight, *self.state], [new[0], *new[1]], strict=True):
+            target.index_put_((ids,), value)
+        if self.choice.kind == "adam":
+            self.since.index_put_((ids,), self.clock.step.int().expand(len(ids)))
+
+    def _summed(self, ids: Tensor, grads: Tensor) -> Tensor:
+        """(n, D) the sum of the gradients of all look-ups of a row, at each of them.
+
+        Without sorting, and without a number of rows that is known only then: each look-up writes its number at its row, one of
+        them stays, and that is where all of the row are added up.
+        """
+        self.place.index_put_((ids,), torch.arange(len(ids), dtype=torch.int32, device=ids.device))
+        leader = self.place.index_select(0, ids).long()
+        return torch.zeros_like(grads).index_add(0, leader, grads).index_select(0, leader)
+
+
+TableRows = WholeTable | RowTable
+
+
+_STATES = {"adam": 2, "lazy_adam": 2, "adagrad": 1, "row_wise_adagrad": 1, "sgd": 0}
+
+
+@dataclass
+class Moved:
+    """One parameter and what moves it; the tensors are the optimizer's and the model's own memory.
+
+    Args:
+        name: of a table, or of a dense parameter in the unwrapped model.
+        table: whether it is a table, (rows, D).
+        sharded: whether it is a table that TorchRec shards: outside of the limit on the gradient's norm.
+        weight: its values.
+        state: in the order of its rule, see :mod:`updates`.
+        steps: the optimizer's counters of the steps that it has made.
+        group: holds ``lr``.
+        choice: the rule and its numbers.
+    """
+
+    name: str
+    table: bool
+    sharded: bool
+    weight: Tensor
+    state: list[Tensor]
+    steps: list[Tensor]
+    group: dict[str, Any]
+    choice: Choice
+
+
+def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Moved]:
+    """Every parameter that ``optimizer`` moves on this one rank, after its first step, which makes its state.
+
+    Raises:
+        CannotCaptureError: a table that is split, not fp32, or moved by a rule that is not in :data:`UPDATES`.
+    """
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    by_name = owners(optimizer)
+    shards = list(local_shards(model))
+    found = []
+    for name, weight, choice, config in _named(model, optimizer, shards):
+        fqn = config.fqn if config else name
+        if choice.kind not in UPDATES:
+            raise CannotCaptureError(
+                f"'{name}' is moved by {choice.kind}, which has no captured form; those with one: {list(UPDATES)}"
+            )
+        own = by_name.get(fqn, [])
+        group = next((groups[id(parameter)] for parameter in own if id(parameter) in groups), None)
+        if group is None:
+            raise CannotCaptureError(f"no optimizer moves '{fqn}'")
+        values = [optimizer.state.get(parameter, {}) for parameter in own]
+        # Of two, the kernel's and that of ShardedAdam on top of it, the last has the state.
+        state, steps = _state(values[-1])
+        if len(state) != _STATES[choice.kind]:
+            raise CannotCaptureError(
+                f"'{fqn}' has {len(state)} tensors of {choice.kind} state, not {_STATES[choice.kind]}: run a step"
+            )
+        sharded = config is not None and isinstance(own[0], ShardedTensor)
+        found.append(Moved(name, config is not None, sharded, weight.detach(), state, steps, group, choice))
+    return found
+
+
+def owners(optimizer: HybridOptimizer) -> dict[str, list[Any]]:
+    """What ``optimizer`` moves by its name in the unwrapped model; of two, the kernel's is first."""
+    found: dict[str, list[Any]] = {}
+    prefixes = {name for name, _ in optimizer.optimizers if name}
+    for key, parameter in optimizer.params.items():
+        first, _, rest = key.partition(".")  # TorchRec puts the name of an optimizer among several before that of a parameter
+        found.setdefault(rest if first in prefixes else key, []).append(parameter)
+    return found
+
+
+def _named(model: nn.Module, optimizer: HybridOptimizer, shards: list[Shard]) -> Iterator[tuple[str, Tensor, Choice, Shard | None]]:
+    for shard in shards:
+        config = shard.config
+        if shard.tensor.shape != (config.num_embeddings, config.embedding_dim):
+            raise CannotCaptureError(f"table '{config.name}' is split: this rank holds {tuple(shard.tensor.shape)} of it")
+        if config.data_type != DataType.FP32:
+            raise CannotCaptureError(f"table '{config.name}' is {config.data_type.value}; a captured step moves fp32 tables alone")
+        yield config.name, shard.tensor, optimizer.of_tables[config.name], shard
+    tables = {shard.fqn for shard in shards}
+    for name, parameter in get_unwrapped_module(model).named_parameters():
+        if name not in tables and parameter.requires_grad:
+            yield name, parameter, optimizer.of_layers[name], None
+
+
+def _state(state: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    tensors, steps = [], []
+    for name, value in state.items():
+        value = value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
+        if name.split(".")[-1] == "step":
+            steps.append(value if isinstance(value, Tensor) else torch.tensor(float(value)))
+        elif isinstance(value, Tensor):
+            tensors.append(value)
+    return tensors, steps
+
 
 BLOCK_ROWS = 1 << 14  # of a table that are brought up to date at once: six temporaries of so many rows
 _ROWS = ("since", "place", "slides", "powers")

@@ -1,0 +1,1 @@
+"""Parquet and Arrow files: found, checked and read row group by row group."""

@@ -1,0 +1,1 @@
+"""Loaders: from rows in memory, in files or on a device to batches, resumable at any step."""

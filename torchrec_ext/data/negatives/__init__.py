@@ -1,0 +1,1 @@
+"""Negative sampling: uniform, by popularity, hard and mixed, on the host and on a device."""

@@ -1,0 +1,1 @@
+"""Placements that are measured before one is chosen."""

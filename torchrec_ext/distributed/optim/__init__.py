@@ -1,0 +1,1 @@
+"""Optimizers of tables and dense layers, for replicated and for sharded parameters."""

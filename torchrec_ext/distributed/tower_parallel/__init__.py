@@ -1,0 +1,1 @@
+"""Towers on ranks of their own, at the same time."""

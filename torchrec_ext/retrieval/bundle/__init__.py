@@ -1,0 +1,1 @@
+"""Bundle: a folder with all that serves a trained model, and the proof that it is that model."""

@@ -1,0 +1,1 @@
+"""export(): from a trained model, sharded or not, to a bundle."""

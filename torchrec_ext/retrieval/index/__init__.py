@@ -1,0 +1,1 @@
+"""Top-k search over stored vectors: exact, and approximate by FAISS."""

@@ -1,0 +1,1 @@
+"""Scorer: from a request to recommendations, scores or vectors, in one process."""

@@ -1,0 +1,1 @@
+"""What the apps do once their command line is read."""

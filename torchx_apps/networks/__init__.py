@@ -1,0 +1,1 @@
+"""Several networks in one job: which members train on which ranks, alone or stacked."""
