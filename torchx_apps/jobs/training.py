@@ -29,6 +29,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable
+from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Epochs
 from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.distributed.autotune.choose import EVERYWHERE, Decision, auto_plan
@@ -166,7 +167,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
         job, decision = place_towers(job, task, model, runtime)
         merge_lookups(job, model, runtime.world_size)
         schema = schema_of(job, task, model)
-        loader = _loader(job, task, schema, runtime)
+        loader = loader_of(job, task, schema, runtime)
         path, again = _run_folder(job, run_dir, resume, runtime)
         resume = "auto" if again and resume == "never" else resume
         checkpointer = _checkpointer(job, path, runtime) if job.checkpoint.saves or resume != "never" else None
@@ -219,9 +220,14 @@ def build_model(job: Job, task: Task) -> nn.Module:
     return model
 
 
-def _loader(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> Any:
-    """This rank's training batches; train.seed moves everything, loader.seed the order and the negatives alone."""
-    config = dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
+def seeded(job: Job) -> LoaderConfig:
+    """The loader's settings with the seed that it draws by; train.seed moves everything, loader.seed order and negatives alone."""
+    return dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
+
+
+def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> Any:
+    """This rank's training batches."""
+    config = seeded(job)
     loader = task.loader(schema, config, rank=runtime.rank, world_size=runtime.world_size)
     samples = loader.num_samples if isinstance(loader, Epochs) else config.batch_size
     if samples < config.batch_size and runtime.is_main:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, initialise_tables
 from torchrec_ext.networks.skeleton import difference
@@ -107,13 +106,9 @@ def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
     made: dict[Any, Loader] = {}
     found: dict[str, Loader] = {}
     for one in built:
-        config = dataclasses.replace(one.job.loader, seed=one.job.train.seed + one.job.loader.seed)
-        key = (config, one.job.id_dropout)
+        key = (training.seeded(one.job), one.job.id_dropout)
         if key not in made:
-            loader: Any = one.task.loader(one.schema, config, rank=runtime.rank, world_size=runtime.world_size)
-            if one.job.id_dropout:
-                loader = IdDropout(loader, one.schema, one.job.id_dropout_rates(), seed=config.seed)
-            made[key] = loader
+            made[key] = training.loader_of(one.job, one.task, one.schema, runtime)
         found[one.member.name] = made[key]
     return found
 
