@@ -4,13 +4,14 @@
 
 A table of `--gb` GiB (SGD, so that all of it is weights), row_wise over 2 ranks with one thread each.
 
-- `step`: the step in which a save begins, less the copy of this rank's shard, against a step without; the copy is timed by itself.
-- `write`: bytes a second from the end of the copy to the manifest, digests of all files included, against `dd conv=fsync` of as
-  many bytes into the same folder, in turn.
+- `step`: the step in which a save begins, less the copy of this rank's shard, against a step without; the copy is timed
+  by itself.
+- `write`: bytes a second from the end of the copy to the manifest, digests of all files included, against `dd
+  conv=fsync` of as many bytes into the same folder, in turn.
 - `memory`: peak resident memory of a rank while it saves, beyond what it has, in copies of its shard.
 - `publish`: peak resident memory beyond what the process has while one file is written from the checkpoint.
-- `build`: peak resident memory per rank beyond what it has while a table of half the size is declared on the meta device and
-  sharded over 2 ranks, against the table's size.
+- `build`: peak resident memory per rank beyond what it has while a table of half the size is declared on the meta
+  device and sharded over 2 ranks, against the table's size.
 - `gradient-gate`: see checkpoint_gate.py.
 
 Last line: one JSON object.
@@ -125,16 +126,18 @@ def saving(runtime: Runtime, rows: int, folder: str, repeats: int) -> dict[str, 
         writes.append(time.perf_counter() - begun)
     checkpointer.close()
     names = ("step", "copy", "start", "write")
-    return {name: statistics.median(found) for name, found in zip(names, (steps, copies, starts, writes), strict=True)} | {
-        "memory": memory
-    }
+    return {
+        name: statistics.median(found) for name, found in zip(names, (steps, copies, starts, writes), strict=True)
+    } | {"memory": memory}
 
 
 def dd(folder: str, size: int) -> float:
     """Seconds in which dd writes and syncs as many bytes."""
     file = f"{folder}/dd"
     start = time.perf_counter()
-    subprocess.run(["dd", "if=/dev/zero", f"of={file}", "bs=4M", f"count={size // 2**22}", "conv=fsync", "status=none"], check=True)
+    subprocess.run(
+        ["dd", "if=/dev/zero", f"of={file}", "bs=4M", f"count={size // 2**22}", "conv=fsync", "status=none"], check=True
+    )
     seconds = time.perf_counter() - start
     os.unlink(file)
     return seconds
@@ -159,7 +162,9 @@ def saves(folder: str, size: int, repeats: int) -> list[Row]:
             copy_ms=slow["copy"] * 1e3,
         ),
         row("write", plain, rate, "MiB/s", rate / plain, 0.7),
-        row("memory", size / 2 / 2**20, slow["memory"] / 2**20, "MiB, lower is better", slow["memory"] / (size / 2), 1.1),
+        row(
+            "memory", size / 2 / 2**20, slow["memory"] / 2**20, "MiB, lower is better", slow["memory"] / (size / 2), 1.1
+        ),
     ]
 
 
@@ -199,7 +204,9 @@ def on_disk(size: int, folder: Path | None, repeats: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=4.0, help="GiB of the table")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; the system's temporary folder where not given")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to be measured; the system's temporary folder where not given"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="saves, of which the median counts")
     parser.add_argument("--gate", action="store_true", help="the row gradient-gate alone, which writes nothing")
     options = parser.parse_args()
@@ -207,7 +214,11 @@ def main() -> None:
     if not options.gate:
         rows += on_disk(int(options.gb * GIB), options.folder, options.repeats)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec")}
-    print(json.dumps({"benchmark": "checkpoint", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}))
+    print(
+        json.dumps(
+            {"benchmark": "checkpoint", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}
+        )
+    )
 
 
 if __name__ == "__main__":

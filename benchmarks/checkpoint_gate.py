@@ -50,12 +50,16 @@ def _steps(runtime: Runtime, *, gated: bool) -> Callable[[], object]:
     optimizers = OptimizerConfig(tables="row_wise_adagrad", dense="adam")
     plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers)
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers)
-    forward = FiniteLoss(parallel, runtime, 1_000_000, gate=GradientGate(parallel, optimizer, runtime) if gated else None)
+    forward = FiniteLoss(
+        parallel, runtime, 1_000_000, gate=GradientGate(parallel, optimizer, runtime) if gated else None
+    )
     pipeline = make_pipeline(parallel, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables)
     endless = itertools.cycle(batches)
     return lambda: pipeline.progress(endless)
 
 
 def _tower(names: list[str]) -> Tower:
-    tables = [EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=WIDTH) for name in names]
+    tables = [
+        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=WIDTH) for name in names
+    ]
     return Tower(tables, LAYERS, device=torch.device("meta"))

@@ -2,11 +2,11 @@
 
     TORCHREC_EXT_DATA=... python benchmarks/cold_start.py [--rates 0 0.1 0.3] [--seeds 3] [--epochs 4]
 
-Two towers under a dot product: user id, gender, occupation and age; movie id, year and genres. No rating of a held-out movie is
-trained on, none is drawn as a negative, and its id is looked up as the out-of-vocabulary row. The trained model ranks the held-out
-movies for each user who took some of them: `recall@20` of those taken (of 20 at most), and their AUC, means over users and seeds
-after the last epoch. Rate 0 is the baseline, the same training without id dropout; `random` ranks them by chance. The seed moves
-the held-out movies too. Last line: one JSON object.
+Two towers under a dot product: user id, gender, occupation and age; movie id, year and genres. No rating of a held-out
+movie is trained on, none is drawn as a negative, and its id is looked up as the out-of-vocabulary row. The trained
+model ranks the held-out movies for each user who took some of them: `recall@20` of those taken (of 20 at most), and
+their AUC, means over users and seeds after the last epoch. Rate 0 is the baseline, the same training without id
+dropout; `random` ranks them by chance. The seed moves the held-out movies too. Last line: one JSON object.
 """
 
 import argparse
@@ -36,7 +36,11 @@ def model(data: InteractionData, seed: int) -> TowerModel:
     def tables(*names: str) -> list[EmbeddingBagConfig]:
         return [
             EmbeddingBagConfig(
-                name=name, feature_names=[name], num_embeddings=data.vocab[name], embedding_dim=DIM, pooling=PoolingType.MEAN
+                name=name,
+                feature_names=[name],
+                num_embeddings=data.vocab[name],
+                embedding_dim=DIM,
+                pooling=PoolingType.MEAN,
             )
             for name in names
         ]
@@ -63,7 +67,9 @@ def scores(data: InteractionData, new: NDArray[np.bool_], rate: float, seed: int
     items = unseen_as_oov(data.items, train, feature)
     held_out, users = np.flatnonzero(new), np.arange(1, data.vocab["user_id"])
     avoided = np.concatenate([data.known.users, users.repeat(len(held_out))])
-    negatives = UniformNegatives(data.num_items, avoided, np.concatenate([data.known.items, np.tile(held_out, len(users))]), seed)
+    negatives = UniformNegatives(
+        data.num_items, avoided, np.concatenate([data.known.items, np.tile(held_out, len(users))]), seed
+    )
     config = LoaderConfig(batch_size=512, negatives=4, seed=seed)
     plain = ChunkLoader(train, schema, config=config, items=items, negatives=negatives)
     loader = IdDropout(plain, schema, {"item_id": rate}, seed=seed)
@@ -80,7 +86,9 @@ def scores(data: InteractionData, new: NDArray[np.bool_], rate: float, seed: int
 @torch.no_grad()
 def ranked(made: TowerModel, builder: BatchBuilder, rows: Chunk) -> NDArray[np.float32]:
     catalogue = made.embed("item", builder.item_batch(np.arange(builder.items.num_rows)))
-    made_scores: NDArray[np.float32] = made.interaction.score_all(made.embed("user", builder.user_batch(rows)), catalogue).numpy()  # type: ignore[operator]
+    made_scores: NDArray[np.float32] = made.interaction.score_all(
+        made.embed("user", builder.user_batch(rows)), catalogue
+    ).numpy()  # type: ignore[operator]
     return made_scores
 
 
@@ -124,7 +132,9 @@ def main() -> None:
         for name, rows in found.items()
     }
     versions = {package: importlib.metadata.version(package) for package in ("torch", "torchrec")}
-    print(json.dumps({"benchmark": "cold_start", "seeds": options.seeds, "epochs": options.epochs, **versions, **means}))
+    print(
+        json.dumps({"benchmark": "cold_start", "seeds": options.seeds, "epochs": options.epochs, **versions, **means})
+    )
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
     python benchmarks/evaluation.py [--repeats 5] [--baseline-users 604] [--cpu_seconds]
 
-`dot` and `top-nn` are seconds from columns to HR@10 and NDCG@10 of two towers (embeddings of 32, output of 64, history of up to 50)
-under a dot product and under a top NN of 128 and 64: embedding, scoring, masking, ranking. The baseline has the towers' outputs
-already and does what users write: `dot` makes the whole matrix of scores and sorts it, `top-nn` runs the interaction over one user
-beside all items at a time and sorts (for --baseline-users of them, scaled up to all). Both sides in turn, medians. `required` is a
-limit, and `ratio` how often what was measured fits into it. `memory` is the most resident memory that this process has had, before
-any baseline ran and after. Both sides must find the same ranks. With --cpu_seconds the seconds are those of the processor, for a
-machine that others use. Last line: one JSON object.
+`dot` and `top-nn` are seconds from columns to HR@10 and NDCG@10 of two towers (embeddings of 32, output of 64, history
+of up to 50) under a dot product and under a top NN of 128 and 64: embedding, scoring, masking, ranking. The baseline
+has the towers' outputs already and does what users write: `dot` makes the whole matrix of scores and sorts it, `top-nn`
+runs the interaction over one user beside all items at a time and sorts (for --baseline-users of them, scaled up to
+all). Both sides in turn, medians. `required` is a limit, and `ratio` how often what was measured fits into it. `memory`
+is the most resident memory that this process has had, before any baseline ran and after. Both sides must find the same
+ranks. With --cpu_seconds the seconds are those of the processor, for a machine that others use. Last line: one JSON
+object.
 """
 
 import argparse
@@ -75,7 +76,9 @@ def model_of(interaction: str) -> TowerModel:
     torch.manual_seed(0)
     tables = [
         [
-            EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=DIM, pooling=PoolingType.MEAN)
+            EmbeddingBagConfig(
+                name=name, feature_names=[name], num_embeddings=rows, embedding_dim=DIM, pooling=PoolingType.MEAN
+            )
             for name, rows in sizes.items()
         ]
         for sizes in (SIZES, ITEM_SIZES)
@@ -183,12 +186,14 @@ def main() -> None:
         times["top-nn plain"].append(seconds(lambda: top.user_by_user(*top_vectors, some), clock) * USERS / some)
     medians = {name: statistics.median(found) for name, found in times.items()}
     rows = [
-        row(name, medians[name], medians[f"{name} plain"], "CPU s" if options.cpu_seconds else "s") for name in ("dot", "top-nn")
+        row(name, medians[name], medians[f"{name} plain"], "CPU s" if options.cpu_seconds else "s")
+        for name in ("dot", "top-nn")
     ]
     rows.append(row("memory", ours_mb, peak_mb(), "MB"))
     for entry in rows:
         print(
-            f"{entry['name']:8s} {entry['ours']:9.3f} {entry['unit']:5s} plain {entry['baseline']:9.3f}, limit {entry['required']}"
+            f"{entry['name']:8s} {entry['ours']:9.3f} {entry['unit']:5s} plain {entry['baseline']:9.3f}, limit "
+            f"{entry['required']}"
         )
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores and not options.cpu_seconds:

@@ -2,8 +2,9 @@
 
     python benchmarks/first_use.py [--repeats 5] [--cold]
 
-The demo job is timed by the clock of whoever types the command, from `torchx run` to the prompt, on MovieLens 100K where it is
-found. --cold also clones this repository and times `make demo` from nothing, installation included. Last line: one JSON object.
+The demo job is timed by the clock of whoever types the command, from `torchx run` to the prompt, on MovieLens 100K
+where it is found. --cold also clones this repository and times `make demo` from nothing, installation included. Last
+line: one JSON object.
 """
 
 import argparse
@@ -75,7 +76,10 @@ def main() -> None:
             subprocess.run(["git", "clone", "-q", ROOT, f"{folder}/clone"], check=True)
             rows.append(row("make-demo-from-nothing", seconds(["make", "demo"], Path(folder) / "clone"), "s", 360))
     for name, value in summary["test"].items():
-        print(f"demo, {name} on the test items: {value:.4f} (popularity: {summary['popularity'].get(name, float('nan')):.4f})")
+        print(
+            f"demo, {name} on the test items: {value:.4f} (popularity: "
+            f"{summary['popularity'].get(name, float('nan')):.4f})"
+        )
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", "torchx", "torchrec-ext")}
     cores = len(os.sched_getaffinity(0))
     print(json.dumps({"benchmark": "first_use", "versions": versions, "cores": cores, "rows": rows}))

@@ -2,9 +2,9 @@
 
     python benchmarks/hybrid.py [--only ROW ...] [--repeats 7] [--quick]
 
-Rows come from the modules hybrid_*.py beside this file; each says what its sides are. Beside a figure of two processes stands the
-ceiling: how many times faster than one process two are that never talk, on this machine at that moment. `--quick` makes every row
-small, to see that it runs; its figures mean nothing. Last line: one JSON object.
+Rows come from the modules hybrid_*.py beside this file; each says what its sides are. Beside a figure of two processes
+stands the ceiling: how many times faster than one process two are that never talk, on this machine at that moment.
+`--quick` makes every row small, to see that it runs; its figures mean nothing. Last line: one JSON object.
 """
 
 import argparse
@@ -40,7 +40,9 @@ def main() -> None:
     asked = Options(repeats=options.repeats, quick=options.quick)
     rows = [row for name in options.only for row in ROWS[name](asked)]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec")}
-    print(json.dumps({"benchmark": "hybrid", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}))
+    print(
+        json.dumps({"benchmark": "hybrid", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows})
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Rows `chooser` and `plan` of hybrid.py: what plan.towers=auto takes and foresees, and a plan for devices one does not have.
 
-`chooser`: ten generated shapes of two towers on two ranks. For each the chooser measures and decides; then every candidate trains
-with the whole model, all in turn. `ours` of the first row counts the shapes where the taken one was the fastest, or slower by less
-than 5 %, by which two equal candidates differ from run to run; `strict` those where it was the fastest by any difference. The
-second row is the greatest difference of a taken candidate's foreseen step from the measured one, as a share of the measured one.
+`chooser`: ten generated shapes of two towers on two ranks. For each the chooser measures and decides; then every
+candidate trains with the whole model, all in turn. `ours` of the first row counts the shapes where the taken one was
+the fastest, or slower by less than 5 %, by which two equal candidates differ from run to run; `strict` those where it
+was the fastest by any difference. The second row is the greatest difference of a taken candidate's foreseen step from
+the measured one, as a share of the measured one.
 
-`plan`: `python -m torchx_apps.plan` for 64 devices, 300 M x 64 and 12 M x 64, from the command to its end, and its peak memory.
+`plan`: `python -m torchx_apps.plan` for 64 devices, 300 M x 64 and 12 M x 64, from the command to its end, and its peak
+memory.
 """
 
 import os
@@ -64,10 +66,15 @@ def shapes(count: int, quick: bool) -> list[Shape]:
         widths = draw.choice([(64,), (256, 64), (512, 256, 64), (1024, 512, 32)])
         rows = [1_000] if quick else [1_000, 20_000, 200_000]
         user, item = (
-            [Table(draw.choice(rows), draw.choice([16, 32, 64]), draw.choice([1, 1, 1, 10, 20])) for _ in range(draw.randint(1, 6))]
+            [
+                Table(draw.choice(rows), draw.choice([16, 32, 64]), draw.choice([1, 1, 1, 10, 20]))
+                for _ in range(draw.randint(1, 6))
+            ]
             for _ in range(2)
         )
-        found.append(Shape(256 if quick else draw.choice([1024, 2048, 4096]), user, item, widths, 4 if place % 4 == 3 else 1))
+        found.append(
+            Shape(256 if quick else draw.choice([1024, 2048, 4096]), user, item, widths, 4 if place % 4 == 3 else 1)
+        )
     return found
 
 
@@ -122,7 +129,12 @@ def stepping(shape: Shape, runtime: Runtime, decision: Decision, one: Candidate)
     feed = cycle(batches(shape, made, runtime))
     config = as_config(AUTO, one)
     plan = plan_sharding(
-        made, runtime, config, optimizer=OPTIMIZER, batch_size=shape.batch // runtime.world_size, measured=decision.found
+        made,
+        runtime,
+        config,
+        optimizer=OPTIMIZER,
+        batch_size=shape.batch // runtime.world_size,
+        measured=decision.found,
     )
     pipeline = make_pipeline(*hybrid_parallel(made, runtime, plan=plan, optimizer=OPTIMIZER), runtime.device)
     return lambda: pipeline.progress(feed)
@@ -156,7 +168,9 @@ def chooser(options: Options) -> Iterator[Row]:
         strict += taken == fastest
         best += ms[taken] <= CLOSE * ms[fastest]
         errors.append(abs(one["foreseen"][taken][0] / ms[taken] - 1))
-        of_model += [abs(model_ms / ms[name] - 1) for name, (_, model_ms) in one["foreseen"].items() if model_ms is not None]
+        of_model += [
+            abs(model_ms / ms[name] - 1) for name, (_, model_ms) in one["foreseen"].items() if model_ms is not None
+        ]
         told = ", ".join(f"{name} {_text(one['foreseen'][name])} measured {ms[name]:.1f}" for name in ms)
         print(f"shape {place}, decided in {one['took']:.1f} s: {told}; fastest {fastest}", file=sys.stderr)
     yield row("chooser", None, best, "shapes", None, 0.9 * count, of=count, strict=strict)
@@ -177,12 +191,22 @@ def chooser(options: Options) -> Iterator[Row]:
 
 def _text(foreseen: tuple[float | None, float | None]) -> str:
     trial, model_ms = foreseen
-    return " ".join(f"{what} {value:.1f}" for what, value in (("tried", trial), ("cost model", model_ms)) if value is not None)
+    return " ".join(
+        f"{what} {value:.1f}" for what, value in (("tried", trial), ("cost model", model_ms)) if value is not None
+    )
 
 
 def plan(options: Options) -> Iterator[Row]:
     """Seconds and MB of a plan for 64 devices, of the run with the median of the seconds."""
-    command = [sys.executable, "-m", "torchx_apps.plan", "--tables", "ad=300Mx64,item=12Mx64", "--world-size", str(DEVICES)]
+    command = [
+        sys.executable,
+        "-m",
+        "torchx_apps.plan",
+        "--tables",
+        "ad=300Mx64,item=12Mx64",
+        "--world-size",
+        str(DEVICES),
+    ]
     found = []
     for _ in range(1 if options.quick else min(options.repeats, 3)):
         start = time.perf_counter()

@@ -1,13 +1,15 @@
 """Rows `collectives` and `merged` of hybrid.py: the tables of two towers looked up together, against tower by tower.
 
-Two towers of 4 tables x 32 columns, one id each per row, 512 rows on each of two ranks, table_wise, Adagrad; each tower one layer
-of 32, dot product, so that a step is mostly look-ups and their exchange. Sides in turn in one pair of processes:
+Two towers of 4 tables x 32 columns, one id each per row, 512 rows on each of two ranks, table_wise, Adagrad; each tower
+one layer of 32, dot product, so that a step is mostly look-ups and their exchange. Sides in turn in one pair of
+processes:
 
     apart     each tower looks up its own tables
     merged    the same model after TowerModel.merge_lookups()
 
-`merged` is a step of hybrid_parallel's model as a loop of one's own runs it; `merged, pipelined` the same under TorchRec's
-TrainPipelineSparseDist, which already sends the sizes of all collections as one. `collectives` counts the all-to-alls of a step.
+`merged` is a step of hybrid_parallel's model as a loop of one's own runs it; `merged, pipelined` the same under
+TorchRec's TrainPipelineSparseDist, which already sends the sizes of all collections as one. `collectives` counts the
+all-to-alls of a step.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +37,10 @@ OPTIMIZER = OptimizerConfig(tables="adagrad", dense="adam")
 def model() -> TowerModel:
     def tables(tower: str) -> list[EmbeddingBagConfig]:
         names = [f"{tower}_{at}" for at in range(TABLES)]
-        return [EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=COLUMNS) for name in names]
+        return [
+            EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=COLUMNS)
+            for name in names
+        ]
 
     return two_tower(tables("user"), tables("item"), tower_widths=(32,), interaction="dot", device=torch.device("meta"))
 

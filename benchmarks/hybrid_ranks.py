@@ -57,11 +57,17 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[
     return [found[rank] for rank in range(world_size)]
 
 
-def _rank(function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
     timeout = datetime.timedelta(minutes=10)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
+    )
     try:
         runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
         results.put((rank, None, function(runtime, *args)))
@@ -103,5 +109,8 @@ def row(
     """One row of the JSON; ``ceiling`` is the ratio that two processes that never talk reach on the machine at that moment."""
     numbers = {"baseline": baseline, "ours": ours, "ratio": ratio, "required": required, "ceiling": ceiling}
     rounded = {key: None if value is None else float(f"{value:.4g}") for key, value in numbers.items()}
-    print(f"{name}: " + ", ".join(f"{key} {value:,}" for key, value in rounded.items() if value is not None), file=sys.stderr)
+    print(
+        f"{name}: " + ", ".join(f"{key} {value:,}" for key, value in rounded.items() if value is not None),
+        file=sys.stderr,
+    )
     return {"name": name, "unit": unit, **rounded, **more}

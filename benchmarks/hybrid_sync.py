@@ -1,7 +1,8 @@
 """Rows `sync ...` of hybrid.py: how often two processes average, the speed of it against the HR@10 that it reaches.
 
-The network is the second user's, NeuMF of the recipe `ncf`, on MovieLens 100K (TORCHREC_EXT_DATA): tables of 8 and 32 columns and
-an MLP 32-16-8, Adam for all of it, 256 positives with 4 negatives each for each process and step, without a captured step. Sides:
+The network is the second user's, NeuMF of the recipe `ncf`, on MovieLens 100K (TORCHREC_EXT_DATA): tables of 8 and 32
+columns and an MLP 32-16-8, Adam for all of it, 256 positives with 4 negatives each for each process and step, without a
+captured step. Sides:
 
     one process     on rank 0, the other idle
     two of them     which never talk, at the same time: the ceiling
@@ -10,9 +11,9 @@ an MLP 32-16-8, Adam for all of it, 256 positives with 4 negatives each for each
     DiLoCo          every 32 steps, outer rate 0.7, Nesterov momentum 0.9
     semi-sync       tables on one rank each, looked up a step ahead; dense gradients in every step
 
-Speed: 128 steps of each side in turn in one pair of processes, medians. HR@10 and AUC over the whole catalogue, 10 epochs each: one
-process in batches of 256 positives, two in batches of 512, 256 each. 943 users are asked, so an HR@10 of .1 has a standard error of
-.01. A run that is not --quick draws results/sync.png beside this file.
+Speed: 128 steps of each side in turn in one pair of processes, medians. HR@10 and AUC over the whole catalogue, 10
+epochs each: one process in batches of 256 positives, two in batches of 512, 256 each. 943 users are asked, so an HR@10
+of .1 has a standard error of .01. A run that is not --quick draws results/sync.png beside this file.
 """
 
 import dataclasses
@@ -56,7 +57,9 @@ def rows(options: Options) -> Iterator[Row]:
     seconds = on_ranks(speeds, 2, options)[0]
     alone, together = (1 / seconds[name] for name in _IN_TURN)
     rate = POSITIVES * 5 * alone
-    print(", ".join(f"{name} {1e3 * took:.2f} ms a step" for name, took in seconds.items()), file=sys.stderr, flush=True)
+    print(
+        ", ".join(f"{name} {1e3 * took:.2f} ms a step" for name, took in seconds.items()), file=sys.stderr, flush=True
+    )
     alone_reached = on_ranks(qualities, 1, {"one process": SyncConfig()}, options)[0]["one process"]
     reached = on_ranks(qualities, 2, MODES, options)[0]
     ceiling = 2 * together / alone
@@ -81,7 +84,11 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def job_of(sync: SyncConfig, ranks: int, quick: bool) -> Job:
-    overrides = [f"data.name={'planted' if quick else 'ml-100k'}", f"loader.batch_size={POSITIVES * ranks}", "train.compile=off"]
+    overrides = [
+        f"data.name={'planted' if quick else 'ml-100k'}",
+        f"loader.batch_size={POSITIVES * ranks}",
+        "train.compile=off",
+    ]
     overrides += [f"train.epochs={1 if quick else EPOCHS}", "train.log_every=100000"]
     if sync.mode == "semi_sync":
         overrides += ["plan.sharding=table_wise"]
@@ -110,7 +117,9 @@ def qualities(runtime: Runtime, modes: dict[str, SyncConfig], options: Options) 
         train(parallel, optimizer, loader, runtime, job.train, sync=sync)
         found[name] = judge.test()
         if runtime.is_main:
-            print(f"{name}: hr@10 {found[name]['hr@10']:.4f}, auc {found[name]['auc']:.4f}", file=sys.stderr, flush=True)
+            print(
+                f"{name}: hr@10 {found[name]['hr@10']:.4f}, auc {found[name]['auc']:.4f}", file=sys.stderr, flush=True
+            )
     return found
 
 
@@ -164,12 +173,17 @@ def draw(found: list[Row], alone: float, ceiling: float) -> None:
     error = math.sqrt(alone * (1 - alone) / 943)
     axes.axhspan(alone - error, alone + error, color="0.9", label="one process, one standard error")
     axes.axvline(ceiling, color="0.5", linestyle="--", label="two processes that never talk")
-    points = [("one process", 1.0, alone), *((str(one["name"]).removeprefix("sync "), one["ratio"], one["hr@10"]) for one in found)]
+    points = [
+        ("one process", 1.0, alone),
+        *((str(one["name"]).removeprefix("sync "), one["ratio"], one["hr@10"]) for one in found),
+    ]
     for name, ratio, hit in points:
         axes.plot(ratio, hit, "o")
         axes.annotate(name, (ratio, hit), textcoords="offset points", xytext=(5, 5))
     axes.set(
-        xlabel="samples/s over those of one process", ylabel="HR@10, whole catalogue", title="NeuMF, MovieLens 100K, 2 processes"
+        xlabel="samples/s over those of one process",
+        ylabel="HR@10, whole catalogue",
+        title="NeuMF, MovieLens 100K, 2 processes",
     )
     axes.margins(x=0.2, y=0.1)  # room for the names
     axes.legend(loc="best", fontsize="small")

@@ -1,7 +1,8 @@
 """Row `tower-parallel` of hybrid.py: two towers at the same time on two processes, against one after the other in one process.
 
-Batch 4,096 over all ranks; a user tower over 1 M users and a history of 20 of 200 k items, an item tower over 200 k items, each
-512-256-64; dot product, row-wise Adagrad for tables, Adam for dense layers. All sides run in turn in one pair of processes:
+Batch 4,096 over all ranks; a user tower over 1 M users and a history of 20 of 200 k items, an item tower over 200 k
+items, each 512-256-64; dot product, row-wise Adagrad for tables, Adam for dense layers. All sides run in turn in one
+pair of processes:
 
     one process       both towers after one another on one rank, tables with their optimizer fused into the backward; the other idle
     two of them       the same on both ranks at once, which never talk: the ceiling
@@ -95,7 +96,10 @@ class SparseBags(nn.Module):
     def __init__(self, tables: list[EmbeddingBagConfig]) -> None:
         super().__init__()
         self.bags = nn.ModuleDict(
-            {table.name: nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode="mean", sparse=True) for table in tables}
+            {
+                table.name: nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode="mean", sparse=True)
+                for table in tables
+            }
         )
 
     def forward(self, sparse: KeyedJaggedTensor) -> Any:

@@ -1,11 +1,12 @@
 """Row `two-hosts` of hybrid.py: towers that compress what leaves their host, against flat table-wise sharding.
 
-Two network namespaces are the hosts, a veth pair between them is limited to 1 Gbit/s each way by `tc`, one rank runs in each. The
-network has 26 features, 128 wide, in two towers; a tower makes D (c F + p) = 16 x (13 + 2) = 240 numbers of its 1,664, and a top NN
-reads both. Both sides train that same network from the same start: `flat` with every table on one rank, all of them looked up in
-one exchange, and the layers on both ranks; `towers` with each tower on the host of its tables. `two-hosts-plain` has as its
-baseline the network without compression. Bytes are those of the interfaces' counters, headers and acknowledgements included, beside
-the formula of torchrec_ext/distributed/tower_parallel/traffic.py. Needs root, `ip` and `tc`.
+Two network namespaces are the hosts, a veth pair between them is limited to 1 Gbit/s each way by `tc`, one rank runs in
+each. The network has 26 features, 128 wide, in two towers; a tower makes D (c F + p) = 16 x (13 + 2) = 240 numbers of
+its 1,664, and a top NN reads both. Both sides train that same network from the same start: `flat` with every table on
+one rank, all of them looked up in one exchange, and the layers on both ranks; `towers` with each tower on the host of
+its tables. `two-hosts-plain` has as its baseline the network without compression. Bytes are those of the interfaces'
+counters, headers and acknowledgements included, beside the formula of
+torchrec_ext/distributed/tower_parallel/traffic.py. Needs root, `ip` and `tc`.
 """
 
 import contextlib
@@ -66,7 +67,8 @@ def two_hosts(options: Options) -> Iterator[Row]:
     for side, told in formula.items():
         share = measured[side] / told["total"]
         print(
-            f"two-hosts, {side}: {measured[side] / 1e6:.3f} MB a step measured, {told['text']}: {share:.3f} of it", file=sys.stderr
+            f"two-hosts, {side}: {measured[side] / 1e6:.3f} MB a step measured, {told['text']}: {share:.3f} of it",
+            file=sys.stderr,
         )
     for name, baseline, required in (("two-hosts", "flat", 1.5), ("two-hosts-plain", "plain", None)):
         yield row(
@@ -116,7 +118,12 @@ def _on_two_hosts(sizes: dict[str, int]) -> dict[str, Any]:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts go, and the ranks with them
         for rank, name in enumerate(names):
             place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-            net = {"MASTER_ADDR": "10.213.0.1", "MASTER_PORT": "29513", "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
+            net = {
+                "MASTER_ADDR": "10.213.0.1",
+                "MASTER_PORT": "29513",
+                "GLOO_SOCKET_IFNAME": LINK,
+                "OMP_NUM_THREADS": "1",
+            }
             command = ["ip", "netns", "exec", name, sys.executable, __file__, json.dumps(sizes), str(answer)]
             processes.append(subprocess.Popen(command, env={**os.environ, **place, **net}))
         try:
@@ -135,7 +142,9 @@ def _towers(table_rows: int) -> dict[str, Tower]:
 
 def _tower(names: list[str], table_rows: int, compress: Compression | None) -> Tower:
     torch.manual_seed(len(names[0]))  # both sides begin alike
-    tables = [EmbeddingBagConfig(name=n, feature_names=[n], num_embeddings=table_rows, embedding_dim=WIDTH) for n in names]
+    tables = [
+        EmbeddingBagConfig(name=n, feature_names=[n], num_embeddings=table_rows, embedding_dim=WIDTH) for n in names
+    ]
     return Tower(tables, [], compress=compress, device=torch.device("meta"))
 
 
@@ -220,7 +229,10 @@ def _link_speed() -> float:
 
 
 def _formula(model: TowerModel, towers: dict[str, Tower], plan: Any, placement: str, rows: int) -> Traffic:
-    cluster, ids = Cluster(world_size=2, local_world_size=1, rows=rows), {name: 1.0 for names in NAMES.values() for name in names}
+    cluster, ids = (
+        Cluster(world_size=2, local_world_size=1, rows=rows),
+        {name: 1.0 for names in NAMES.values() for name in names},
+    )
     layers = dict(model.named_parameters())
     dense = {name: layers[name].numel() for name in dense_layers(model)}
     if placement == "data_parallel":

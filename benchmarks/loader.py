@@ -1,18 +1,20 @@
 """How fast files become batches: 26 categorical, 13 float, one list column and a label, on one core.
 
-    python benchmarks/loader.py --folder DIR [--make ROWS] [--baseline row_loader.py] [--rows 1000000] [--repeats 5] [--batch 4096]
+    python benchmarks/loader.py --folder DIR [--make ROWS] [--baseline row_loader.py] [--rows 1000000] [--repeats 5]
+    [--batch 4096]
         [--merlin PYTHON] [--large]
 
 `row-wise` is a map-style Dataset under torch's DataLoader, the baseline script run as a process. `parquet-plain` and
-`parquet-shuffled` are what pyarrow alone decodes from the same files with one thread against our loader that builds whole batches
-in one thread too; `arrow-ipc` is our figure for the same rows in Arrow IPC against our figure for parquet, both shuffled. All take
-turns, and a ratio is the median of the turns' ratios. `wait-share` and `memory` use the loader's threads as by default.
+`parquet-shuffled` are what pyarrow alone decodes from the same files with one thread against our loader that builds
+whole batches in one thread too; `arrow-ipc` is our figure for the same rows in Arrow IPC against our figure for
+parquet, both shuffled. All take turns, and a ratio is the median of the turns' ratios. `wait-share` and `memory` use
+the loader's threads as by default.
 
-`merlin-flat` and `merlin-list` are merlin-dataloader 23.8.0 on the CPU, without the list column and with it, against our loader
-with one thread that reads ahead, as merlin has. PYTHON is the interpreter of an environment with numpy==1.26.4, dask==2023.9.2,
-distributed==2023.9.2, pyarrow<16, pandas<2.1, betterproto<2, pynvml<11.5, tensorflow-metadata, numba, npy-append-array and torch,
-and then, with --no-deps, merlin-dataloader==23.8.0 and merlin-core==23.8.0. `memory-large-groups` is the peak where a row group has
-1,048,576 rows. Last line: one JSON object.
+`merlin-flat` and `merlin-list` are merlin-dataloader 23.8.0 on the CPU, without the list column and with it, against
+our loader with one thread that reads ahead, as merlin has. PYTHON is the interpreter of an environment with
+numpy==1.26.4, dask==2023.9.2, distributed==2023.9.2, pyarrow<16, pandas<2.1, betterproto<2, pynvml<11.5,
+tensorflow-metadata, numba, npy-append-array and torch, and then, with --no-deps, merlin-dataloader==23.8.0 and
+merlin-core==23.8.0. `memory-large-groups` is the peak where a row group has 1,048,576 rows. Last line: one JSON object.
 """
 
 import argparse
@@ -54,7 +56,9 @@ LARGE = 1 << 20  # rows of a large row group
 
 
 def loader(source: Source, schema: BatchSchema = SCHEMA, **options: Any) -> ChunkLoader:
-    return ChunkLoader(source, schema, config=LoaderConfig(**{"batch_size": 4096, "negatives": 0, "label": "label"} | options))
+    return ChunkLoader(
+        source, schema, config=LoaderConfig(**{"batch_size": 4096, "negatives": 0, "label": "label"} | options)
+    )
 
 
 def rate(batches: Iterator[Any], rows: int, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -122,7 +126,16 @@ def against_merlin(options: argparse.Namespace, source: Source) -> list[dict[str
     for name, extra, schema, required in (("merlin-flat", [], FLAT, 1.0), ("merlin-list", ["--list"], SCHEMA, 4.0)):
         found: dict[str, list[float]] = {"merlin": [], "ours": []}
         rows_each = 3 * options.rows  # many of merlin's chunks, since it has read one that is not counted
-        command = [options.merlin, script, options.folder, "--rows", str(rows_each), "--batch", str(options.batch), *extra]
+        command = [
+            options.merlin,
+            script,
+            options.folder,
+            "--rows",
+            str(rows_each),
+            "--batch",
+            str(options.batch),
+            *extra,
+        ]
         command += ["--cpu_seconds"] * options.cpu_seconds
         for _ in range(options.repeats):
             made = subprocess.run([str(part) for part in command], capture_output=True, text=True)
@@ -152,7 +165,9 @@ def wait_share(source: Source, batch: int, steps: int = 60) -> tuple[float, floa
         waited += time.perf_counter() - start
         with torch.no_grad():  # the lookup alone: a dense gradient of a million rows would hide any wait
             bags = tables(data.sparse).values()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(head(torch.cat([bags, data.dense], 1)).squeeze(1), data.labels)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            head(torch.cat([bags, data.dense], 1)).squeeze(1), data.labels
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -215,9 +230,19 @@ def settled() -> float:
     return resident()
 
 
-def row(name: str, baseline: float | None, ours: float, unit: str, ratio: float | None, required: float) -> dict[str, object]:
+def row(
+    name: str, baseline: float | None, ours: float, unit: str, ratio: float | None, required: float
+) -> dict[str, object]:
     kept = None if ratio is None else round(ratio, 2)
-    return {"name": name, "baseline": baseline, "ours": ours, "unit": unit, "ratio": kept, "required": required, "ceiling": None}
+    return {
+        "name": name,
+        "baseline": baseline,
+        "ours": ours,
+        "unit": unit,
+        "ratio": kept,
+        "required": required,
+        "ceiling": None,
+    }
 
 
 def medians(found: dict[str, list[float]], name: str, ours: str, baseline: str, required: float) -> dict[str, object]:
@@ -230,7 +255,9 @@ def medians(found: dict[str, list[float]], name: str, ours: str, baseline: str, 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="the click log, as the baseline script writes it")
-    parser.add_argument("--make", type=int, help="let the baseline script write so many rows first (10,000,000 are 2 GB)")
+    parser.add_argument(
+        "--make", type=int, help="let the baseline script write so many rows first (10,000,000 are 2 GB)"
+    )
     parser.add_argument("--baseline", type=Path, default=ROOT.parent / "shared" / "baselines" / "row_loader.py")
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows per measurement")
     parser.add_argument("--repeats", type=int, default=5)
@@ -238,8 +265,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cpu_seconds", action="store_true", help="per second of CPU where one thread works: others use the machine"
     )
-    parser.add_argument("--merlin", type=Path, metavar="PYTHON", help="the interpreter of an environment with merlin-dataloader")
-    parser.add_argument("--large", action="store_true", help="also the memory for row groups of a million rows: writes 700 MB")
+    parser.add_argument(
+        "--merlin", type=Path, metavar="PYTHON", help="the interpreter of an environment with merlin-dataloader"
+    )
+    parser.add_argument(
+        "--large", action="store_true", help="also the memory for row groups of a million rows: writes 700 MB"
+    )
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -252,7 +283,8 @@ def main() -> None:
         return
     if options.make:
         subprocess.run(
-            [sys.executable, options.baseline, options.folder, "--make", str(options.make), "--seconds", "1"], check=True
+            [sys.executable, options.baseline, options.folder, "--make", str(options.make), "--seconds", "1"],
+            check=True,
         )
     source = ParquetSource(options.folder)
     with tempfile.TemporaryDirectory(dir=options.folder) as target:
@@ -284,8 +316,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as target:
             with_large_groups(options.folder, Path(target))
             large = memory_of(Path(target), 3 * options.rows)
-        rows.append(row("memory-large-groups", round(large["before"]), round(large["peak"]), "MB", 1000 / large["peak"], 1000))
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", "pyarrow", "numpy", "torchrec-ext")}
+        rows.append(
+            row("memory-large-groups", round(large["before"]), round(large["peak"]), "MB", 1000 / large["peak"], 1000)
+        )
+    versions = {
+        name: importlib.metadata.version(name) for name in ("torch", "torchrec", "pyarrow", "numpy", "torchrec-ext")
+    }
     cores = len(os.sched_getaffinity(0))
     clock = "CPU seconds" if options.cpu_seconds else "seconds"
     print(json.dumps({"benchmark": "loader", "clock": clock, "versions": versions, "cores": cores, "rows": rows}))

@@ -2,9 +2,9 @@
 
     python benchmarks/merlin_loader.py FOLDER [--list] [--rows 1000000] [--batch 4096] [--cpu_seconds]
 
-Needs merlin-dataloader==23.8.0 and torch, and imports nothing of torchrec_ext, since its numpy, dask and pyarrow are older ones:
-benchmarks/loader.py says which. One thread beside the caller's reads ahead, as merlin-dataloader does by itself. Last line: one
-JSON object.
+Needs merlin-dataloader==23.8.0 and torch, and imports nothing of torchrec_ext, since its numpy, dask and pyarrow are
+older ones: benchmarks/loader.py says which. One thread beside the caller's reads ahead, as merlin-dataloader does by
+itself. Last line: one JSON object.
 """
 
 import argparse

@@ -2,12 +2,12 @@
 
     python benchmarks/negatives.py [--repeats 30] [--shapes small full]
 
-One thread, both sides in turn, medians over the repeats; `--cpu_seconds` counts the thread's own seconds, for a machine that others
-use. `exact` are whole TowerBatches from a ChunkLoader: KeyedJaggedTensors of user_id and item_id, context, labels, log q, every
-value checked, the user and the context once per positive, as a shared tower reads them. `exact-repeated` has them beside every
-candidate, as the baseline has. `exact-draws` is what the baseline hands out and no more: four tensors (user, item, context,
-label). The other rows time a step of 1,024 positives: draws alone, torch against numpy, and the in-batch loss against a bare
-product with cross entropy. Last line: one JSON object.
+One thread, both sides in turn, medians over the repeats; `--cpu_seconds` counts the thread's own seconds, for a machine
+that others use. `exact` are whole TowerBatches from a ChunkLoader: KeyedJaggedTensors of user_id and item_id, context,
+labels, log q, every value checked, the user and the context once per positive, as a shared tower reads them.
+`exact-repeated` has them beside every candidate, as the baseline has. `exact-draws` is what the baseline hands out and
+no more: four tensors (user, item, context, label). The other rows time a step of 1,024 positives: draws alone, torch
+against numpy, and the in-batch loss against a bare product with cross entropy. Last line: one JSON object.
 """
 
 import argparse
@@ -99,7 +99,12 @@ def vectorised(rows: Rows, sampler: Negatives) -> Iterator[Batch]:
             users = user[places]
             ids = np.concatenate([item[places][:, None], sampler.draw(users, places, epoch, NEGATIVES).ids], axis=1)
             features = torch.from_numpy(context[places]).repeat_interleave(width, dim=0)
-            yield [torch.from_numpy(users.repeat(width)), torch.from_numpy(ids.ravel()), features, label.ravel().clone()]
+            yield [
+                torch.from_numpy(users.repeat(width)),
+                torch.from_numpy(ids.ravel()),
+                features,
+                label.ravel().clone(),
+            ]
 
 
 def loaded(items: int, rows: Rows, sampler: Negatives, *, repeated: bool) -> Iterator[object]:
@@ -159,7 +164,8 @@ def exact_rows(shape: str, items: int, rows: Rows, repeats: int) -> Iterator[dic
     }
     next(streams["baseline"])
     print(
-        f"{shape}: known pairs built in {built:.2f} s; the baseline's sets and first batch in {time.perf_counter() - start:.2f} s"
+        f"{shape}: known pairs built in {built:.2f} s; the baseline's sets and first batch in "
+        f"{time.perf_counter() - start:.2f} s"
     )
     theirs, *ours = interleaved(repeats, 5, *(stream.__next__ for stream in streams.values()))
     for name, seconds in zip(list(streams)[1:], ours, strict=True):

@@ -3,14 +3,15 @@
     python benchmarks/networks.py [--only ROW ...] [--repeats 15] [--quick] [--cpu_seconds]
 
 `stacked-eager` and `stacked-compiled`: 8 small Contextual NCF networks (654 users, 1,127 items, 74,673 parameters), 256
-positives with 4 negatives each, a batch of its own for each network, one thread, dense Adam; a step of all eight. The baselines
-are a loop over the networks as users write them (nn.Embedding, the context beside every row, torch.optim.Adam), and a loop over
-eight whole steps, each compiled as the stack's is. `stacked-eager, same form` is against a loop over our own networks, who compute
-the user's side once for a positive and its negatives, with fused Adam: what stacking alone gives. `two-networks`: a two-tower
-network and a Contextual NCF, each with its own loader, trained on two processes against one after the other in one; both last as
-long. The ceiling is what two processes reach that never talk. `one-reader`: a batch built by each rank for itself, against built
-by one and handed to the other over gloo: whether rank groups should share a reader. Sides run in turn, medians. `--cpu_seconds`
-counts the thread's own seconds, for a machine that others use. Last line: one JSON object.
+positives with 4 negatives each, a batch of its own for each network, one thread, dense Adam; a step of all eight. The
+baselines are a loop over the networks as users write them (nn.Embedding, the context beside every row,
+torch.optim.Adam), and a loop over eight whole steps, each compiled as the stack's is. `stacked-eager, same form` is
+against a loop over our own networks, who compute the user's side once for a positive and its negatives, with fused
+Adam: what stacking alone gives. `two-networks`: a two-tower network and a Contextual NCF, each with its own loader,
+trained on two processes against one after the other in one; both last as long. The ceiling is what two processes reach
+that never talk. `one-reader`: a batch built by each rank for itself, against built by one and handed to the other over
+gloo: whether rank groups should share a reader. Sides run in turn, medians. `--cpu_seconds` counts the thread's own
+seconds, for a machine that others use. Last line: one JSON object.
 """
 
 import argparse
@@ -158,7 +159,9 @@ def stacked_eager(options: argparse.Namespace) -> Iterator[Row]:
     }
     found = {name: seconds * 1e3 for name, seconds in side_by_side(sides, options.repeats).items()}
     yield row("stacked-eager", found["loop"], found["stack"], "ms/step", found["loop"] / found["stack"], 2.5)
-    yield row("stacked-eager, same form", found["same form"], found["stack"], "ms/step", found["same form"] / found["stack"])
+    yield row(
+        "stacked-eager, same form", found["same form"], found["stack"], "ms/step", found["same form"] / found["stack"]
+    )
 
 
 def stacked_compiled(options: argparse.Namespace) -> Iterator[Row]:
@@ -191,7 +194,9 @@ def tower() -> TowerModel:
         EmbeddingBagConfig(name=n, feature_names=[n], num_embeddings=r, embedding_dim=32)
         for n, r in (("user_id", USERS), ("item_id", ITEMS))
     ]
-    return two_tower(tables[:1], tables[1:], user_dense=COLUMNS, tower_widths=(64, 32), top_widths=(32,), shared=("user",))
+    return two_tower(
+        tables[:1], tables[1:], user_dense=COLUMNS, tower_widths=(64, 32), top_widths=(32,), shared=("user",)
+    )
 
 
 def trained(model: TowerModel) -> Callable[[int], None]:
@@ -254,7 +259,9 @@ def built_and_handed(runtime: Runtime, repeats: int) -> dict[str, float]:
     made = next(stream)
 
     def hand_over(batch: TowerBatch | None) -> TowerBatch:
-        told = torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8) if runtime.rank == 0 else torch.empty(0)
+        told = (
+            torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8) if runtime.rank == 0 else torch.empty(0)
+        )
         size = torch.tensor([len(told)])
         torch.distributed.broadcast(size, src=0)
         received = told if runtime.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
@@ -276,7 +283,9 @@ def one_reader(options: argparse.Namespace) -> Iterator[Row]:
     by_rank = on_ranks(built_and_handed, 2, options.repeats)
     found = {name: 1e3 * max(times[name] for times in by_rank) for name in by_rank[0]}
     told = float(f"{found['hand over']:.4g}")
-    yield row("one-reader", found["build"], found["both"], "ms/batch", found["build"] / found["both"], handing_over_ms=told)
+    yield row(
+        "one-reader", found["build"], found["both"], "ms/batch", found["build"] / found["both"], handing_over_ms=told
+    )
 
 
 ROWS = {
@@ -300,7 +309,11 @@ def main() -> None:
     found = [entry for name in options.only for entry in ROWS[name](options)]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec")}
     cores = len(os.sched_getaffinity(0))
-    print(json.dumps({"benchmark": "networks", "clock": CLOCK.__name__, "versions": versions, "cores": cores, "rows": found}))
+    print(
+        json.dumps(
+            {"benchmark": "networks", "clock": CLOCK.__name__, "versions": versions, "cores": cores, "rows": found}
+        )
+    )
 
 
 if __name__ == "__main__":

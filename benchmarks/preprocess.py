@@ -2,11 +2,11 @@
 
     python benchmarks/preprocess.py [--rows 20000000] [--repeats 5] [--threads 0] [--folder DIR] [--requests 200]
 
-`fit-transform` makes, in both, a vocabulary by count and value for each column and a parquet file with row groups of 65,536 rows.
-The SQL leaves the rows in whatever order its joins give and writes no page checksums; ours keeps the order and writes them. Both
-take turns, each in a connection of its own; the ratio is baseline / ours, the median of the turns' ratios, and `required` is
-1 / 1.5. `online` is what one request takes; its `required` is 1 ms per row, and its ratio says how often it would fit into that.
-Last line: one JSON object.
+`fit-transform` makes, in both, a vocabulary by count and value for each column and a parquet file with row groups of
+65,536 rows. The SQL leaves the rows in whatever order its joins give and writes no page checksums; ours keeps the order
+and writes them. Both take turns, each in a connection of its own; the ratio is baseline / ours, the median of the
+turns' ratios, and `required` is 1 / 1.5. `online` is what one request takes; its `required` is 1 ms per row, and its
+ratio says how often it would fit into that. Last line: one JSON object.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python benchmarks/quality.py [--only Q1,Q5] [--seeds 3] [--quick] [--results FILE]
 
-Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --set ...`, or `torchx run` for more than
-one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept in the results file with
-its seed, settings, figures and seconds, so that a killed benchmark continues; it is not trained again while its command and its
-settings are the same (one that came into the package after it is taken to change nothing where it is not set). Figures are those
-after the last epoch, the mean over the seeds. Needs TORCHREC_EXT_DATA. Last lines: one JSON object for each id, `ratio` being the
-lowest of reached / required over its figures (of required / reached where less is better).
+Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --set ...`, or `torchx run`
+for more than one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept
+in the results file with its seed, settings, figures and seconds, so that a killed benchmark continues; it is not
+trained again while its command and its settings are the same (one that came into the package after it is taken to
+change nothing where it is not set). Figures are those after the last epoch, the mean over the seeds. Needs
+TORCHREC_EXT_DATA. Last lines: one JSON object for each id, `ratio` being the lowest of reached / required over its
+figures (of required / reached where less is better).
 
 --quick trains on generated data for about a minute, against figures known there.
 """
@@ -72,7 +73,9 @@ class Results:
 
     def find(self, key: Row) -> Row | None:
         """The run of that command with those settings, if it is done."""
-        return next((run for run in self._runs() if all(_same(run.get(name), value) for name, value in key.items())), None)
+        return next(
+            (run for run in self._runs() if all(_same(run.get(name), value) for name, value in key.items())), None
+        )
 
     def add(self, run: Row) -> None:
         """Keeps a run beside those that are kept by now, of another process too."""
@@ -88,7 +91,9 @@ def _same(kept: Any, now: Any) -> bool:
         return bool(kept == now)
     # How often a run is evaluated changes it only where an evaluation may end it.
     silent = () if now.get("train.early_stop.metric") else ("train.eval_every",)
-    return isinstance(kept, dict) and all(name in silent or (name in now and now[name] == value) for name, value in kept.items())
+    return isinstance(kept, dict) and all(
+        name in silent or (name in now and now[name] == value) for name, value in kept.items()
+    )
 
 
 def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
@@ -97,10 +102,14 @@ def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
         reached, seeds, seconds = popularity(row["popularity_of"]), 1, 0.0
     else:
         seeds = seeds or row.get("seeds", 1)
-        runs = {run: [trained(name, run, row["runs"][run], seed, results) for seed in range(seeds)] for run in row["runs"]}
+        runs = {
+            run: [trained(name, run, row["runs"][run], seed, results) for seed in range(seeds)] for run in row["runs"]
+        }
         reached = figures(row, runs)
         seconds = sum(one["seconds"] for some in runs.values() for one in some)
-    ratio = min(_ratio(figure, reached[figure], required, row.get("tolerance")) for figure, required in row["required"].items())
+    ratio = min(
+        _ratio(figure, reached[figure], required, row.get("tolerance")) for figure, required in row["required"].items()
+    )
     return {
         "name": name,
         "what": row["what"],
@@ -117,13 +126,15 @@ def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
 def figures(row: Row, runs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
     """The mean of each required figure over the seeds.
 
-    ``auc gain`` is how much more of it the run ``model`` has than the run ``without``; ``auc difference`` the greatest between the
-    two runs of one seed that have an AUC.
+    ``auc gain`` is how much more of it the run ``model`` has than the run ``without``; ``auc difference`` the greatest
+    between the two runs of one seed that have an AUC.
     """
     found = {}
     for figure in row["required"]:
         name, _, how = figure.partition(" ")
-        by_run = {run: [one["figures"][name] for one in some] for run, some in runs.items() if name in some[0]["figures"]}
+        by_run = {
+            run: [one["figures"][name] for one in some] for run, some in runs.items() if name in some[0]["figures"]
+        }
         if how == "gain":
             found[figure] = statistics.fmean(by_run["model"]) - statistics.fmean(by_run["without"])
         elif how == "difference":
@@ -187,13 +198,17 @@ def _follow(line: Sequence[str], title: str, log: Path) -> None:
     print(f"{title}: {' '.join(line)}", file=sys.stderr)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     with log.open("w") as file:
-        process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for text in _lines(process):
             file.write(text)
             if "epoch " in text and "step " in text:
                 print(f"{title}: {text[text.index('epoch ') :].rstrip()}", file=sys.stderr, flush=True)
     if process.wait():
-        raise SystemExit(f"{title} ended with exit code {process.returncode}; the end of {log}:\n" + log.read_text()[-2000:])
+        raise SystemExit(
+            f"{title} ended with exit code {process.returncode}; the end of {log}:\n" + log.read_text()[-2000:]
+        )
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:

@@ -54,7 +54,8 @@ def block(readme: str) -> str:
     found, end, _ = rest.partition(END)
     if not begin or not end:
         raise ValueError(
-            f"README.md: the marks {BEGIN.splitlines()[0]} and {END.splitlines()[-1]} must stand around the sample output"
+            f"README.md: the marks {BEGIN.splitlines()[0]} and {END.splitlines()[-1]} must stand around the sample "
+            "output"
         )
     return found
 
@@ -65,9 +66,14 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the block into README.md")
     options = parser.parse_args()
     old = block(README.read_text())
-    done = subprocess.run(["make", "--no-print-directory", "demo"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "demo"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode or "data: ml-100k" not in done.stdout:
-        print(f"make demo ended with {done.returncode}, and must have trained on ml-100k: set TORCHREC_EXT_DATA", file=sys.stderr)
+        print(
+            f"make demo ended with {done.returncode}, and must have trained on ml-100k: set TORCHREC_EXT_DATA",
+            file=sys.stderr,
+        )
         return 1
     new = shown(done.stdout[done.stdout.index("data: ml-100k") :])  # behind what the set-up says
     if options.write:

@@ -2,8 +2,8 @@
 
     python benchmarks/serving.py [--only ROW ...] [--repeats 7] [--quick]
 
-Rows come from the modules serving_*.py beside this file; each says what its sides are. `--quick` makes every row small, to see that
-it runs; its figures mean nothing. Last line: one JSON object.
+Rows come from the modules serving_*.py beside this file; each says what its sides are. `--quick` makes every row small,
+to see that it runs; its figures mean nothing. Last line: one JSON object.
 """
 
 import argparse
@@ -17,7 +17,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, before it is impo
 
 from serving_rows import Options, Row
 
-# By the name that --only takes, module and function, which yields one row or more; a module is imported when its row is asked for.
+# By the name that --only takes, module and function, which yields one row or more; a module is imported when its row is
+# asked for.
 ROWS = {
     "scores": "serving_scores:scores",
     "exact-search": "serving_search:exact",
@@ -38,8 +39,12 @@ def main() -> None:
     options = parser.parse_args()
     asked = Options(repeats=options.repeats, quick=options.quick)
     rows = [row for name in options.only for row in function(ROWS[name])(asked)]
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", "numpy", "faiss-cpu", "onnxruntime")}
-    print(json.dumps({"benchmark": "serving", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}))
+    versions = {
+        name: importlib.metadata.version(name) for name in ("torch", "torchrec", "numpy", "faiss-cpu", "onnxruntime")
+    }
+    print(
+        json.dumps({"benchmark": "serving", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows})
+    )
 
 
 def function(place: str) -> Callable[[Options], Iterator[Row]]:

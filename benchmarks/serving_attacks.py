@@ -3,11 +3,11 @@
     python benchmarks/serving_attacks.py                 # 15 seconds of each
     cd OTHER && python .../serving_attacks.py            # of the code in OTHER, whose `torchx_apps` is found first
 
-One worker serves the bundle and takes the requests of serving_http.py over connections that are kept; beside them somebody new
-connects and asks five times a second. Meanwhile: a header of 100 MiB, again and again; 1,500 sockets that say nothing, where the
-server begins with the usual limit of 1,024 files; and a bundle whose towers have other widths, which `--stage dot` cannot serve. At
-the end a good bundle is pointed to. No attacker bears the token; all of them share the machine with the server. The baseline
-of each row is the time before. The last line is one JSON object.
+One worker serves the bundle and takes the requests of serving_http.py over connections that are kept; beside them
+somebody new connects and asks five times a second. Meanwhile: a header of 100 MiB, again and again; 1,500 sockets that
+say nothing, where the server begins with the usual limit of 1,024 files; and a bundle whose towers have other widths,
+which `--stage dot` cannot serve. At the end a good bundle is pointed to. No attacker bears the token; all of them share
+the machine with the server. The baseline of each row is the time before. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def measured(port: int, seconds: float, rate: float, attack: Attack | None = Non
     bearing = f"Authorization: Bearer {TOKEN}\r\nContent-Type".encode()
     requests = [request.replace(b"Content-Type", bearing) for request in recommendations(512)]
     start = time.perf_counter()
-    due = [(start + place / NEW_A_SECOND, request) for place, request in enumerate(requests[: int(NEW_A_SECOND * seconds)])]
+    due = [
+        (start + place / NEW_A_SECOND, request) for place, request in enumerate(requests[: int(NEW_A_SECOND * seconds)])
+    ]
     threads = [threading.Thread(target=lambda: [one_after_the_other(port, [each], newcomers) for each in due])]
     threads += [] if attack is None else [threading.Thread(target=attack, args=(port, ending))]
     for thread in threads:
@@ -132,15 +134,30 @@ def figures(options: argparse.Namespace) -> Iterator[Row]:
                 load, newcomers = measured(port, options.seconds, options.rate, attack)
                 before = before or load.percentile(99)
                 yield row(f"{name}, p99", load.percentile(99), "ms", baseline=before)
-                yield row(f"{name}, failures of {int(options.rate * options.seconds)}", len(load.failed), "requests", required=0)
-                yield row(f"{name}, failures of {int(NEW_A_SECOND * options.seconds)} newcomers", len(newcomers.failed), "requests")
-                print(name, f"p99 {load.percentile(99)} ms, failed {sorted(load.failed)[:3]}, {sorted(newcomers.failed)[:3]}")
+                yield row(
+                    f"{name}, failures of {int(options.rate * options.seconds)}",
+                    len(load.failed),
+                    "requests",
+                    required=0,
+                )
+                yield row(
+                    f"{name}, failures of {int(NEW_A_SECOND * options.seconds)} newcomers",
+                    len(newcomers.failed),
+                    "requests",
+                )
+                print(
+                    name,
+                    f"p99 {load.percentile(99)} ms, failed {sorted(load.failed)[:3]}, {sorted(newcomers.failed)[:3]}",
+                )
             point(pointer, other)
             end = time.monotonic() + 30
             while served(port) == first and time.monotonic() < end:
                 time.sleep(0.1)
             yield row("a good bundle is served afterwards", float(served(port) != first), "of 1", required=1)
-        print("refused: ", [json.loads(line)["why"] for line in log.read_text().splitlines() if '"bundle_refused"' in line])
+        print(
+            "refused: ",
+            [json.loads(line)["why"] for line in log.read_text().splitlines() if '"bundle_refused"' in line],
+        )
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
 
 
@@ -159,8 +176,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     rows = list(figures(_parser().parse_args()))
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "starlette", "uvicorn", "httptools", "torchrec-ext")}
-    print(json.dumps({"benchmark": "serving_attacks", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}))
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("torch", "starlette", "uvicorn", "httptools", "torchrec-ext")
+    }
+    print(
+        json.dumps(
+            {"benchmark": "serving_attacks", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}
+        )
+    )
 
 
 if __name__ == "__main__":

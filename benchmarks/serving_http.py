@@ -3,10 +3,11 @@
     python benchmarks/serving_http.py                            # 20 seconds
     python benchmarks/serving_http.py --minutes 10 --swaps 10    # and swaps of bundles meanwhile
 
-A request names a user with features of its own: the user tower runs live, the index hands 100 of 100,000 items to the top NN, and
-these are ranked. Requests are sent when they are due, 100 a second, over connections that are kept; a latency counts from that
-moment, so that a queue is not hidden. The client shares the machine with the workers. The baseline is /healthz of the same service,
-asked at the same rate: what HTTP alone costs here. The last line is one JSON object.
+A request names a user with features of its own: the user tower runs live, the index hands 100 of 100,000 items to the
+top NN, and these are ranked. Requests are sent when they are due, 100 a second, over connections that are kept; a
+latency counts from that moment, so that a queue is not hidden. The client shares the machine with the workers. The
+baseline is /healthz of the same service, asked at the same rate: what HTTP alone costs here. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -53,13 +54,19 @@ def make_bundle(folder: Path, seed: int, user_width: int = WIDTH) -> None:
     random = np.random.default_rng(seed)
 
     def table(name: str, rows: int) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=32, pooling=PoolingType.MEAN)
+        return EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=32, pooling=PoolingType.MEAN
+        )
 
     device = torch.device("cpu")
-    user = Tower([table("user_id", USERS + 1), table("history", ITEMS + 1)], (128, user_width), dense=["age"], device=device)
+    user = Tower(
+        [table("user_id", USERS + 1), table("history", ITEMS + 1)], (128, user_width), dense=["age"], device=device
+    )
     item = Tower([table("item_id", ITEMS + 1), table("genre", 20)], (128, WIDTH), device=device)
     model = TowerModel({"user": user, "item": item}, interaction_layer("top_nn", [user_width, WIDTH], (64,)))
-    for tower in model.towers.values():  # as far apart as trained ones; TorchRec begins with +-1 / sqrt(rows), all but alike
+    for (
+        tower
+    ) in model.towers.values():  # as far apart as trained ones; TorchRec begins with +-1 / sqrt(rows), all but alike
         for weight in tower.embeddings.parameters():
             torch.nn.init.normal_(weight, std=0.3)
     items, users = np.arange(1, ITEMS + 1), np.arange(1, USERS + 1)
@@ -113,8 +120,8 @@ class Load:
 def ask(port: int, rate: float, seconds: float, requests: list[bytes]) -> Load:
     """Sends requests when they are due, each thread every CONNECTIONS-th of them over a connection of its own.
 
-    Threads that block wake some 0.1 ms after their time; timers of asyncio are whole milliseconds, and its client took 1.2 ms of
-    a request here, which is no part of the service.
+    Threads that block wake some 0.1 ms after their time; timers of asyncio are whole milliseconds, and its client took
+    1.2 ms of a request here, which is no part of the service.
     """
     load, start = Load(), time.perf_counter() + 0.1
     due = [(start + place / rate, requests[place % len(requests)]) for place in range(int(rate * seconds))]
@@ -165,7 +172,11 @@ def recommendations(count: int) -> list[bytes]:
     random = np.random.default_rng(0)
     found = []
     for user in random.integers(1, USERS, count).tolist():
-        features = {"user_id": user, "age": round(random.random(), 3), "history": random.integers(1, ITEMS, HISTORY).tolist()}
+        features = {
+            "user_id": user,
+            "age": round(random.random(), 3),
+            "history": random.integers(1, ITEMS, HISTORY).tolist(),
+        }
         body = json.dumps({"user": features, "k": 100, "retrieve": 100, "vector": "live"}).encode()
         head = f"POST /v1/recommend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         found.append(f"{head}\r\n\r\n".encode() + body)
@@ -190,7 +201,9 @@ def swapped(pointer: Path, bundles: list[Path], count: int, seconds: float) -> N
         os.replace(fresh, pointer)
 
 
-def measured(port: int, options: argparse.Namespace, pointer: Path, bundles: list[Path]) -> tuple[Load, Load, list[float]]:
+def measured(
+    port: int, options: argparse.Namespace, pointer: Path, bundles: list[Path]
+) -> tuple[Load, Load, list[float]]:
     health = [b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"]
     requests, seconds = recommendations(512), options.minutes * 60
     ask(port, options.rate, 3, requests)  # warms up
@@ -211,7 +224,15 @@ def measured(port: int, options: argparse.Namespace, pointer: Path, bundles: lis
 
 def row(name: str, ours: float, unit: str, *, baseline: float | None = None, required: float | None = None) -> Row:
     ratio = None if required is None or not ours else round(required / ours, 2)
-    return {"name": name, "baseline": baseline, "ours": ours, "unit": unit, "ratio": ratio, "required": required, "ceiling": None}
+    return {
+        "name": name,
+        "baseline": baseline,
+        "ours": ours,
+        "unit": unit,
+        "ratio": ratio,
+        "required": required,
+        "ceiling": None,
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -231,8 +252,14 @@ def http(asked: Options) -> Iterator[Row]:
 
 def main() -> None:
     rows = figures(_parser().parse_args())
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", "starlette", "uvicorn", "torchrec-ext")}
-    print(json.dumps({"benchmark": "serving_http", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}))
+    versions = {
+        name: importlib.metadata.version(name) for name in ("torch", "torchrec", "starlette", "uvicorn", "torchrec-ext")
+    }
+    print(
+        json.dumps(
+            {"benchmark": "serving_http", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}
+        )
+    )
 
 
 def figures(options: argparse.Namespace) -> list[Row]:
@@ -250,12 +277,19 @@ def figures(options: argparse.Namespace) -> list[Row]:
             plain, load, memory = measured(port, options, pointer, [path.absolute() for path in bundles])
         loads = [json.loads(line) for line in log.read_text().splitlines() if '"bundle_' in line]
     print(
-        f"{len(load.ms)} answers, {len(load.failed)} failures {sorted(set(load.failed))}; bundles loaded: {len(loads)} (by worker)"
+        f"{len(load.ms)} answers, {len(load.failed)} failures {sorted(set(load.failed))}; bundles loaded: {len(loads)} "
+        "(by worker)"
     )
-    print(f"resident memory of all workers, MiB: {', '.join(f'{value:.0f}' for value in memory)}; load {os.getloadavg()[0]:.1f}")
+    print(
+        f"resident memory of all workers, MiB: {', '.join(f'{value:.0f}' for value in memory)}; load "
+        f"{os.getloadavg()[0]:.1f}"
+    )
     cores = len(os.sched_getaffinity(0))
     if os.getloadavg()[0] > cores + 1:
-        print(f"others use this machine: a load of {os.getloadavg()[0]:.1f} on {cores} cores says nothing of these latencies")
+        print(
+            f"others use this machine: a load of {os.getloadavg()[0]:.1f} on {cores} cores says nothing of these "
+            "latencies"
+        )
     return [
         row("http p50", load.percentile(50), "ms", baseline=plain.percentile(50), required=P50_MS),
         row("http p99", load.percentile(99), "ms", baseline=plain.percentile(99), required=P99_MS),

@@ -1,13 +1,14 @@
 """Approximate search among vectors that were trained: MovieLens 1M's films, asked by its users' vectors.
 
-The recipe `retrieval` (towers of 64 under a softmax over the batch, ranked by their product) is trained for two epochs, some two
-minutes, and exported once for each kind of index, as a user would; what is trained is kept in runs/. Needs TORCHREC_EXT_DATA.
+The recipe `retrieval` (towers of 64 under a softmax over the batch, ranked by their product) is trained for two epochs,
+some two minutes, and exported once for each kind of index, as a user would; what is trained is kept in runs/. Needs
+TORCHREC_EXT_DATA.
 
-3,706 films are few: FAISS's own exact search takes some 40 us for one user, so that an index which costs nothing would still be
-less than 5 times as fast beside what a call takes in Python. A catalogue of 200,000 is made of them by the trained tower itself:
-each item is the id of one film with the year and the genres of another, pairs drawn without repetition, so that every value is
-real and nothing is noise. These vectors are no easier to search than the films' own: of both, distances to the nearest 20 say so
-(Levina and Bickel 2004: 7.0 dimensions where the films have 5.3).
+3,706 films are few: FAISS's own exact search takes some 40 us for one user, so that an index which costs nothing would
+still be less than 5 times as fast beside what a call takes in Python. A catalogue of 200,000 is made of them by the
+trained tower itself: each item is the id of one film with the year and the genres of another, pairs drawn without
+repetition, so that every value is real and nothing is noise. These vectors are no easier to search than the films' own:
+of both, distances to the nearest 20 say so (Levina and Bickel 2004: 7.0 dimensions where the films have 5.3).
 
 Recall is of users that neither chose the setting nor measured it at the build.
 """
@@ -45,7 +46,9 @@ def films(options: Options) -> Iterator[Row]:
     bundles = {kind: Bundle.load(_exported(run, kind)) for kind in ("exact", *KINDS)}
     _, users = _users(bundles["exact"])
     rows = bundles["exact"].store.matrix()
-    yield from _rows(f"{len(rows):,} films", rows, {kind: bundles[kind].index for kind in KINDS}, users, options.repeats)
+    yield from _rows(
+        f"{len(rows):,} films", rows, {kind: bundles[kind].index for kind in KINDS}, users, options.repeats
+    )
 
 
 def recombined(options: Options) -> Iterator[Row]:
@@ -54,7 +57,9 @@ def recombined(options: Options) -> Iterator[Row]:
     bundle = Bundle.load(_exported(run, "exact"))
     asked, users = _users(bundle)
     rows = _recombined(run, bundle, 20_000 if options.quick else LARGE)
-    kinds: dict[str, Index] = {kind: FaissIndex.build(rows, "dot", kind=kind, recall=0.95, queries=asked) for kind in KINDS}
+    kinds: dict[str, Index] = {
+        kind: FaissIndex.build(rows, "dot", kind=kind, recall=0.95, queries=asked) for kind in KINDS
+    }
     yield from _rows(f"{len(rows):,} recombined films", rows, kinds, users, options.repeats)
 
 
@@ -77,7 +82,12 @@ def _rows(name: str, rows: Tensor, kinds: dict[str, Index], users: Tensor, repea
                 row = compared(title, times["exact"], times[kind], 5.0 if (k, batch) == (100, 1) else None)
                 beside = 1e3 * float(np.median(times["faiss flat"]))
                 measured = {"recall": round(recall[kind], 4), "recall_at_build": round(index.measured_recall, 4)}
-                yield row | {"faiss_flat": round(beside, 4), **measured, "setting": index.setting, "lifted": index.lifted}
+                yield row | {
+                    "faiss_flat": round(beside, 4),
+                    **measured,
+                    "setting": index.setting,
+                    "lifted": index.lifted,
+                }
 
 
 def _search(index: Index, users: Tensor, batch: int, k: int, number: int) -> None:

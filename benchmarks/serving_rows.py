@@ -43,7 +43,13 @@ def compared(name: str, baseline: list[float], ours: list[float], required: floa
 
 
 def row(
-    name: str, ours: float, unit: str, *, baseline: float | None = None, ratio: float | None = None, required: float | None = None
+    name: str,
+    ours: float,
+    unit: str,
+    *,
+    baseline: float | None = None,
+    ratio: float | None = None,
+    required: float | None = None,
 ) -> Row:
     """One row of the JSON."""
     said = {"baseline": baseline, "ours": ours, "ratio": ratio}

@@ -45,7 +45,13 @@ def network(items: int, shared: tuple[str, ...] = ()) -> TowerModel:
     user = [table("user_id", 100_000), table("history", items, pooling=PoolingType.MEAN)]
     item = [table("item_id", items), table("category", 1_000)]
     return two_tower(
-        user, item, user_dense=["age"], item_dense=["price"], tower_widths=(128, WIDTH), interaction="top_nn", shared=shared
+        user,
+        item,
+        user_dense=["age"],
+        item_dense=["price"],
+        tower_widths=(128, WIDTH),
+        interaction="top_nn",
+        shared=shared,
     ).eval()
 
 
@@ -93,7 +99,9 @@ def sides(folder: Path, items: int, count: int, repeats: int) -> dict[str, Calla
 
         return run
 
-    requests = {shared: [request(once if shared else whole, shared, each, items) for each in places] for shared in batches}
+    requests = {
+        shared: [request(once if shared else whole, shared, each, items) for each in places] for shared in batches
+    }
     sides = {
         "naive": network_on(whole, False),
         "tower-once": network_on(once, True),
@@ -124,7 +132,9 @@ def scores(options: Options) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         times = in_turn(repeats, sides(Path(folder), items, 500, repeats))
         for name, required in (("naive", 25.0), ("tower-once", 14.0), ("onnx", 1.4)):
-            yield compared(f"score-{name}, 500 of {items:,}", times[name], times["ours"], required) | of_gather(times, name)
+            yield compared(f"score-{name}, 500 of {items:,}", times[name], times["ours"], required) | of_gather(
+                times, name
+            )
         yield row("score-p50, 500 candidates", statistics.median(times["ours"]) * 1e3, "ms", required=0.25)
     with tempfile.TemporaryDirectory() as folder:
         times = in_turn(repeats, sides(Path(folder), 1_000, 1_000, repeats))

@@ -32,12 +32,17 @@ def exact(options: Options) -> Iterator[Row]:
         },
     )
     for query in queries.split(1):
-        assert torch.allclose(ours.search(query, K)[0], quantized.search(query, K)[0], rtol=1e-5)  # positions but for rounding
+        assert torch.allclose(
+            ours.search(query, K)[0], quantized.search(query, K)[0], rtol=1e-5
+        )  # positions but for rounding
     # Within 1.2 times FAISS flat: a ratio of 1 / 1.2 or more.
     name = f"exact-search, top {K} of {len(rows):,} x 64"
     yield compared(name, times["faiss"], times["ours"], 0.83)
     yield compared(
-        f"{name}, by a copy in 8 bits" if quantized.quantized else f"{name}, again", times["faiss"], times["quantized"], 0.83
+        f"{name}, by a copy in 8 bits" if quantized.quantized else f"{name}, again",
+        times["faiss"],
+        times["quantized"],
+        0.83,
     )
 
 
@@ -50,7 +55,9 @@ def approximate(options: Options) -> Iterator[Row]:
     centres = torch.randn(2_000, 64, generator=generator)
 
     def drawn(some: int) -> torch.Tensor:
-        return centres[torch.randint(2_000, (some,), generator=generator)] + 0.5 * torch.randn(some, 64, generator=generator)
+        return centres[torch.randint(2_000, (some,), generator=generator)] + 0.5 * torch.randn(
+            some, 64, generator=generator
+        )
 
     rows, queries = drawn(count), drawn(4 * options.repeats + 3)
     slow = ExactIndex(rows, "dot")
@@ -63,5 +70,7 @@ def approximate(options: Options) -> Iterator[Row]:
                 "ours": lambda number, fast=fast: fast.search(queries[number : number + 1], K),
             },
         )
-        found = compared(f"approximate, {kind}, top {K} of {count:,} x 64 in clusters", times["exact"], times["ours"], 5.0)
+        found = compared(
+            f"approximate, {kind}, top {K} of {count:,} x 64 in clusters", times["exact"], times["ours"], 5.0
+        )
         yield found | {"recall": round(fast.measured_recall, 4), "setting": fast.setting}

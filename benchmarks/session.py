@@ -2,11 +2,12 @@
 
     python benchmarks/session.py [--repeats 9] [--batch 256] [--cpu_seconds]
 
-Sessions of 2 to 50 steps, most of them short as in Amazon Beauty (median 4, mean 6.9), 64 wide, 2 layers, forward and backward, one
-thread, all sides in turn, medians over the repeats; `--cpu_seconds` counts the thread's own seconds, for a machine that others use.
-The baseline is torch.nn.TransformerEncoder over (B, S, 64) with a mask, padded to the longest session of the batch, and, as many
-recipes do, to S = 50. Ours is SessionEncoder with the same weights' shapes, by each of its ways to compute attention; `nested` runs
-without a causal mask, for which torch has no kernel on a CPU, as does its own `bucketed, not causal`. Last line: one JSON object.
+Sessions of 2 to 50 steps, most of them short as in Amazon Beauty (median 4, mean 6.9), 64 wide, 2 layers, forward and
+backward, one thread, all sides in turn, medians over the repeats; `--cpu_seconds` counts the thread's own seconds, for
+a machine that others use. The baseline is torch.nn.TransformerEncoder over (B, S, 64) with a mask, padded to the
+longest session of the batch, and, as many recipes do, to S = 50. Ours is SessionEncoder with the same weights' shapes,
+by each of its ways to compute attention; `nested` runs without a causal mask, for which torch has no kernel on a CPU,
+as does its own `bucketed, not causal`. Last line: one JSON object.
 """
 
 import argparse
@@ -100,10 +101,18 @@ def main() -> None:
     }
     seconds = medians(sides, options.repeats, time.thread_time if options.cpu_seconds else time.perf_counter)
     ours = seconds["ours, bucketed"]
-    rows = [{"name": name, "ms": round(1e3 * took, 2), "ratio": round(took / ours, 2)} for name, took in seconds.items()]
+    rows = [
+        {"name": name, "ms": round(1e3 * took, 2), "ratio": round(took / ours, 2)} for name, took in seconds.items()
+    ]
     for ranks in (2, 8, 32):
         before, after = imbalance(options.batch, ranks)
-        rows.append({"name": f"fullest of {ranks} ranks over the mean", "neighbours": round(before, 3), "dealt": round(after, 3)})
+        rows.append(
+            {
+                "name": f"fullest of {ranks} ranks over the mean",
+                "neighbours": round(before, 3),
+                "dealt": round(after, 3),
+            }
+        )
     for row in rows:
         print("  ".join(f"{key} {value}" if key != "name" else f"{value:34}" for key, value in row.items()))
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", "torchrec-ext")}

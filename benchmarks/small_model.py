@@ -2,14 +2,15 @@
 
     python benchmarks/small_model.py [--only small full ...] [--repeats 5] [--quick] [--cpu_seconds] [--script FILE]
 
-Every row measures both of its sides in one run, in turn, one thread each, medians of the turns. `--script` runs another script as
-the baseline in processes of its own (it prints JSON with `instances_per_s` and takes `--shape` and `--seconds`); else it is
-script() below. Ours is what `train.compile=require` runs on rows in memory: order, negatives, forward, backward, Adam, and the look
-at each loss. `small-2-ranks` is two processes under local SGD against one, beside two that never talk; `epoch-small` and
-`epoch-full` are whole epochs, sampling included; `torchrec-path` eager steps of the sharded model against plain nn.Embedding with
-the same dense Adam, also without the batch's form in which a positive and its negatives share the user's side; `sweep` is what the
-rule "whole or row by row" rests on; `larger-batches` is HR@10 against speed as the batch grows. `--cpu_seconds` counts the thread's
-own seconds, for a machine that others use. `--quick` makes all small, to see that it runs. Last line: one JSON object.
+Every row measures both of its sides in one run, in turn, one thread each, medians of the turns. `--script` runs another
+script as the baseline in processes of its own (it prints JSON with `instances_per_s` and takes `--shape` and
+`--seconds`); else it is script() below. Ours is what `train.compile=require` runs on rows in memory: order, negatives,
+forward, backward, Adam, and the look at each loss. `small-2-ranks` is two processes under local SGD against one, beside
+two that never talk; `epoch-small` and `epoch-full` are whole epochs, sampling included; `torchrec-path` eager steps of
+the sharded model against plain nn.Embedding with the same dense Adam, also without the batch's form in which a positive
+and its negatives share the user's side; `sweep` is what the rule "whole or row by row" rests on; `larger-batches` is
+HR@10 against speed as the batch grows. `--cpu_seconds` counts the thread's own seconds, for a machine that others use.
+`--quick` makes all small, to see that it runs. Last line: one JSON object.
 """
 
 import argparse
@@ -70,7 +71,9 @@ class PlainNCF(nn.Module):
         super().__init__()
         self.gmf_user, self.gmf_item = nn.Embedding(users, 8), nn.Embedding(items + 1, 8)
         self.mlp_user, self.mlp_item = nn.Embedding(users, 32), nn.Embedding(items + 1, 32)
-        self.mlp = nn.Sequential(nn.Linear(64 + context, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU())
+        self.mlp = nn.Sequential(
+            nn.Linear(64 + context, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU()
+        )
         self.head = nn.Linear(16, 1)
 
     def forward(self, user: torch.Tensor, item: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
@@ -122,7 +125,9 @@ def other_script(path: str, shape: str, seconds: float) -> Callable[[int], float
 
     def run(_: int) -> float:
         command = [sys.executable, path, "--shape", shape, "--seconds", str(seconds)]
-        said = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        said = subprocess.run(
+            command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         return float(json.loads(said.stdout.splitlines()[-1])["instances_per_s"])
 
     return run
@@ -137,7 +142,9 @@ def in_turn(repeats: int, sides: dict[str, tuple[Callable[[int], float], int]]) 
     return {name: statistics.median(rates[1:]) for name, rates in found.items()}
 
 
-def row(name: str, baseline: float | None, ours: float, unit: str, ratio: float | None, required: Any, ceiling: Any = None) -> Row:
+def row(
+    name: str, baseline: float | None, ours: float, unit: str, ratio: float | None, required: Any, ceiling: Any = None
+) -> Row:
     digits = 4 if ours < 100 else 0
     return {
         "name": name,
@@ -156,10 +163,15 @@ def throughput(shape: str, required: float, ceiling: float | None) -> Callable[[
         theirs = other_script(options.script, shape, 4.0) if options.script else script(shape)
         with one_rank() as runtime:
             ours = Captured(shape, runtime)
-            run = {"script": (theirs, steps[0]), "ours": (lambda count: rate(ours.step, count), 10 if options.quick else steps[1])}
+            run = {
+                "script": (theirs, steps[0]),
+                "ours": (lambda count: rate(ours.step, count), 10 if options.quick else steps[1]),
+            }
             found = in_turn(options.repeats, run)
         print(f"{shape}: {ours.said}", file=sys.stderr)
-        yield row(shape, found["script"], found["ours"], "instances/s", found["ours"] / found["script"], required, ceiling)
+        yield row(
+            shape, found["script"], found["ours"], "instances/s", found["ours"] / found["script"], required, ceiling
+        )
 
     return rows
 
@@ -183,7 +195,8 @@ def epoch(shape: str, required: float, ceiling: float) -> Callable[[argparse.Nam
 def torchrec_path(options: argparse.Namespace) -> Iterator[Row]:
     """Eager steps of the sharded model against plain nn.Embedding, eager: the same rows, negatives given, dense Adam both.
 
-    Once as its loader makes batches, user and context once for a positive and its negatives, and once with all rows by themselves.
+    Once as its loader makes batches, user and context once for a positive and its negatives, and once with all rows by
+    themselves.
     """
     for name, shared in (("torchrec-path", ("user",)), ("torchrec-path, rows not shared", ())):
         with one_rank() as runtime:
@@ -204,11 +217,17 @@ def sweep(options: argparse.Namespace) -> Iterator[Row]:
     for times in (1, ROWS_PER_LOOKUP, 4 * ROWS_PER_LOOKUP):
         with one_rank() as runtime:
             ways = [
-                Captured("small", runtime, rows=1280 * times, rule=lambda *_, by_row=by_row: by_row) for by_row in (False, True)
+                Captured("small", runtime, rows=1280 * times, rule=lambda *_, by_row=by_row: by_row)
+                for by_row in (False, True)
             ]
-            run = {str(at): (lambda n, way=way: rate(way.step, n), 10 if options.quick else 100) for at, way in enumerate(ways)}
+            run = {
+                str(at): (lambda n, way=way: rate(way.step, n), 10 if options.quick else 100)
+                for at, way in enumerate(ways)
+            }
             whole, by_row = in_turn(options.repeats, run).values()
-        yield row(f"sweep, {times} rows per look-up", 6.4e6 / whole / 5, 6.4e6 / by_row / 5, "ms/step", by_row / whole, None)
+        yield row(
+            f"sweep, {times} rows per look-up", 6.4e6 / whole / 5, 6.4e6 / by_row / 5, "ms/step", by_row / whole, None
+        )
 
 
 ROWS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
@@ -236,11 +255,17 @@ def main() -> None:
     for entry in (row for name in options.only for row in ROWS[name](options)):
         found.append(entry)
         print(
-            f"{entry['name']:32s} {entry['ours']:14,.2f} {entry['unit']}" + (f"  {entry['ratio']}x" if entry["ratio"] else ""),
+            f"{entry['name']:32s} {entry['ours']:14,.2f} {entry['unit']}"
+            + (f"  {entry['ratio']}x" if entry["ratio"] else ""),
             flush=True,
         )
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "torchrec", "torchrec-ext")}
-    what = {"benchmark": "small_model", "clock": CLOCK.__name__, "versions": versions, "cores": len(os.sched_getaffinity(0))}
+    what = {
+        "benchmark": "small_model",
+        "clock": CLOCK.__name__,
+        "versions": versions,
+        "cores": len(os.sched_getaffinity(0)),
+    }
     print(json.dumps({**what, "rows": found}))
 
 

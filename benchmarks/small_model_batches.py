@@ -1,8 +1,8 @@
 """Row `larger-batches` of benchmarks/small_model.py: speed against HR@10 as the batch grows, on MovieLens 100K (TORCHREC_EXT_DATA).
 
-The network is the recipe `ncf`'s with its loader, negatives and evaluation over the whole catalogue; one process, eager steps,
-equal epochs. Learning rates are those of 256 positives, times the square root of how many times larger the batch is, or times that;
-both rise over the first epoch. 943 users are asked, so an HR@10 of .1 has a standard error of .01.
+The network is the recipe `ncf`'s with its loader, negatives and evaluation over the whole catalogue; one process, eager
+steps, equal epochs. Learning rates are those of 256 positives, times the square root of how many times larger the batch
+is, or times that; both rise over the first epoch. 943 users are asked, so an HR@10 of .1 has a standard error of .01.
 """
 
 import argparse
@@ -76,7 +76,9 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for name, scaling in SCALINGS.items() if size > SMALLEST else [("as it is", float)]:
                 rate, hit = trained(runtime, size, scaling(size / SMALLEST), quick=options.quick)
                 first = first or (rate, hit)
-                print(f"{size} positives, {name}: {rate:,.0f} instances/s, HR@10 {hit:.4f}", file=sys.stderr, flush=True)
+                print(
+                    f"{size} positives, {name}: {rate:,.0f} instances/s, HR@10 {hit:.4f}", file=sys.stderr, flush=True
+                )
                 yield {
                     "name": f"larger-batches, {size} positives, {name}",
                     "baseline": round(first[0]),

@@ -92,7 +92,9 @@ class Captured:
         user, item, context = positives(own)
         columns = {f"c{at}": Column(np.ascontiguousarray(context[:, at])) for at in range(own.context)}
         torch.manual_seed(0)
-        model = ContextualNCF(own.users, own.items + 1, context_dense=list(columns), shared=shared, device=torch.device("meta"))
+        model = ContextualNCF(
+            own.users, own.items + 1, context_dense=list(columns), shared=shared, device=torch.device("meta")
+        )
         self.loader = ChunkLoader(
             Chunk({"user_id": Column(user), "item_id": Column(item), **columns}),
             model.schema(),
@@ -112,7 +114,16 @@ class Captured:
         self._ready: Iterator[Any] = iter(())
         if rule is None:
             pipeline = make_pipeline(self.model, self.optimizer, runtime.device, forward=self.forward)
-            ways = Steps(self.model, self.optimizer, runtime, pipeline, self.forward, self.ranks, compile="require", total=1 << 40)
+            ways = Steps(
+                self.model,
+                self.optimizer,
+                runtime,
+                pipeline,
+                self.forward,
+                self.ranks,
+                compile="require",
+                total=1 << 40,
+            )
             self._outputs = self._epochs(ways)
         else:
             self._outputs = self._by_rule(rule)
@@ -159,7 +170,9 @@ class Captured:
         """A step as ``train.compile=off`` runs it, on one of 50 batches."""
         given = [item.batch() for item in itertools.islice(self.loader.steps(), 50) if isinstance(item, DrawnStep)]
         pipeline = make_pipeline(self.model, self.optimizer, self.runtime.device, forward=self.forward)
-        ways = Steps(self.model, self.optimizer, self.runtime, pipeline, self.forward, self.ranks, compile="off", total=1 << 40)
+        ways = Steps(
+            self.model, self.optimizer, self.runtime, pipeline, self.forward, self.ranks, compile="off", total=1 << 40
+        )
         outputs = ways.outputs(itertools.cycle(given), iter)
         return lambda: len(next(outputs).labels)
 
@@ -170,8 +183,17 @@ class Captured:
             assert isinstance(item, DrawnStep)
             batch = item.batch()
             if batch.shared is None:
-                found.append((batch.bags("user_id").values(), batch.bags("item_id").values(), batch.dense, batch.labels))
+                found.append(
+                    (batch.bags("user_id").values(), batch.bags("item_id").values(), batch.dense, batch.labels)
+                )
             else:
                 index = batch.shared.index
-                found.append((batch.shared.sparse.values()[index], batch.sparse.values(), batch.shared.dense[index], batch.labels))
+                found.append(
+                    (
+                        batch.shared.sparse.values()[index],
+                        batch.sparse.values(),
+                        batch.shared.dense[index],
+                        batch.labels,
+                    )
+                )
         return found

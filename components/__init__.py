@@ -42,7 +42,8 @@ def plan(
 
     Args:
         args: further flags of torchx_apps.plan, after -- (ex. -- --json --reserve 0.2)
-        tables: NAME=ROWSxDIM or NAME=ROWSxDIMxIDS with the mean ids of a row, by commas (ex. ad=300Mx64,history=12Mx64x20)
+        tables: NAME=ROWSxDIM or NAME=ROWSxDIMxIDS with the mean ids of a row, by commas (ex.
+            ad=300Mx64,history=12Mx64x20)
         recipe: in place of tables those of a built-in recipe, my_recipe.py:job or my.module:job
         set: change one key of the recipe, such as model.embedding_dim=64; give --set as often as you like
         world_size: devices, a process each
@@ -122,8 +123,8 @@ def embed(
     Args:
         args: further flags of torchx_apps.embed, after --
         bundle: a bundle's folder, or a run folder with one
-        catalogue: a parquet file, a folder of such, a pattern or an address, with the raw columns of the tower; where not given the
-            users that the bundle knows, by tower query
+        catalogue: a parquet file, a folder of such, a pattern or an address, with the raw columns of the tower; where
+            not given the users that the bundle knows, by tower query
         id: the column with the ids
         out: folder of the store, written whole; one that is there gets a new version
         refresh: in place of out the folder of a store there is, of which the rows of catalogue changed or are new

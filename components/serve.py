@@ -39,8 +39,10 @@ def export(
         out: the bundle's folder; RUN/bundle where not given
         index: exact, or flat, ivf, hnsw or pq of FAISS for models that score by dot product or cosine
         store: type of the stored vectors: fp32, fp16 or int8
-        onnx: folder for the towers and the top NN as ONNX files, checked equal; a tower is left out by -- --onnx-skip TOWER
-        checkpoint: best (by train.early_stop.metric), last, a step, or a path; best where the run has marked one, else last
+        onnx: folder for the towers and the top NN as ONNX files, checked equal; a tower is left out by -- --onnx-skip
+            TOWER
+        checkpoint: best (by train.early_stop.metric), last, a step, or a path; best where the run has marked one, else
+            last
         recipe: my_recipe.py:job or my.module:job, where the run's recipe is not built in
         set: change one key of the recipe, such as data.folder=/data; give --set as often as you like
         name: of the job
@@ -92,12 +94,14 @@ def http(
 
     Args:
         args: further flags of torchx_apps.serve, after -- (ex. -- --max-k 100 --log events)
-        bundle: a bundle's or a run's folder, a link to it, or a text file with its path; pointed elsewhere, that one is served
+        bundle: a bundle's or a run's folder, a link to it, or a text file with its path; pointed elsewhere, that one is
+            served
         host: address to listen on; 0.0.0.0 for every one of the machine
         port: to listen on; 0 for any that is free
         workers: processes that share the bundle's files
         token_file: file with the token that callers must bear; else the variable TORCHREC_EXT_TOKEN, else none
-        allowed_hosts: what the header Host may name, by commas; by default this machine's names on a loopback host, else *
+        allowed_hosts: what the header Host may name, by commas; by default this machine's names on a loopback host,
+            else *
         vectors: folder of a store with users' vectors, as rec.embed --tower query writes one
         redis: address of a Redis with users' vectors, as rec.embed --redis writes them (ex. redis://host:6379/0)
         name: of the job
@@ -111,7 +115,12 @@ def http(
     flags = ["-m", "torchx_apps.serve", bundle, f"--host={host}", f"--port={port}", f"--workers={workers}"]
     flags += [
         f"--{flag}={value}"
-        for flag, value in {"token-file": token_file, "allowed-hosts": allowed_hosts, "vectors": vectors, "redis": redis}.items()
+        for flag, value in {
+            "token-file": token_file,
+            "allowed-hosts": allowed_hosts,
+            "vectors": vectors,
+            "redis": redis,
+        }.items()
         if value is not None
     ]
     role = specs.Role(

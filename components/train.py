@@ -62,7 +62,8 @@ def hybrid(
         memMB: memory per node in MiB
         env: environment for every rank (ex. NCCL_DEBUG=INFO,GLOO_SOCKET_IFNAME=eth0)
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
-        rdzv_port: port on the first node where the ranks of several nodes meet; 0 for one of 20000 to 29999 made of the job's id
+        rdzv_port: port on the first node where the ranks of several nodes meet; 0 for one of 20000 to 29999 made of the
+            job's id
         debug: turn on torch's slow distributed checks
     """
     return _app(
@@ -137,7 +138,8 @@ def networks(
         stack: auto, require (members that cannot be stacked are refused) or never
         codistill: stacked members learn from each other (ex. weight=1,burn_in=1000,every=100)
         weights: write each stacked member's state dict as weights.pt
-        run_dir: folder for the table, the picture and a run folder of each member; on several nodes one that all of them see
+        run_dir: folder for the table, the picture and a run folder of each member; on several nodes one that all of
+            them see
         resume: auto to go on in run_dir, or in the recipe's newest: members that have ended stay as they are
         j: NODESxPROCS, or MIN:MAXxPROCS to train on however many nodes between MIN and MAX are up
         threads: OpenMP threads per rank; one is fastest on small models
@@ -150,7 +152,8 @@ def networks(
         memMB: memory per node in MiB
         env: environment for every rank (ex. CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50)
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
-        rdzv_port: port on the first node where the ranks of several nodes meet; 0 for one of 20000 to 29999 made of the job's id
+        rdzv_port: port on the first node where the ranks of several nodes meet; 0 for one of 20000 to 29999 made of the
+            job's id
         debug: turn on torch's slow distributed checks
     """
     given = [("vary", vary), ("member", member), ("groups", groups), ("codistill", codistill)]
@@ -230,7 +233,9 @@ def _topology(j: str) -> str:
     nodes, x, procs = j.partition("x")
     counts = [*nodes.split(":"), procs]
     if not x or len(counts) > 3 or not all(count.isdecimal() and int(count) > 0 for count in counts):
-        raise ValueError(f"-j {j}: write NODESxPROCS or MIN:MAXxPROCS in whole numbers from 1, such as -j 1x2 or -j 2:4x8")
+        raise ValueError(
+            f"-j {j}: write NODESxPROCS or MIN:MAXxPROCS in whole numbers from 1, such as -j 1x2 or -j 2:4x8"
+        )
     if len(counts) == 3 and int(counts[0]) > int(counts[1]):
         raise ValueError(f"-j {j}: MIN is {counts[0]} and MAX is {counts[1]}; write MIN:MAXxPROCS with MIN at most MAX")
     return j
@@ -243,9 +248,10 @@ def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, 
         raise ValueError(f"--max_retries {max_retries}: write 0 for none, or how often to start again")
     ours = {"OMP_NUM_THREADS": str(threads)}
     if max_retries or elastic:
-        # Each attempt meets at a store of its own. In the agents' store, which outlives them, a restarted rank reads the dead one's
-        # address and gloo cannot connect (https://github.com/pytorch/pytorch/issues/135712); and ranks look there under the count
-        # of their own host's restarts, which differs between hosts after the first fault: they would wait for each other.
+        # Each attempt meets at a store of its own. In the agents' store, which outlives them, a restarted rank reads
+        # the dead one's address and gloo cannot connect (https://github.com/pytorch/pytorch/issues/135712); and ranks
+        # look there under the count of their own host's restarts, which differs between hosts after the first fault:
+        # they would wait for each other.
         ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return {**ours, **(env or {})}
 

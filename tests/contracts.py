@@ -31,7 +31,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     results: Any = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _CONTEXT.Process(target=_rank, args=(function, rank, world_size, f"{folder}/store", results, args), daemon=True)
+            _CONTEXT.Process(
+                target=_rank, args=(function, rank, world_size, f"{folder}/store", results, args), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in processes:
@@ -59,9 +61,13 @@ def _collect(results: Any, world_size: int, timeout_s: float) -> list[Any]:
     return [by_rank[rank] for rank in range(world_size)]
 
 
-def _rank(function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     try:
         runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
@@ -89,7 +95,10 @@ def leave_group(runtime: Runtime) -> None:
 
 def gather_state(model: nn.Module) -> dict[str, Tensor] | None:
     """Tables and dense parameters as whole CPU tensors on rank 0, None on the others; all ranks call it."""
-    parts = [(s.fqn, s.config.num_embeddings, s.config.embedding_dim, s.row, s.column, s.tensor.cpu()) for s in local_shards(model)]
+    parts = [
+        (s.fqn, s.config.num_embeddings, s.config.embedding_dim, s.row, s.column, s.tensor.cpu())
+        for s in local_shards(model)
+    ]
     received: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(parts, received if dist.get_rank() == 0 else None)
     if dist.get_rank() != 0:

@@ -54,7 +54,9 @@ def gradients(model: TowerModel, batch: TowerBatch) -> tuple[Tensor, dict[str, T
     """The logits, and the gradient of every parameter that gets one."""
     loss, output = model(batch)
     loss.backward()
-    return output.logits, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return output.logits, {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 def assert_every_gradient(model: torch.nn.Module, batch: TowerBatch) -> None:
@@ -70,7 +72,10 @@ def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, s
     schema = small_model(META).schema()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        users, items = torch.randint(USERS, (size,), generator=generator), torch.randint(ITEMS, (size,), generator=generator)
+        users, items = (
+            torch.randint(USERS, (size,), generator=generator),
+            torch.randint(ITEMS, (size,), generator=generator),
+        )
         lengths = torch.randint(0, 4, (size,), generator=generator)
         history = torch.randint(ITEMS, (int(lengths.sum()),), generator=generator)
         dense = torch.rand(2, size, generator=generator)
@@ -91,7 +96,8 @@ def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, s
         )
 
 
-# What no manifest is: to open a pipe waits for ever, a device has no end, and 60 MB of JSON take a hundred times as much memory.
+# What no manifest is: to open a pipe waits for ever, a device has no end, and 60 MB of JSON take a hundred times as
+# much memory.
 NO_MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (os.mkfifo, "it is no plain file"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "it is no plain file"),

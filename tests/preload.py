@@ -11,8 +11,8 @@ import tests.examples  # noqa: F401
 import torchx_apps.jobs.exporting
 import torchx_apps.jobs.training  # noqa: F401
 
-# What a whole run imports as it goes, two of its five seconds on a small set. Not pandas: after it a fork faults pages in
-# that test_allocator.py counts.
+# What a whole run imports as it goes, two of its five seconds on a small set. Not pandas: after it a fork faults pages
+# in that test_allocator.py counts.
 with contextlib.suppress(ImportError):
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401

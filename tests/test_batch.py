@@ -17,7 +17,9 @@ def batch() -> TowerBatch:
     made.shared = SharedRows(sparse=next(batches(1, seed=2)).sparse, dense=torch.rand(24, 3), index=torch.arange(24))
     made.joint = next(batches(1, seed=3)).sparse
     ids = next(batches(1, seed=4)).sparse
-    made.weighted = KeyedJaggedTensor(ids.keys(), ids.values(), weights=torch.rand(len(ids.values())), lengths=ids.lengths())
+    made.weighted = KeyedJaggedTensor(
+        ids.keys(), ids.values(), weights=torch.rand(len(ids.values())), lengths=ids.lengths()
+    )
     made.targets = torch.rand(24, 2)
     return made
 

@@ -42,11 +42,15 @@ def test_healthy_is_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.mark.unit
-def test_a_mismatch_is_one_and_names_its_repair(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mismatch_is_one_and_names_its_repair(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     finds(monkeypatch, environment(torchrec="1.6.0"))
     assert doctor.main(["--no-import"]) == 1
     out = capsys.readouterr().out
-    assert "WRONG torchrec: found 1.6.0, expected 1.8.0\n    repair: py -m pip install --no-deps torchrec==1.8.0\n" in out
+    assert (
+        "WRONG torchrec: found 1.6.0, expected 1.8.0\n    repair: py -m pip install --no-deps torchrec==1.8.0\n" in out
+    )
     assert out.endswith("not healthy: 1 to repair\n")
 
 
@@ -63,7 +67,12 @@ def test_json_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("stdout", "stderr", "status", "says"),
     [
-        ("", "Traceback\nImportError: libtorch_cuda.so: cannot open\n", 1, "ImportError: libtorch_cuda.so: cannot open (status 1)"),
+        (
+            "",
+            "Traceback\nImportError: libtorch_cuda.so: cannot open\n",
+            1,
+            "ImportError: libtorch_cuda.so: cannot open (status 1)",
+        ),
         ("", "", -6, "nothing on stderr (signal 6)"),
         (GOOD.replace("10.0", "0.0"), "", 0, "a lookup gave [8.0, 0.0] instead of [8.0, 10.0]"),
     ],
@@ -75,7 +84,9 @@ def test_an_import_that_fails_is_one_line(
     problem = doctor.probe("cpu")
     assert isinstance(problem, stack.Problem)
     assert says in problem.found
-    assert problem.repair == "py -m pip uninstall -y torch fbgemm-gpu-cpu torchrec && py -m torchrec_ext.doctor --install"
+    assert (
+        problem.repair == "py -m pip uninstall -y torch fbgemm-gpu-cpu torchrec && py -m torchrec_ext.doctor --install"
+    )
 
 
 @pytest.mark.unit
@@ -106,7 +117,9 @@ def test_pythons_that_the_stack_has_wheels_for(version: tuple[int, int], count: 
 
 
 @pytest.mark.unit
-def test_a_wrong_variable_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_variable_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TORCHREC_EXT_VARIANT", "gpu")
     assert doctor.main([]) == 1
     assert capsys.readouterr().err.startswith("doctor: TORCHREC_EXT_VARIANT='gpu': it must be cpu or cuda")
@@ -175,7 +188,9 @@ def test_without_either_the_error_says_what_to_fetch(monkeypatch: pytest.MonkeyP
     finds(monkeypatch, stack.Installed(versions={}))
     monkeypatch.setattr("shutil.which", lambda _name: "uv")
     fake = commands(monkeypatch, _cpu=NO_MATCH, backend="dns error")
-    with pytest.raises(install.InstallError, match=r"get torch-2\.13\.0\+cpu-cp3\d+-cp3\d+-manylinux_2_28_x86_64\.whl") as info:
+    with pytest.raises(
+        install.InstallError, match=r"get torch-2\.13\.0\+cpu-cp3\d+-cp3\d+-manylinux_2_28_x86_64\.whl"
+    ) as info:
         install.install("cpu", None, quiet)
     assert "uv: dns error" in str(info.value)
     assert "PIP_FIND_LINKS=DIR make demo" in str(info.value)

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 OURS = ("torchrec_ext", "torchx_apps", "components")
 TORCH = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
 
-# A unit is a module or subpackage of torchrec_ext, or one of the two folders beside it. Each may import itself and what stands
-# here; "modules.tower" is one module of a unit. `needs_torch` is open to all of torchrec_ext and torchx_apps.
+# A unit is a module or subpackage of torchrec_ext, or one of the two folders beside it. Each may import itself and what
+# stands here; "modules.tower" is one module of a unit. `needs_torch` is open to all of torchrec_ext and torchx_apps.
 BASE = {"schema", "batch", "timing", "tensor_file"}
 SET_UP = {"stack", "needs_torch", "probe", "doctor"}
 MAY_IMPORT: Mapping[str, set[str]] = {
@@ -32,9 +32,19 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "train": {"distributed", "batch", "timing", "tensor_file", "sealed"},
     "networks": {"train", "distributed", "modules", "batch", "timing"},
     # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone.
-    "retrieval": {"schema", "batch", "modules", "models", "tensor_file", "sealed", "data.preprocess", "distributed.tables"},
+    "retrieval": {
+        "schema",
+        "batch",
+        "modules",
+        "models",
+        "tensor_file",
+        "sealed",
+        "data.preprocess",
+        "distributed.tables",
+    },
     "diagnose": {"timing"},
-    "torchx_apps": BASE | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "diagnose", "stack"},
+    "torchx_apps": BASE
+    | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "diagnose", "stack"},
     "components": set(),
 }
 
@@ -151,7 +161,11 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
 @pytest.mark.parametrize(
     ("module", "statement", "why"),
     [
-        ("torchrec_ext.train.loop", "from torchrec_ext.models.tower_model import TowerModel", "train may import batch, distr"),
+        (
+            "torchrec_ext.train.loop",
+            "from torchrec_ext.models.tower_model import TowerModel",
+            "train may import batch, distr",
+        ),
         ("torchrec_ext.train.loop", "def f():\n    import torchrec_ext.data.loader.loader", "train may import"),
         (
             "torchrec_ext.data.loader.loader",
@@ -206,4 +220,6 @@ def test_the_checker_finds_torch_before_the_check() -> None:
     assert unguarded({"torchrec_ext.batch": torch + guard}) == ["torchrec_ext.batch"]
     assert unguarded({"torchrec_ext.batch": guard + torch}) == []
     assert unguarded({"torchrec_ext.data": guard, "torchrec_ext.data.loader.loader": torch}) == []
-    assert unguarded({"torchrec_ext.data": "", "torchrec_ext.data.loader.loader": torch}) == ["torchrec_ext.data.loader.loader"]
+    assert unguarded({"torchrec_ext.data": "", "torchrec_ext.data.loader.loader": torch}) == [
+        "torchrec_ext.data.loader.loader"
+    ]

@@ -62,7 +62,11 @@ def test_the_wheel_registers_our_components_beside_torchxs_own(wheel: zipfile.Zi
 def test_the_wheels_metadata_leaves_the_triple_to_the_doctor(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     required = [line.split()[1] for line in wheel.read(name).decode().splitlines() if line.startswith("Requires-Dist:")]
-    plain = [line for line in wheel.read(name).decode().splitlines() if line.startswith("Requires-Dist:") and "extra" not in line]
+    plain = [
+        line
+        for line in wheel.read(name).decode().splitlines()
+        if line.startswith("Requires-Dist:") and "extra" not in line
+    ]
     assert not [line for line in plain if "torchrec" in line or "fbgemm" in line or " torch=" in line]
     assert {"torch==2.13.0;", "torchrec==1.8.0;", "fbgemm-gpu==1.8.0;"} <= set(required)
 
@@ -72,4 +76,10 @@ def test_the_source_distribution_holds_what_the_wheel_is_built_from(tree: Path, 
     run("-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})", cwd=tree)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"components/train.py", "torchx_apps/train.py", "torchrec_ext/stack.py", "pyproject.toml", "LICENSE"} <= names
+    assert {
+        "components/train.py",
+        "torchx_apps/train.py",
+        "torchrec_ext/stack.py",
+        "pyproject.toml",
+        "LICENSE",
+    } <= names

@@ -82,7 +82,12 @@ def test_a_finished_run_is_not_trained_again_and_a_killed_one_is(
         (folder / "summary.json").write_text(json.dumps({"test": {"auc": 0.5 + len(trained)}}))
 
     monkeypatch.setattr(quality, "_follow", lambda line, title, log: follow(line, title.replace(" model", ""), log))
-    row = {"what": "", "seeds": 2, "runs": {"model": {"recipe": "ncf", "set": ["train.epochs=1"]}}, "required": {"auc": 1.0}}
+    row = {
+        "what": "",
+        "seeds": 2,
+        "runs": {"model": {"recipe": "ncf", "set": ["train.epochs=1"]}},
+        "required": {"auc": 1.0},
+    }
     with pytest.raises(KeyboardInterrupt):
         quality.measure("Q", row, None, quality.Results(tmp_path / "results.json"))
     (tmp_path / "runs" / "Q-model-1").mkdir()
@@ -95,7 +100,9 @@ def test_a_finished_run_is_not_trained_again_and_a_killed_one_is(
     assert len(trained) == 4, "another command is another run"
 
 
-def test_other_defaults_make_another_run_and_a_setting_of_a_later_version_does_not(quality: ModuleType, tmp_path: Path) -> None:
+def test_other_defaults_make_another_run_and_a_setting_of_a_later_version_does_not(
+    quality: ModuleType, tmp_path: Path
+) -> None:
     kept = quality.Results(tmp_path / "results.json")
     kept.add({"id": "Q", "settings": {"train.epochs": 2}})
     assert kept.find({"id": "Q", "settings": {"train.epochs": 2, "train.new": 0}})

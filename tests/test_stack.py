@@ -45,11 +45,29 @@ def test_the_pinned_triple_is_healthy(variant: stack.Variant) -> None:
 @pytest.mark.parametrize(
     ("found", "variant", "what", "saw", "repair"),
     [
-        (environment(torch="2.12.1+cpu"), "cpu", "torch", "2.12.1+cpu (CPU build)", "py -m torchrec_ext.doctor --install"),
+        (
+            environment(torch="2.12.1+cpu"),
+            "cpu",
+            "torch",
+            "2.12.1+cpu (CPU build)",
+            "py -m torchrec_ext.doctor --install",
+        ),
         (environment(torchrec=None), "cpu", "torchrec", "nothing", "py -m pip install --no-deps torchrec==1.8.0"),
         (environment(torchrec="1.6.0"), "cpu", "torchrec", "1.6.0", "py -m pip install --no-deps torchrec==1.8.0"),
-        (environment(fbgemm_gpu_cpu=None), "cpu", "fbgemm-gpu-cpu", "nothing", "py -m pip install fbgemm-gpu-cpu==1.8.0"),
-        (environment(fbgemm_gpu_cpu="1.6.0"), "cpu", "fbgemm-gpu-cpu", "1.6.0", "py -m pip install fbgemm-gpu-cpu==1.8.0"),
+        (
+            environment(fbgemm_gpu_cpu=None),
+            "cpu",
+            "fbgemm-gpu-cpu",
+            "nothing",
+            "py -m pip install fbgemm-gpu-cpu==1.8.0",
+        ),
+        (
+            environment(fbgemm_gpu_cpu="1.6.0"),
+            "cpu",
+            "fbgemm-gpu-cpu",
+            "1.6.0",
+            "py -m pip install fbgemm-gpu-cpu==1.8.0",
+        ),
         (environment(torchmetrics="1.8.0"), "cpu", "torchmetrics", "1.8.0", "py -m pip install torchmetrics==1.0.3"),
         (environment(tensordict=None), "cpu", "tensordict", "nothing", "py -m pip install tensordict"),
         (
@@ -75,7 +93,9 @@ def test_the_pinned_triple_is_healthy(variant: stack.Variant) -> None:
         ),
     ],
 )
-def test_each_mismatch_has_one_repair_line(found: Installed, variant: stack.Variant, what: str, saw: str, repair: str) -> None:
+def test_each_mismatch_has_one_repair_line(
+    found: Installed, variant: stack.Variant, what: str, saw: str, repair: str
+) -> None:
     (problem,) = stack.problems(found, variant, python="py")
     assert (problem.what, problem.found, problem.repair) == (what, saw, repair)
 
@@ -164,7 +184,9 @@ def test_a_mixed_triple_says_so_and_loads_no_torch(mixed: str, code: str) -> Non
     )
     assert "torch: found 2.12.0+cpu (CPU build), expected 2.13.0 (CPU build)" in done.stdout
     assert "fbgemm-gpu 1.8.0 laid over fbgemm-gpu-cpu 1.8.0" in done.stdout
-    assert f"all at once: TORCHREC_EXT_VARIANT=cpu {stack.interpreter()} -m torchrec_ext.doctor --install" in done.stdout
+    assert (
+        f"all at once: TORCHREC_EXT_VARIANT=cpu {stack.interpreter()} -m torchrec_ext.doctor --install" in done.stdout
+    )
     assert done.stdout.endswith("False\n")
 
 
@@ -180,7 +202,9 @@ def test_no_export_shares_its_name_with_a_submodule() -> None:
     import torchrec_ext
 
     folder = Path(torchrec_ext.__file__).parent
-    submodules = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    submodules = {path.stem for path in folder.glob("*.py")} | {
+        path.parent.name for path in folder.glob("*/__init__.py")
+    }
     assert not submodules & set(torchrec_ext.__all__)
     assert sorted(torchrec_ext.__all__) == sorted(torchrec_ext._EXPORTS)
 

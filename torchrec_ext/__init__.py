@@ -1,6 +1,7 @@
 """Recommender sub-networks declared as towers, trained hybrid-parallel on TorchRec, explained when slow, and served as trained.
 
-Importing the package costs no torch: the names below are imported when first used, after a check of the installed stack.
+Importing the package costs no torch: the names below are imported when first used, after a check of the installed
+stack.
 """
 
 import importlib
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.scorer.scorer import Scorer
     from torchrec_ext.schema import BatchSchema
 
-# `train` is not here: a name shared with the subpackage would be the function or the module, whichever was imported last.
+# `train` is not here: a name shared with the subpackage would be the function or the module, whichever was imported
+# last.
 _EXPORTS: dict[str, str] = {
     "ArrowSource": "torchrec_ext.data.files.sources",
     "BatchSchema": "torchrec_ext.schema",

@@ -34,7 +34,9 @@ class _Fields(Pipelineable):
     def _map(self, function: Callable[[Any], Any]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         kept = (int, type(None))
-        return type(self)(**{name: value if isinstance(value, kept) else function(value) for name, value in values.items()})
+        return type(self)(
+            **{name: value if isinstance(value, kept) else function(value) for name, value in values.items()}
+        )
 
 
 @dataclass
@@ -60,27 +62,29 @@ class SharedRows(_Fields):
 class TowerBatch(_Fields):
     """B rows for all towers at once.
 
-    All sparse features of a kind are one KeyedJaggedTensor, and an attribute: ``TrainPipelineSparseDist`` overlaps the input dist
-    only of modules whose input it can follow by ``getattr`` from the batch.
+    All sparse features of a kind are one KeyedJaggedTensor, and an attribute: ``TrainPipelineSparseDist`` overlaps the
+    input dist only of modules whose input it can follow by ``getattr`` from the batch.
 
     Args:
         sparse: F keys, stride B.
         dense: (B, Fd) float32; Fd may be 0.
         labels: (B,) float32.
         weights: (B,) float32; 0 marks a padding row, which no loss and no metric counts.
-        total_weight: () float32, the sum of ``weights`` over all ranks divided by R. Dividing the weighted loss by it makes the
-            mean of the ranks' losses the mean over the global batch, however unevenly padding is spread.
+        total_weight: () float32, the sum of ``weights`` over all ranks divided by R. Dividing the weighted loss by it
+            makes the mean of the ranks' losses the mean over the global batch, however unevenly padding is spread.
         log_q: (B,) float32 log-probability with which the row's candidate was sampled, or None.
-        shared: the features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None without such.
+        shared: the features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None
+            without such.
         joint: stride Q + B, the bags of tables that a shared tower and another both read, each looked up once: see
             :class:`torchrec_ext.schema.features.Joint`. None without such.
-        weighted: stride Q + B likewise, the bags of tables that pool by weights, with a weight for each id. None without such.
+        weighted: stride Q + B likewise, the bags of tables that pool by weights, with a weight for each id. None
+            without such.
         targets: (B, T - 1) float32, the labels of the second and further tasks. None for one task.
         users: (B,) int64, the user of each row, and
-        items: (B,) int64, the item of each row, as they were sampled: id dropout changes what is looked up and not these.
-            0 for padding. For losses that compare rows; None where the schema names no such column.
-        queries: the rows from the first on that have a query; those after them are candidates alone. Where it is given, as
-            by a loader, the batches of all ranks are of one size; None: every row has a query, and ranks may differ.
+        items: (B,) int64, the item of each row, as they were sampled: id dropout changes what is looked up and not
+            these. 0 for padding. For losses that compare rows; None where the schema names no such column.
+        queries: the rows from the first on that have a query; those after them are candidates alone. Where it is given,
+            as by a loader, the batches of all ranks are of one size; None: every row has a query, and ranks may differ.
     """
 
     sparse: KeyedJaggedTensor
@@ -132,7 +136,9 @@ class TowerBatch(_Fields):
         place = int(lengths[:queries].sum())
         rows, ids = (slice(queries), slice(place)) if first else (slice(queries, None), slice(place, None))
         weights = bags.weights_or_none()
-        return JaggedTensor(bags.values()[ids], lengths=lengths[rows], weights=None if weights is None else weights[ids])
+        return JaggedTensor(
+            bags.values()[ids], lengths=lengths[rows], weights=None if weights is None else weights[ids]
+        )
 
 
 class Resident(Protocol):

@@ -4,9 +4,9 @@ Exit status 0 when healthy, 1 when not. `--install` repairs it, `--json` answers
 
 Installs the triple into the running interpreter's environment; `python -m torchrec_ext.doctor --install` calls it.
 
-The one hard part is torch without CUDA. The public registry's torch is the CUDA build on every Linux, gigabytes of it, so on a CPU
-machine it is never asked for. Instead, in this order: `torch==2.13.0+cpu` from wherever the user's pip looks (a folder of wheels, a
-mirror), then uv, which knows PyTorch's own CPU index by itself, and then a clear error.
+The one hard part is torch without CUDA. The public registry's torch is the CUDA build on every Linux, gigabytes of it,
+so on a CPU machine it is never asked for. Instead, in this order: `torch==2.13.0+cpu` from wherever the user's pip
+looks (a folder of wheels, a mirror), then uv, which knows PyTorch's own CPU index by itself, and then a clear error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def reason(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith(("ERROR: ", "error: ", "cause: "))]
     if any("after connection broken by" in line for line in lines):
-        errors.append("pip did not reach its package index; without a network give it a folder of wheels: PIP_FIND_LINKS=DIR")
+        errors.append(
+            "pip did not reach its package index; without a network give it a folder of wheels: PIP_FIND_LINKS=DIR"
+        )
     return "\n    ".join(errors[-6:] or [line for line in lines if not line.startswith("WARNING")][-5:])
 
 
@@ -137,7 +139,8 @@ def no_torch(pip_said: str, uv_said: str) -> str:
         f"    pip: {pip_said}\n"
         f"    uv: {uv_said}\n"
         f"  Do this: get {wheel}\n"
-        "  from PyTorch's own package index (its Get Started page, compute platform CPU) on a machine that reaches it,\n"
+        "  from PyTorch's own package index (its Get Started page, compute platform CPU) on a machine that reaches "
+        "it,\n"
         "  put it into a folder DIR here, and run: PIP_FIND_LINKS=DIR make demo\n"
         "  (The plain torch of the public registry is the CUDA build with gigabytes of packages, so it is not taken.)"
     )
@@ -260,7 +263,8 @@ def probe(variant: Variant) -> float | Problem:
     """Imports the triple in a process of its own and looks two rows up; the seconds it took, or what went wrong."""
     done = subprocess.run(
         [sys.executable, "-m", "torchrec_ext.probe"],
-        # pip installs without bytecode (install.py): the first import writes what is needed of it, 15 s once, 5 s ever after.
+        # pip installs without bytecode (install.py): the first import writes what is needed of it, 15 s once, 5 s ever
+        # after.
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True,
         text=True,
@@ -307,7 +311,11 @@ def _notes(variant: Variant, machine: Variant) -> list[str]:
     if variant == machine:
         return []
     switch = f"TORCHREC_EXT_VARIANT={machine} {stack.interpreter()} -m torchrec_ext.doctor --install"
-    seen = "an NVIDIA GPU is in sight, but the CPU builds are used" if machine == "cuda" else "CUDA builds, but no GPU in sight"
+    seen = (
+        "an NVIDIA GPU is in sight, but the CPU builds are used"
+        if machine == "cuda"
+        else "CUDA builds, but no GPU in sight"
+    )
     return [f"{seen}; to change that: {switch}"]
 
 

@@ -48,8 +48,8 @@ def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> b
     """Gives two files or folders each other's name in one step, so that both names are there at any moment.
 
     Returns:
-        Whether it was done: not every file system can (NFS cannot), and of systems Linux alone. What else is against it, such as a
-        missing permission, is told by the plain renames that stand in for it.
+        Whether it was done: not every file system can (NFS cannot), and of systems Linux alone. What else is against
+        it, such as a missing permission, is told by the plain renames that stand in for it.
 
     Example:
         >>> import tempfile
@@ -72,7 +72,8 @@ def no_locks(error: OSError) -> str:
         'cannot be locked (No locks available): a'
     """
     return (
-        f"cannot be locked ({error.strerror or error}): a lock keeps two jobs from writing the same files, and its file system "
+        f"cannot be locked ({error.strerror or error}): a lock keeps two jobs from writing the same files, and its "
+        "file system "
         "offers none; mount it with locks (NFS: with lockd, or nolock; Lustre: with flock)"
     )
 

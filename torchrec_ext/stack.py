@@ -1,8 +1,8 @@
 """The pinned triple torch, fbgemm and torchrec: which builds belong together, what is installed, and the line that repairs it.
 
-Standard library only: this module must answer before torch can be imported, and above all when it cannot. The three are compiled
-against each other (torch 2.13 = fbgemm 1.8 = torchrec 1.8); any other mix dies inside a shared object with `undefined symbol` or
-`libtorch_cuda.so: cannot open shared object file`.
+Standard library only: this module must answer before torch can be imported, and above all when it cannot. The three are
+compiled against each other (torch 2.13 = fbgemm 1.8 = torchrec 1.8); any other mix dies inside a shared object with
+`undefined symbol` or `libtorch_cuda.so: cannot open shared object file`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Variant = Literal["cpu", "cuda"]
 
 TORCH, FBGEMM, TORCHREC = "2.13.0", "1.8.0", "1.8.0"
 FBGEMM_NAME: Mapping[Variant, str] = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
-# What torchrec needs beside torch and fbgemm. Listed here because torchrec itself goes in with --no-deps: its metadata asks for
-# the CUDA build of fbgemm on every machine.
+# What torchrec needs beside torch and fbgemm. Listed here because torchrec itself goes in with --no-deps: its metadata
+# asks for the CUDA build of fbgemm on every machine.
 NEEDS: Mapping[str, str | None] = {"tensordict": None, "torchmetrics": "1.0.3", "tqdm": None, "pyre-extensions": None}
 NEEDS_THAT_PULL_TORCH = frozenset({"tensordict", "torchmetrics"})
 PYTHONS = ((3, 10), (3, 13))
@@ -134,8 +134,8 @@ def asked_variant() -> Variant | None:
 def wanted_variant(found: Installed, machine: Variant) -> Variant:
     """The variant to hold the environment to.
 
-    That is the one asked for, else the one installed if torch and fbgemm agree on it, else the machine's. CUDA builds work on a
-    login node without a GPU, and CPU builds on a machine with one: only a mix is broken.
+    That is the one asked for, else the one installed if torch and fbgemm agree on it, else the machine's. CUDA builds
+    work on a login node without a GPU, and CPU builds on a machine with one: only a mix is broken.
     """
     if asked := asked_variant():
         return asked
@@ -172,8 +172,11 @@ def _torch_problem(found: Installed, torch: Requirement, variant: Variant, pytho
     if version and version.partition("+")[0] == torch.version and found.torch_build == variant:
         return None
     here = f"{version} ({_BUILD[found.torch_build]})" if version and found.torch_build else version or "nothing"
-    # Never a plain `pip install torch`: on a CPU machine it takes the CUDA build, and beside a CPU build it does nothing.
-    return Problem(what="torch", found=here, expected=f"{torch.version} ({_BUILD[variant]})", repair=doctor_line(python))
+    # Never a plain `pip install torch`: on a CPU machine it takes the CUDA build, and beside a CPU build it does
+    # nothing.
+    return Problem(
+        what="torch", found=here, expected=f"{torch.version} ({_BUILD[variant]})", repair=doctor_line(python)
+    )
 
 
 def _fbgemm_problem(found: Installed, fbgemm: Requirement, variant: Variant, python: str) -> Problem | None:

@@ -79,7 +79,9 @@ class TensorWriter:
         self._stream.seek(self._starts[name] + row * shape.row_bytes)
         self._stream.write(_raw(block.to(shape.dtype)))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self._drop()
             return

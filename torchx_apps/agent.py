@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _PR_SET_PDEATHSIG = 1
-# What a rank has of its own once it has imported what it trains with, and before it has data or a model (measured: 265 MiB).
+# What a rank has of its own once it has imported what it trains with, and before it has data or a model (measured: 265
+# MiB).
 _RANK_BYTES = 256 << 20
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below those that Linux gives to connections and Kubernetes to services
 
@@ -63,10 +64,14 @@ def _run(argv: Sequence[str]) -> int:
         raise SignalException("the job was stopped by SIGTERM", signal.SIGTERM)
 
     # In place of torch's own handler, which at a second signal no longer waits for ranks that save.
-    options.signals_to_handle = ",".join(name for name in options.signals_to_handle.split(",") if name.strip() != "SIGTERM")
+    options.signals_to_handle = ",".join(
+        name for name in options.signals_to_handle.split(",") if name.strip() != "SIGTERM"
+    )
     signal.signal(signal.SIGTERM, once(stop, stop))
     try:
-        run.run(options)  # without the wrapper of run.main, which writes the scheduler's reply file too, and not in one move
+        run.run(
+            options
+        )  # without the wrapper of run.main, which writes the scheduler's reply file too, and not in one move
     except ChildFailedError as failed:
         hand_over(describe_failure(*first_failure(failed.failures)))
         return 1
@@ -99,7 +104,8 @@ def too_many(ranks: int, memory: int | None = None) -> str:
         return ""
     needed, there = ranks * _RANK_BYTES / 2**30, memory / 2**30
     return (
-        f"{ranks} ranks on one machine: they need {needed:,.0f} GiB before they read any data, and it has {there:,.0f} GiB, "
+        f"{ranks} ranks on one machine: they need {needed:,.0f} GiB before they read any data, and it has {there:,.0f} "
+        "GiB, "
         f"enough for {memory // _RANK_BYTES}; start fewer"
     )
 
@@ -120,7 +126,8 @@ def meeting_point(endpoint: str, job: str, *, several: bool) -> str:
 
     Args:
         endpoint: HOST:PORT.
-        job: its id, the same on all of its nodes; where ids are numbers that count up, as Slurm's, 10,000 in a row share no port.
+        job: its id, the same on all of its nodes; where ids are numbers that count up, as Slurm's, 10,000 in a row
+            share no port.
         several: whether the job is on several nodes; on one node torchrun itself takes port 0 for any that is free.
 
     Example:
@@ -139,7 +146,8 @@ def meeting_point(endpoint: str, job: str, *, several: bool) -> str:
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The failure that caused the others: one that left an error, else one that torchrun did not itself stop with SIGTERM.
 
-    torchrun's own choice goes by whole seconds alone, and a rank stopped for another's error falls into the same second.
+    torchrun's own choice goes by whole seconds alone, and a rank stopped for another's error falls into the same
+    second.
     """
 
     def order(rank: int) -> tuple[bool, bool, int]:
@@ -203,8 +211,8 @@ def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | 
     except Exception as error:
         from torchx_apps.cli import errors as failures
 
-        # Of a rank the agent prints the error: told here too, it would stand there once per rank. An app that TorchX starts by
-        # itself has no agent, so that the reply is its own to write.
+        # Of a rank the agent prints the error: told here too, it would stand there once per rank. An app that TorchX
+        # starts by itself has no agent, so that the reply is its own to write.
         if not ("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_ERROR_FILE")):
             hand_over(failures.describe(error))
         return 1

@@ -5,9 +5,10 @@
     python -m torchx_apps.embed BUNDLE --tower query --redis redis://localhost:6379/0      # the users that the bundle knows
     torchrun --nproc_per_node 2 -m torchx_apps.embed BUNDLE ...      # or torchx run rec.embed --procs 2
 
-Rows stream by, a share of them on each rank; the store is the same on any number of ranks. A store that is there gets a new
-version, and who has the one before open reads on; with --refresh the rows that are not in the files stay, and new ids come after
-them. Users' vectors, of --tower query, are what torchx_apps.serve takes with --vectors FOLDER or --redis URL.
+Rows stream by, a share of them on each rank; the store is the same on any number of ranks. A store that is there gets a
+new version, and who has the one before open reads on; with --refresh the rows that are not in the files stay, and new
+ids come after them. Users' vectors, of --tower query, are what torchx_apps.serve takes with --vectors FOLDER or --redis
+URL.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def _check(options: argparse.Namespace) -> None:
         ),
         f"--expire {expire}: is for --redis; what is in a folder stays": expire is not None and to != ["redis"],
         f"--expire {expire}: must be seconds, or 0 for never": expire is not None and not 0 <= expire < float("inf"),
-        f"--keep {options.keep}: must be 1 or more; the version just written stays": options.keep is not None and options.keep < 1,
+        f"--keep {options.keep}: must be 1 or more; the version just written stays": options.keep is not None
+        and options.keep < 1,
         f"--keep {options.keep}: is for a store; a Redis has one version": options.keep is not None and to == ["redis"],
         "--id: name the column with the ids": not options.id and bool(options.catalogue or is_path(delete or "")),
     }
@@ -139,13 +141,17 @@ def _towers(bundle: Bundle, tower: str | None) -> list[str]:
         return list(bundle.query)
     names = [*bundle.query, bundle.candidate]
     if tower not in (None, *names):
-        raise ValueError(f"--tower {tower}: the bundle's towers are {', '.join(names)}; name one, or {QUERY} for all but the last")
+        raise ValueError(
+            f"--tower {tower}: the bundle's towers are {', '.join(names)}; name one, or {QUERY} for all but the last"
+        )
     return [tower or bundle.candidate]
 
 
 def _told(store: EmbeddingStore, out: Path, names: Sequence[str]) -> str:
     lost = (
-        f"; lost by {store.dtype}: {', '.join(f'{name} {value:.3g}' for name, value in store.loss.items())}" if store.loss else ""
+        f"; lost by {store.dtype}: {', '.join(f'{name} {value:.3g}' for name, value in store.loss.items())}"
+        if store.loss
+        else ""
     )
     towers = f"tower{'s' if len(names) > 1 else ''} {', '.join(names)} ({store.tower[:12]})"
     return f"store: {out} ({store.version}: {len(store):,} x {store.width} {store.dtype} of {towers}{lost})"
@@ -160,14 +166,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("bundle", type=Path, help="a bundle, or a run folder with one")
     parser.add_argument(
-        "--catalogue", nargs="+", help="parquet files, folders, patterns or addresses; without, the users that the bundle knows"
+        "--catalogue",
+        nargs="+",
+        help="parquet files, folders, patterns or addresses; without, the users that the bundle knows",
     )
     parser.add_argument("--id", default="", metavar="COLUMN", help="the column with the ids")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the store, written whole; all ranks must see it")
     parser.add_argument(
         "--refresh", type=Path, metavar="FOLDER", help="of the store there is, of which these rows changed or are new"
     )
-    parser.add_argument("--redis", metavar="URL", help="to write the vectors of --tower query to, such as redis://host:6379/0")
+    parser.add_argument(
+        "--redis", metavar="URL", help="to write the vectors of --tower query to, such as redis://host:6379/0"
+    )
     gone = "with --refresh or --redis: ids to take out, by commas; or X.parquet or FOLDER/ with them in the column --id"
     parser.add_argument("--delete", metavar="IDS", help=gone)
     day = "with --redis: after which a vector is forgotten, a day by default; 0 for never"
@@ -176,9 +186,14 @@ def _parser() -> argparse.ArgumentParser:
         "--tower", help=f"of the bundle, or {QUERY} for those of the query side by side; the candidate's by default"
     )
     parser.add_argument(
-        "--keep", type=int, metavar="N", help="with --out or --refresh: versions of the store that stay; all of them by default"
+        "--keep",
+        type=int,
+        metavar="N",
+        help="with --out or --refresh: versions of the store that stay; all of them by default",
     )
-    parser.add_argument("--store", choices=["fp32", "fp16", "int8"], help="with --out: type of the stored vectors; fp32 by default")
+    parser.add_argument(
+        "--store", choices=["fp32", "fp16", "int8"], help="with --out: type of the stored vectors; fp32 by default"
+    )
     return parser
 
 

@@ -1,7 +1,8 @@
 """Export a run to a bundle for serving: `python -m torchx_apps.export RUN --out BUNDLE`, on one rank or, by torchrun, on several.
 
-RUN is a run folder: its recipe is made again from its config.json, and its best checkpoint, or its last where no early stop marked
-a best one, is loaded, whatever plan and ranks it was trained with. The bundle is the same on any number of ranks.
+RUN is a run folder: its recipe is made again from its config.json, and its best checkpoint, or its last where no early
+stop marked a best one, is loaded, whatever plan and ranks it was trained with. The bundle is the same on any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ def _export(argv: Sequence[str] | None) -> int:
 
     job = apply_overrides(saved_job(options.run, options.recipe), options.set)
     out = options.out or options.run / "bundle"
-    if not options.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):  # told before minutes of loading
+    if not options.overwrite and (
+        out.is_file() or (out.is_dir() and any(out.iterdir()))
+    ):  # told before minutes of loading
         raise ValueError(f"--out {out}: there is something already; give another folder, or --overwrite")
     _check_onnx(options, out)
-    settings = {"store": options.store, "index": options.index, "recall": options.recall, "overwrite": options.overwrite}
+    settings = {
+        "store": options.store,
+        "index": options.index,
+        "recall": options.recall,
+        "overwrite": options.overwrite,
+    }
     skip = options.onnx_skip if options.onnx else None
     first = export_run(job, options.run, out, options.checkpoint, onnx_skip=skip, **settings)
     if options.onnx and first:
@@ -51,7 +59,9 @@ def _export(argv: Sequence[str] | None) -> int:
 def _check_onnx(options: argparse.Namespace, out: Path) -> None:
     """What can be told before minutes of loading."""
     if options.onnx_skip and not options.onnx:
-        raise ValueError(f"--onnx-skip {options.onnx_skip[0]}: there is nothing to leave it out of; give --onnx FOLDER too")
+        raise ValueError(
+            f"--onnx-skip {options.onnx_skip[0]}: there is nothing to leave it out of; give --onnx FOLDER too"
+        )
     if not options.onnx:
         return
     from torchrec_ext.retrieval.onnx.layers import require_onnx
@@ -59,13 +69,25 @@ def _check_onnx(options: argparse.Namespace, out: Path) -> None:
     require_onnx()
     folder, bundle = options.onnx.resolve(), out.resolve()
     if folder.is_relative_to(bundle) or bundle.is_relative_to(folder):
-        raise ValueError(f"--onnx {options.onnx}: is the bundle's folder {out}, in it, or around it; give one beside it")
-    if not options.overwrite and options.onnx.exists() and not (options.onnx.is_dir() and not any(options.onnx.iterdir())):
+        raise ValueError(
+            f"--onnx {options.onnx}: is the bundle's folder {out}, in it, or around it; give one beside it"
+        )
+    if (
+        not options.overwrite
+        and options.onnx.exists()
+        and not (options.onnx.is_dir() and not any(options.onnx.iterdir()))
+    ):
         raise ValueError(f"--onnx {options.onnx}: there is something already; give another folder, or --overwrite")
 
 
 def export_run(
-    job: Any, run: Path, out: Path, checkpoint: str | None = None, *, onnx_skip: Sequence[str] | None = None, **settings: Any
+    job: Any,
+    run: Path,
+    out: Path,
+    checkpoint: str | None = None,
+    *,
+    onnx_skip: Sequence[str] | None = None,
+    **settings: Any,
 ) -> bool:
     """Loads a run's model on this job's ranks and writes its bundle; every rank calls it.
 
@@ -127,14 +149,20 @@ def _parser() -> argparse.ArgumentParser:
         "where the run has marked one, else the last",
     )
     parser.add_argument("--recipe", help="my_recipe.py:job or my.module:job, where the run's recipe is not built in")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one key; repeat at will")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key; repeat at will"
+    )
     parser.add_argument("--store", default="fp32", choices=["fp32", "fp16", "int8"], help="type of the stored vectors")
-    parser.add_argument("--index", default="exact", choices=["exact", "flat", "ivf", "hnsw", "pq"], help="others need FAISS")
+    parser.add_argument(
+        "--index", default="exact", choices=["exact", "flat", "ivf", "hnsw", "pq"], help="others need FAISS"
+    )
     parser.add_argument("--recall", type=float, default=0.95, help="that an approximate index must reach, measured")
     parser.add_argument(
         "--onnx", type=Path, metavar="FOLDER", help="also write the towers and the top NN as ONNX files, checked equal"
     )
-    parser.add_argument("--onnx-skip", action="append", default=[], metavar="TOWER", help="leave one out (or top); repeat at will")
+    parser.add_argument(
+        "--onnx-skip", action="append", default=[], metavar="TOWER", help="leave one out (or top); repeat at will"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier bundle")
     return parser
 

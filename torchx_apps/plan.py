@@ -49,15 +49,21 @@ def _plan(argv: Sequence[str] | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser("torchx_apps.plan", __doc__)
     parser.set_defaults(recipe=None)
-    parser.add_argument("--tables", help="NAME=ROWSxDIM, or NAME=ROWSxDIMxIDS with the mean ids of a row; K, M and B; by commas")
+    parser.add_argument(
+        "--tables", help="NAME=ROWSxDIM, or NAME=ROWSxDIMxIDS with the mean ids of a row; K, M and B; by commas"
+    )
     parser.add_argument("--world-size", type=int, default=8, help="devices, a process each")
     parser.add_argument("--local-world-size", type=int, help="devices of a host; 8, or all where there are fewer")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--hbm", type=float, default=80.0, help="GiB of memory of a GPU")
-    parser.add_argument("--ddr", type=float, default=1024.0, help="GiB of memory of a host; beside GPUs 0: tables stay on them")
+    parser.add_argument(
+        "--ddr", type=float, default=1024.0, help="GiB of memory of a host; beside GPUs 0: tables stay on them"
+    )
     parser.add_argument("--intra", type=float, default=600.0, help="GiB/s that a device sends to those of its host")
     parser.add_argument("--inter", type=float, default=12.5, help="GiB/s that a device sends to those of other hosts")
-    parser.add_argument("--memory-rate", type=float, default=0.0, help="GiB/s of the memory of tables; TorchRec's figure where 0")
+    parser.add_argument(
+        "--memory-rate", type=float, default=0.0, help="GiB/s of the memory of tables; TorchRec's figure where 0"
+    )
     parser.add_argument("--reserve", type=float, default=0.15, help="share of memory for all but tables")
     parser.add_argument("--batch-size", type=int, help="rows of a device and step; the recipe's, or 1024")
     parser.add_argument("--sharding", help="auto, or one sharding type for every table; the recipe's, or auto")

@@ -1,7 +1,7 @@
 """Write the weights of a checkpoint to one safetensors file: `python -m torchx_apps.publish RUN --out model.safetensors`.
 
-RUN is a run folder, a folder of checkpoints or one checkpoint, by path or address. The names are those of the unsharded model's
-state dict, whatever plan and ranks it was trained with; one block of 32 MiB is in memory at a time.
+RUN is a run folder, a folder of checkpoints or one checkpoint, by path or address. The names are those of the unsharded
+model's state dict, whatever plan and ranks it was trained with; one block of 32 MiB is in memory at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torchx_apps.jobs.resuming import served_checkpoint
 
     # Of torch.distributed.checkpoint to each who reads in a process alone, told so or not.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
+    )
     try:
         path, which = served_checkpoint(options.run, options.checkpoint, Together(Runtime()))
         with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:

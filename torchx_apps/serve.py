@@ -1,8 +1,8 @@
 """Serve a bundle: `torchx run rec.serve.http --bundle PATH`, or `python -m torchx_apps.serve BUNDLE`.
 
-BUNDLE is a bundle's folder or that of a run which ended with one, a symbolic link to it, or a text file with its path. Point the
-link or the file at another bundle, and that one is served from then on, without a lost request; SIGHUP makes the server look at
-once. SIGTERM or Ctrl-C lets it finish what it has begun.
+BUNDLE is a bundle's folder or that of a run which ended with one, a symbolic link to it, or a text file with its path.
+Point the link or the file at another bundle, and that one is served from then on, without a lost request; SIGHUP makes
+the server look at once. SIGTERM or Ctrl-C lets it finish what it has begun.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def _token(file: Path | None) -> str | None:
     try:
         return file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--token-file {file}: it cannot be read ({error}); write the token into it, as one line") from None
+        raise ValueError(
+            f"--token-file {file}: it cannot be read ({error}); write the token into it, as one line"
+        ) from None
 
 
 def _hosts(given: str | None, listening: str) -> tuple[str, ...]:
@@ -119,34 +121,54 @@ def _is_loopback(address: str) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torchx_apps.serve", description=__doc__, allow_abbrev=False)
-    parser.add_argument("bundle", type=Path, help="a bundle's or a run's folder, a link to it, or a text file with its path")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one of this machine")
+    parser.add_argument(
+        "bundle", type=Path, help="a bundle's or a run's folder, a link to it, or a text file with its path"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one of this machine"
+    )
     parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="of torch in each")
-    parser.add_argument("--token-file", type=Path, help=f"file with the token that callers must bear; else ${TOKEN}, else none")
+    parser.add_argument(
+        "--token-file", type=Path, help=f"file with the token that callers must bear; else ${TOKEN}, else none"
+    )
     hosts = "what the header Host may name, by commas: names, addresses, *.example.com, or * for all; by default this machine's own"
     parser.add_argument("--allowed-hosts", help=f"{hosts} on a loopback --host, else *")
-    parser.add_argument("--vectors", type=Path, help="folder of a store with users' vectors, of rec.embed --tower query")
-    parser.add_argument("--redis", help="address of a Redis with users' vectors, of rec.embed --redis (redis://host:6379/0)")
+    parser.add_argument(
+        "--vectors", type=Path, help="folder of a store with users' vectors, of rec.embed --tower query"
+    )
+    parser.add_argument(
+        "--redis", help="address of a Redis with users' vectors, of rec.embed --redis (redis://host:6379/0)"
+    )
     parser.add_argument("--retrieve", type=int, default=100, help="items that the first stage hands to the top NN")
     stages = "how it finds them: by the top NN itself over the whole catalogue, or by a product of the towers' outputs"
     parser.add_argument("--stage", choices=["exact", "dot", "cosine"], default="exact", help=stages)
-    parser.add_argument("--compile", choices=["auto", "off"], default="off", help="the top NN; pays for many candidates a request")
+    parser.add_argument(
+        "--compile", choices=["auto", "off"], default="off", help="the top NN; pays for many candidates a request"
+    )
     parser.add_argument("--max-k", type=int, default=1_000, help="limit: items of an answer")
     parser.add_argument("--max-candidates", type=int, default=10_000, help="limit: ids in each list of a request")
     parser.add_argument("--max-body", type=int, default=2**20, help="limit: bytes of a request")
     parser.add_argument("--max-header", type=int, default=2**15, help="limit: bytes of a request's address and headers")
-    parser.add_argument("--max-connections", type=int, default=1_000, help="limit: of a worker; one without a request makes room")
+    parser.add_argument(
+        "--max-connections", type=int, default=1_000, help="limit: of a worker; one without a request makes room"
+    )
     parser.add_argument("--queue", type=int, default=256, help="limit: requests that may wait in a worker")
     parser.add_argument("--time-ms", type=float, default=2_000.0, help="limit: from request to answer")
     parser.add_argument("--max-batch", type=int, default=32, help="requests that a worker answers together")
     parser.add_argument("--max-wait-ms", type=float, default=0.0, help="how long a request waits for company")
     parser.add_argument("--watch", type=float, default=1.0, help="seconds between two looks for another bundle")
-    parser.add_argument("--drain", type=float, default=1.0, help="seconds for which new requests get 503 before it ends")
+    parser.add_argument(
+        "--drain", type=float, default=1.0, help="seconds for which new requests get 503 before it ends"
+    )
     parser.add_argument("--hang", type=float, default=30.0, help="seconds in silence after which a worker is replaced")
-    parser.add_argument("--start", type=float, default=600.0, help="seconds to begin in, after which a worker is replaced")
-    parser.add_argument("--log", choices=["requests", "events"], default="requests", help="JSON lines on standard error")
+    parser.add_argument(
+        "--start", type=float, default=600.0, help="seconds to begin in, after which a worker is replaced"
+    )
+    parser.add_argument(
+        "--log", choices=["requests", "events"], default="requests", help="JSON lines on standard error"
+    )
     return parser
 
 

@@ -1,12 +1,12 @@
 """`torchx run` as our components need it; every other component runs as TorchX ships it.
 
-TorchX lets a package replace a subcommand (entry point group `torchx.cli.cmds`). Some things are only reachable from there.
-TorchX 0.7.0 refuses a repeated flag, so `--set a=1 --set b=2` never reaches a component. It prints all that a local job
-says on stderr, figures too. It starts all ranks before one of them reads a flag. It keeps logs in a folder that it deletes.
-It ends a failed job with a dump of its own status, after the failed rank's error, and answers a component's ValueError, a
-package that is missing and Ctrl-C with a traceback. It finds python3 on PATH alone, which fails for `.venv/bin/torchx run`
-in a venv that is not activated; and where its own `docker` package is installed it runs in Docker unless told otherwise,
-whether or not this machine has Docker.
+TorchX lets a package replace a subcommand (entry point group `torchx.cli.cmds`). Some things are only reachable from
+there. TorchX 0.7.0 refuses a repeated flag, so `--set a=1 --set b=2` never reaches a component. It prints all that a
+local job says on stderr, figures too. It starts all ranks before one of them reads a flag. It keeps logs in a folder
+that it deletes. It ends a failed job with a dump of its own status, after the failed rank's error, and answers a
+component's ValueError, a package that is missing and Ctrl-C with a traceback. It finds python3 on PATH alone, which
+fails for `.venv/bin/torchx run` in a venv that is not activated; and where its own `docker` package is installed it
+runs in Docker unless told otherwise, whether or not this machine has Docker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from torchx_apps.agent import too_many
 
 LOGS = Path("runs") / "logs"
 _LOCAL = "local_cwd"
-_WITH_THIS_ENVIRONMENT = (_LOCAL, "slurm")  # the others run an image, whose package and recipes may differ from those here
+_WITH_THIS_ENVIRONMENT = (
+    _LOCAL,
+    "slurm",
+)  # the others run an image, whose package and recipes may differ from those here
 
 
 class Run(CmdRun):
@@ -48,8 +51,11 @@ class Run(CmdRun):
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Takes the flags of `torchx run`."""
         super().add_arguments(subparser)
-        # Before the component, or without one where .torchxconfig names it; behind it the flag is one of the component's own.
-        subparser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe")
+        # Before the component, or without one where .torchxconfig names it; behind it the flag is one of the
+        # component's own.
+        subparser.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe"
+        )
         self._parser = subparser
         self._launched = False
         self._ours = False
@@ -63,11 +69,15 @@ class Run(CmdRun):
         args.scheduler = args.scheduler or (_LOCAL if self._ours else get_default_scheduler_name())
         if not self._ours:
             if args.set:
-                self._parser.error(f"--set {args.set[0]}: only the components of torchrec_ext take it; name one, or leave it out")
+                self._parser.error(
+                    f"--set {args.set[0]}: only the components of torchrec_ext take it; name one, or leave it out"
+                )
             super().run(args)
             return
         # In the order typed: of two changes to one key the later wins.
-        args.component_name_and_args = gather_overrides([tokens[0], *(f"--set={item}" for item in args.set), *tokens[1:]])
+        args.component_name_and_args = gather_overrides(
+            [tokens[0], *(f"--set={item}" for item in args.set), *tokens[1:]]
+        )
         _put_this_python_on_path()
         if args.scheduler == _LOCAL:
             _quieten_torchx(args.log_level)
@@ -132,7 +142,9 @@ class JobRunner(Runner):
     ) -> AppDryRunInfo[Any]:
         """What would be run; logs of local jobs are in ``runs/logs`` unless ``-cfg log_dir=...`` names another folder."""
         if "/" in app.name:
-            raise ValueError(f"--name: the job would be called '{app.name}', and a job's name has no slash; EXPERIMENT/RUN has one")
+            raise ValueError(
+                f"--name: the job would be called '{app.name}', and a job's name has no slash; EXPERIMENT/RUN has one"
+            )
         own = {**(cfg or {})}
         if scheduler == _LOCAL and not own.get("log_dir") and _can_make(LOGS):
             own["log_dir"] = str(LOGS.absolute())
@@ -213,14 +225,17 @@ class Launch:
     def here(self, env: Mapping[str, str], *flags: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Runs the app in one process, with the Python and the environment of the ranks."""
         world = {**os.environ, **env, "PATH": os.environ["PATH"], "WORLD_SIZE": str(max(self.ranks, 1))}
-        return subprocess.run(["python3", "-m", self.module, *self.flags, *flags], env=world, text=True, check=False, **options)
+        return subprocess.run(
+            ["python3", "-m", self.module, *self.flags, *flags], env=world, text=True, check=False, **options
+        )
 
     def mistake(self, env: Mapping[str, str], *, bugs: bool) -> str:
         """What is wrong with the recipe's name, a key or a value, as the app tells it, or nothing.
 
         Args:
             env: of the role.
-            bugs: also what ends in a traceback; false where the job runs on other machines, which may have what is missing here.
+            bugs: also what ends in a traceback; false where the job runs on other machines, which may have what is
+                missing here.
         """
         done = self.here(env, "--dry-run", capture_output=True)
         told = done.stderr.strip() if done.returncode else ""
@@ -282,7 +297,8 @@ def gather_overrides(tokens: Sequence[str]) -> list[str]:
         if token in _REPEATED and rest:
             token = f"{token}={rest.pop(0)}"
         if token.partition("=")[0] in _REPEATED and "=" in token:
-            # Told twice word for word, the later stands: it may undo another one in between. TorchX refuses the repetition.
+            # Told twice word for word, the later stands: it may undo another one in between. TorchX refuses the
+            # repetition.
             found.pop(token, None)
             found[token] = None
         else:

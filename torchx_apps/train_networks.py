@@ -1,8 +1,8 @@
 """Train several networks in one job: `torchx run rec.train.networks`, or on one rank `python -m torchx_apps.train_networks`.
 
-The members are all combinations of `--vary optimizer.dense_lr=1e-3,3e-3 --vary train.seed=0,1,2`, or those that are listed, such as
-`--member narrow:model.tower_widths=64,32 --member wide:model.tower_widths=256,64`. This file is the outer shell: command line in,
-exit code out, one error told once. What training does stands in `networks`.
+The members are all combinations of `--vary optimizer.dense_lr=1e-3,3e-3 --vary train.seed=0,1,2`, or those that are
+listed, such as `--member narrow:model.tower_widths=64,32 --member wide:model.tower_widths=256,64`. This file is the
+outer shell: command line in, exit code out, one error told once. What training does stands in `networks`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the flags; the command line when None.
 
     Returns:
-        0 when a member was trained, 1 when none was or a mistake was made, 130 after Ctrl-C, 143 after SIGTERM, by when all that
-        are stacked have been saved.
+        0 when a member was trained, 1 when none was or a mistake was made, 130 after Ctrl-C, 143 after SIGTERM, by when
+        all that are stacked have been saved.
     """
     return exit_code(_train, argv)
 
@@ -41,7 +41,9 @@ def _train(argv: Sequence[str] | None) -> int:
         return _say(list_recipes())
     base = apply_overrides(load_recipe(options.recipe), options.set)
     members = members_of(base, options.vary, options.member, own_rows=options.own_rows)
-    groups = place([member.name for member in members], options.ranks or int(os.environ.get("WORLD_SIZE", "1")), options.groups)
+    groups = place(
+        [member.name for member in members], options.ranks or int(os.environ.get("WORLD_SIZE", "1")), options.groups
+    )
     config = _config(options)
     if options.list:
         return _say(listing(members, groups))
@@ -68,7 +70,9 @@ def _config(options: argparse.Namespace) -> NetworksConfig:
         codistillation = apply_overrides(Codistillation(), options.codistill.split(",") if options.codistill else [])
     except ValueError as error:
         raise ValueError(str(error).replace("--set ", "--codistill ")) from None
-    return NetworksConfig(stack=options.stack, codistillation=codistillation, weights=options.weights, resume=options.resume)
+    return NetworksConfig(
+        stack=options.stack, codistillation=codistillation, weights=options.weights, resume=options.resume
+    )
 
 
 def listing(members: Sequence[MemberJob], groups: Sequence[RankGroup]) -> str:
@@ -87,9 +91,13 @@ def _parser() -> argparse.ArgumentParser:
         "--vary", action="append", default=[], metavar="KEY=A,B", help="all combinations; A|B for values with commas"
     )
     parser.add_argument("--member", action="append", default=[], metavar="NAME:KEY=A,KEY=B", help="one member more")
-    parser.add_argument("--groups", default="", metavar="MEMBER:RANKS,...", help="which ranks train which, such as a:0-1,b:2")
+    parser.add_argument(
+        "--groups", default="", metavar="MEMBER:RANKS,...", help="which ranks train which, such as a:0-1,b:2"
+    )
     parser.add_argument("--own-rows", action="store_true", help="each member reads in the order of its own train.seed")
-    parser.add_argument("--stack", default="auto", metavar="auto|require|never", help="train members of one shape as one network")
+    parser.add_argument(
+        "--stack", default="auto", metavar="auto|require|never", help="train members of one shape as one network"
+    )
     parser.add_argument(
         "--codistill",
         default="",

@@ -18,11 +18,21 @@ from torchx_apps.recipes import Job, two_tower
 from torchx_apps.tasks.ranking import RankingJudge
 
 ROOT = Path(os.environ.get("TORCHREC_EXT_DATA", ""))
-WAYS = {"pipeline": ("train.compile=off",), "captured": ("train.compile=require",), "bf16": ("train.compile=off", "train.amp=bf16")}
+WAYS = {
+    "pipeline": ("train.compile=off",),
+    "captured": ("train.compile=require",),
+    "bf16": ("train.compile=off", "train.amp=bf16"),
+}
 
 
 def job_of(*overrides: str) -> Job:
-    given = ("data.name=ml-100k", "train.epochs=6", "train.eval_every=6", "optimizer.tables=adam", "optimizer.tables_lr=0.002")
+    given = (
+        "data.name=ml-100k",
+        "train.epochs=6",
+        "train.eval_every=6",
+        "optimizer.tables=adam",
+        "optimizer.tables_lr=0.002",
+    )
     job: Job = apply_overrides(two_tower(), [*given, *overrides])
     return job
 

@@ -242,10 +242,15 @@ def test_flags() -> None:
         (["--set", "loader.batch_siz=1"], "--set loader.batch_siz=1: there is no key 'batch_siz'; did you mean"),
         (["--recipe", "two_towr"], "--recipe two_towr: there is no such recipe"),
         (["--run-dir", "runs\udcff"], r"argument --run-dir: 'runs\udcff' is not UTF-8; choose another name;"),
-        (["--set", "id_dropout=item_id"], "--set id_dropout=item_id: id_dropout: 'item_id' must be a feature and a share of"),
+        (
+            ["--set", "id_dropout=item_id"],
+            "--set id_dropout=item_id: id_dropout: 'item_id' must be a feature and a share of",
+        ),
     ],
 )
-def test_a_wrong_flag_ends_in_one_line_and_no_traceback(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_flag_ends_in_one_line_and_no_traceback(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train.main(flags) == 1
     output = capsys.readouterr()
     assert output.err.startswith(told)

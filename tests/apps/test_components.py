@@ -31,7 +31,8 @@ class TestValid(ComponentTestCase):
 
 
 def test_ours_and_torchxs_own_are_listed() -> None:
-    # A component with a lint error vanishes from this list without a word, and our group hides TorchX's unless named again.
+    # A component with a lint error vanishes from this list without a word, and our group hides TorchX's unless named
+    # again.
     listed = set(get_components())
     assert {"rec.train.hybrid", "rec.train.networks", "dist.ddp"} <= listed
     assert not any(name.startswith("rec.train._") for name in listed)
@@ -40,14 +41,17 @@ def test_ours_and_torchxs_own_are_listed() -> None:
 def test_torchx_run_is_ours() -> None:
     found = {point.name: point.value for point in entry_points(group="torchx.cli.cmds")}
     assert found.get("run") == "torchx_apps.torchx_run:Run", (
-        'pyproject needs [project.entry-points."torchx.cli.cmds"] run = "torchx_apps.torchx_run:Run", and then `pip install -e .`'
+        'pyproject needs [project.entry-points."torchx.cli.cmds"] run = "torchx_apps.torchx_run:Run", and then `pip '
+        "install -e .`"
     )
 
 
 def test_by_default_two_ranks_train_two_tower_on_one_thread_each() -> None:
     (role,) = launch().roles
     assert role.entrypoint == "bash"
-    assert role.args[-1].endswith("--nnodes 1 --nproc_per_node 2 --tee 2 --role '' -m torchx_apps.train --recipe two_tower")
+    assert role.args[-1].endswith(
+        "--nnodes 1 --nproc_per_node 2 --tee 2 --role '' -m torchx_apps.train --recipe two_tower"
+    )
     assert role.env["OMP_NUM_THREADS"] == "1"
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in role.env
 
@@ -66,7 +70,9 @@ def test_overrides_and_further_flags_reach_the_app_in_order() -> None:
 
 
 def test_one_override_without_our_torchx_run() -> None:
-    assert command("--set", "model.layers=64,32", "--run_dir", "runs/a b").endswith("--set=model.layers=64,32 '--run-dir=runs/a b'")
+    assert command("--set", "model.layers=64,32", "--run_dir", "runs/a b").endswith(
+        "--set=model.layers=64,32 '--run-dir=runs/a b'"
+    )
 
 
 def test_restarts_reach_scheduler_and_torchrun_with_a_fresh_store() -> None:
@@ -111,8 +117,18 @@ def test_a_number_out_of_range_is_told(flag: str, value: int) -> None:
 
 
 def test_the_members_of_a_job_reach_its_app_in_order() -> None:
-    flags = ["--vary", "train.seed=0,1", "--set", "train.epochs=1", "--vary=optimizer.dense_lr=1e-3,3e-3", "--groups", "a:0,b:1"]
+    flags = [
+        "--vary",
+        "train.seed=0,1",
+        "--set",
+        "train.epochs=1",
+        "--vary=optimizer.dense_lr=1e-3,3e-3",
+        "--groups",
+        "a:0,b:1",
+    ]
     role = materialize_appdef(train.networks, gather_overrides(["rec.train.networks", *flags])[1:]).roles[0]
     words = str(role.args[-1])
-    assert "-m torchx_apps.train_networks --recipe two_tower --groups=a:0,b:1 --stack=auto --vary=train.seed=0,1" in words
+    assert (
+        "-m torchx_apps.train_networks --recipe two_tower --groups=a:0,b:1 --stack=auto --vary=train.seed=0,1" in words
+    )
     assert words.endswith("--set=train.epochs=1 --vary=optimizer.dense_lr=1e-3,3e-3")

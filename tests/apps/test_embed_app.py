@@ -67,7 +67,9 @@ def test_the_store_is_that_of_the_bundle_from_any_number_of_ranks(folder: Path) 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 50])
 def test_every_row_is_read_once(ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "BLOCK_ROWS", 4)
-    shares = [CatalogueFiles(folder / "items", ["price"], "item_id", rank=rank, world_size=ranks) for rank in range(ranks)]
+    shares = [
+        CatalogueFiles(folder / "items", ["price"], "item_id", rank=rank, world_size=ranks) for rank in range(ranks)
+    ]
     blocks = [block for share in shares for block in share]
     assert sorted(np.concatenate([block.ids.to_numpy() for block in blocks]).tolist()) == list(range(1, 50))
     assert [sum(len(block.ids) for block in share) for share in shares] == [share.rows for share in shares]
@@ -80,7 +82,9 @@ def test_the_demos_own_items_file_gives_what_training_read(tmp_path: Path) -> No
     trained = of_interactions(data, model.build(model.model, data).schema()).catalogue.features
     names = [name for name in trained.column_names if name != "genres"]  # so does a tower that reads one of both alone
     for columns in (trained.column_names, names):
-        files = CatalogueFiles(root / "ml-100k" / "items.parquet", columns, "item_id", derived=catalogue.PUBLISHED["ml-100k"])
+        files = CatalogueFiles(
+            root / "ml-100k" / "items.parquet", columns, "item_id", derived=catalogue.PUBLISHED["ml-100k"]
+        )
         rows = pa.Table.from_batches([pa.RecordBatch.from_pydict(dict(block.columns)) for block in files])
         assert rows.sort_by("item_id").cast(trained.select(columns).schema).equals(trained.select(columns))
     with pytest.raises(DataError, match=r"items\.parquet: column 'genres' is missing"):
@@ -123,14 +127,26 @@ def test_two_ranks_of_torchrun_write_users_vectors(folder: Path, tmp_path: Path)
         "--store=int8",
         f"--out={tmp_path / 'out'}",
     ]
-    launcher = [sys.executable, "-m", "torchx_apps.agent", "--standalone", "--nproc_per_node=2", "-m", "torchx_apps.embed"]
-    done = subprocess.run([*launcher, str(folder / "bundle"), *map(str, flags)], capture_output=True, text=True, check=False)
+    launcher = [
+        sys.executable,
+        "-m",
+        "torchx_apps.agent",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "torchx_apps.embed",
+    ]
+    done = subprocess.run(
+        [*launcher, str(folder / "bundle"), *map(str, flags)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     bundle, store = Bundle.load(folder / "bundle"), EmbeddingStore.open(tmp_path / "out", verify=True)
     assert f"x {bundle.query_width} int8 of tower user ({bundle.query_digest[:12]}); lost by int8:" in done.stdout
     assert bundle.users is not None
     expected = bundle.embed_query(bundle.users.rows(range(len(bundle.users))))
-    torch.testing.assert_close(store.rows(torch.arange(len(store))), expected, rtol=0, atol=float(expected.abs().max()) / 100)
+    torch.testing.assert_close(
+        store.rows(torch.arange(len(store))), expected, rtol=0, atol=float(expected.abs().max()) / 100
+    )
 
 
 def known_users(runtime: Runtime, root: Path, out: Path) -> str:
@@ -139,7 +155,9 @@ def known_users(runtime: Runtime, root: Path, out: Path) -> str:
 
 
 def test_without_a_catalogue_the_users_that_the_bundle_knows_are_embedded(folder: Path, tmp_path: Path) -> None:
-    alone, *both = [digest for ranks in (1, 2) for digest in run_ranks(known_users, ranks, folder, tmp_path / str(ranks))]
+    alone, *both = [
+        digest for ranks in (1, 2) for digest in run_ranks(known_users, ranks, folder, tmp_path / str(ranks))
+    ]
     assert both == [alone, alone]
     bundle, store = Bundle.load(folder / "bundle"), EmbeddingStore.open(tmp_path / "2", verify=True)
     assert bundle.users is not None
@@ -158,7 +176,9 @@ def test_without_a_catalogue_the_users_that_the_bundle_knows_are_embedded(folder
         (["--id=item_id", "--catalogue", "nowhere"], r"nowhere: no such file; check the path"),
     ],
 )
-def test_mistakes_are_told_in_one_line(flags: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_in_one_line(
+    flags: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = [str(folder / "bundle"), "--catalogue", str(folder / "items"), f"--out={folder / 'none'}", *flags]
     assert embed.main(given) == 1
     told = capsys.readouterr().err
@@ -167,7 +187,9 @@ def test_mistakes_are_told_in_one_line(flags: list[str], message: str, folder: P
     assert not (folder / "none" / "current").exists()
 
 
-def test_a_bad_value_is_told_with_its_file_and_rows(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_value_is_told_with_its_file_and_rows(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = {"item_id": [1, 2, 3], "price": pa.array([0.5, None, 1.0], pa.float32())}
     for name, column, message in (
         ("null", rows["price"], "column 'price', row 1: there is no value"),
@@ -175,7 +197,10 @@ def test_a_bad_value_is_told_with_its_file_and_rows(folder: Path, tmp_path: Path
     ):
         path = tmp_path / f"{name}.parquet"
         pq.write_table(pa.table({**rows, "price": column}), path)
-        assert embed.main([str(folder / "bundle"), "--catalogue", str(path), "--id=item_id", f"--out={tmp_path / 'out'}"]) == 1
+        assert (
+            embed.main([str(folder / "bundle"), "--catalogue", str(path), "--id=item_id", f"--out={tmp_path / 'out'}"])
+            == 1
+        )
         assert f"{path}: row group 0, rows from 0 on: {message}" in capsys.readouterr().err
 
 

@@ -122,7 +122,12 @@ def full(redis: RedisServer) -> None:
     ("trouble", "told"), [(away, "does not answer (Error 111 connecting to"), (full, "refuses: Command # 1 (SET user:")]
 )
 def test_a_redis_that_goes_away_or_is_full_midway_is_told_and_the_same_command_mends_it(
-    trouble: Any, told: str, folder: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trouble: Any,
+    told: str,
+    folder: Path,
+    redis: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     vectors, blocks = TowerRows.vectors, []
 
@@ -167,7 +172,10 @@ def test_a_redis_that_is_not_there_is_told_before_the_tower_runs(
         (["--delete=7"], "--delete: 7 is also among the ids to write; leave it out"),
         (["--delete=x"], "--delete: the ids there are whole numbers, x are not all"),
         (["--expire=-1"], "--expire -1.0: must be seconds, or 0 for never"),
-        (["--store=fp16"], "--store fp16: is for --out; a store keeps its type when it is refreshed, and a Redis has fp32"),
+        (
+            ["--store=fp16"],
+            "--store fp16: is for --out; a store keeps its type when it is refreshed, and a Redis has fp32",
+        ),
     ],
 )
 def test_mistakes_are_told_and_nothing_is_written(
@@ -180,7 +188,9 @@ def test_mistakes_are_told_and_nothing_is_written(
     client.close()
 
 
-def test_a_user_twice_is_refused(folder: Path, redis: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_twice_is_refused(
+    folder: Path, redis: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     users = contents()["users"].features
     pq.write_table(pa.concat_tables([users, users.slice(3, 1)]), tmp_path / "twice.parquet")
     assert main(folder, redis.url, "--catalogue", tmp_path / "twice.parquet") == 1

@@ -64,7 +64,9 @@ def test_changed_rows_are_those_of_the_whole_from_any_number_of_ranks(folder: Pa
         found |= set(run_ranks(on_ranks, ranks, folder, out))
     ((_, done),) = found
     assert done == "3 changed, 2 new, 2 deleted"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks-1", "ranks-2"], "what the ranks shared is left behind"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks-1", "ranks-2"], (
+        "what the ranks shared is left behind"
+    )
     assert main(folder / "bundle", "--catalogue", folder / "now.parquet", "--out", tmp_path / "whole") == 0
     once, whole = EmbeddingStore.open(folder / "once"), EmbeddingStore.open(tmp_path / "whole")
     store = EmbeddingStore.open(tmp_path / "ranks-2", verify=True)
@@ -102,7 +104,10 @@ def test_a_store_keeps_its_type(folder: Path, tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--refresh=nowhere", "--delete=5"], "--refresh nowhere: there is no store; write one of the whole catalogue first, with"),
+        (
+            ["--refresh=nowhere", "--delete=5"],
+            "--refresh nowhere: there is no store; write one of the whole catalogue first, with",
+        ),
         (["--delete=5,99"], "deleted: 99 is not in the store; leave it out"),
         (["--delete=5,x"], "--delete: the ids there are whole numbers, 5, x are not all"),
         (["--delete=41", "--catalogue", "changes.parquet"], "deleted: 41 is also among the ids to write; leave it out"),
@@ -116,7 +121,12 @@ def test_a_store_keeps_its_type(folder: Path, tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_mistakes_are_told_and_change_nothing(
-    flags: list[str], told: str, folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    told: str,
+    folder: Path,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
     assert main(folder / "bundle", "--refresh", store, *flags) == 1
@@ -128,7 +138,9 @@ def test_mistakes_are_told_and_change_nothing(
     assert not (folder / "nowhere").exists()
 
 
-def test_rows_of_another_tower_are_refused(folder: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_another_tower_are_refused(
+    folder: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bundle_of(tmp_path / "other", seed=1)
     assert main(tmp_path / "other", "--refresh", store, "--catalogue", folder / "changes.parquet") == 1
     assert "rows of two towers do not compare; embed the whole catalogue anew, with --out" in capsys.readouterr().err

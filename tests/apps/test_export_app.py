@@ -46,7 +46,13 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "described": ("data.name=described",),
     "labelled": ("data.name=labelled",),
 }
-OWN = {"films": "two_tower", "folder": "two_tower", "described": "two_tower", "hours": "ncf", "labelled": "contextual_ncf"}
+OWN = {
+    "films": "two_tower",
+    "folder": "two_tower",
+    "described": "two_tower",
+    "hours": "ncf",
+    "labelled": "contextual_ncf",
+}
 
 
 def write_folder(root: Path) -> None:
@@ -85,7 +91,9 @@ def write_labelled(root: Path) -> None:
     for part, rows in (("train", 400), ("validation", 40), ("test", 40)):
         ids = {name: rng.integers(size, size=rows) for name, size in (("user", 20), ("item", 30), ("hour", 24))}
         label = (rng.random(rows) < 0.5).astype(np.float32)
-        pq.write_table(pa.table({**ids, "price": 100 + 50 * rng.random(rows), "label": label}), folder / f"{part}.parquet")
+        pq.write_table(
+            pa.table({**ids, "price": 100 + 50 * rng.random(rows), "label": label}), folder / f"{part}.parquet"
+        )
 
 
 def job_of(name: str, root: Path) -> Any:
@@ -139,7 +147,9 @@ def ranked(bundle: Bundle, user: Any, k: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["two_tower", "retrieval", "ncf", "films", "folder", "described"])
-def test_a_user_who_is_named_by_id_gets_what_the_judge_recommends(name: str, judged: dict[str, Any], root: Path) -> None:
+def test_a_user_who_is_named_by_id_gets_what_the_judge_recommends(
+    name: str, judged: dict[str, Any], root: Path
+) -> None:
     user, items = judged[name]
     assert ranked(Bundle.load(root / f"bundle-{name}"), user, len(items)) == items
 
@@ -198,7 +208,9 @@ def test_films_are_asked_for_by_age_gender_and_genres(judged: dict[str, Any], ro
     assert known["gender"][0] in ("M", "F")
     assert known["age"][0] == pytest.approx(round(known["age"][0]))
     assert known["age"][0] > 10
-    vectors = bundle.embed_candidates({"item_id": [1, 1], "release_year": [1995, 1995], "genres": ["Comedy Drama", "War unknown"]})
+    vectors = bundle.embed_candidates(
+        {"item_id": [1, 1], "release_year": [1995, 1995], "genres": ["Comedy Drama", "War unknown"]}
+    )
     assert not torch.equal(vectors[0], vectors[1])
 
 
@@ -278,7 +290,10 @@ def test_a_job_is_made_again_from_its_run_folder(name: str, tmp_path: Path) -> N
         (None, r"config\.json: cannot be read .*name a run folder"),
         ("{", r"config\.json: is no JSON"),
         ('{"name": "mine"}', r"recipe 'mine' is not built in; say where it is: --recipe my_recipe\.py:job"),
-        ('{"name": "two_tower", "train": {"epochs": -1}}', r"does not fit the recipe as it is now .*give what differs by --set"),
+        (
+            '{"name": "two_tower", "train": {"epochs": -1}}',
+            r"does not fit the recipe as it is now .*give what differs by --set",
+        ),
     ],
 )
 def test_a_folder_that_is_no_run_is_told(config: str | None, message: str, tmp_path: Path) -> None:
@@ -299,7 +314,10 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     told = app("export", str(run), f"--out={tmp_path / 'again'}")
     assert "its logits are the trained model's within" in told
     onnx = [f"--onnx={tmp_path / 'onnx'}"] if importlib.util.find_spec("onnxscript") else []
-    assert app("export", str(run), f"--out={tmp_path / 'two'}", *onnx, ranks=2).count("its logits are the trained model's") == 1
+    assert (
+        app("export", str(run), f"--out={tmp_path / 'two'}", *onnx, ranks=2).count("its logits are the trained model's")
+        == 1
+    )
     bundles = [Bundle.load(folder) for folder in (run / "bundle", tmp_path / "again", tmp_path / "two")]
     assert len({bundle.manifest.digest for bundle in bundles}) == 1
     assert [bundle.manifest.certificate["ranks"] for bundle in bundles] == [1, 1, 2]
@@ -322,7 +340,9 @@ def test_a_run_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     job = load_recipe("two_tower")
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    done = subprocess.run([sys.executable, "-m", "torchx_apps.export", str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchx_apps.export", str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "give a run folder, or a checkpoint in one" in done.stderr
     assert "Traceback" not in done.stderr
@@ -376,4 +396,13 @@ class TestValid(ComponentTestCase):
 
 def test_the_component_names_run_and_bundle() -> None:
     (role,) = serve.export("--overwrite", run="runs/a", out="b", index="hnsw", onnx="o").roles
-    assert role.args == ["-m", "torchx_apps.export", "runs/a", "--index=hnsw", "--store=fp32", "--out=b", "--onnx=o", "--overwrite"]
+    assert role.args == [
+        "-m",
+        "torchx_apps.export",
+        "runs/a",
+        "--index=hnsw",
+        "--store=fp32",
+        "--out=b",
+        "--onnx=o",
+        "--overwrite",
+    ]

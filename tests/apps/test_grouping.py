@@ -25,8 +25,12 @@ def data() -> LabelledData:
     columns = {}
     for place, name in enumerate(FEATURES):
         side = {"user_id": 0, "item_id": 1}.get(name, 1 - place % 2)
-        columns[name] = Column(np.where(draw.random(ROWS) < 0.9, hidden[side], draw.integers(0, IDS, ROWS)).astype(np.int64))
-    rows = Chunk({**columns, "label": Column(np.zeros(ROWS, dtype=np.float32)), "d": Column(np.zeros(ROWS, dtype=np.float32))})
+        columns[name] = Column(
+            np.where(draw.random(ROWS) < 0.9, hidden[side], draw.integers(0, IDS, ROWS)).astype(np.int64)
+        )
+    rows = Chunk(
+        {**columns, "label": Column(np.zeros(ROWS, dtype=np.float32)), "d": Column(np.zeros(ROWS, dtype=np.float32))}
+    )
     return LabelledData(
         name="planted",
         train=rows,
@@ -98,7 +102,10 @@ def test_a_wrong_key_is_told_before_any_data_is_read(override: str, told: str) -
         (["model.towers=user_id+c9,item_id"], "there is no feature 'c9'; the features are user_id, item_id, c0"),
         (["model.towers=user_id,item_id"], "'c0' stands in no tower; give each of user_id, item_id, c0"),
         (["model.towers=user_id+user_id"], "'user_id' stands there twice"),
-        (["model.towers=2", "model.towers_from=x.safetensors"], "model.towers_from=x.safetensors: there is no such file"),
+        (
+            ["model.towers=2", "model.towers_from=x.safetensors"],
+            "model.towers_from=x.safetensors: there is no such file",
+        ),
         (["model.towers=2", "model.towers_bound=0.001"], "'c0' alone has a load of 12,800; raise the bound"),
         (["model.towers=9"], "towers=9: must be 1 to 6"),
     ],

@@ -1,9 +1,9 @@
 """Every option works with every other, or is refused by name before the first step.
 
-A cell is a choice for every option: a recipe with one or two short epochs on planted data, through the same `run` that a command
-calls. A cell that runs gives finite figures above chance, equal on all ranks, and a bundle that answers where one was asked for.
-REFUSED holds the combinations that are refused, with the words that say so; a refusal that is not there is a failure, and so is a
-combination there that runs. A new option enters OPTIONS with the commit that adds it.
+A cell is a choice for every option: a recipe with one or two short epochs on planted data, through the same `run` that
+a command calls. A cell that runs gives finite figures above chance, equal on all ranks, and a bundle that answers where
+one was asked for. REFUSED holds the combinations that are refused, with the words that say so; a refusal that is not
+there is a failure, and so is a combination there that runs. A new option enters OPTIONS with the commit that adds it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,21 @@ class Planted(NamedTuple):
 
 
 _RATINGS = ("data.name=planted", "data.users=600", "data.items=100", "loader.batch_size=256", "train.epochs=2")
-_ROWS = ("data.name=planted", "loader.batch_size=1024", "optimizer.tables_lr=0.02", "optimizer.dense_lr=0.01", "train.epochs=2")
+_ROWS = (
+    "data.name=planted",
+    "loader.batch_size=1024",
+    "optimizer.tables_lr=0.02",
+    "optimizer.dense_lr=0.01",
+    "train.epochs=2",
+)
 _ADAM = ("optimizer.tables_lr=0.02", "optimizer.dense_lr=0.01")
 RECIPES = {
     "two_tower": Planted(_RATINGS),
     "retrieval": Planted((*_RATINGS, "data.history_length=20", "model.embedding_dim=16", "model.tower_widths=32")),
     "ncf": Planted((*_RATINGS, *_ADAM)),
-    "contextual_ncf": Planted((*_ROWS, "model.embedding_std=0.1", "train.early_stop.metric="), figure="auc", above=0.55),
+    "contextual_ncf": Planted(
+        (*_ROWS, "model.embedding_std=0.1", "train.early_stop.metric="), figure="auc", above=0.55
+    ),
     "n_tower": Planted(
         (
             *(*_ROWS, "model.top_widths=32", "model.embedding_std=0.1", "model.dropout=0", "optimizer.tables_l2=0"),
@@ -145,8 +153,13 @@ REFUSED = [
         r"--set model\.reject_known=true: there is no key 'reject_known'",
     ),
     Refused({"recipe": ("session",), "id_dropout": ("on",)}, r"id_dropout=session=0\.1 with a SessionLoader: "),
-    Refused({"recipe": ("session",), "rows_on": ("cpu",)}, r"loader\.device='cpu': sequences are dealt out on the host"),
-    Refused({"sampling": ("hard", "mixed"), "rows_on": ("cpu",)}, r"loader\.device='cpu' with loader\.sampling='(hard|mixed)': "),
+    Refused(
+        {"recipe": ("session",), "rows_on": ("cpu",)}, r"loader\.device='cpu': sequences are dealt out on the host"
+    ),
+    Refused(
+        {"sampling": ("hard", "mixed"), "rows_on": ("cpu",)},
+        r"loader\.device='cpu' with loader\.sampling='(hard|mixed)': ",
+    ),
     Refused(
         {"compile": ("require",), "sync": ("semi_sync",)},
         r"train\.compile=require with sync\.mode=semi_sync: look-ups a step ahead",
@@ -155,22 +168,31 @@ REFUSED = [
     Refused({"compile": ("require",), "ranks": ("2",), "sharding": ("table_wise", "row_wise")}, _WAITING),
     Refused({"compile": ("require",), "ranks": ("2",), "sharding": ("auto",), "recipe": _ADAGRAD}, _WAITING),
     Refused({"compile": ("require",), **_APART, "recipe": ("retrieval",), "sharding": ("data_parallel",)}, _MEETING),
-    Refused({"compile": ("require",), **_APART, "recipe": ("n_tower",), "sharding": ("auto", "data_parallel")}, _MEETING),
+    Refused(
+        {"compile": ("require",), **_APART, "recipe": ("n_tower",), "sharding": ("auto", "data_parallel")}, _MEETING
+    ),
     Refused({"compile": ("require",), "recipe": ("session",)}, r"'embeddings' returns a row for each id, so its"),
-    Refused({"sharding": ("data_parallel",), "sync": ("semi_sync",)}, r"sync\.mode=semi_sync: table\(s\) .* are data_parallel"),
+    Refused(
+        {"sharding": ("data_parallel",), "sync": ("semi_sync",)},
+        r"sync\.mode=semi_sync: table\(s\) .* are data_parallel",
+    ),
     Refused({"sharding": ("data_parallel",), "recipe": ("session",)}, r"data_parallel on a cpu: it is read id by id"),
 ]
 
 
 def cells(n: int, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
     """Cells that run, in which all choices of any ``n`` options meet; ``narrowed`` leaves some of an option's choices."""
-    choices = {"recipe": tuple(built_in_recipes())} | {name: tuple(choice) for name, choice in OPTIONS.items()} | narrowed
+    choices = (
+        {"recipe": tuple(built_in_recipes())} | {name: tuple(choice) for name, choice in OPTIONS.items()} | narrowed
+    )
     excluded = [
         {
             "operator": "not",
             "condition": {
                 "operator": "and",
-                "conditions": [{"operator": "in", "left": name, "values": list(of)} for name, of in refused.choices.items()],
+                "conditions": [
+                    {"operator": "in", "left": name, "values": list(of)} for name, of in refused.choices.items()
+                ],
             },
         }
         for refused in REFUSED
@@ -248,7 +270,8 @@ def check_runs(cell: Cell) -> None:
         assert first.scores == sorted(first.scores, reverse=True)
 
 
-# All pairs but those with train.compile=require, each of which compiles for ten seconds and more; the slow test has them.
+# All pairs but those with train.compile=require, each of which compiles for ten seconds and more; the slow test has
+# them.
 @pytest.mark.parametrize("cell", cells(2, compile=("off", "auto")), ids=name_of)
 def test_options_work_together(cell: Cell) -> None:
     check_runs(cell)

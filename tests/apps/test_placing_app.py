@@ -33,7 +33,10 @@ def placed(runtime: Runtime, folder: str) -> dict[str, Any]:
     chosen, decision = place_towers(job, task, model, runtime)
     assert decision is not None
     if runtime.is_main:
-        history = [{"kind": "train", "step": at, "rows": 1000, "rows_per_s": rate} for at, rate in ((2, 1e3), (6, 1e4), (10, 1e4))]
+        history = [
+            {"kind": "train", "step": at, "rows": 1000, "rows_per_s": rate}
+            for at, rate in ((2, 1e3), (6, 1e4), (10, 1e4))
+        ]
         run = RunFolder(Path(folder) / "run", {})
         report_steps(run, decision, history)
         run.close()
@@ -80,7 +83,12 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
     overrides = [f"--set={item}" for item in (*SMALL, "train.epochs=1", "train.log_every=2")]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "torchx_apps.train"]
     done = subprocess.run(
-        [*command, *overrides, "--run-dir", "run"], cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=600
+        [*command, *overrides, "--run-dir", "run"],
+        cwd=tmp_path,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.split("towers           tables")[1:3]

@@ -86,7 +86,9 @@ def test_a_refusal_names_the_sharding_types_that_would_fit(capsys: pytest.Captur
     assert main(["--tables", "ad=300Mx64", "--sharding", "data_parallel", "--ddr", "0"]) == 1
     told = capsys.readouterr().err
     assert "shard the data_parallel tables, which no number of ranks makes smaller" in told
-    assert "row_wise for every table is foreseen to be faster" in told or "column_wise for every table is foreseen" in told
+    assert (
+        "row_wise for every table is foreseen to be faster" in told or "column_wise for every table is foreseen" in told
+    )
 
 
 def test_the_folder_has_text_numbers_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +113,19 @@ def test_the_tables_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.launch
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     torchx = str(Path(sys.executable).with_name("torchx"))
-    command = [torchx, "run", "rec.plan", "--tables", "ad=3Mx64", "--world_size", "16", "--sharding", "row_wise", "--out", "plan"]
+    command = [
+        torchx,
+        "run",
+        "rec.plan",
+        "--tables",
+        "ad=3Mx64",
+        "--world_size",
+        "16",
+        "--sharding",
+        "row_wise",
+        "--out",
+        "plan",
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert len(json.loads((tmp_path / "plan/plan.json").read_text())["ranks"]) == 16
@@ -134,9 +148,15 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         (["--tables", "a=9x4", "--hbm", "0"], "hbm_gb=0.0: must be a number greater than 0"),
         (["--tables", "a=9x4", "--device", "cpu", "--ddr", "0"], "ddr_gb=0.0: must be a number greater than 0"),
         (["--tables", "a=9x4", "--device", "tpu"], "device='tpu': must be one of cuda, cpu"),
-        (["--tables", "a=9x4", "--world-size", "12"], "world_size=12 with local_world_size=8: every host has as many devices"),
+        (
+            ["--tables", "a=9x4", "--world-size", "12"],
+            "world_size=12 with local_world_size=8: every host has as many devices",
+        ),
         (["--tables", "a=9x4", "--world-size", "0"], "world_size=0: must be 1 or more"),
-        (["--tables", "a=9x4", "--world-size", "10000000"], "world_size=10000000: must be 16,384 or less; the planner weighs"),
+        (
+            ["--tables", "a=9x4", "--world-size", "10000000"],
+            "world_size=10000000: must be 16,384 or less; the planner weighs",
+        ),
         (["--tables", "a=9x4", "--reserve", "1"], "reserve=1.0: must be at least 0 and below 1"),
         (["--tables", "a=9x4", "--batch-size", "-3"], "--batch-size -3: a device needs at least one row in a step"),
         (["--tables", "a=9x4", "--sharding", "rowwise"], "--sharding rowwise: must be one of auto, data_parallel"),
@@ -144,7 +164,10 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         (["--tables", "a=9x4", "--set", "x=1"], "--set x=1: it changes a recipe; give one with --recipe"),
         (["--tables", "a=9x4", "--run-dir", "x"], "--run-dir x: plans are written to --out; give that"),
         (["--recipe", "two_towr"], "--recipe two_towr: there is no such recipe; did you mean 'two_tower'?"),
-        (["--recipe", "two_tower", "--set", "plan.towers=user:0,item:1"], "plan.towers=user:0,item:1: plans for other devices"),
+        (
+            ["--recipe", "two_tower", "--set", "plan.towers=user:0,item:1"],
+            "plan.towers=user:0,item:1: plans for other devices",
+        ),
         (["--tabels", "a=9x4"], "unrecognized arguments: --tabels a=9x4"),
     ],
 )

@@ -66,11 +66,30 @@ class TestValid(ComponentTestCase):
 @pytest.mark.unit
 def test_the_component_is_listed_and_names_its_app() -> None:
     assert "rec.data.preprocess" in get_components()
-    flags = ["--recipe", "clicks", "--set", "config.min_count=5", "--engine", "local[2]", "--out", "a b", "--", "--dry-run"]
+    flags = [
+        "--recipe",
+        "clicks",
+        "--set",
+        "config.min_count=5",
+        "--engine",
+        "local[2]",
+        "--out",
+        "a b",
+        "--",
+        "--dry-run",
+    ]
     (role,) = materialize_appdef(data.preprocess, flags).roles
     assert role.entrypoint == "python3"
     assert role.args == [
-        *("-m", "torchx_apps.preprocess", "--recipe", "clicks", "--set=config.min_count=5", "--engine=local[2]", "--out=a b"),
+        *(
+            "-m",
+            "torchx_apps.preprocess",
+            "--recipe",
+            "clicks",
+            "--set=config.min_count=5",
+            "--engine=local[2]",
+            "--out=a b",
+        ),
         "--dry-run",
     ]
 
@@ -89,11 +108,20 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--recipe", "click"], "--recipe click: there is no such recipe; did you mean 'clicks'? Built in: clicks, ml_100k"),
-        (["--recipe", "clicks", "--set", "config.min_cuont=1"], "there is no key 'min_cuont'; did you mean 'min_count'?"),
+        (
+            ["--recipe", "click"],
+            "--recipe click: there is no such recipe; did you mean 'clicks'? Built in: clicks, ml_100k",
+        ),
+        (
+            ["--recipe", "clicks", "--set", "config.min_cuont=1"],
+            "there is no key 'min_cuont'; did you mean 'min_count'?",
+        ),
         (["--run-dir", "x"], "--run-dir x: preprocessing writes to --out; give that"),
         (["--enigne", "spark"], "unrecognized arguments: --enigne spark"),
-        (["--recipe", "torchx_apps.recipes:two_tower"], "it returned a Job; here a recipe returns a PreprocessJob of torchx_apps"),
+        (
+            ["--recipe", "torchx_apps.recipes:two_tower"],
+            "it returned a Job; here a recipe returns a PreprocessJob of torchx_apps",
+        ),
         (["--recipe", "my_recipe.py:job"], "--recipe my_recipe.py:job: there is no file my_recipe.py"),
         (
             ["--recipe", "clicks", "--engine", "sprak", "--out", "x"],
@@ -166,7 +194,11 @@ def test_a_recipe_of_a_users_own_over_a_csv_file(tmp_path: Path, capsys: pytest.
     flags = ["--recipe", f"{tmp_path}/my_recipe.py:job", "--out", str(tmp_path / "ready")]
     assert main(flags) == 0
     summary = json.loads((tmp_path / "ready/summary.json").read_text())
-    assert (summary["rows"], summary["vocab"], summary["config"]) == ({"train": 20, "test": 20}, {"city": 3, "price": 5}, None)
+    assert (summary["rows"], summary["vocab"], summary["config"]) == (
+        {"train": 20, "test": 20},
+        {"city": 3, "price": 5},
+        None,
+    )
     assert main([*flags, "--set", "overwrite=true"]) == 0, capsys.readouterr().err
     (tmp_path / "ready/summary.json").unlink()
     assert main([*flags, "--set", "overwrite=true"]) == 1
@@ -182,7 +214,8 @@ def test_the_recipe_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "ml-100k").mkdir()
     columns = {"user_id": [1, 1, 1] * 9, "item_id": [50, 51, 52] * 9, "rating": [5, 4, 1] * 9}
     pq.write_table(
-        pa.table({**columns, "timestamp": [880_000_000 + 500_000 * k for k in range(27)]}), tmp_path / "ml-100k/inter.parquet"
+        pa.table({**columns, "timestamp": [880_000_000 + 500_000 * k for k in range(27)]}),
+        tmp_path / "ml-100k/inter.parquet",
     )
     monkeypatch.chdir(tmp_path)
     assert main(["--recipe", "my_recipe.py:job", "--set", "pictures=false", "--out", "ready"]) == 0
@@ -210,13 +243,19 @@ def test_what_is_missing_is_told_before_any_row_is_read(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(FittedPreprocessor, "transform", None)
     assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]) == 1
-    assert "pictures need matplotlib: pip install 'torchrec-ext[report]', or --set pictures=false" in capsys.readouterr().err
+    assert (
+        "pictures need matplotlib: pip install 'torchrec-ext[report]', or --set pictures=false"
+        in capsys.readouterr().err
+    )
 
 
 @quiet
 def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file(log: Path, tmp_path: Path) -> None:
     need_duckdb()
-    assert main([*SMALL, "--set", f"config.folder={log}", "--set", "pictures=false", "--out", str(tmp_path / "ready")]) == 0
+    assert (
+        main([*SMALL, "--set", f"config.folder={log}", "--set", "pictures=false", "--out", str(tmp_path / "ready")])
+        == 0
+    )
     fitted = FittedPreprocessor.load(tmp_path / "ready/preprocessor")
     tables = [
         EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=8)
@@ -268,7 +307,10 @@ def test_movielens(ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     rows = json.loads((tmp_path / "ready/summary.json").read_text())["rows"]
     assert sum(rows.values()) == 100_000
     train = read_parquet(tmp_path / "ready/train/part-00000.parquet")
-    assert train["timestamp"].values.max() < read_parquet(tmp_path / "ready/test/part-00000.parquet")["timestamp"].values.min()
+    assert (
+        train["timestamp"].values.max()
+        < read_parquet(tmp_path / "ready/test/part-00000.parquet")["timestamp"].values.min()
+    )
 
 
 @quiet
@@ -279,7 +321,9 @@ def test_movielens_is_found_where_training_finds_it(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
     flags = ["--set", "pictures=false", "--set", "config.test_share=0.3", "--out", str(tmp_path / "ready")]
-    monkeypatch.setattr(datasets, "ML_100K", dataclasses.replace(datasets.ML_100K, url=(tmp_path / "gone.zip").as_uri()))
+    monkeypatch.setattr(
+        datasets, "ML_100K", dataclasses.replace(datasets.ML_100K, url=(tmp_path / "gone.zip").as_uri())
+    )
     assert main(flags) == 1
     (told,) = capsys.readouterr().err.splitlines()[1:]  # behind the licence
     assert told.startswith("recipe ml_100k: set 'ml-100k' is not on this machine and was not downloaded: ")

@@ -63,7 +63,13 @@ def test_without_its_context_it_cannot(with_context: dict[str, Record]) -> None:
 
 
 def test_three_towers_learn_the_same_rows_on_two_ranks() -> None:
-    overrides = ("train.epochs=6", "model.top_widths=64", "model.dropout=0", "optimizer.tables_lr=0.03", "optimizer.tables_l2=0")
+    overrides = (
+        "train.epochs=6",
+        "model.top_widths=64",
+        "model.dropout=0",
+        "optimizer.tables_lr=0.03",
+        "optimizer.tables_l2=0",
+    )
     plain = ("model.embedding_std=0.1", "model.normalization=none")
     constant = ("train.tables_schedule.kind=constant", "train.dense_schedule.kind=constant")
     outcomes = run_ranks(trained, 2, job_of("n_tower", *CONTEXT, *overrides, *plain, *constant))
@@ -84,7 +90,9 @@ IN_BATCH = (
         ("ncf", ("loader.batch_size=512", "train.epochs=6", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")),
         ("two_tower", IN_BATCH),
         ("two_tower", (*IN_BATCH, "loader.sampling=mixed", "loader.shared_negatives=256")),
-        pytest.param("two_tower", (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2"), marks=pytest.mark.slow),
+        pytest.param(
+            "two_tower", (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2"), marks=pytest.mark.slow
+        ),
         pytest.param("two_tower", (*IN_BATCH, "model.share_items=true"), marks=pytest.mark.slow),
         pytest.param("two_tower", ("model.share_items=true", "train.epochs=5"), marks=pytest.mark.slow),
     ],
@@ -135,7 +143,13 @@ def test_negatives_have_the_context_of_their_positive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colours: str, world_size: int) -> None:
-    overrides = ("data.name=colours", f"data.folder={colours}", "loader.batch_size=128", "train.epochs=10", "train.eval_every=5")
+    overrides = (
+        "data.name=colours",
+        f"data.folder={colours}",
+        "loader.batch_size=128",
+        "train.epochs=10",
+        "train.eval_every=5",
+    )
     outcomes = run_ranks(trained, world_size, job_of("retrieval", *overrides))
     assert outcomes[0]["test"].keys() == {"hr@10", "ndcg@10"}, "no AUC where the candidates are given"
     assert outcomes[0]["test"]["ndcg@10"] == outcomes[-1]["test"]["ndcg@10"] > 0.98
@@ -154,7 +168,9 @@ def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colour
 def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Path) -> None:
     changed = [part for text in ("data.name=planted", "train.epochs=1", *overrides) for part in ("--set", text)]
     flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), *changed]
-    done = subprocess.run([sys.executable, "-m", "torchx_apps.train", *flags], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchx_apps.train", *flags], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert 0 < summary["test"]["auc"] < 1
@@ -171,7 +187,10 @@ def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Pa
             r"model\.features names \['colour'\], which 'planted' does not have; it has \['age'",
         ),
         (("model.without=colour",), r"model\.without names \['colour'\]"),
-        (("model.loss=in_batch",), r"model\.loss=in_batch with model\.interaction=top_nn: each query meets every candidate"),
+        (
+            ("model.loss=in_batch",),
+            r"model\.loss=in_batch with model\.interaction=top_nn: each query meets every candidate",
+        ),
         (("model.temperature=0",), r"model\.temperature=0\.0: must be greater than 0"),
     ],
 )

@@ -29,14 +29,19 @@ pytestmark = pytest.mark.unit
 
 def processes(folder: Path, *, alive: int, dead: int = 0) -> Path:
     """As Linux shows them: the children of this process's parent, and one that is nobody's."""
-    lines = [f"{pid} (a (strange) name) {'Z' if pid > alive else 'S'} {os.getppid()} 1 1" for pid in range(1, alive + dead + 1)]
+    lines = [
+        f"{pid} (a (strange) name) {'Z' if pid > alive else 'S'} {os.getppid()} 1 1"
+        for pid in range(1, alive + dead + 1)
+    ]
     for pid, line in enumerate([*lines, f"99 (other) S {os.getppid() + 1} 1 1"], start=1):
         (folder / str(pid)).mkdir(parents=True)
         (folder / str(pid) / "stat").write_text(line)
     return folder
 
 
-@pytest.mark.parametrize(("alive", "dead", "expected"), [(2, 0, False), (1, 1, True), (1, 0, True), (3, 0, False), (0, 0, False)])
+@pytest.mark.parametrize(
+    ("alive", "dead", "expected"), [(2, 0, False), (1, 1, True), (1, 0, True), (3, 0, False), (0, 0, False)]
+)
 def test_a_rank_that_is_gone_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: int, dead: int, expected: bool
 ) -> None:
@@ -137,7 +142,9 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
         return int(path[-10:]), told
 
     assert found(None) == found("last") == (6, "the last")
-    with pytest.raises(CheckpointError, match=r"--checkpoint best: no evaluation of this run was marked .* one of the steps 3, 6"):
+    with pytest.raises(
+        CheckpointError, match=r"--checkpoint best: no evaluation of this run was marked .* one of the steps 3, 6"
+    ):
         found("best")
     checkpointer.mark_best(3, {"best": 0.9})
     checkpointer.close()

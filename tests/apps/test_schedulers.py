@@ -39,11 +39,15 @@ def containers(job: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.unit
 def test_slurm_starts_one_agent_on_each_node_and_asks_for_what_was_asked() -> None:
-    script = slurm_script(app_of(train.hybrid, "-j", "2x8", "--gpu", "8", "--cpu", "64", "--memMB", "400000", "--max_retries", "2"))
+    script = slurm_script(
+        app_of(train.hybrid, "-j", "2x8", "--gpu", "8", "--cpu", "64", "--memMB", "400000", "--max_retries", "2")
+    )
     asked = [line.split() for line in script.splitlines() if line.startswith("#SBATCH --")]
     assert len(asked) == 2
     for words in asked:
-        assert {"--ntasks-per-node=1", "--gpus-per-task=8", "--cpus-per-task=64", "--mem=400000", "--requeue"} <= set(words)
+        assert {"--ntasks-per-node=1", "--gpus-per-task=8", "--cpus-per-task=64", "--mem=400000", "--requeue"} <= set(
+            words
+        )
         assert {"--partition=gpu", "--time=02:00:00"} <= set(words)
     assert script.count("python3 -m torchx_apps.agent --max_restarts 2 ") == 2
     assert script.count("--rdzv_endpoint ${SLURM_JOB_NODELIST_HET_GROUP_0:=localhost}:0 ") == 2
@@ -65,13 +69,17 @@ def test_kubernetes_gives_each_node_its_gpus_mounts_and_the_first_nodes_name() -
     assert second.command[-1].endswith("-m torchx_apps.train --recipe two_tower --run-dir=/runs/a")
     assert ":0 " in second.command[-1]
     assert not first.ports
-    given = containers(kubernetes_job(app_of(train.hybrid, "-j", "2x4", "--rdzv_port", "29500", "--image", "my_image:1")))
+    given = containers(
+        kubernetes_job(app_of(train.hybrid, "-j", "2x4", "--rdzv_port", "29500", "--image", "my_image:1"))
+    )
     assert [port.container_port for one in given for port in one.ports] == [29500, 29500]
 
 
 @pytest.mark.unit
 def test_a_service_on_kubernetes_opens_its_port() -> None:
-    (container,) = containers(kubernetes_job(app_of(serve.http, "--bundle", "/bundles/a", "--port", "80", "--image", "my_image:1")))
+    (container,) = containers(
+        kubernetes_job(app_of(serve.http, "--bundle", "/bundles/a", "--port", "80", "--image", "my_image:1"))
+    )
     assert [port.container_port for port in container.ports] == [80]
 
 
@@ -104,7 +112,11 @@ def test_slurms_script_trains_on_two_nodes(tmp_path: Path) -> None:
     srun.write_text(f"#!{sys.executable}\n" + SRUN)
     srun.chmod(0o755)
     (tmp_path / "job.sh").write_text(slurm_script(tiny(tmp_path / "run", port=29732)))
-    own = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost", "PATH": f"{srun.parent}{os.pathsep}{with_python()}"}
+    own = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost",
+        "PATH": f"{srun.parent}{os.pathsep}{with_python()}",
+    }
     told = all_run([["bash", str(tmp_path / "job.sh")]], own, tmp_path)
     assert "ranks: 2 on cpu over gloo" in told
     assert "job exited with code 0" in told

@@ -96,7 +96,9 @@ def serving(service: Launched, digest: str) -> bool:
 
 
 @pytest.mark.launch
-def test_bundles_are_swapped_under_load_without_a_lost_request(service: Launched, bundles: list[Made], tmp_path: Path) -> None:
+def test_bundles_are_swapped_under_load_without_a_lost_request(
+    service: Launched, bundles: list[Made], tmp_path: Path
+) -> None:
     live = Path(service.process.args[3])  # type: ignore[index]
     digests = [made.bundle.manifest.digest for made in bundles]
     assert service.said.startswith(f"serving bundle {digests[0][:12]} at http://127.0.0.1:")
@@ -110,7 +112,11 @@ def test_bundles_are_swapped_under_load_without_a_lost_request(service: Launched
         (broken / "items.arrow").write_bytes(b"")
         point(live, broken)
         bearer = {"Authorization": "Bearer a token of this test"}  # without it no path is told
-        until(lambda: all("items.arrow" in (service.client().get("/readyz", **bearer).json["refused"] or "") for _ in range(8)))
+        until(
+            lambda: all(
+                "items.arrow" in (service.client().get("/readyz", **bearer).json["refused"] or "") for _ in range(8)
+            )
+        )
         assert serving(service, digests[1])
         moving = tmp_path / "moving"
         shutil.copytree(bundles[0].folder, moving)
@@ -131,7 +137,10 @@ def test_bundles_are_swapped_under_load_without_a_lost_request(service: Launched
 
 @pytest.mark.launch
 def test_both_workers_count_into_one_page_of_metrics(service: Launched) -> None:
-    name, headers = 'serve_requests_total{route="/v1/score",status="422"}', {"Authorization": "Bearer a token of this test"}
+    name, headers = (
+        'serve_requests_total{route="/v1/score",status="422"}',
+        {"Authorization": "Bearer a token of this test"},
+    )
     for _ in range(12):
         service.client().post("/v1/score", {}, **headers)
     pages = [service.client().get("/metrics", **headers).content.decode() for _ in range(4)]
@@ -149,7 +158,10 @@ def test_a_worker_that_dies_is_replaced(service: Launched) -> None:
     assert (ended[0]["worker"], ended[0]["status"]) == (pid, -signal.SIGKILL)
     assert service.client().get("/readyz").status == 200
     until(
-        lambda: len({event["pid"] for event in service.events("request")} - {pid}) == 2 or service.client().get("/healthz") is None
+        lambda: (
+            len({event["pid"] for event in service.events("request")} - {pid}) == 2
+            or service.client().get("/healthz") is None
+        )
     )
 
 
@@ -277,7 +289,10 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--workers=0"], "workers=0: must be 1 or more"),
         (["--hang=0"], "hang_s=0.0: must be greater than 0"),
         (["--hang=2"], "hang_s=2: must be more than the 2 s of time_ms=2000"),
-        (["--allowed-hosts=a,b*"], "allowed_hosts: 'b*'; must be a name or an address without a port, *.example.com, or *"),
+        (
+            ["--allowed-hosts=a,b*"],
+            "allowed_hosts: 'b*'; must be a name or an address without a port, *.example.com, or *",
+        ),
         (["--start=0"], "start_s=0.0: must be greater than 0"),
         (["--max-k=0"], "limit k=0: must be 1 or more"),
         (["--watch=0"], "watch_s=0.0: must be greater than 0"),
@@ -332,7 +347,9 @@ class TestValid(ComponentTestCase):
 
 
 @pytest.mark.unit
-def test_an_empty_token_is_none_that_anybody_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_token_is_none_that_anybody_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TORCHREC_EXT_TOKEN", "")
     assert serve.main(["bundle"]) == 1
     assert "the token is empty" in capsys.readouterr().err

@@ -52,7 +52,9 @@ def by_ranks() -> dict[int, list[dict[str, Any]]]:
     return {world_size: run_ranks(trained, world_size, PLANTED) for world_size in (1, 2)}
 
 
-def test_the_planted_successors_are_found_and_no_more_than_there_is_to_find(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
+def test_the_planted_successors_are_found_and_no_more_than_there_is_to_find(
+    by_ranks: dict[int, list[dict[str, Any]]],
+) -> None:
     (outcome,) = by_ranks[1]
     for name in ("hr@10", "ndcg@10"):
         assert outcome["test"][name] > 0.95 * outcome["best"][name]
@@ -92,13 +94,22 @@ def test_what_is_shown_and_told(by_ranks: dict[int, list[dict[str, Any]]]) -> No
 
 @pytest.mark.unit
 def test_a_set_without_anything_to_test_on_is_refused() -> None:
-    pairs = SequenceData(name="pairs", sequences=Column.from_lengths(np.array([1, 2, 1, 2]), np.array([2, 2])), num_items=2)
+    pairs = SequenceData(
+        name="pairs", sequences=Column.from_lengths(np.array([1, 2, 1, 2]), np.array([2, 2])), num_items=2
+    )
     with pytest.raises(ValueError, match="set 'pairs' has no test rows: no user has the 3 items"):
         SessionTask(pairs)
 
 
 @pytest.mark.unit
 def test_every_key_of_the_recipe_can_be_set() -> None:
-    changed = apply_overrides(session(), ["model.layers=3", "model.position=end", "data.max_length=10", "loader.negatives=0"])
-    assert (changed.model.layers, changed.model.position, changed.data.max_length, changed.loader.negatives) == (3, "end", 10, 0)
+    changed = apply_overrides(
+        session(), ["model.layers=3", "model.position=end", "data.max_length=10", "loader.negatives=0"]
+    )
+    assert (changed.model.layers, changed.model.position, changed.data.max_length, changed.loader.negatives) == (
+        3,
+        "end",
+        10,
+        0,
+    )
     assert dataclasses.replace(changed, name="mine").name == "mine"

@@ -33,7 +33,9 @@ def signalled(times: int, later: bool, noted: str) -> None:
 
 
 @pytest.mark.parametrize(("times", "later", "ends"), [(1, False, 0), (4, False, 0), (2, True, -signal.SIGTERM)])
-def test_what_follows_within_five_seconds_is_the_same_signal(times: int, later: bool, ends: int, tmp_path: Path) -> None:
+def test_what_follows_within_five_seconds_is_the_same_signal(
+    times: int, later: bool, ends: int, tmp_path: Path
+) -> None:
     process = _CONTEXT.Process(target=signalled, args=(times, later, str(tmp_path / "saved")))
     process.start()
     process.join()
@@ -56,7 +58,16 @@ def isolated() -> list[str]:
         ["torchx_apps.plan", "--tables", "a=100x8"],
         ["torchx_apps.export", "RUN"],
         ["torchx_apps.embed", "BUNDLE", "--out", "OUT"],
-        ["torchx_apps.agent", "--standalone", "--nproc_per_node=1", "-m", "torchx_apps.embed", "BUNDLE", "--out", "OUT"],
+        [
+            "torchx_apps.agent",
+            "--standalone",
+            "--nproc_per_node=1",
+            "-m",
+            "torchx_apps.embed",
+            "BUNDLE",
+            "--out",
+            "OUT",
+        ],
     ],
     ids=["plan", "export", "embed", "agent"],
 )
@@ -66,9 +77,13 @@ def test_process_1_ends_at_once_while_torch_is_imported(command: list[str], tmp_
     (tmp_path / "torch/__init__.py").write_text(SLOW_TORCH.format(mark=str(tmp_path / "begun")))
     run = tmp_path / "RUN"
     run.mkdir()
-    (run / "config.json").write_text('{"build": "torchx_apps.recipes:build_two_tower", "task": "torchx_apps.recipes:task"}')
+    (run / "config.json").write_text(
+        '{"build": "torchx_apps.recipes:build_two_tower", "task": "torchx_apps.recipes:task"}'
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
-    process = subprocess.Popen([*prefix, sys.executable, "-m", *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*prefix, sys.executable, "-m", *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE
+    )
     try:
         end = time.monotonic() + 60
         while not (tmp_path / "begun").exists():

@@ -60,14 +60,20 @@ def test_every_override_is_launched_in_the_order_typed(typed: str, capsys: pytes
     assert overrides(command)[-1] == "b=2"
     assert set(overrides(command)) >= {"a=1", "b=2"}
     assert overrides(command).index("a=1") < overrides(command).index("b=2")
-    for flag, words in (("-j 1x3", "--nproc_per_node 3 "), ("--recipe ncf", "--recipe ncf"), ("--dry-run", "--dry-run")):
+    for flag, words in (
+        ("-j 1x3", "--nproc_per_node 3 "),
+        ("--recipe ncf", "--recipe ncf"),
+        ("--dry-run", "--dry-run"),
+    ):
         assert (words in command) == (flag in typed)
 
 
 @pytest.mark.usefixtures("in_the_clone")
 def test_the_demo_of_the_makefile_launches_all_that_its_line_says(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = re.findall(
-        r"^demo:.*\n\t@\$\(WITH_VENV\) \$\(BIN\)/torchx run (.+) \$\(DEMO_ARGS\)$", (CLONE / "Makefile").read_text(), re.MULTILINE
+        r"^demo:.*\n\t@\$\(WITH_VENV\) \$\(BIN\)/torchx run (.+) \$\(DEMO_ARGS\)$",
+        (CLONE / "Makefile").read_text(),
+        re.MULTILINE,
     )
     said = re.findall(r"--set (\S+)", line)
     assert "fallback=planted" in said
@@ -80,7 +86,17 @@ def test_a_scheduler_without_its_package_is_told_in_one_line_with_the_extra(
     for name in ("kubernetes", "kubernetes.client", "kubernetes.client.models"):
         monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
     with pytest.raises(SystemExit, match=r"^1$"):
-        run("-s", "kubernetes", "-cfg", "queue=default", "--workspace=", "--dryrun", "rec.train.hybrid", "--image", "my_image:1")
+        run(
+            "-s",
+            "kubernetes",
+            "-cfg",
+            "queue=default",
+            "--workspace=",
+            "--dryrun",
+            "rec.train.hybrid",
+            "--image",
+            "my_image:1",
+        )
     printed = capsys.readouterr()
     told = "-s kubernetes needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
     assert (printed.out, printed.err.splitlines()[-1]) == ("", told)
@@ -95,7 +111,11 @@ def test_a_name_with_a_slash_is_refused(words: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("topology", ["1x99999", "99999x1"])
-def test_more_ranks_than_the_machine_has_memory_for_are_refused_at_once(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_ranks_than_the_machine_has_memory_for_are_refused_at_once(
+    topology: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="1"):
         run("rec.train.hybrid", "-j", topology)
-    assert capsys.readouterr().err.startswith("99999 ranks on one machine: they need 25,000 GiB before they read any data, and it")
+    assert capsys.readouterr().err.startswith(
+        "99999 ranks on one machine: they need 25,000 GiB before they read any data, and it"
+    )

@@ -21,7 +21,14 @@ from torchx_apps.networks.members import MemberJob, RankGroup, World, differing,
 from torchx_apps.networks.report import Result, best_of, draw, table
 from torchx_apps.networks.stacks import NetworksConfig, why_alone
 
-TINY = ["data.name=planted", "data.users=60", "data.items=50", "data.history_length=5", "train.epochs=2", "train.eval_every=1"]
+TINY = [
+    "data.name=planted",
+    "data.users=60",
+    "data.items=50",
+    "data.history_length=5",
+    "train.epochs=2",
+    "train.eval_every=1",
+]
 SETS = [f"--set={item}" for item in [*TINY, "loader.batch_size=256", "model.tower_widths=8", "model.top_widths=8"]]
 # A step of Adam or Adagrad turns on the last bit of a gradient that is nearly 0; SGD does not.
 SGD = [f"--set=optimizer.{item}" for item in ("tables=sgd", "dense=sgd", "tables_lr=0.1", "dense_lr=0.05")]
@@ -34,7 +41,9 @@ def members(*vary: str, listed: tuple[str, ...] = (), own_rows: bool = False) ->
 @pytest.mark.unit
 def test_a_grid_is_all_combinations_and_a_list_adds_to_it() -> None:
     found = members(
-        "optimizer.dense_lr=1e-3,3e-3", "model.tower_widths=64|128,64", listed=("big:train.seed=3,model.tower_widths=256,64",)
+        "optimizer.dense_lr=1e-3,3e-3",
+        "model.tower_widths=64|128,64",
+        listed=("big:train.seed=3,model.tower_widths=256,64",),
     )
     assert [member.name for member in found] == [
         "dense_lr=1e-3_tower_widths=64",
@@ -70,7 +79,10 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
     ("flags", "told"),
     [
         ([], "no member: give --vary KEY=VALUE,VALUE"),
-        (["--vary=optimizer.dense_l=1,2"], "--vary optimizer.dense_l=1: there is no key 'dense_l'; did you mean 'dense_lr'?"),
+        (
+            ["--vary=optimizer.dense_l=1,2"],
+            "--vary optimizer.dense_l=1: there is no key 'dense_l'; did you mean 'dense_lr'?",
+        ),
         (["--vary=optimizer.dense_lr=fast,1"], "--vary optimizer.dense_lr=fast: 'fast' is not a float"),
         (["--vary=optimizer.dense_lr"], "--vary optimizer.dense_lr: write KEY=VALUE,VALUE"),
         (["--vary=train.seed=1,1"], "--vary train.seed=1,1: 1 stands there twice"),
@@ -81,7 +93,10 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
         (["--member=a:train.seed=1", "--member=a:train.seed=2"], "two members have the name 'a'"),
         (["--member=a:train.seed=1", "--member=b:train.seed=1"], "members 'a' and 'b' are one network"),
         (["--member=a:train.sed=1"], "--member train.sed=1: there is no key 'sed'; did you mean 'seed'?"),
-        (["--vary=train.seed=1,2", "--groups=seed=3:0"], "--groups seed=3:0: there is no member 'seed=3'; did you mean 'seed="),
+        (
+            ["--vary=train.seed=1,2", "--groups=seed=3:0"],
+            "--groups seed=3:0: there is no member 'seed=3'; did you mean 'seed=",
+        ),
         (["--vary=train.seed=1,2", "--groups=seed=1:0"], "--groups: member seed=2 is in no group; give it ranks"),
         (["--vary=train.seed=1,2", "--groups=seed=1:0,seed=2:1"], "there is no rank 1; the job has ranks 0 to 0"),
         (["--vary=train.seed=1,2", "--ranks=2", "--groups=seed=1:0-1,seed=2:1"], "rank 1 is in two groups"),
@@ -98,7 +113,9 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
         ),
     ],
 )
-def test_a_mistake_is_told_with_its_flag_and_no_traceback(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_told_with_its_flag_and_no_traceback(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train_networks.main(flags) == 1
     error = capsys.readouterr().err
     assert told in error
@@ -107,7 +124,12 @@ def test_a_mistake_is_told_with_its_flag_and_no_traceback(flags: list[str], told
 
 @pytest.mark.unit
 def test_the_list_says_what_differs_and_which_ranks_train_it(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--vary=train.seed=0,1", "--member=wide:model.tower_widths=128,64", "--ranks=3", "--groups=seed=*:0,wide:1-2"]
+    flags = [
+        "--vary=train.seed=0,1",
+        "--member=wide:model.tower_widths=128,64",
+        "--ranks=3",
+        "--groups=seed=*:0,wide:1-2",
+    ]
     assert train_networks.main([*flags, "--list"]) == 0
     header, _, *rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
     assert header == ["member", "train.seed", "model.tower_widths", "ranks"]
@@ -133,7 +155,10 @@ def test_members_are_dealt_to_ranks_or_placed_as_asked(names: str, ranks: int, g
 
 
 def result(name: str, auc: float, *, ended: str = "all epochs", test: float | None = None) -> Result:
-    validation = [{"kind": "eval", "epoch": 1, "step": 3, "auc": auc - 0.1}, {"kind": "eval", "epoch": 2, "step": 6, "auc": auc}]
+    validation = [
+        {"kind": "eval", "epoch": 1, "step": 3, "auc": auc - 0.1},
+        {"kind": "eval", "epoch": 2, "step": 6, "auc": auc},
+    ]
     loss = [{"epoch": 1, "step": 3, "loss": 0.6}, {"epoch": 2, "step": 6, "loss": 0.5}]
     figures = {} if ended == "diverged" else {"auc": auc if test is None else test}
     return Result(name=name, ended=ended, epochs=2, validation=validation, test=figures, loss=loss, seconds=1.5)
@@ -142,21 +167,37 @@ def result(name: str, auc: float, *, ended: str = "all epochs", test: float | No
 @pytest.mark.unit
 def test_the_best_is_chosen_on_validation_and_never_one_that_diverged() -> None:
     found = members("train.seed=0,1,2")
-    results = [result("seed=0", 0.7, test=0.9), result("seed=1", 0.8, test=0.6), result("seed=2", 0.95, ended="diverged")]
+    results = [
+        result("seed=0", 0.7, test=0.9),
+        result("seed=1", 0.8, test=0.6),
+        result("seed=2", 0.95, ended="diverged"),
+    ]
     best = best_of(found, results)
     assert best is not None
     assert best.name == "seed=1"
     lines = table(found, results).splitlines()
-    assert re.split(r"\s{2,}", lines[0]) == ["member", "train.seed", "validation auc", "test auc", "epochs", "ended", "seconds"]
+    assert re.split(r"\s{2,}", lines[0]) == [
+        "member",
+        "train.seed",
+        "validation auc",
+        "test auc",
+        "epochs",
+        "ended",
+        "seconds",
+    ]
     assert re.split(r"\s{2,}", lines[3]) == ["seed=1 *", "1", "0.8000", "0.6000", "2", "all epochs", "1.5"]
     assert "diverged" in lines[4]
 
 
 @pytest.mark.unit
 def test_a_figure_that_should_fall_is_best_where_it_is_least() -> None:
-    falling = apply_overrides(load_recipe("two_tower"), ["train.early_stop.metric=log_loss", "train.early_stop.mode=min"])
+    falling = apply_overrides(
+        load_recipe("two_tower"), ["train.early_stop.metric=log_loss", "train.early_stop.mode=min"]
+    )
     values = {"seed=0": 0.4, "seed=1": 0.3}
-    results = [Result(name=name, validation=[{"log_loss": value}], test={"log_loss": value}) for name, value in values.items()]
+    results = [
+        Result(name=name, validation=[{"log_loss": value}], test={"log_loss": value}) for name, value in values.items()
+    ]
     best = best_of(members_of(falling, ["train.seed=0,1"], []), results)
     assert best is not None
     assert best.name == "seed=1"
@@ -208,15 +249,22 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_stacked_member_has_the_losses_and_figures_that_it_has_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stacked_member_has_the_losses_and_figures_that_it_has_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     vary = ["--vary=train.seed=0,1", "--vary=model.dropout=0,0.3"]
     for stack in ("require", "never"):
-        assert train_networks.main([*SETS, *SGD, *vary, f"--stack={stack}", f"--run-dir={tmp_path / stack}", "--weights"]) == 0
+        assert (
+            train_networks.main([*SETS, *SGD, *vary, f"--stack={stack}", f"--run-dir={tmp_path / stack}", "--weights"])
+            == 0
+        )
     said = capsys.readouterr().out
     assert "one loader read once for all: seed=0_dropout=0, seed=0_dropout=0.3" in said
     for name in ("seed=0_dropout=0", "seed=0_dropout=0.3", "seed=1_dropout=0.3"):
         stacked, alone = (metrics(tmp_path / stack / name) for stack in ("require", "never"))
-        assert [(record["kind"], record["step"]) for record in stacked] == [(record["kind"], record["step"]) for record in alone]
+        assert [(record["kind"], record["step"]) for record in stacked] == [
+            (record["kind"], record["step"]) for record in alone
+        ]
         for one, other in zip(stacked, alone, strict=True):
             for figure in one.keys() & {"loss", "auc", "hr@10", "ndcg@10", "rows"}:
                 assert one[figure] == pytest.approx(other[figure], abs=1e-5), (name, figure)
@@ -258,7 +306,9 @@ def test_a_job_that_was_stopped_goes_on_and_each_member_is_published_as_a_networ
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
     one, other = (json.loads((folder / "results.json").read_text())["members"] for folder in (whole, cut))
-    assert [(own["name"], own["ended"], own["test"]) for own in one] == [(own["name"], own["ended"], own["test"]) for own in other]
+    assert [(own["name"], own["ended"], own["test"]) for own in one] == [
+        (own["name"], own["ended"], own["test"]) for own in other
+    ]
     capsys.readouterr()
     assert train_networks.main([*SETS, *SGD, *flags, f"--run-dir={cut}", "--resume=auto"]) == 0
     assert "stack of" not in capsys.readouterr().out, "all have ended: only the table is made again"
@@ -271,11 +321,21 @@ def without_speed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.launch
 @pytest.mark.slow
 def test_networks_of_different_shapes_train_at_the_same_time_on_groups_of_ranks(tmp_path: Path) -> None:
-    flags = ["--member=a:train.seed=1", "--member=b:train.seed=2", "--member=wide:model.tower_widths=16", "--groups=a+b:0,wide:1-2"]
+    flags = [
+        "--member=a:train.seed=1",
+        "--member=b:train.seed=2",
+        "--member=wide:model.tower_widths=16",
+        "--groups=a+b:0,wide:1-2",
+    ]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "-m", "torchx_apps.train_networks"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *SETS, *flags, "--run-dir=out"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=400
+        [*command, *SETS, *flags, "--run-dir=out"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())

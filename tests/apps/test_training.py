@@ -69,8 +69,8 @@ CHECKERBOARD = two_tower_with(
     *("data.name=checkerboard", "data.users=32", "data.items=64", "data.history_length=0"),
     *("train.epochs=40", "loader.batch_size=256"),
 )
-# The dot product and a modest rate: the top NN at its own rate magnifies the last bit of a sum a hundredfold every fifty steps, so
-# that its figures on 1 and on 2 ranks differ as those of two seeds do.
+# The dot product and a modest rate: the top NN at its own rate magnifies the last bit of a sum a hundredfold every
+# fifty steps, so that its figures on 1 and on 2 ranks differ as those of two seeds do.
 PLANTED = two_tower_with(
     *("data.name=planted", "data.users=2000", "data.items=200", "model.interaction=dot"),
     *("train.epochs=3", "loader.batch_size=2048", "optimizer.tables_lr=0.1"),
@@ -205,17 +205,29 @@ def test_without_the_real_set_generated_data_is_trained_on_with_a_note(nowhere: 
     (name, said, hits), (other_name, other_said, _) = run_ranks(fallen_back, 2, job, nowhere)
     assert (name, other_name, hits) == ("planted", "planted", 1)
     assert said.count("note: training on the generated set 'planted' instead: ") == 1
-    for told in ("data.offline is set", "https://files.grouplens.org/datasets/movielens/ml-100k.zip", "TORCHREC_EXT_DATA"):
+    for told in (
+        "data.offline is set",
+        "https://files.grouplens.org/datasets/movielens/ml-100k.zip",
+        "TORCHREC_EXT_DATA",
+    ):
         assert told in said
-    assert f"at {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k' / 'ml-100k.zip'}, or set TORCHREC_EXT_DATA to a folder" in said
+    assert (
+        f"at {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k' / 'ml-100k.zip'}, or set TORCHREC_EXT_DATA to a folder"
+        in said
+    )
     assert "note:" not in other_said
 
 
 def test_without_real_set_and_fallback_every_rank_says_which_file_to_put_where(nowhere: Path) -> None:
     first, second = run_ranks(fallen_back, 2, two_tower_with("data.offline=true"), nowhere)
     assert first[0] == second[0]
-    assert first[0].startswith("set 'ml-100k' is not on this machine and was not downloaded: data.offline is set. Looked in ")
-    assert f"ml-100k.zip (4,924,029 bytes) at {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k' / 'ml-100k.zip'}, or set " in first[0]
+    assert first[0].startswith(
+        "set 'ml-100k' is not on this machine and was not downloaded: data.offline is set. Looked in "
+    )
+    assert (
+        f"ml-100k.zip (4,924,029 bytes) at {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k' / 'ml-100k.zip'}, or set "
+        in first[0]
+    )
     assert first[1] == ""
 
 

@@ -25,7 +25,8 @@ from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.jobs.training import run
 
 USERS, ITEMS, KINDS = 40, 35, 4
-# By item: all but the last 7 are trained; 6 of these are described, and so in the catalogue; the last is in test.parquet alone.
+# By item: all but the last 7 are trained; 6 of these are described, and so in the catalogue; the last is in
+# test.parquet alone.
 TRAINED, DESCRIBED = 28, 34
 NEW_USERS = 4  # whose rows are test rows alone
 
@@ -59,12 +60,18 @@ def write_set(folder: Path) -> tuple[Int64, Int64]:
         pq.write_table(pa.table({"user": users[user], "item": items[item]}), folder / f"{part}.parquet")
     pq.write_table(pa.table({"user": users, "taste": [f"t{one}" for one in taste]}), folder / "users.parquet")
     described = np.arange(3, DESCRIBED)  # three that are trained have no row there
-    table = {"item": items[described], "kind": [f"k{one}" for one in kind[described]], "price": rng.random(len(described))}
+    table = {
+        "item": items[described],
+        "kind": [f"k{one}" for one in kind[described]],
+        "price": rng.random(len(described)),
+    }
     pq.write_table(pa.table(table), folder / "items.parquet")
     return users, items
 
 
-def served_ranks(bundle: Bundle, asked: dict[int, dict[str, Any]], wanted: dict[int, set[int]]) -> dict[int, dict[int, int]]:
+def served_ranks(
+    bundle: Bundle, asked: dict[int, dict[str, Any]], wanted: dict[int, set[int]]
+) -> dict[int, dict[int, int]]:
     """By user, for each wanted item its place from 0 among everything that the service would recommend, where it is among that."""
     scorer = Scorer(bundle)
     found = {}
@@ -75,23 +82,37 @@ def served_ranks(bundle: Bundle, asked: dict[int, dict[str, Any]], wanted: dict[
 
 
 @pytest.mark.parametrize("dropout", [(), ("id_dropout=item_id=0.3,user_id=0.2",)], ids=["off", "on"])
-def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(tmp_path: Path, dropout: tuple[str, ...]) -> None:
+def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(
+    tmp_path: Path, dropout: tuple[str, ...]
+) -> None:
     users, items = write_set(tmp_path / "sets" / "cold")
-    sets = ["data.name=cold", f"data.folder={tmp_path / 'sets'}", "train.epochs=2", "train.eval_every=2", "export=require"]
+    sets = [
+        "data.name=cold",
+        f"data.folder={tmp_path / 'sets'}",
+        "train.epochs=2",
+        "train.eval_every=2",
+        "export=require",
+    ]
     job = apply_overrides(load_recipe("two_tower"), [*sets, "device=cpu", *dropout])
     run(job, tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     bundle = Bundle.load(tmp_path / "run" / "bundle")
-    assert sorted(bundle.store.ids.ids().tolist()) == sorted(items[:DESCRIBED].tolist()), "the catalogue: trained or described"
+    assert sorted(bundle.store.ids.ids().tolist()) == sorted(items[:DESCRIBED].tolist()), (
+        "the catalogue: trained or described"
+    )
     assert bundle.users is not None
-    assert set(bundle.users.ids.ids().tolist()) == set(users[: USERS - NEW_USERS].tolist()), "known is who had a training row"
+    assert set(bundle.users.ids.ids().tolist()) == set(users[: USERS - NEW_USERS].tolist()), (
+        "known is who had a training row"
+    )
     test = pq.read_table(tmp_path / "sets" / "cold" / "test.parquet").to_pydict()
     wanted: dict[int, set[int]] = {}
     for user, item in zip(test["user"], test["item"], strict=True):
         wanted.setdefault(user, set()).add(item)
     taste = {int(user): f"t{place % KINDS}" for place, user in enumerate(users)}
     known = set(bundle.users.ids.ids().tolist())
-    asked = {user: {"user_id": user, **({} if user in known else {"taste": taste[user], "history": []})} for user in wanted}
+    asked = {
+        user: {"user_id": user, **({} if user in known else {"taste": taste[user], "history": []})} for user in wanted
+    }
     ranks = served_ranks(bundle, asked, wanted)
     hr = np.mean([any(place < 10 for place in ranks[user].values()) for user in wanted])
     gains = [sum(1 / math.log2(2 + place) for place in ranks[user].values() if place < 10) for user in wanted]
@@ -118,7 +139,9 @@ def test_negatives_and_the_popularity_ranking_are_of_the_catalogue(tmp_path: Pat
         owners = data.train["user_id"].values
         drawn = sampler.draw(owners, np.arange(len(owners)), 0, 50).ids
         assert set(np.unique(drawn).tolist()) == set(range(1, DESCRIBED + 1))
-    mixed: Any = training_negatives(data, LoaderConfig(sampling="mixed", negatives=0, shared_negatives=500, batch_size=64))
+    mixed: Any = training_negatives(
+        data, LoaderConfig(sampling="mixed", negatives=0, shared_negatives=500, batch_size=64)
+    )
     assert set(np.unique(mixed.mixed.draw(0, 0)).tolist()) == set(range(1, DESCRIBED + 1))
 
 
@@ -180,7 +203,11 @@ def test_what_the_preprocessing_writes_is_trained_and_served_without_its_placeho
 
     write_ml_100k(tmp_path / "raw")
     ready = tmp_path / "sets" / "ready"
-    flags = [f"--set=config.folder={tmp_path / 'raw' / 'ml-100k'}", "--set=pictures=false", f"--set=config.min_count={min_count}"]
+    flags = [
+        f"--set=config.folder={tmp_path / 'raw' / 'ml-100k'}",
+        "--set=pictures=false",
+        f"--set=config.min_count={min_count}",
+    ]
     assert preprocess.main(["--recipe=ml_100k", *flags, f"--out={ready}"]) == 0
     wanted = ("label", "user_id", "item_id", "gender", "age")
     for part, source in (("train", "train"), ("validation", "test"), ("test", "test")):

@@ -84,7 +84,9 @@ ANY_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
     "item": st.none() | st.sampled_from(["a", "b", "\u00fc"]) | _TEXT,
     "ts": st.none() | st.integers(1_600_000_000, 1_600_000_005) | _INT64,
     "when": st.none()
-    | st.datetimes(datetime.datetime(1971, 1, 1), datetime.datetime(2099, 1, 1)).map(lambda t: t.replace(microsecond=7000)),
+    | st.datetimes(datetime.datetime(1971, 1, 1), datetime.datetime(2099, 1, 1)).map(
+        lambda t: t.replace(microsecond=7000)
+    ),
     "price": st.none() | _FLOAT,
     "age": st.none() | st.integers(-(2**31), 2**31 - 1),
     "score": st.none() | st.floats(),
@@ -112,7 +114,22 @@ def random_rows(size: int, seed: int) -> dict[str, list[Any]]:
     def pick(values: Sequence[Any]) -> list[Any]:
         return [values[k] for k in rng.integers(0, len(values), size)]
 
-    texts = ["", " ", "a", "\u00fc", "\U0001f363", "it's", "back\\slash", "a|b||c", "%x_", "\x00", "zz", None, "\u00e9", "e\u0301"]
+    texts = [
+        "",
+        " ",
+        "a",
+        "\u00fc",
+        "\U0001f363",
+        "it's",
+        "back\\slash",
+        "a|b||c",
+        "%x_",
+        "\x00",
+        "zz",
+        None,
+        "\u00e9",
+        "e\u0301",
+    ]
     numbers = [0.0, -0.0, 0.1, -1.5, 1e12, float("nan"), float("inf"), float("-inf"), None, 3.25, 1e-9]
     whole = [0, 1, -1, 2**63 - 1, -(2**63), 7, None, 2**53 + 1]
     seconds = [*range(1_616_893_190, 1_616_893_215, 5), -1, 0, 1_635_642_000, 4_000_000_000, -(10**12), None]

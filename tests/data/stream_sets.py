@@ -26,7 +26,9 @@ def table_of(size: int, start: int = 0) -> pa.Table:
     return pa.table(
         {
             "user_id": numbers // 3,
-            "history": pa.array([[int(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers], pa.list_(pa.int64())),
+            "history": pa.array(
+                [[int(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers], pa.list_(pa.int64())
+            ),
             "item_id": pa.array(1 + numbers % ITEMS, pa.int32()),
             "row": numbers.astype(np.float32),
             "weight": (1 + numbers % 5).astype(np.float32),
@@ -66,7 +68,9 @@ def arrow(folder: Path, sizes: Sequence[int]) -> ArrowSource:
 
 def loader_of(source: Source, rank: int = 0, world_size: int = 1, **options: Any) -> ChunkLoader:
     schema = options.pop("schema", None) or schema_of()
-    config = LoaderConfig(**{"prefetch": 0, "read_ahead": 0, "batch_size": 8, "negatives": 0, "buffer_rows": 40} | options)
+    config = LoaderConfig(
+        **{"prefetch": 0, "read_ahead": 0, "batch_size": 8, "negatives": 0, "buffer_rows": 40} | options
+    )
     return ChunkLoader(source, schema, config=config, rank=rank, world_size=world_size)
 
 
@@ -84,7 +88,9 @@ def row_numbers(batch: TowerBatch) -> list[int]:
     numbers = dense[:count, 0].long().tolist()
     assert bags(batch, "user_id") == [[n // 3] for n in numbers] + [[]] * (len(batch) - count)
     assert bags(batch, "item_id") == [[1 + n % ITEMS] for n in numbers] + [[]] * (len(batch) - count)
-    assert bags(batch, "history") == [[(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers] + [[]] * (len(batch) - count)
+    assert bags(batch, "history") == [[(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers] + [[]] * (
+        len(batch) - count
+    )
     assert dense[count:].abs().sum() == 0
     return numbers
 
@@ -92,5 +98,6 @@ def row_numbers(batch: TowerBatch) -> list[int]:
 def equal(left: TowerBatch, right: TowerBatch) -> bool:
     parts = ("dense", "labels", "weights", "total_weight")
     return all(torch.equal(getattr(left, part), getattr(right, part)) for part in parts) and (
-        torch.equal(left.sparse.values(), right.sparse.values()) and torch.equal(left.sparse.lengths(), right.sparse.lengths())
+        torch.equal(left.sparse.values(), right.sparse.values())
+        and torch.equal(left.sparse.lengths(), right.sparse.lengths())
     )

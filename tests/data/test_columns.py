@@ -22,7 +22,9 @@ def as_lists(column: Column) -> list[list[int]]:
 
 
 @given(rows=ROWS, data=st.data())
-def test_take_slice_and_repeat_do_to_a_ragged_column_what_they_do_to_a_list(rows: list[list[int]], data: st.DataObject) -> None:
+def test_take_slice_and_repeat_do_to_a_ragged_column_what_they_do_to_a_list(
+    rows: list[list[int]], data: st.DataObject
+) -> None:
     column = ragged(rows)
     indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=30))
     taken = column.take(np.array(indices, dtype=np.int64))
@@ -31,7 +33,9 @@ def test_take_slice_and_repeat_do_to_a_ragged_column_what_they_do_to_a_list(rows
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
     assert as_lists(column.slice(start, stop)) == rows[start:stop]
-    assert column.slice(start, stop).repeat(3).lengths.tolist() == [len(row) for row in rows[start:stop] for _ in range(3)]
+    assert column.slice(start, stop).repeat(3).lengths.tolist() == [
+        len(row) for row in rows[start:stop] for _ in range(3)
+    ]
     assert as_lists(taken.slice(0, len(indices) // 2).repeat(2)) == [
         rows[i] for i in indices[: len(indices) // 2] for _ in range(2)
     ]
@@ -49,7 +53,9 @@ def test_offsets_and_values_describe_the_same_rows(rows: list[list[int]]) -> Non
 @given(rows=ROWS, data=st.data())
 def test_packed_rows_are_taken_like_the_chunk(rows: list[list[int]], data: st.DataObject) -> None:
     size = len(rows)
-    chunk = Chunk({"id": Column(np.arange(size)), "bag": ragged(rows), "age": Column(np.linspace(0, 1, size, dtype=np.float32))})
+    chunk = Chunk(
+        {"id": Column(np.arange(size)), "bag": ragged(rows), "age": Column(np.linspace(0, 1, size, dtype=np.float32))}
+    )
     indices = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=30)), dtype=np.int64)
     packed, plain = PackedRows(chunk).take(indices), chunk.take(indices)
     for name, column in plain.items():

@@ -35,7 +35,8 @@ def unsharded(optimizer: OptimizerConfig) -> dict[str, Any]:
     dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
     (of_tables, *_), (of_layers, *_) = optimizer.for_tables(model).values(), optimizer.for_layers(["top"]).values()
     optimizers = [
-        make(values, **arguments) for values, (make, arguments) in ((tables, of_tables.unfused()), (dense, of_layers.unfused()))
+        make(values, **arguments)
+        for values, (make, arguments) in ((tables, of_tables.unfused()), (dense, of_layers.unfused()))
     ]
     logits, losses = [], []
     for batch in batches(STEPS):
@@ -73,14 +74,17 @@ def sharded(runtime: Runtime, sharding: str, optimizer: OptimizerConfig) -> dict
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("kind", ["adagrad", "sgd"])
 def test_sharded_equals_unsharded(sharding: str, world_size: int, kind: str) -> None:
-    # SGD with rates at which an error of scale shows: doubled gradients would move the tables by much more than the tolerance.
+    # SGD with rates at which an error of scale shows: doubled gradients would move the tables by much more than the
+    # tolerance.
     optimizer = (
         OptimizerConfig(tables=kind, tables_lr=0.1)
         if kind == "adagrad"
@@ -166,7 +170,9 @@ def pooled_on_ranks(runtime: Runtime, plans: list[tuple[str, ...]]) -> list[Tens
     found = []
     for tables in plans:
         model = means_and_sums(META)
-        parallel, _ = hybrid_parallel(model, runtime, plan=plan_sharding(model, runtime, PlanConfig(tables=tables)), seed=3)
+        parallel, _ = hybrid_parallel(
+            model, runtime, plan=plan_sharding(model, runtime, PlanConfig(tables=tables)), seed=3
+        )
         found.append(pooled(model, parallel.module.outputs))
     return found
 
@@ -177,15 +183,21 @@ def test_a_mean_beside_row_wise_tables_is_divided_once() -> None:
     initialise_tables(model, 3)
     expected = pooled(model, model.outputs)
     kinds = ("row_wise", "table_wise", "column_wise", "data_parallel")
-    plans = [tuple(f"{name}={kind}" for name, kind in zip("abc", chosen, strict=True)) for chosen in permutations(kinds, 3)]
+    plans = [
+        tuple(f"{name}={kind}" for name, kind in zip("abc", chosen, strict=True)) for chosen in permutations(kinds, 3)
+    ]
     for ranks in run_ranks(pooled_on_ranks, 2, plans):
         for plan, vectors in zip(plans, ranks, strict=True):
-            torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5, msg=lambda text, plan=plan: f"{plan}: {text}")
+            torch.testing.assert_close(
+                vectors, expected, rtol=0, atol=1e-5, msg=lambda text, plan=plan: f"{plan}: {text}"
+            )
 
 
 def both_readers(device: torch.device) -> TowerModel:
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=["a"], num_embeddings=20, embedding_dim=16, pooling=PoolingType.MEAN)
+        EmbeddingBagConfig(
+            name=name, feature_names=["a"], num_embeddings=20, embedding_dim=16, pooling=PoolingType.MEAN
+        )
         for name in ("one", "other")
     ]
     return TowerModel({"user": Tower(tables, (), device=device)}, TopMLP([32]))

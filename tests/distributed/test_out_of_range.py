@@ -42,7 +42,9 @@ def batches(policy: OutOfRange, rank: int, world_size: int, known: bool = False)
 def trained(runtime: Runtime, sharding: str, policy: OutOfRange, known: bool) -> dict[str, Tensor] | str | None:
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=OptimizerConfig(tables="sgd", tables_lr=0.1))
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=OptimizerConfig(tables="sgd", tables_lr=0.1)
+    )
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
     try:
         stream = batches(policy, runtime.rank, runtime.world_size, known)

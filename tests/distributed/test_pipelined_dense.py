@@ -25,7 +25,8 @@ def layers() -> nn.Sequential:
 def tables() -> EmbeddingBagCollection:
     torch.manual_seed(1)
     return EmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(name="t", feature_names=["f"], num_embeddings=10, embedding_dim=DIM)], device=torch.device("cpu")
+        tables=[EmbeddingBagConfig(name="t", feature_names=["f"], num_embeddings=10, embedding_dim=DIM)],
+        device=torch.device("cpu"),
     )
 
 
@@ -38,7 +39,9 @@ def batch() -> tuple[KeyedJaggedTensor, Tensor]:
 
 def pipelined(runtime: Runtime, microbatches: int, schedule: Any, lr: float) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of three steps, and this rank's weights after them."""
-    dense = PipelinedDense(layers(), runtime, loss=binary_cross_entropy_with_logits, microbatches=microbatches, schedule=schedule)
+    dense = PipelinedDense(
+        layers(), runtime, loss=binary_cross_entropy_with_logits, microbatches=microbatches, schedule=schedule
+    )
     collection, (features, labels) = tables(), batch()
     own = [*dense.stage.parameters(), *(collection.parameters() if dense.is_first else [])]
     optimizer = torch.optim.SGD(own, lr)
@@ -64,7 +67,9 @@ def whole(lr: float) -> tuple[list[float], dict[str, Tensor]]:
         loss.backward()
         losses.append(float(loss.detach()))
         optimizer.step()
-    parts = {f"{place}.{name}": w.detach() for place, part in enumerate(cut(dense, 2)) for name, w in part.named_parameters()}
+    parts = {
+        f"{place}.{name}": w.detach() for place, part in enumerate(cut(dense, 2)) for name, w in part.named_parameters()
+    }
     return losses, parts | {"table": collection.state_dict()["embedding_bags.t.weight"]}
 
 
@@ -87,7 +92,9 @@ def refused(runtime: Runtime) -> list[str]:
 
 
 def laws(runtime: Runtime) -> tuple[list[Any], list[str]]:
-    return [pipelined(runtime, *arguments, 0.5) for arguments in ((4, "1f1b"), (2, "gpipe"), (8, "gpipe"))], refused(runtime)
+    return [pipelined(runtime, *arguments, 0.5) for arguments in ((4, "1f1b"), (2, "gpipe"), (8, "gpipe"))], refused(
+        runtime
+    )
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +127,9 @@ def test_what_cannot_be_pipelined_is_told_on_every_rank(by_rank: list[Any]) -> N
 
 @pytest.mark.unit
 def test_the_cut_makes_the_largest_stage_as_small_as_can_be() -> None:
-    wide = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 1))
+    wide = nn.Sequential(
+        nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 1)
+    )
     assert [[type(layer).__name__ for layer in part] for part in cut(wide, 3)] == [
         ["Linear", "ReLU"],
         ["Linear", "ReLU"],

@@ -49,7 +49,9 @@ def test_a_plan_has_the_shards_of_a_rank_on_its_device() -> None:
         world_size=2,
         device_type="cuda",
     )
-    runtime = Runtime(rank=1, local_rank=1, world_size=2, local_world_size=2, device=torch.device("cuda", 3), backend="nccl")
+    runtime = Runtime(
+        rank=1, local_rank=1, world_size=2, local_world_size=2, device=torch.device("cuda", 3), backend="nccl"
+    )
     moved = on_own_device(ShardingPlan({"": plan}), runtime).plan[""]
     assert isinstance(moved, EmbeddingModuleShardingPlan)
     shards = {name: [str(shard.placement) for shard in own.sharding_spec.shards] for name, own in moved.items()}  # type: ignore[union-attr]

@@ -48,7 +48,11 @@ class Bags(nn.Module):
         super().__init__()
         configs = [
             EmbeddingBagConfig(
-                name=f"t{at}", feature_names=list(table.features), num_embeddings=ROWS, embedding_dim=WIDTH, pooling=table.pooling
+                name=f"t{at}",
+                feature_names=list(table.features),
+                num_embeddings=ROWS,
+                embedding_dim=WIDTH,
+                pooling=table.pooling,
             )
             for at, table in enumerate(tables)
         ]
@@ -169,7 +173,11 @@ def unequal(sizes: Sequence[tuple[int, ...]], kinds: Sequence[str]) -> list[Case
     cases = []
     for kind, size in product(kinds, sizes):
         for pooling, weighted in ((SUM, False), (MEAN, False), (SUM, True)):
-            tables = (Table(pooling, ("a", "b"), kind), Table(SUM, ("c",), kind), Table(pooling, ("d",), "table_wise:1"))
+            tables = (
+                Table(pooling, ("a", "b"), kind),
+                Table(SUM, ("c",), kind),
+                Table(pooling, ("d",), "table_wise:1"),
+            )
             cases.append(Case(tables, size, weighted))
     return cases
 

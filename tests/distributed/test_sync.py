@@ -44,7 +44,9 @@ def steps(runtime: Runtime, parallel: Any, optimizer: Any, sync: SyncConfig, cou
     return lambda: pipeline.progress(own)
 
 
-def ran(runtime: Runtime, sharding: str, sync: SyncConfig, optimizer: OptimizerConfig = SGD) -> dict[str, Tensor] | None:
+def ran(
+    runtime: Runtime, sharding: str, sync: SyncConfig, optimizer: OptimizerConfig = SGD
+) -> dict[str, Tensor] | None:
     """The weights after 12 steps."""
     parallel, keyed = made(runtime, sharding, optimizer)
     with synchronised(parallel, keyed, sync):
@@ -72,7 +74,12 @@ def weights_by_mode(runtime: Runtime) -> dict[str, Any]:
     found = {name: ran(runtime, *case) for name, case in SAME.items()}
     found |= {name: ran(runtime, "data_parallel", sync, ADAM) for name, sync in PAIRS.items()}
     found["adam, every step"] = ran(runtime, "data_parallel", SyncConfig(), ADAM)
-    return found | {"apart": apart(runtime), "exchanged": exchanged(runtime), "state": states(runtime), "rows": rows_sent(runtime)}
+    return found | {
+        "apart": apart(runtime),
+        "exchanged": exchanged(runtime),
+        "state": states(runtime),
+        "rows": rows_sent(runtime),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +92,9 @@ def test_with_sgd_k_of_1_is_every_step(two_ranks: list[dict[str, Any]], name: st
     assert_close(two_ranks[0][name], two_ranks[0]["every step, data_parallel"], 1e-6)
 
 
-def test_with_adam_diloco_without_an_outer_optimizer_is_local_sgd_but_not_every_step(two_ranks: list[dict[str, Any]]) -> None:
+def test_with_adam_diloco_without_an_outer_optimizer_is_local_sgd_but_not_every_step(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     local, diloco = (two_ranks[0][name] for name in PAIRS)
     assert_close(diloco, local, 1e-6)
     every = two_ranks[0]["adam, every step"]
@@ -95,7 +104,9 @@ def test_with_adam_diloco_without_an_outer_optimizer_is_local_sgd_but_not_every_
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def apart(runtime: Runtime) -> dict[str, Any]:
@@ -124,7 +135,9 @@ def test_ranks_are_equal_after_every_kth_step_when_settled_and_at_the_end_and_on
     two_ranks: list[dict[str, Any]], mode: str
 ) -> None:
     first, second = (rank["apart"][mode] for rank in two_ranks)
-    equal = [all(torch.equal(*pair) for pair in zip(*tensors, strict=True)) for tensors in zip(first, second, strict=True)]
+    equal = [
+        all(torch.equal(*pair) for pair in zip(*tensors, strict=True)) for tensors in zip(first, second, strict=True)
+    ]
     together, settled, left = [True, True], True, True
     assert equal == [*together, False, False, True, False, False, True, False, settled, left]
 
@@ -156,7 +169,9 @@ def collectives(step: Callable[[], Any]) -> int:
     return int(group._get_sequence_number_for_group() - before)
 
 
-def test_between_two_averages_nothing_is_exchanged_but_the_rows_of_sharded_tables(two_ranks: list[dict[str, Any]]) -> None:
+def test_between_two_averages_nothing_is_exchanged_but_the_rows_of_sharded_tables(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     found = two_ranks[0]["exchanged"]
     assert found["data_parallel, every_step"] == [3] * 4, "the gradients of the dense layers and of two collections"
     assert found["data_parallel, local_sgd"] == [0, 0, 0, 2], "when they meet: faults and steps in one, and the weights"
@@ -226,7 +241,8 @@ def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(two_ranks:
         ({"mode": "local_sgd", "warmup": -1}, "warmup=-1: must be 0 steps or more"),
         (
             {"mode": "diloco", "warmup": 0},
-            "warmup=0: must be 1 step or more for local_sgd and diloco: ranks take their first step together, because DDP "
+            "warmup=0: must be 1 step or more for local_sgd and diloco: ranks take their first step together, because "
+            "DDP "
             "records its graph in it",
         ),
         ({"mode": "local_sgd", "optimizer_state": "reset"}, "optimizer_state='reset': must be one of keep, average"),

@@ -30,7 +30,9 @@ def made(runtime: Runtime, sharding: str, optimizer: OptimizerConfig, copies: in
     return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=7, table_copies=copies)
 
 
-def ran(runtime: Runtime, sharding: str, optimizer: OptimizerConfig, sync: SyncConfig, taken: int = STEPS) -> dict[str, Any]:
+def ran(
+    runtime: Runtime, sharding: str, optimizer: OptimizerConfig, sync: SyncConfig, taken: int = STEPS
+) -> dict[str, Any]:
     """A rank's own rows after each step and when settled, and the weights then."""
     parallel, keyed = made(runtime, sharding, optimizer, sync.table_copies)
     rows = []
@@ -69,8 +71,12 @@ def test_with_sgd_two_copies_averaged_in_every_step_are_one(four_ranks: list[Any
     assert_equal(four_ranks[0][f"two, {sharding}"]["state"], four_ranks[0]["one"]["state"], 1e-5)
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("every 3", [1, 0, 0, 1, 0, 0, 1, 1]), ("semi-sync", [1, 0, 0, 1, 0, 0, 1, 1])])
-def test_copies_are_equal_every_third_step_and_when_settled(four_ranks: list[Any], mode: str, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("every 3", [1, 0, 0, 1, 0, 0, 1, 1]), ("semi-sync", [1, 0, 0, 1, 0, 0, 1, 1])]
+)
+def test_copies_are_equal_every_third_step_and_when_settled(
+    four_ranks: list[Any], mode: str, expected: list[int]
+) -> None:
     # Ranks 0 and 1 hold the same rows, and so do 2 and 3: copies stand side by side on a host.
     for first, second in ((0, 1), (2, 3)):
         pairs = zip(four_ranks[first][mode]["rows"], four_ranks[second][mode]["rows"], strict=True)
@@ -103,7 +109,9 @@ def test_what_cannot_be_copied_is_refused_on_every_rank(four_ranks: list[Any]) -
     for rank in four_ranks:
         ranks, adam = rank["refused"]
         assert ranks == "sync.table_copies=3: must divide the number of ranks, 4"
-        assert adam.startswith("sync.table_copies: table 'user_id' has optimizer adam, whose state TorchRec's DMPCollection does")
+        assert adam.startswith(
+            "sync.table_copies: table 'user_id' has optimizer adam, whose state TorchRec's DMPCollection does"
+        )
 
 
 @pytest.mark.unit

@@ -46,7 +46,12 @@ def dlrm() -> nn.Module:
 
 def losses(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
     rows = RandomRecDataset(
-        keys=DEFAULT_CAT_NAMES, batch_size=32, hash_size=ROWS, ids_per_feature=1, num_dense=len(DEFAULT_INT_NAMES), manual_seed=rank
+        keys=DEFAULT_CAT_NAMES,
+        batch_size=32,
+        hash_size=ROWS,
+        ids_per_feature=1,
+        num_dense=len(DEFAULT_INT_NAMES),
+        manual_seed=rank,
     )
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     batches = iter(rows)
@@ -59,12 +64,17 @@ def both(runtime: Runtime) -> dict[str, list[float]]:
     parallel = DistributedModelParallel(stock, device=torch.device("cpu"), sharders=[EmbeddingBagCollectionSharder()])
     initialise_tables(parallel, 7)
     dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(parallel.named_parameters())), lambda parameters: torch.optim.Adagrad(parameters, lr=LR)
+        dict(in_backward_optimizer_filter(parallel.named_parameters())),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=LR),
     )
     found = {"stock": losses(parallel, dense, runtime.rank)}
     # torch's Adagrad has 1e-10 where FBGEMM's has 1e-8.
-    ours = OptimizerConfig(tables="row_wise_adagrad", tables_lr=LR, dense="adagrad", dense_lr=LR, per_layer=("*=eps=1e-10",))
-    return found | {"ours": losses(*hybrid_parallel(dlrm(), runtime, plan=parallel.plan, optimizer=ours, seed=7), runtime.rank)}
+    ours = OptimizerConfig(
+        tables="row_wise_adagrad", tables_lr=LR, dense="adagrad", dense_lr=LR, per_layer=("*=eps=1e-10",)
+    )
+    return found | {
+        "ours": losses(*hybrid_parallel(dlrm(), runtime, plan=parallel.plan, optimizer=ours, seed=7), runtime.rank)
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

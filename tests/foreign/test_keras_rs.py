@@ -1,16 +1,18 @@
 """keras-rs's own tables for ranking metrics and in-batch corrections, read from the folder that KERAS_RS_SOURCE names.
 
-Nothing of it is in this repository; `git clone https://github.com/keras-team/keras-rs` brings it. Its tests are read and
-not run: the arguments of their ``named_parameters`` and the expected values are literals. What differs in definition:
+Nothing of it is in this repository; `git clone https://github.com/keras-team/keras-rs` brings it. Its tests are read
+and not run: the arguments of their ``named_parameters`` and the expected values are literals. What differs in
+definition:
 
 - a query without a relevant item is 0 there; here there is no such query;
 - gains there are 2 ** label - 1; here an item is relevant or not;
 - rows and items may have weights there; here means are over queries, and a weight of 0 is a candidate that is left out;
 - precision there divides by the number of candidates where that is less than k; here always by k;
 - probabilities there are cut at 1e-6; here log q is taken as it is;
-- a hit there gets smallest_normal / 100 = 1.2e-40 added (812d35b), which leaves its logit where it was, although it is said
-  to become extremely small; here it is excluded, as in TensorFlow Recommenders, which adds finfo.min / 100;
-- mean average precision, DCG and hard negatives chosen within the loss are there alone (here the loader draws hard ones).
+- a hit there gets smallest_normal / 100 = 1.2e-40 added (812d35b), which leaves its logit where it was, although it is
+  said to become extremely small; here it is excluded, as in TensorFlow Recommenders, which adds finfo.min / 100;
+- mean average precision, DCG and hard negatives chosen within the loss are there alone (here the loader draws hard
+  ones).
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ def figure(name: str, labels: list[list[float]], scores: list[list[float]], k: i
             sums.append(0.0)
             continue
         ranks = Ranks(
-            (given > relevant[:, None]).sum(dim=1), (given == relevant[:, None]).sum(dim=1) - 1, torch.zeros(len(relevant))
+            (given > relevant[:, None]).sum(dim=1),
+            (given == relevant[:, None]).sum(dim=1) - 1,
+            torch.zeros(len(relevant)),
         )
         size = k or len(own)
         sums.append(float(query_figures(ranks, size, [name])[f"{name}@{size}"]))  # type: ignore[list-item]

@@ -1,6 +1,7 @@
 """The damaged files of apache/parquet-testing: refused by name, or read as DuckDB reads them; never a crash or a hang.
 
-They are not in this repository: clone github.com/apache/parquet-testing, and name that folder in TORCHREC_EXT_PARQUET_TESTING.
+They are not in this repository: clone github.com/apache/parquet-testing, and name that folder in
+TORCHREC_EXT_PARQUET_TESTING.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ IN_BACKWARD = {"embedding_bags": (torch.optim.SGD, {"lr": 0.01}), "embeddings": 
 class Case(NamedTuple):
     """One call of the harness.
 
-    ``mixed`` gives the tables one sharding type after the other. All but ``per_feature`` have a weighted collection beside the
-    other.
+    ``mixed`` gives the tables one sharding type after the other. All but ``per_feature`` have a weighted collection
+    beside the other.
     """
 
     sharding: str
@@ -81,7 +81,9 @@ def run(runtime: Runtime, case: Case, local_size: int) -> None:
     class Harness(ModelParallelTestShared):
         def _run_multi_process_test(self, *, callable: Any, backend: str, **kwargs: Any) -> None:  # noqa: A002
             assert dist.group.WORLD is not None
-            sharding_single_rank_test_single_process(pg=dist.group.WORLD, device=torch.device("cpu"), rank=runtime.rank, **kwargs)
+            sharding_single_rank_test_single_process(
+                pg=dist.group.WORLD, device=torch.device("cpu"), rank=runtime.rank, **kwargs
+            )
 
     os.environ.update(LOCAL_WORLD_SIZE=str(local_size), LOCAL_RANK=str(runtime.rank % local_size))
     for seed in (random.seed, np.random.seed, torch.manual_seed):

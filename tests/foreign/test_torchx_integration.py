@@ -32,7 +32,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Custom session names are deprecated:FutureWarning:torchx"),  # of its own test
 ]
 
-SETTINGS = ("data.name=planted", "data.users=60", "data.items=50", "data.history_length=5", "train.epochs=1", "train.compile=off")
+SETTINGS = (
+    "data.name=planted",
+    "data.users=60",
+    "data.items=50",
+    "data.history_length=5",
+    "train.epochs=1",
+    "train.compile=off",
+)
 TINY = [f"--set={setting}" for setting in SETTINGS]
 
 
@@ -51,7 +58,9 @@ def all_succeed(folder: Path, **made: Callable[..., AppDef]) -> None:
     """Has TorchX's test run these, all at once, and wait for them; one that fails is an AssertionError of its own."""
 
     def provider(make: Callable[..., AppDef]) -> type:
-        return type("Provider", (component_provider.ComponentProvider,), {"get_app_def": lambda self: make(image=self._image)})
+        return type(
+            "Provider", (component_provider.ComponentProvider,), {"get_app_def": lambda self: make(image=self._image)}
+        )
 
     module = ModuleType("providers")
     vars(module).update({name: provider(make) for name, make in made.items()})
@@ -82,7 +91,9 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         hybrid=lambda image: train.hybrid(*TINY, "--set=export=require", run_dir="run", image=image),
         networks=lambda image: train.networks(*TINY, vary="train.seed=0,1", run_dir="networks", image=image),
         plan=lambda image: components.plan(tables="ad=3Mx64", world_size=2, out="plan", image=image),
-        preprocess=lambda image: data.preprocess("--set=pictures=false", set="config.folder=ml-100k", out="ready", image=image),
+        preprocess=lambda image: data.preprocess(
+            "--set=pictures=false", set="config.folder=ml-100k", out="ready", image=image
+        ),
     )
     items = {"item_id": np.arange(1, 51), "release_year": np.full(50, 1), "genres": [[1]] * 50}
     pq.write_table(pa.table(items), folder / "items.parquet")
@@ -93,7 +104,9 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
     all_succeed(
         folder,
         export=lambda image: serve.export(run="run", out="bundle", image=image),
-        embed=lambda image: components.embed(bundle="run", catalogue="items.parquet", id="item_id", out="vectors", image=image),
+        embed=lambda image: components.embed(
+            bundle="run", catalogue="items.parquet", id="item_id", out="vectors", image=image
+        ),
         http=lambda image: serve.http(bundle="run", port=port, image=image),
     )
     left = {"run/summary.json", "networks/results.json", "plan/plan.json", "ready/summary.json", "bundle/manifest.json"}

@@ -1,6 +1,7 @@
 """TorchRec's own source of the installed version, in the folder that TORCHREC_SOURCE names: its wheel lacks some tests.
 
-Nothing of it is in this repository; `git clone --branch release/v1.8.0 https://github.com/meta-pytorch/torchrec` brings it.
+Nothing of it is in this repository; `git clone --branch release/v1.8.0 https://github.com/meta-pytorch/torchrec` brings
+it.
 """
 
 import os

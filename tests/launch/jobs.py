@@ -49,7 +49,9 @@ class RunFiles:
         lines = file.read_text().splitlines() if file.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("}")]
         return [
-            {name: value for name, value in record.items() if name != "rows_per_s"} for record in found if record["kind"] != "steps"
+            {name: value for name, value in record.items() if name != "rows_per_s"}
+            for record in found
+            if record["kind"] != "steps"
         ]
 
     def figures(self) -> Any:
@@ -68,12 +70,16 @@ class Launched:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         # Into a file: a pipe that nobody reads stops a job that says much.
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the job)
-        self.process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=self._said, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=self._said, stderr=subprocess.STDOUT
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         left = [self.process.pid, *self.descendants()]
         for pid in left:
             _kill(pid)
@@ -90,7 +96,9 @@ class Launched:
         """Waits; fails where the job ends before, or after ``seconds``."""
         end = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"the job ended with {self.process.returncode} before it came to this:\n{self.said}"
+            assert self.process.poll() is None, (
+                f"the job ended with {self.process.returncode} before it came to this:\n{self.said}"
+            )
             assert time.monotonic() < end, f"not after {seconds} s:\n{self.said}"
             time.sleep(0.05)
 
@@ -103,7 +111,9 @@ class Launched:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks."""
-        return [pid for pid in self.descendants() if "torchx_apps.train" in _command(pid) and "nproc" not in _command(pid)]
+        return [
+            pid for pid in self.descendants() if "torchx_apps.train" in _command(pid) and "nproc" not in _command(pid)
+        ]
 
     def descendants(self) -> list[int]:
         """Process ids of all that the launcher has started, directly or not."""

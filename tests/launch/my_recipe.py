@@ -43,7 +43,9 @@ def wait(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
 
 def one_user_too_few(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
     """The table has no row for the last user, whom one rank meets before the others."""
-    return build_two_tower(config, dataclasses.replace(data, vocab={**data.vocab, "user_id": data.vocab["user_id"] - 1}))
+    return build_two_tower(
+        config, dataclasses.replace(data, vocab={**data.vocab, "user_id": data.vocab["user_id"] - 1})
+    )
 
 
 def job(build: Build) -> Job:

@@ -17,7 +17,12 @@ ENDS = {
 # Ranks that talk in every step notice a dead one there; those of local SGD are far from their next meeting.
 MODES = {
     "every step": ["sync.mode=every_step"],
-    "local SGD": ["sync.mode=local_sgd", "sync.every=1000000", "train.log_every=1000000", "plan.sharding=data_parallel"],
+    "local SGD": [
+        "sync.mode=local_sgd",
+        "sync.every=1000000",
+        "train.log_every=1000000",
+        "plan.sharding=data_parallel",
+    ],
 }
 
 

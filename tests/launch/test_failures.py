@@ -89,7 +89,11 @@ def test_torchx_ends_with_what_the_agent_handed_over(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(("app", "flags"), [(export, ["nowhere"]), (plan, []), (serve, ["bundle", "--workers=0"])])
 def test_an_app_that_torchx_starts_without_an_agent_hands_its_error_over_itself(
-    app: ModuleType, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    app: ModuleType,
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     reply = tmp_path / "reply.json"
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -104,7 +108,9 @@ def test_an_app_that_torchx_starts_without_an_agent_hands_its_error_over_itself(
     assert capsys.readouterr().err == ""
 
 
-def test_without_a_scheduler_to_tell_the_agent_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_scheduler_to_tell_the_agent_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     hand_over("rank 1: mine")
     assert capsys.readouterr().err == "rank 1: mine\n"

@@ -58,7 +58,9 @@ def test_sigterm_saves_ends_with_143_and_goes_on_from_there(whole: Job, tmp_path
 
 @pytest.mark.parametrize("launcher", [AGENT, TORCHRUN], ids=["agent", "torchrun"])
 def test_the_signals_that_slurm_sends_to_every_process_are_one(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    with Job(tmp_path / "run", launcher=launcher, settings=(*SETTINGS, "checkpoint.steps=0", "train.log_every=5")) as job:
+    with Job(
+        tmp_path / "run", launcher=launcher, settings=(*SETTINGS, "checkpoint.steps=0", "train.log_every=5")
+    ) as job:
         job.until(lambda: len(job.records()) > 3)
         ranks = job.ranks()
         for _ in range(2):  # to the step, and by srun
@@ -73,7 +75,9 @@ def test_the_signals_that_slurm_sends_to_every_process_are_one(launcher: tuple[s
 
 
 @pytest.mark.parametrize("launcher", [AGENT, TORCHRUN], ids=["agent", "torchrun"])
-def test_a_launcher_killed_by_force_leaves_no_process_and_loses_no_checkpoint(launcher: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_launcher_killed_by_force_leaves_no_process_and_loses_no_checkpoint(
+    launcher: tuple[str, ...], tmp_path: Path
+) -> None:
     with Job(tmp_path / "run", launcher=launcher) as job:
         job.until(job.steps)
         assert len(job.ranks()) == 2
@@ -99,7 +103,10 @@ def test_a_rank_that_is_stopped_ends_the_job_and_is_named(stopped: int, moment: 
         ranks = job.ranks()
         os.kill(ranks[stopped], signal.SIGSTOP)
         assert job.end(90) == 1, job.said
-        assert f"rank {stopped} gives no sign of life: its process is stopped or starved, or its host is gone. " in job.said
+        assert (
+            f"rank {stopped} gives no sign of life: its process is stopped or starved, or its host is gone. "
+            in job.said
+        )
         assert f"rank {1 - stopped} has " in job.said
         assert f": it waits for rank {stopped};" in job.said
         assert "go on with --resume auto" in job.said

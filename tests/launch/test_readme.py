@@ -27,7 +27,9 @@ def test_the_program_in_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "my_train.py").write_text(programs()["my_train.py"])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "my_train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "user_id  1,000,000 x 32  122.07" in done.stdout
     assert re.search(r"^loss 0\.\d{4}$", done.stdout, re.MULTILINE)
@@ -43,7 +45,9 @@ def test_the_program_that_streams_files_trains(tmp_path: Path) -> None:
     (tmp_path / "clicks").mkdir()
     pq.write_table(pa.table(columns), tmp_path / "clicks" / "part-0.parquet", row_group_size=2000)
     (tmp_path / "my_stream.py").write_text(programs()["my_stream.py"])
-    done = subprocess.run([sys.executable, "my_stream.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        [sys.executable, "my_stream.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "epoch 1, step 2 of 2: loss 0." in done.stdout
 
@@ -87,7 +91,13 @@ def test_the_sample_output_is_what_the_script_makes_of_one_run() -> None:
         r"\.\.\.$",
         r"epoch 10, step .*: auc ",
     ]
-    told += [r"hr@10 +\S+ +\S+ +\S+x$", r"trained in ", r"  1\. \.\.\.  \(", r"run folder: (\S+) ", r"bundle: (\S+)/bundle "]
+    told += [
+        r"hr@10 +\S+ +\S+ +\S+x$",
+        r"trained in ",
+        r"  1\. \.\.\.  \(",
+        r"run folder: (\S+) ",
+        r"bundle: (\S+)/bundle ",
+    ]
     at = [re.search(f"^{line}", sample, re.MULTILINE) for line in told]
     assert all(at), [line for line, found in zip(told, at, strict=True) if not found]
     assert at[-1][1] == at[-2][1], "of one run"

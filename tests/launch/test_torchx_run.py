@@ -99,7 +99,9 @@ def test_repeated_overrides_reach_the_job(trained: tuple[subprocess.CompletedPro
     assert (config["data"]["users"], config["train"]["epochs"], config["model"]["tower_widths"]) == (60, 2, [16, 8])
 
 
-def test_more_ranks_than_cores_work_and_one_line_says_so(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_more_ranks_than_cores_work_and_one_line_says_so(
+    trained: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
     done, _ = trained
     cores = min(2, len(os.sched_getaffinity(0)))
     assert "ranks: 3 on cpu over gloo, 1 thread(s) each" in done.stdout
@@ -107,13 +109,19 @@ def test_more_ranks_than_cores_work_and_one_line_says_so(trained: tuple[subproce
     assert done.stdout.count(told) == (done.stdout + done.stderr).count("oversubscribe") == 1
 
 
-def test_a_run_prints_plan_figures_and_recommendations_once(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_a_run_prints_plan_figures_and_recommendations_once(
+    trained: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
     done, _ = trained
     printed = done.stdout
     assert printed.count("data: planted, ") == 1
     for table, rows in (("user_id", 61), ("gender", 3), ("history", 61), ("item_id", 61), ("genres", 19)):
         assert re.search(rf"^{table} +{rows} x 32 +\d+\.\d+ +\w+ +\w+", printed, re.MULTILINE), table
-    for figure in (r"auc +0\.\d{4}", r"hr@10( +\d\.\d{4}){2} +\d+\.\d\dx +\d\.\d{4}", r"ndcg@10( +\d\.\d{4}){2} +\d+\.\d\dx"):
+    for figure in (
+        r"auc +0\.\d{4}",
+        r"hr@10( +\d\.\d{4}){2} +\d+\.\d\dx +\d\.\d{4}",
+        r"ndcg@10( +\d\.\d{4}){2} +\d+\.\d\dx",
+    ):
         assert len(re.findall(rf"^{figure}", printed, re.MULTILINE)) == 1, figure
     assert re.search(r"^trained in \d+\.\d s, .* [\d,]+ samples/s", printed, re.MULTILINE)
     assert printed.count("user 1 liked before: item ") == 1
@@ -125,7 +133,9 @@ def test_a_run_prints_plan_figures_and_recommendations_once(trained: tuple[subpr
 
 def test_a_run_leaves_its_folder(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, out = trained
-    assert {"config.json", "metrics.jsonl", "plan.txt", "summary.json", "training.png", "tensorboard"} <= set(os.listdir(out))
+    assert {"config.json", "metrics.jsonl", "plan.txt", "summary.json", "training.png", "tensorboard"} <= set(
+        os.listdir(out)
+    )
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["kind"] for record in records if record["kind"] != "steps"] == ["train", "eval", "train", "eval"]
     (way,) = (record for record in records if record["kind"] == "steps")
@@ -158,7 +168,9 @@ def test_a_bare_torchx_run_in_the_clone_trains_on_two_ranks(tmp_path: Path) -> N
 def test_an_id_out_of_range_on_one_rank_is_the_last_line_once(folder: Path) -> None:
     flags = ["--recipe", "my_recipe.py:id_out_of_range", "--set", "loader.batch_size=32"]
     last = failed(folder, *flags, told="feature 'user_id': id 60 in row ").splitlines()[-1]
-    assert re.match(r"rank [01]: feature 'user_id': id 60 in row \d+ is outside table 'user_id' \(valid ids: 0 to 59; ", last)
+    assert re.match(
+        r"rank [01]: feature 'user_id': id 60 in row \d+ is outside table 'user_id' \(valid ids: 0 to 59; ", last
+    )
     assert last.endswith("enlarge num_embeddings, fix the data, or set out_of_range='oov' to use row 0 for them")
 
 
@@ -167,7 +179,9 @@ def test_a_table_that_does_not_fit_is_refused_once_and_in_numbers(folder: Path) 
     flags = ["--set", "data.name=planted", "--set", "plan.memory_gb=0.0001"]
     text = failed(folder, *flags, told="no sharding plan fits: tables with optimizer state need ")
     (told,) = [line for line in text.splitlines() if "no sharding plan fits" in line]
-    assert re.match(r"rank [01]: no sharding plan fits: tables with optimizer state need 920.00 KiB over all ranks ", told)
+    assert re.match(
+        r"rank [01]: no sharding plan fits: tables with optimizer state need 920.00 KiB over all ranks ", told
+    )
     assert told.endswith("the largest table, 'user_id', needs 500.25 KiB")
     assert re.search(r"^what would make it fit: at least 11 ranks of this size", text, re.MULTILINE)
 

@@ -36,7 +36,9 @@ def ended_alike(job: Cluster, whole: Cluster) -> bool:
     return job.records() == whole.records() and job.figures() == whole.figures()
 
 
-def test_ranks_killed_on_either_host_end_as_if_they_never_were(network: Network, whole: Cluster, tmp_path: Path) -> None:
+def test_ranks_killed_on_either_host_end_as_if_they_never_were(
+    network: Network, whole: Cluster, tmp_path: Path
+) -> None:
     draw = random.Random(0)
     with Cluster(network, tmp_path / "run", max_retries=9).start(0, 1) as job:
         for host in (1, 0, 1):
@@ -84,7 +86,9 @@ def test_a_cut_cable_leaves_no_process_and_the_job_goes_on_when_it_is_mended(
     hangs = (*SETTINGS, f"train.hang_s={HANG_S}")
     # The first node waits for others for as long as it is told; they may come from a scheduler that is slow.
     waits = {"PET_RDZV_CONF": "join_timeout=15"}
-    with Cluster(network, tmp_path / "run", settings=hangs, max_retries=max_retries, environment=waits).start(0, 1) as job:
+    with Cluster(network, tmp_path / "run", settings=hangs, max_retries=max_retries, environment=waits).start(
+        0, 1
+    ) as job:
         job.until(lambda: len(job.steps()) > 1)
         left, start = job.processes(0, 1), time.monotonic()
         network.cut(1)

@@ -23,7 +23,9 @@ def write_rows(folder: Path) -> None:
         pq.write_table(table, folder / f"part-{number}.parquet", row_group_size=1000)
 
 
-def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(Path(__file__).with_name("vanishing_recipe.py"), tmp_path)
     write_rows(tmp_path / "rows")

@@ -1,6 +1,7 @@
 """Several hosts on this machine: network namespaces on one switch, and a job on them as the component starts it on each node.
 
-A host has a network, a host name and a hosts file of its own; the file system is one, as that of a cluster's run folders.
+A host has a network, a host name and a hosts file of its own; the file system is one, as that of a cluster's run
+folders.
 """
 
 import contextlib
@@ -41,7 +42,9 @@ class Network:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._remove()
 
     def on(self, host: int) -> list[str]:
@@ -60,13 +63,28 @@ class Network:
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "bridge", "up")
-        hosts = "127.0.0.1 localhost\n" + "".join(f"10.214.0.{host + 1} host{host}\n" for host in range(len(self._names)))
+        hosts = "127.0.0.1 localhost\n" + "".join(
+            f"10.214.0.{host + 1} host{host}\n" for host in range(len(self._names))
+        )
         for host, name in enumerate(self._names):
             _files(name).mkdir(parents=True)
             (_files(name) / "hosts").write_text(hosts)  # `ip netns exec` puts it in the place of /etc/hosts
             (_files(name) / "nsswitch.conf").write_text("hosts: files\n")  # no name server is there to be waited for
             _ip("netns", "add", name)
-            _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"port{host}", "netns", self._switch)
+            _ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{host}",
+                "netns",
+                self._switch,
+            )
             _ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge", "up")
             _ip("-n", name, "addr", "add", f"10.214.0.{host + 1}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
@@ -144,7 +162,9 @@ class Cluster(RunFiles):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stack.close()
 
     def kill(self, host: int) -> None:
@@ -175,4 +195,6 @@ class Cluster(RunFiles):
     @property
     def said(self) -> str:
         """All that the hosts have said so far."""
-        return "\n".join(f"--- host{host}, exit code {node.process.poll()}\n{node.said}" for host, node in self.nodes.items())
+        return "\n".join(
+            f"--- host{host}, exit code {node.process.poll()}\n{node.said}" for host, node in self.nodes.items()
+        )

@@ -51,7 +51,9 @@ def towers(kind: str, device: torch.device | None) -> dict[str, Any]:
 
 def model(kind: str, device: torch.device | None = None) -> TowerModel:
     made = TowerModel(
-        towers(kind, device), TopMLP([8] * (3 if kind == "sequences" else 2)), shared=["user"] if kind == "shared" else []
+        towers(kind, device),
+        TopMLP([8] * (3 if kind == "sequences" else 2)),
+        shared=["user"] if kind == "shared" else [],
     )
     generator = torch.Generator().manual_seed(0)
     for name, value in made.named_parameters():

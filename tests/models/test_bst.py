@@ -35,7 +35,9 @@ OPTIMIZER = OptimizerConfig(tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=0
 
 def small(device: torch.device | None = None, **options: Any) -> TowerModel:
     tables = [
-        EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=WIDTH, feature_names=features, init_fn=torch.nn.init.normal_)
+        EmbeddingConfig(
+            name=name, num_embeddings=rows, embedding_dim=WIDTH, feature_names=features, init_fn=torch.nn.init.normal_
+        )
         for name, rows, features in (("item_id", ITEMS, ["history", "item_id"]), ("gap", GAPS, ["gap"]))
     ]
     user = EmbeddingBagConfig(
@@ -94,7 +96,9 @@ def unsharded(steps: int) -> dict[str, Any]:
     initialise_tables(model, seed=7)
     tables = [p for name, p in model.named_parameters() if "embeddings." in name]
     dense = [p for name, p in model.named_parameters() if "embeddings." not in name]
-    optimizer = torch.optim.SGD([{"params": tables, "lr": OPTIMIZER.tables_lr}, {"params": dense, "lr": OPTIMIZER.dense_lr}])
+    optimizer = torch.optim.SGD(
+        [{"params": tables, "lr": OPTIMIZER.tables_lr}, {"params": dense, "lr": OPTIMIZER.dense_lr}]
+    )
     losses = []
     for batch in batches(steps):
         optimizer.zero_grad()
@@ -128,9 +132,13 @@ def test_sharded_equals_unsharded(sharding: str, world_size: int) -> None:
     mean = [sum(losses) / world_size for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
     assert mean == pytest.approx(expected["losses"], abs=1e-4)
     for name, value in expected["state"].items():
-        torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
     first = small().state_dict()
-    assert any(float((value - first[name]).abs().max()) > 1e-2 for name, value in expected["state"].items() if "embed" in name)
+    assert any(
+        float((value - first[name]).abs().max()) > 1e-2 for name, value in expected["state"].items() if "embed" in name
+    )
     assert all((rank["pipelined"], rank["unpipelined"]) == (2, []) for rank in ranks)
 
 
@@ -175,7 +183,9 @@ def clicked(runtime: Runtime) -> tuple[float, float]:
     held_out = ChunkLoader(labelled_rows(data, "test"), schema, config=config, items=data.items, **ranks)
     popularity = torch.from_numpy(data.popularity()).float()
     with torch.no_grad():
-        outputs = [(parallel.module(batch)[1], batch.sparse["item_id"].to_padded_dense(1)[:, 0].long()) for batch in held_out]
+        outputs = [
+            (parallel.module(batch)[1], batch.sparse["item_id"].to_padded_dense(1)[:, 0].long()) for batch in held_out
+        ]
     columns = [torch.cat([getattr(output, name) for output, _ in outputs]) for name in ("logits", "labels", "weights")]
     popular = torch.cat([popularity[ids] for _, ids in outputs])
     return auc(*columns, runtime), auc(popular, *columns[1:], runtime)
@@ -191,7 +201,9 @@ def test_clicks_are_learned_with_the_loader_and_the_loop_of_the_other_recipes() 
 
 @pytest.mark.unit
 def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
-    items = EmbeddingConfig(name="item_id", embedding_dim=64, num_embeddings=300_000_000, feature_names=["history", "item_id"])
+    items = EmbeddingConfig(
+        name="item_id", embedding_dim=64, num_embeddings=300_000_000, feature_names=["history", "item_id"]
+    )
     model = bst([items], session=["history"], target=["item_id"], device=META)
     runtime = Runtime(world_size=64, local_world_size=8)
     with unittest.mock.patch("torch.distributed.broadcast_object_list"):
@@ -204,6 +216,8 @@ def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
 @pytest.mark.unit
 def test_a_second_tower_of_the_name_is_refused() -> None:
     items = EmbeddingConfig(name="item_id", embedding_dim=16, num_embeddings=9, feature_names=["history", "item_id"])
-    user = Tower([EmbeddingBagConfig(name="user_id", num_embeddings=9, embedding_dim=8, feature_names=["user_id"])], [8])
+    user = Tower(
+        [EmbeddingBagConfig(name="user_id", num_embeddings=9, embedding_dim=8, feature_names=["user_id"])], [8]
+    )
     with pytest.raises(ValueError, match="others names a tower 'session'"):
         bst([items], session=["history"], target=["item_id"], others={"session": user})

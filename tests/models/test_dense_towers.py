@@ -45,14 +45,21 @@ SGD = OptimizerConfig(dense="sgd", dense_lr=0.5, tables="sgd", tables_lr=0.5)
 
 def dense_model() -> TowerModel:
     """The first user's own: two networks over 60 and 40 numbers."""
-    return redrawn(two_tower([], [], user_dense={"profile": PROFILE}, item_dense={"content": CONTENT}, tower_widths=(16, 8)))
+    return redrawn(
+        two_tower([], [], user_dense={"profile": PROFILE}, item_dense={"content": CONTENT}, tower_widths=(16, 8))
+    )
 
 
 def beside_tables(device: torch.device | None = None) -> TowerModel:
     """A tower without a table beside one with tables."""
     return redrawn(
         two_tower(
-            [table("user_id", 30)], [], user_dense=["age"], item_dense={"content": CONTENT}, tower_widths=(16, 8), device=device
+            [table("user_id", 30)],
+            [],
+            user_dense=["age"],
+            item_dense={"content": CONTENT},
+            tower_widths=(16, 8),
+            device=device,
         )
     )
 
@@ -173,11 +180,21 @@ def attempt(runtime: Runtime, folder: str, stop_after: int) -> dict[str, Tensor]
         config = LoaderConfig(batch_size=16, negatives=0, label="label")
         loader = ChunkLoader(rows, model.schema(), config=config, rank=runtime.rank, world_size=runtime.world_size)
         checkpointer = Checkpointer(folder, runtime)
-        checkpoints = RunCheckpoints(checkpointer, CheckpointConfig(), resume=checkpointer.last_good() if resume else None)
+        checkpoints = RunCheckpoints(
+            checkpointer, CheckpointConfig(), resume=checkpointer.last_good() if resume else None
+        )
         steps = iter(range(1, 99))
         stop = None if resume or not stop_after else (lambda steps=steps: next(steps) == stop_after)
         with contextlib.suppress(RunStoppedError):
-            train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2, compile="off"), checkpoints=checkpoints, stop=stop)
+            train(
+                parallel,
+                optimizer,
+                loader,
+                runtime,
+                TrainConfig(epochs=2, compile="off"),
+                checkpoints=checkpoints,
+                stop=stop,
+            )
     return gather_state(parallel)
 
 
@@ -233,7 +250,8 @@ def test_a_row_with_too_few_numbers_is_named(tmp_path: Path) -> None:
     ragged = [list(row) for row in made["content"]]
     ragged[1] = ragged[1][:39]
     pq.write_table(
-        pa.table({"profile": pa.array(list(made["profile"])), "content": ragged, "label": made["label"]}), tmp_path / "a.parquet"
+        pa.table({"profile": pa.array(list(made["profile"])), "content": ragged, "label": made["label"]}),
+        tmp_path / "a.parquet",
     )
     loader = ChunkLoader(ParquetSource(tmp_path), schema, config=LoaderConfig(batch_size=3, negatives=0, label="label"))
     with pytest.raises(DataError, match=r"row group 0, column 'content', row 1: 39 numbers, must be 40 in each row"):

@@ -109,10 +109,14 @@ def test_a_sequence_of_a_shared_tower_and_a_bag_of_another_stand_in_one_key() ->
     user, item = [listed("item", "history")], [bags("item", "item_id")]
     made = TowerModel({"user": Tower(user, [4]), "item": Tower(item, ())}, TopMLP([4, DIM]), shared=["user"])
     apart = TowerModel({"user": Tower(user, [4])}, torch.nn.Identity())
-    apart.load_state_dict({name: dict(made.named_parameters())[_moved(name)] for name in apart.state_dict()}, strict=False)
+    apart.load_state_dict(
+        {name: dict(made.named_parameters())[_moved(name)] for name in apart.state_dict()}, strict=False
+    )
     history = Jagged(torch.tensor([7, 8, 9]), torch.tensor([1, 2]))
     columns = {"history": history, "item_id": Jagged(torch.tensor([3, 4, 5]))}
-    rows = made.schema().assemble(columns, labels=torch.zeros(3), index=torch.tensor([0, 1, 1]), shared_rows=torch.arange(2))
+    rows = made.schema().assemble(
+        columns, labels=torch.zeros(3), index=torch.tensor([0, 1, 1]), shared_rows=torch.arange(2)
+    )
     weight = dict(made.named_parameters())["shared_tables.collections.joint_sequences_16.embeddings.item.weight"]
     torch.testing.assert_close(made.embed("item", rows), weight[3:6])
     alone = apart.schema().assemble({"history": history}, labels=torch.zeros(2))
@@ -125,7 +129,9 @@ def _moved(name: str) -> str:
 
 def test_what_cannot_be_merged_is_refused_with_the_remedy() -> None:
     weighted = Tower([bags("item", "likes", pooling=PoolingType.SUM)], [4], weights={"likes": "ages"})
-    with pytest.raises(ValueError, match=r"table 'item' pools 'likes' by weights, and another of the towers .* reads it id by id"):
+    with pytest.raises(
+        ValueError, match=r"table 'item' pools 'likes' by weights, and another of the towers .* reads it id by id"
+    ):
         TowerModel({"user": weighted, "item": Tower([listed("item", "item_id")], [4])}, TopMLP([4, 4]))
     narrow = dataclasses.replace(listed("item", "item_id"), embedding_dim=8)
     with pytest.raises(ValueError, match="two tables are called 'item', with embedding_dim=16 and embedding_dim=8"):
@@ -135,7 +141,9 @@ def test_what_cannot_be_merged_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="table 'user_id' is sharded already; merge the look-ups before it is planned"):
         made.merge_lookups()
     made = TowerModel({"user": Tower([bags("user_id")], [4]), "own": _Own()}, TopMLP([4, 4]))  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match=r"table 'item' is named by the towers .*'own' is a _Own, which cannot do without tables"):
+    with pytest.raises(
+        ValueError, match=r"table 'item' is named by the towers .*'own' is a _Own, which cannot do without tables"
+    ):
         made.merge_lookups()
 
 

@@ -52,7 +52,9 @@ def model(device: torch.device | None = None, **options: Any) -> MultiTaskModel:
 def labelled(count: int, **place: int) -> Iterator[TowerBatch]:
     """The batches of the examples with labels of two further tasks, which follow from the others."""
     for batch in batches(count, **place):
-        batch.targets = torch.stack([(batch.dense[:, 0] > 0.5).float(), (batch.dense[:, 1] > 0.3).float() * batch.labels], dim=1)
+        batch.targets = torch.stack(
+            [(batch.dense[:, 0] > 0.5).float(), (batch.dense[:, 1] > 0.3).float() * batch.labels], dim=1
+        )
         yield batch
 
 
@@ -116,7 +118,10 @@ def test_figures_of_a_task_by_its_name() -> None:
     [
         ({"tasks": {"click": 1.0}}, "tasks=['click'] with a MultiTaskTop of 3 heads: give it tasks=1"),
         ({"tasks": WEIGHTS | {"buy": 0.0}}, "tasks: buy=0.0: the weight of a loss must be greater than 0"),
-        ({"losses": {"view": bce}}, "losses names ['view'], which are no tasks; the tasks are ['click', 'buy', 'like']"),
+        (
+            {"losses": {"view": bce}},
+            "losses names ['view'], which are no tasks; the tasks are ['click', 'buy', 'like']",
+        ),
     ],
 )
 def test_a_wrong_declaration_is_refused(options: dict[str, Any], text: str) -> None:
@@ -133,8 +138,14 @@ def test_a_wrong_declaration_is_refused(options: dict[str, Any], text: str) -> N
     [
         (None, "the labels of the tasks ['buy', 'like'] are missing; give targets of shape (B, 2)"),
         (torch.zeros(3, 1), "targets of shape (3, 1): must be (B, tasks) = (3, 2)"),
-        (torch.tensor([[0.0, 1.0], [0.0, 2.0], [1.0, 1.0]]), "column 'like': value 2 in row 1 of the batch must be from 0 to 1"),
-        (torch.tensor([[0.0, 1.0], [0.0, 1.0], [torch.nan, 1.0]]), "column 'buy': value nan in row 2 of the batch is not finite"),
+        (
+            torch.tensor([[0.0, 1.0], [0.0, 2.0], [1.0, 1.0]]),
+            "column 'like': value 2 in row 1 of the batch must be from 0 to 1",
+        ),
+        (
+            torch.tensor([[0.0, 1.0], [0.0, 1.0], [torch.nan, 1.0]]),
+            "column 'buy': value nan in row 2 of the batch is not finite",
+        ),
     ],
 )
 def test_wrong_labels_are_named(targets: Tensor | None, text: str) -> None:
@@ -154,7 +165,9 @@ def test_memory_files_and_device_bring_the_labels_of_all_tasks(tmp_path: Path, n
     kinds = {"user_id": np.int64, "item_id": np.int64} | dict.fromkeys(("label", "weight", "row"), np.float32)
     chunk = Chunk({name: Column(rows[name].to_numpy().astype(kind)) for name, kind in kinds.items()})
     tables = [table("user_id", 5_000), table("item_id", STREAM_ITEMS + 1)]
-    schema = dataclasses.replace(BatchSchema.from_tables(tables, dense=["row"], label_range=None), tasks=("label", "weight"))
+    schema = dataclasses.replace(
+        BatchSchema.from_tables(tables, dense=["row"], label_range=None), tasks=("label", "weight")
+    )
     config = LoaderConfig(batch_size=8, negatives=negatives, prefetch=0, read_ahead=0)
     items = Chunk({"item_id": Column(np.arange(STREAM_ITEMS + 1))}) if negatives else None
     sampler = UniformNegatives(STREAM_ITEMS, chunk["user_id"].values, chunk["item_id"].values) if negatives else None
@@ -165,7 +178,9 @@ def test_memory_files_and_device_bring_the_labels_of_all_tasks(tmp_path: Path, n
             expected = torch.stack([(numbers % 2 == 0).float(), 1 + numbers % 5], dim=1) * real[:, None]
             torch.testing.assert_close(batch.targets, expected)
     with pytest.raises(DataError, match="column 'label' is missing"):
-        ChunkLoader(chunk.select(["user_id", "item_id", "weight", "row"]), schema, config=config, items=items, negatives=sampler)
+        ChunkLoader(
+            chunk.select(["user_id", "item_id", "weight", "row"]), schema, config=config, items=items, negatives=sampler
+        )
 
 
 def trained(runtime: Runtime) -> tuple[dict[str, Tensor] | None, list[str], list[str]]:

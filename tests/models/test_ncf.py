@@ -86,7 +86,9 @@ def written_out(made: ContextualNCF, batch: TowerBatch) -> Tensor:
     first = torch.cat([weights[f"towers.{tower}.mlp.linear.weight"] for tower in ("user", "item")], dim=1)
     hidden = torch.relu(torch.cat(user + item, dim=1) @ first.T + weights["towers.user.mlp.linear.bias"])
     for layer in (2, 5):
-        hidden = torch.relu(hidden @ weights[f"interaction.rest.{layer}.weight"].T + weights[f"interaction.rest.{layer}.bias"])
+        hidden = torch.relu(
+            hidden @ weights[f"interaction.rest.{layer}.weight"].T + weights[f"interaction.rest.{layer}.bias"]
+        )
     predict = weights["interaction.predict.weight"][0], weights["interaction.predict.bias"]
     return torch.cat([gmf, hidden], dim=1) @ predict[0] + predict[1]
 
@@ -142,7 +144,9 @@ def test_user_and_context_computed_once_give_the_same_logits_and_gradients() -> 
     for made, some in ((plain, next(batches(1))), (shared, batch)):
         made(some)[0].backward()
     for (name, one), (_, other) in zip(plain.named_parameters(), shared.named_parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            other.grad, one.grad, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.unit
@@ -167,7 +171,10 @@ def test_first_values_are_the_papers() -> None:
         (lambda: ContextualNCF(5, 5, gmf_dim=0), "gmf_dim=0: must be 1 or more"),
         (lambda: ContextualNCF(5, 5, mlp_widths=()), "mlp_widths=[]: the MLP half needs at least one layer"),
         (lambda: ContextualNCF(5, 5, embedding_std=0.0), "embedding_std=0.0: must be greater than 0"),
-        (lambda: ContextualNCF(5, 5, context_tables=[table("item_id_mlp", 5)]), "two tables are called 'item_id_mlp', with"),
+        (
+            lambda: ContextualNCF(5, 5, context_tables=[table("item_id_mlp", 5)]),
+            "two tables are called 'item_id_mlp', with",
+        ),
         (lambda: ContextualNCF(5, 5, activation="step"), "activation='step': must be one of"),  # type: ignore[arg-type]
     ],
 )

@@ -103,7 +103,9 @@ def test_points_of_a_plane_keep_their_distances() -> None:
 @pytest.mark.unit
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=3, max_size=14), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_every_grouping_keeps_the_bound_and_gives_every_tower_something(loads: list[int], towers: int, random: object) -> None:
+def test_every_grouping_keeps_the_bound_and_gives_every_tower_something(
+    loads: list[int], towers: int, random: object
+) -> None:
     count = len(loads)
     points = torch.rand(count, 3, generator=torch.Generator().manual_seed(random.randint(0, 9)))  # type: ignore[attr-defined]
     near = Affinity(features=tuple(map(str, range(count))), values=torch.exp(-torch.cdist(points, points)).double())
@@ -132,7 +134,11 @@ def test_the_bound_outweighs_affinity() -> None:
     ("bound", "why"),
     [
         (8, "bound=8: 'f1' alone has a load of 9; raise the bound to that at least"),
-        (14, "bound=14: the features' loads add up to 30, more than 2 x 14 = 28; raise the bound to 18, or take 3 towers or more"),
+        (
+            14,
+            "bound=14: the features' loads add up to 30, more than 2 x 14 = 28; raise the bound to 18, or take 3 "
+            "towers or more",
+        ),
         (17, "bound=17: no packing of 6 loads into 2 towers was found that keeps it; the most even one has 18"),
     ],
 )
@@ -153,7 +159,10 @@ def test_features_that_read_one_table_stay_together() -> None:
     shared = EmbeddingBagConfig(name="both", feature_names=["f0", "f1"], num_embeddings=9, embedding_dim=4)
     tables = [
         shared,
-        *(EmbeddingBagConfig(name=f"f{i}", feature_names=[f"f{i}"], num_embeddings=9, embedding_dim=4) for i in (2, 3, 4, 5)),
+        *(
+            EmbeddingBagConfig(name=f"f{i}", feature_names=[f"f{i}"], num_embeddings=9, embedding_dim=4)
+            for i in (2, 3, 4, 5)
+        ),
     ]
     split = found.tables(tables)
     assert sorted(table.name for own in split.values() for table in own) == ["both", "f2", "f3", "f4", "f5"]

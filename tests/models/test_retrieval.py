@@ -30,7 +30,9 @@ ROWS = 12
 COUNTS = torch.arange(ITEMS)
 
 
-def retrieval(interaction: nn.Module | None = None, device: torch.device | None = None, **options: Any) -> RetrievalModel:
+def retrieval(
+    interaction: nn.Module | None = None, device: torch.device | None = None, **options: Any
+) -> RetrievalModel:
     torch.manual_seed(0)
     towers = {
         "user": Tower([table("user_id", USERS)], (8,), device=device),
@@ -116,7 +118,9 @@ def test_what_a_batch_says_of_its_candidates_corrects_them(counts: torch.Tensor 
     torch.testing.assert_close(loss, -shares.log().mean())
 
 
-def sampled(users: list[int], items: list[int], looked_up: list[int], queries: int) -> tuple[RetrievalModel, TowerBatch, Tensor]:
+def sampled(
+    users: list[int], items: list[int], looked_up: list[int], queries: int
+) -> tuple[RetrievalModel, TowerBatch, Tensor]:
     """A model that knows that user 1 took item 4 and user 2 item 5, a batch, and the scores of its looked-up rows."""
     known = KnownItems(KnownPairs(ITEMS, np.array([1, 2]), np.array([4, 5])))
     model = retrieval(counts=COUNTS, known=known).train()
@@ -143,7 +147,10 @@ def test_a_dropped_candidate_is_itself_and_known_items_are_no_negatives(queries:
     negatives = {0: [3], 1: [0, 3], 2: [0, 3], 3: [0, 1, 2]}  # by query
     log_q = (COUNTS.clamp(min=1) / COUNTS.sum()).log()[torch.tensor([3, 4, 4, 6])]
     corrected = scores - log_q
-    expected = [corrected[query, [query, *negatives[query]]].logsumexp(dim=0) - corrected[query, query] for query in range(queries)]
+    expected = [
+        corrected[query, [query, *negatives[query]]].logsumexp(dim=0) - corrected[query, query]
+        for query in range(queries)
+    ]
     torch.testing.assert_close(model(rows)[0], torch.stack(expected).mean())
 
 
@@ -160,7 +167,9 @@ def of_loader(runtime: Runtime, sampling: str, is_known: bool) -> list[float]:
     known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items))
     torch.manual_seed(0)
     towers = {"user": Tower([table("occupation", 22)], (8,)), "item": Tower([table("item_id", 51)], (8,))}
-    made = RetrievalModel(towers, DotProduct([8, 8]), counts=torch.from_numpy(data.popularity()), known=known if is_known else None)
+    made = RetrievalModel(
+        towers, DotProduct([8, 8]), counts=torch.from_numpy(data.popularity()), known=known if is_known else None
+    )
     made = redrawn(made, tables=0).train()
     mixed: dict[str, Any] = {"sampling": "mixed", "shared_negatives": 20} if sampling == "mixed" else {}
     config = LoaderConfig(batch_size=100, negatives=0, device="cpu" if sampling == "resident" else None, **mixed)
@@ -211,5 +220,7 @@ def test_two_ranks_are_one_batch() -> None:
 
 @pytest.mark.unit
 def test_a_network_on_top_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a candidate tower and DotProduct or Cosine, got \['user', 'item'\] and TopMLP"):
+    with pytest.raises(
+        ValueError, match=r"a candidate tower and DotProduct or Cosine, got \['user', 'item'\] and TopMLP"
+    ):
         retrieval(TopMLP([8, 8]))

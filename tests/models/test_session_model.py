@@ -38,7 +38,10 @@ def small(device: torch.device | None = None) -> NextItemModel:
     torch.manual_seed(0)
     encoder = SessionEncoder(16, 12, layers=2, heads=2, hidden=32, causal=True)
     table = EmbeddingConfig(
-        name="item_id", num_embeddings=DATA.num_items + 1, embedding_dim=16, init_fn=partial(torch.nn.init.normal_, std=0.3)
+        name="item_id",
+        num_embeddings=DATA.num_items + 1,
+        embedding_dim=16,
+        init_fn=partial(torch.nn.init.normal_, std=0.3),
     )
     return NextItemModel(table, encoder, device=device)
 
@@ -46,11 +49,14 @@ def small(device: torch.device | None = None) -> NextItemModel:
 def batches(negatives: int, rank: int = 0, world_size: int = 1, size: int = 10) -> Iterator[TowerBatch]:
     config = LoaderConfig(batch_size=size, negatives=negatives, prefetch=0)
     windows = training_windows(DATA.training(), 12)
-    loader = SessionLoader(windows, small(META).schema(), config=config, num_items=DATA.num_items, rank=rank, world_size=world_size)
+    loader = SessionLoader(
+        windows, small(META).schema(), config=config, num_items=DATA.num_items, rank=rank, world_size=world_size
+    )
     return iter(loader)
 
 
-# Dense layers by SGD: attention does not change with the bias of its keys, and Adagrad would magnify the noise in that gradient.
+# Dense layers by SGD: attention does not change with the bias of its keys, and Adagrad would magnify the noise in that
+# gradient.
 OPTIMIZERS = {
     "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.2),
     "sgd": OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.2),
@@ -79,7 +85,11 @@ def unsharded(kind: str, negatives: int, size: int = 10) -> dict[str, Any]:
             optimizer.step()
         losses.append(float(output.loss))
     state = {name: p.detach() for name, p in model.named_parameters()}
-    return {"losses": losses, "state": state, "moved": {name: float((state[name] - first[name]).abs().max()) for name in state}}
+    return {
+        "losses": losses,
+        "state": state,
+        "moved": {name: float((state[name] - first[name]).abs().max()) for name in state},
+    }
 
 
 def sharded(runtime: Runtime, sharding: str, kind: str, negatives: int, size: int = 10) -> dict[str, Any]:
@@ -118,7 +128,9 @@ def test_sharded_equals_unsharded(sharding: str, kind: str, negatives: int, worl
     assert all(moved > 1e-3 for moved in expected["moved"].values()), "or there would be nothing to compare"
     assert ranks[0]["state"].keys() == expected["state"].keys()
     for name, value in expected["state"].items():
-        torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
     assert all((rank["pipelined"], rank["unpipelined"]) == (1, []) for rank in ranks)
 
 
@@ -129,7 +141,9 @@ def test_a_rank_without_a_sequence_takes_its_steps() -> None:
     assert [len(rank["losses"]) for rank in ranks] == [2, 2]
     assert 0.0 in (rank["losses"][1] for rank in ranks), "one sequence for two ranks"
     for name, value in expected["state"].items():
-        torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.unit
@@ -182,7 +196,9 @@ def test_what_does_not_fit_is_named() -> None:
         NextItemModel(table, SessionEncoder(8, 5, causal=True))
     with pytest.raises(ValueError, match="tower 'user' is not one of 'session', 'item'"):
         small().embed("user", next(batches(0)))
-    with pytest.raises(ValueError, match="a sequence of 13 steps in row 0 of the batch: must have at most max_length=12"):
+    with pytest.raises(
+        ValueError, match="a sequence of 13 steps in row 0 of the batch: must have at most max_length=12"
+    ):
         small()(only("session", [torch.ones(14, dtype=torch.int64)]))
 
 

@@ -50,7 +50,8 @@ def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Ite
             {
                 "user_id": Jagged(users[own].repeat_interleave(times)),
                 "history": Jagged(
-                    history[own].repeat_interleave(times, 0).reshape(-1), torch.full((queries * times,), 3, dtype=torch.int32)
+                    history[own].repeat_interleave(times, 0).reshape(-1),
+                    torch.full((queries * times,), 3, dtype=torch.int32),
                 ),
                 "item_id": Jagged(items[own].reshape(-1)),
             },

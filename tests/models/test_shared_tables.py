@@ -35,7 +35,9 @@ def model(shared: bool, device: torch.device | None = None, *, separate: bool = 
     """History and candidate over one item table, or over ``separate`` ones with the same first values."""
     names = ("history_items", "candidate_items") if separate else ("item", "item")
     towers = {
-        "user": Tower([table("user_id", USERS), items("history", "wishes", name=names[0])], [16, 8], dense=["age"], device=device),
+        "user": Tower(
+            [table("user_id", USERS), items("history", "wishes", name=names[0])], [16, 8], dense=["age"], device=device
+        ),
         "item": Tower([items("item_id", name=names[1])], [16, 8], dense=["price"], device=device),
     }
     torch.manual_seed(0)
@@ -135,7 +137,9 @@ def test_a_bad_id_of_a_joint_key_is_named_as_any() -> None:
     sparse = {name: Jagged(torch.tensor([1, 2])) for name in made.schema().keys}
     dense, labels = {"age": torch.zeros(2), "price": torch.zeros(2)}, torch.zeros(2)
     bad = {**sparse, "item_id": Jagged(torch.tensor([1, ITEMS]))}
-    with pytest.raises(ValueError, match=f"feature 'item_id': id {ITEMS} in row 1 of the batch is outside table 'item'"):
+    with pytest.raises(
+        ValueError, match=f"feature 'item_id': id {ITEMS} in row 1 of the batch is outside table 'item'"
+    ):
         made.schema().assemble(bad, dense, labels=labels)
     mapped = made.schema(out_of_range="oov", oov_ids={"item_id": 7}).assemble(bad, dense, labels=labels)
     assert mapped.bags("item_id").values().tolist() == [1, 7]
@@ -212,7 +216,9 @@ def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(shared
         assert missed == [], sharding
         assert state.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(sharding, name): f"{at}: {text}")
+            torch.testing.assert_close(
+                state[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(sharding, name): f"{at}: {text}"
+            )
 
 
 @pytest.mark.unit
@@ -220,7 +226,10 @@ def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(shared
     ("other", "text"),
     [
         ({"num_embeddings": 7, "embedding_dim": 4}, f"num_embeddings={ITEMS}, embedding_dim=16, init_fn="),
-        ({"pooling": PoolingType.SUM}, "with pooling=PoolingType.MEAN and pooling=PoolingType.SUM: tables of one name are one"),
+        (
+            {"pooling": PoolingType.SUM},
+            "with pooling=PoolingType.MEAN and pooling=PoolingType.SUM: tables of one name are one",
+        ),
         ({"init_fn": torch.nn.init.ones_}, "init_fn=<function ones_"),
     ],
 )

@@ -23,7 +23,12 @@ def test_every_parameter_receives_a_gradient(interaction: str) -> None:
 
 def test_what_is_said_of_the_layers_holds_for_towers_and_top() -> None:
     model = two_tower(
-        [table("a", 5)], [table("b", 5)], tower_widths=(16, 16, 8), activation="gelu", normalization="layer", residual=True
+        [table("a", 5)],
+        [table("b", 5)],
+        tower_widths=(16, 16, 8),
+        activation="gelu",
+        normalization="layer",
+        residual=True,
     )
     kinds = {name: [type(part).__name__ for part in layers.modules()] for name, layers in model.named_children()}
     assert kinds["towers"].count("Residual") == 4
@@ -117,7 +122,9 @@ def test_an_untrained_model_begins_at_the_share_of_positives(interaction: str) -
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("shares", "text"), [([0.1, 0.2], "shares: 2, heads: 1"), ([1.0], "shares: 1.0: must be above 0")])
+@pytest.mark.parametrize(
+    ("shares", "text"), [([0.1, 0.2], "shares: 2, heads: 1"), ([1.0], "shares: 1.0: must be above 0")]
+)
 def test_wrong_shares_are_refused(shares: list[float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         small_model(META).begin_at(shares)

@@ -58,7 +58,9 @@ def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[TowerBat
     for _ in range(count):
         users = torch.randint(40, (QUERIES,), generator=generator)
         lists = {name: torch.randint(ITEMS // 5, (QUERIES, size), generator=generator) for name, size in LISTS.items()}
-        weights = {name: torch.rand(QUERIES, LISTS[name], generator=generator) * 4 - 1 for name in ("history", "genres")}
+        weights = {
+            name: torch.rand(QUERIES, LISTS[name], generator=generator) * 4 - 1 for name in ("history", "genres")
+        }
         candidates = torch.randint(ITEMS // 5, (QUERIES, WIDTH), generator=generator)
         labels = torch.randint(2, (QUERIES, WIDTH), generator=generator).float()
         bags = {
@@ -148,7 +150,9 @@ def test_weighted_bags_trained_on_two_ranks_equal_those_trained_unsharded() -> N
         assert missed == [], sharding
         assert state.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(sharding, name): f"{at}: {text}")
+            torch.testing.assert_close(
+                state[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(sharding, name): f"{at}: {text}"
+            )
 
 
 @pytest.mark.unit
@@ -156,7 +160,11 @@ def test_weighted_bags_trained_on_two_ranks_equal_those_trained_unsharded() -> N
     ("tables", "weights", "text"),
     [
         ([table("a", 5)], {"b": "w"}, "weights: b=w: the tower reads no feature 'b'; name one of its tables' features"),
-        ([table("a", 5, pooling=PoolingType.MEAN)], {"a": "w"}, "table 'a' pools it by MEAN, must be SUM; for a mean give weights"),
+        (
+            [table("a", 5, pooling=PoolingType.MEAN)],
+            {"a": "w"},
+            "table 'a' pools it by MEAN, must be SUM; for a mean give weights",
+        ),
         (
             [EmbeddingConfig(name="a", feature_names=["a"], num_embeddings=5, embedding_dim=4)],
             {"a": "w"},
@@ -185,7 +193,9 @@ def test_a_feature_with_weights_in_one_tower_only_is_refused() -> None:
         ),
         "two": Tower([table("a", 5)], [4]),
     }
-    with pytest.raises(ValueError, match="feature 'a' has weights w in tower 'one' and none in tower 'two'; give it the same"):
+    with pytest.raises(
+        ValueError, match="feature 'a' has weights w in tower 'one' and none in tower 'two'; give it the same"
+    ):
         TowerModel(towers, TopMLP([4, 4]))
 
 
@@ -201,5 +211,7 @@ def test_a_feature_with_weights_in_one_tower_only_is_refused() -> None:
 def test_wrong_weights_are_named(weights: Tensor | None, text: str) -> None:
     schema = BatchSchema.from_tables([table("genres", 9)], weights={"genres": "shares"})
     with pytest.raises(DataError) as error:
-        schema.assemble({"genres": Jagged(torch.tensor([1, 2, 2, 5]), torch.tensor([2, 1, 1]), weights)}, labels=torch.zeros(3))
+        schema.assemble(
+            {"genres": Jagged(torch.tensor([1, 2, 2, 5]), torch.tensor([2, 1, 1]), weights)}, labels=torch.zeros(3)
+        )
     assert text in str(error.value)

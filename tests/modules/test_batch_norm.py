@@ -89,7 +89,9 @@ def test_in_evaluation_and_under_autocast_it_is_torchs_layer() -> None:
 def on_rank(runtime: Runtime, counts: list[int], padding: list[int]) -> dict[str, Tensor]:
     """This rank's share of the rows, with rows of weight 0 after them."""
     start, count = sum(counts[: runtime.rank]), counts[runtime.rank]
-    rows = torch.cat([rows_of()[start : start + count], torch.full((padding[runtime.rank], WIDTH), 77.0, dtype=torch.float64)])
+    rows = torch.cat(
+        [rows_of()[start : start + count], torch.full((padding[runtime.rank], WIDTH), 77.0, dtype=torch.float64)]
+    )
     weights = (torch.arange(len(rows)) < count).float()
     return learned(BatchNorm(WIDTH), rows, slice(count), weights)
 

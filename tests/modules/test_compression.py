@@ -80,7 +80,9 @@ def test_a_narrower_start_keeps_products_that_lie_in_as_many_columns() -> None:
     weight = layer.each.weight.detach()  # type: ignore[union-attr]
     inside = torch.randn(ROWS, 2, 4) @ weight
     narrow = layer(inside.flatten(1)).view(ROWS, 2, 4)
-    torch.testing.assert_close((narrow[:, 0] * narrow[:, 1]).sum(1), (inside[:, 0] * inside[:, 1]).sum(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        (narrow[:, 0] * narrow[:, 1]).sum(1), (inside[:, 0] * inside[:, 1]).sum(1), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_one_layer_reads_every_bag_and_the_flat_one_all_of_it() -> None:
@@ -88,7 +90,9 @@ def test_one_layer_reads_every_bag_and_the_flat_one_all_of_it() -> None:
     layer = CompressingLayer([N, N], 2, Compression(dim=3, per_feature=2, flat=1))
     x = torch.randn(ROWS, 2 * N + 2)
     each, whole = layer.each.weight, layer.all  # type: ignore[union-attr]
-    expected = torch.cat([x[:, :N] @ each.T, x[:, N : 2 * N] @ each.T, nn.functional.linear(x, whole.weight, whole.bias)], dim=1)  # type: ignore[union-attr, operator, arg-type]
+    expected = torch.cat(
+        [x[:, :N] @ each.T, x[:, N : 2 * N] @ each.T, nn.functional.linear(x, whole.weight, whole.bias)], dim=1
+    )  # type: ignore[union-attr, operator, arg-type]
     torch.testing.assert_close(layer(x), expected)
 
 

@@ -54,7 +54,11 @@ def step(rank: int, world_size: int, rows: int | None = None) -> tuple[float, li
         is_known=lambda items: data["known"][users[:, None], items],
     )
     loss = in_batch_softmax(
-        model[0](users), in_batch, weights=data["weights"][own], total_weight=data["weights"].sum() / world_size, temperature=0.4
+        model[0](users),
+        in_batch,
+        weights=data["weights"][own],
+        total_weight=data["weights"].sum() / world_size,
+        temperature=0.4,
     )
     loss.backward()
     return float(loss.detach()), [p.grad for p in model.parameters() if p.grad is not None]
@@ -102,7 +106,9 @@ def uneven(runtime: Runtime, what: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("what", "name"), [("width", r"D of the embeddings: [2, 3]"), ("log_q", "log_q given: [False, True]")])
+@pytest.mark.parametrize(
+    ("what", "name"), [("width", r"D of the embeddings: [2, 3]"), ("log_q", "log_q given: [False, True]")]
+)
 def test_what_cannot_be_gathered_is_refused_on_every_rank(what: str, name: str) -> None:
     assert all(message.startswith(name) for message in run_ranks(uneven, 2, what))
 

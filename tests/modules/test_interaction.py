@@ -36,7 +36,9 @@ def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
     [
         *((lambda widths, name=name: interaction_layer(name, widths), (8, 8)) for name in NAMES),
         *((lambda widths, name=name: interaction_layer(name, widths), (4, 4, 4)) for name in MANY),
-        *((lambda widths, name=name: interaction_layer(name, widths), (8,)) for name in ("top_nn", "dcn")),  # one tower, no query
+        *(
+            (lambda widths, name=name: interaction_layer(name, widths), (8,)) for name in ("top_nn", "dcn")
+        ),  # one tower, no query
         (lambda widths: TopMLP(widths, [16, 4]), (8, 8)),
         (lambda widths: TopMLP(widths, []), (8, 8)),
         (lambda widths: TopMLP(widths, normalization="layer"), (8, 12)),
@@ -48,7 +50,9 @@ def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
         (lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 16]), (3, 4)),  # several blocks of queries
     ],
 )
-def test_all_pairs_equal_the_pairs_one_by_one(make: Callable[[tuple[int, ...]], nn.Module], widths: tuple[int, ...]) -> None:
+def test_all_pairs_equal_the_pairs_one_by_one(
+    make: Callable[[tuple[int, ...]], nn.Module], widths: tuple[int, ...]
+) -> None:
     interaction = make(widths).double()
     *queries, candidates = outputs(*widths, rows=13)
     queries = [query[:5] for query in queries]
@@ -119,11 +123,17 @@ def test_crossing_layers_are_those_of_the_paper(low_rank: int | None) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: DotProduct([8, 16]), "DotProduct needs two towers of equal width, got (B, 8), (B, 16); give them one last width"),
+        (
+            lambda: DotProduct([8, 16]),
+            "DotProduct needs two towers of equal width, got (B, 8), (B, 16); give them one last width",
+        ),
         (lambda: Cosine([8, 8, 8]), "Cosine needs two towers of equal width, got (B, 8), (B, 8), (B, 8); "),
         (lambda: GeneralizedMF([4, 8]), "GeneralizedMF needs two towers of equal width, got (B, 4), (B, 8); "),
         (lambda: FactorizationMachine([4, 4, 8]), "needs towers of equal width, got (B, 4), (B, 4), (B, 8); "),
-        (lambda: DeepFM([4, 8]), "towers of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP or DeepCross"),
+        (
+            lambda: DeepFM([4, 8]),
+            "towers of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP or DeepCross",
+        ),
         (lambda: TopMLP([8, 0]), "TopMLP needs towers, each of width 1 or more, got (B, 8), (B, 0)"),
         (lambda: DeepCross([]), "DeepCross needs towers, each of width 1 or more, got none"),
         (lambda: DeepCross([4, 4], layers=0), "layers=0: must be 1 or more"),

@@ -64,7 +64,8 @@ def test_bpr_equals_its_closed_form() -> None:
     assert logits.grad is not None
     sigmoid = [-weight / (1 + math.exp(gap)) / 2 / 4 for gap, weight in pairs]
     assert logits.grad.tolist() == pytest.approx(
-        [sigmoid[0] + sigmoid[1], -sigmoid[0], -sigmoid[1], sigmoid[2] + sigmoid[3], -sigmoid[2], -sigmoid[3], 0, 0, 0], rel=1e-12
+        [sigmoid[0] + sigmoid[1], -sigmoid[0], -sigmoid[1], sigmoid[2] + sigmoid[3], -sigmoid[2], -sigmoid[3], 0, 0, 0],
+        rel=1e-12,
     )
 
 
@@ -84,7 +85,9 @@ def test_hinge_equals_its_closed_form() -> None:
     assert float(hardest.detach()) == pytest.approx(max(0, *short[0]) / 4, rel=1e-14)
     hardest.backward()
     assert logits.grad is not None
-    assert logits.grad.tolist() == [-0.25, 0, 0.25, 0, 0, 0, 0, 0, 0], "the hardest negative and its positive, nothing else"
+    assert logits.grad.tolist() == [-0.25, 0, 0.25, 0, 0, 0, 0, 0, 0], (
+        "the hardest negative and its positive, nothing else"
+    )
 
 
 def test_hinge_of_negative_distances_is_the_triplet_loss() -> None:
@@ -98,7 +101,8 @@ def test_hinge_of_negative_distances_is_the_triplet_loss() -> None:
 def test_wrong_arguments_are_named() -> None:
     logits, made = doubled(GROUPS, [1.0, 3.0, 0.0], 3)
     with pytest.raises(
-        ValueError, match=r"logits: shape \(9, 1\) for a batch of 9 rows; must be \(B,\) = \(9,\): squeeze the last axis"
+        ValueError,
+        match=r"logits: shape \(9, 1\) for a batch of 9 rows; must be \(B,\) = \(9,\): squeeze the last axis",
     ):
         bce(logits[:, None], made)
     with pytest.raises(ValueError, match=r"negatives=3 with 9 logits: must be those of the loader"):

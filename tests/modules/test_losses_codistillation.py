@@ -35,8 +35,12 @@ def test_cross_entropy_to_the_mean_of_the_peers_probabilities() -> None:
     logits, batch, peers = case()
     loss = codistillation(logits, batch, peers)
     targets = [(sigmoid(one) + sigmoid(other)) / 2 for one, other in zip(*PEERS, strict=True)]
-    each = [t * math.log1p(math.exp(-x)) + (1 - t) * math.log1p(math.exp(x)) for x, t in zip(LOGITS, targets, strict=True)]
-    assert float(loss.detach()) == pytest.approx(sum(w * loss for w, loss in zip(WEIGHTS, each, strict=True)) / 3.5, rel=1e-14)
+    each = [
+        t * math.log1p(math.exp(-x)) + (1 - t) * math.log1p(math.exp(x)) for x, t in zip(LOGITS, targets, strict=True)
+    ]
+    assert float(loss.detach()) == pytest.approx(
+        sum(w * loss for w, loss in zip(WEIGHTS, each, strict=True)) / 3.5, rel=1e-14
+    )
     loss.backward()
     assert logits.grad is not None
     expected = [w * (sigmoid(x) - t) / 3.5 for x, t, w in zip(LOGITS, targets, WEIGHTS, strict=True)]
@@ -46,7 +50,9 @@ def test_cross_entropy_to_the_mean_of_the_peers_probabilities() -> None:
 
 def test_mean_squared_error_to_the_mean_of_the_peers_logits() -> None:
     logits, batch, peers = case()
-    expected = sum(w * (x - (one + other) / 2) ** 2 for w, x, one, other in zip(WEIGHTS, LOGITS, *PEERS, strict=True)) / 3.5
+    expected = (
+        sum(w * (x - (one + other) / 2) ** 2 for w, x, one, other in zip(WEIGHTS, LOGITS, *PEERS, strict=True)) / 3.5
+    )
     assert float(codistillation(logits, batch, peers, measure="mse")) == pytest.approx(expected, rel=1e-14)
 
 

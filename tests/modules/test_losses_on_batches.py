@@ -73,7 +73,9 @@ def in_batch(runtime: Runtime) -> list[float]:
             return torch.from_numpy(known.contains(who.numpy()[:, None], drawn.numpy()))
 
         negatives = in_batch_negatives(items[what], what, log_q=-what.double(), is_known=is_known)
-        loss = in_batch_softmax(users[who], negatives, weights=batch.weights, total_weight=batch.total_weight, temperature=0.5)
+        loss = in_batch_softmax(
+            users[who], negatives, weights=batch.weights, total_weight=batch.total_weight, temperature=0.5
+        )
         losses.append(float(loss))
     return losses
 

@@ -27,11 +27,19 @@ def tables(width: int = 8) -> list[EmbeddingConfig]:
 
 def tower(**options: Any) -> SessionTower:
     torch.manual_seed(0)
-    settings = {"session": ["history", "gap"], "target": ["item_id"], "max_length": 4, "heads": 2, "mlp_widths": [16, 5]}
+    settings = {
+        "session": ["history", "gap"],
+        "target": ["item_id"],
+        "max_length": 4,
+        "heads": 2,
+        "mlp_widths": [16, 5],
+    }
     return SessionTower(options.pop("tables", tables()), **settings | options)
 
 
-def features(sessions: list[list[int]], targets: list[list[int]], gaps: list[list[int]] | None = None) -> KeyedJaggedTensor:
+def features(
+    sessions: list[list[int]], targets: list[list[int]], gaps: list[list[int]] | None = None
+) -> KeyedJaggedTensor:
     gaps = gaps or [[item % GAPS for item in session] for session in sessions]
     rows = [*sessions, *targets, *gaps]
     return KeyedJaggedTensor(
@@ -49,7 +57,9 @@ def batch() -> KeyedJaggedTensor:
 def outcome(model: SessionTower) -> dict[str, Tensor]:
     output = model.double()(batch(), torch.empty(3, 0, dtype=torch.float64))
     output.pow(2).sum().backward()
-    return {"output": output.detach()} | {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return {"output": output.detach()} | {
+        name: value.grad for name, value in model.named_parameters() if value.grad is not None
+    }
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -59,7 +69,9 @@ def test_without_padding_outputs_and_gradients_are_those_with_padding(attention:
     found, expected = (outcome(tower(attention=how, pooling=pooling)) for how in (attention, "padded"))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("pooling", ["flatten", "last", "mean"])

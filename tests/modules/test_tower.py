@@ -78,7 +78,9 @@ def test_attention_is_a_softmax_over_each_bag_also_where_scores_are_large() -> N
     with torch.no_grad():
         pool.score[2].weight *= 2000  # type: ignore[operator]
     scores = pool.score(values).squeeze(1)
-    expected = [torch.softmax(part, 0) @ bag for part, bag in zip(scores.split([3, 4]), values.split([3, 4]), strict=True)]
+    expected = [
+        torch.softmax(part, 0) @ bag for part, bag in zip(scores.split([3, 4]), values.split([3, 4]), strict=True)
+    ]
     torch.testing.assert_close(pool(JaggedTensor(values, lengths=lengths)), torch.stack(expected))
 
 
@@ -120,11 +122,15 @@ def test_a_tower_reads_half_precision_as_float32(data_type: DataType) -> None:
         (lambda: mlp(4, [1], activation="rel"), "activation='rel': must be one of relu, gelu, silu, tanh"),  # type: ignore[arg-type]
         (lambda: mlp(4, [1], normalization="group"), "normalization='group': must be one of none, layer, batch"),  # type: ignore[arg-type]
         (lambda: mlp(4, [1], dropout=1.0), "dropout=1.0: must be at least 0 and below 1"),
-        (lambda: mlp(4, [8, 4], residual=True), "residual=True with an input of width 4 and widths=[8, 4]: no hidden layer"),
+        (
+            lambda: mlp(4, [8, 4], residual=True),
+            "residual=True with an input of width 4 and widths=[8, 4]: no hidden layer",
+        ),
         (lambda: Tower([], [4]), "a Tower needs a table or a dense column"),
         (
             lambda: Tower([listed("a"), listed("b", dim=8)], [4]),
-            "tables 'a' (D = 4) and 'b' (D = 8) are pooled by attention, and TorchRec's EmbeddingCollection holds tables of one",
+            "tables 'a' (D = 4) and 'b' (D = 8) are pooled by attention, and TorchRec's EmbeddingCollection holds "
+            "tables of one",
         ),
     ],
 )
@@ -136,7 +142,9 @@ def test_a_wrong_declaration_is_refused(make: Callable[[], nn.Module], text: str
 
 def test_a_table_with_the_name_of_a_method_is_refused() -> None:
     """A torch ModuleDict would raise KeyError: attribute 'items' already exists."""
-    with pytest.raises(ValueError, match="table 'items': TorchRec keeps tables in a torch ModuleDict, where this name is taken"):
+    with pytest.raises(
+        ValueError, match="table 'items': TorchRec keeps tables in a torch ModuleDict, where this name is taken"
+    ):
         Tower([EmbeddingBagConfig(name="items", feature_names=["item_id"], num_embeddings=5, embedding_dim=4)], [4])
 
 
@@ -148,5 +156,7 @@ def test_a_table_without_columns_is_refused(dim: int) -> None:
 
 
 def test_a_table_that_cannot_be_made_is_named_with_its_size() -> None:
-    with pytest.raises(ValueError, match=r"table 'ad', num_embeddings=4,611,686,018,427,387,904: 73,786,976,294\.8 GB of weights"):
+    with pytest.raises(
+        ValueError, match=r"table 'ad', num_embeddings=4,611,686,018,427,387,904: 73,786,976,294\.8 GB of weights"
+    ):
         Tower([bags("user"), bags("ad", rows=2**62)], (4,))

@@ -32,8 +32,12 @@ class Form:
 PLAIN, SHARED, JOINT, WEIGHTED = Form(), Form(shared=True), Form(shared=True, joint=True), Form(weighted=True)
 
 
-def table(name: str, rows: int, feature: str | None = None, pooling: PoolingType = PoolingType.SUM) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name=name, feature_names=[feature or name], num_embeddings=rows, embedding_dim=DIM, pooling=pooling)
+def table(
+    name: str, rows: int, feature: str | None = None, pooling: PoolingType = PoolingType.SUM
+) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=name, feature_names=[feature or name], num_embeddings=rows, embedding_dim=DIM, pooling=pooling
+    )
 
 
 def network(form: Form = PLAIN, *, seed: int = 0, dropout: float = 0.0, widths: Sequence[int] = (8, 4)) -> TowerModel:
@@ -41,7 +45,12 @@ def network(form: Form = PLAIN, *, seed: int = 0, dropout: float = 0.0, widths: 
     history = table("item_id" if form.joint else "history", ITEMS, "history", PoolingType.MEAN)
     item = table("item_id", ITEMS, pooling=PoolingType.MEAN if form.joint else PoolingType.SUM)
     if form.weighted:
-        user = Tower([table("user_id", USERS), table("clicks", ITEMS)], widths, weights={"clicks": "clicks_weight"}, dense=["age"])
+        user = Tower(
+            [table("user_id", USERS), table("clicks", ITEMS)],
+            widths,
+            weights={"clicks": "clicks_weight"},
+            dense=["age"],
+        )
         return TowerModel({"user": user, "item": Tower([item], widths)}, TopMLP([widths[-1]] * 2, (8,)))
     shared = ("user",) if form.shared else ()
     return two_tower(
@@ -76,7 +85,9 @@ def batch(form: Form, seed: int) -> TowerBatch:
     shared: dict[str, Any] = {"index": CANDIDATES, "shared_rows": torch.arange(QUERIES)} if form.shared else {}
     labels = torch.randint(2, (rows,), generator=draw).float()
     weights = torch.rand(rows, generator=draw)
-    return _schema(form).assemble(columns, {"age": torch.rand(users, generator=draw)}, labels=labels, weights=weights, **shared)
+    return _schema(form).assemble(
+        columns, {"age": torch.rand(users, generator=draw)}, labels=labels, weights=weights, **shared
+    )
 
 
 def learn_alone(net: nn.Module, batches: Sequence[TowerBatch], config: OptimizerConfig, seed: int = 0) -> nn.Module:

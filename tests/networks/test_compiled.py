@@ -23,15 +23,30 @@ ADAM = OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=1e-3, eps=1e-4)
 def ncf(seed: int) -> ContextualNCF:
     torch.manual_seed(seed)
     return ContextualNCF(
-        9, 7, gmf_dim=4, mlp_dim=4, mlp_widths=(8, 4), context_dense=["c"], shared=("user",), activation="tanh", dropout=0.2 * seed
+        9,
+        7,
+        gmf_dim=4,
+        mlp_dim=4,
+        mlp_widths=(8, 4),
+        context_dense=["c"],
+        shared=("user",),
+        activation="tanh",
+        dropout=0.2 * seed,
     )
 
 
 def rows(seed: int) -> TowerBatch:
     draw = torch.Generator().manual_seed(seed)
-    ids = {"user_id": Jagged(torch.randint(9, (4,), generator=draw)), "item_id": Jagged(torch.randint(7, (8,), generator=draw))}
+    ids = {
+        "user_id": Jagged(torch.randint(9, (4,), generator=draw)),
+        "item_id": Jagged(torch.randint(7, (8,), generator=draw)),
+    }
     labels = torch.randint(2, (8,), generator=draw).float()
-    return ncf(0).schema().assemble(ids, {"c": torch.rand(4, generator=draw)}, labels=labels, index=2, shared_rows=torch.arange(4))
+    return (
+        ncf(0)
+        .schema()
+        .assemble(ids, {"c": torch.rand(4, generator=draw)}, labels=labels, index=2, shared_rows=torch.arange(4))
+    )
 
 
 def agreed(backend: str, configs: dict[str, OptimizerConfig]) -> float:

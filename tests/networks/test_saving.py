@@ -30,7 +30,9 @@ EPOCHS = 4
 ANEW = {"a": None, "b": None}
 ADAM = OptimizerConfig(tables="row_wise_adagrad", dense="adam", tables_lr=0.05, dense_lr=0.02, clip_norm=1.0)
 OTHER = OptimizerConfig(tables="row_wise_adagrad", dense="adam", tables_lr=0.1, dense_lr=0.01, dense_weight_decay=0.1)
-LAZY = OptimizerConfig(tables="lazy_adam", dense="adagrad", tables_lr=0.02, dense_lr=0.02, per_layer=("*.bias=lr=0.05",))
+LAZY = OptimizerConfig(
+    tables="lazy_adam", dense="adagrad", tables_lr=0.02, dense_lr=0.02, per_layer=("*.bias=lr=0.05",)
+)
 
 
 class Stream(Rows):
@@ -86,7 +88,10 @@ def after(step: int) -> Callable[[], bool]:
 
 
 def without_speed(history: dict[str, list[Record]]) -> dict[str, list[Record]]:
-    return {name: [{k: v for k, v in record.items() if k != "rows_per_s"} for record in own] for name, own in history.items()}
+    return {
+        name: [{k: v for k, v in record.items() if k != "rows_per_s"} for record in own]
+        for name, own in history.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -144,5 +149,7 @@ def test_members_whose_checkpoints_stand_apart_are_refused(tmp_path: Path) -> No
     with pytest.raises(RunStoppedError):
         train_stack(members(tmp_path, (ADAM, OTHER)), evaluate=judge, stop=after(2 * STEPS))
     made = members(tmp_path, (ADAM, OTHER), {"a": STEPS, "b": 2 * STEPS})
-    with pytest.raises(StackError, match=f"stand apart: 'a' at step {STEPS}, 'b' at step {2 * STEPS}; give those of one step"):
+    with pytest.raises(
+        StackError, match=f"stand apart: 'a' at step {STEPS}, 'b' at step {2 * STEPS}; give those of one step"
+    ):
         train_stack(made, evaluate=judge)

@@ -39,7 +39,10 @@ SGD = OptimizerConfig(tables="sgd", dense="sgd", tables_lr=0.05, dense_lr=0.02)
 
 
 def stacked(
-    nets: dict[str, nn.Module], batches: Sequence[Sequence[TowerBatch]], configs: dict[str, OptimizerConfig], **seeds: int
+    nets: dict[str, nn.Module],
+    batches: Sequence[Sequence[TowerBatch]],
+    configs: dict[str, OptimizerConfig],
+    **seeds: int,
 ) -> Stack:
     """A stack of copies of ``nets`` after a step on each of ``batches``, one of each member."""
     stack = Stack(copy.deepcopy(nets), seeds=seeds)
@@ -86,7 +89,10 @@ def test_every_kind_of_look_up_learns_as_alone(form: Form, same: bool) -> None:
         ({"dense_weight_decay": 0.3, "tables_weight_decay": 0.2}, {"tables_l2": 0.01}),
         ({"per_table": ("history=lr=0.3",), "per_layer": ("towers.user=lr=0.003", "*.bias=weight_decay=0.5")}, {}),
         (
-            {"per_table": ("history=sgd lr=0.1", "item_id=row_wise_adagrad"), "per_layer": ("interaction=adagrad lr=0.01",)},
+            {
+                "per_table": ("history=sgd lr=0.1", "item_id=row_wise_adagrad"),
+                "per_layer": ("interaction=adagrad lr=0.01",),
+            },
             {"per_table": ("history=sgd", "item_id=row_wise_adagrad"), "per_layer": ("interaction=adagrad",)},
         ),
     ],
@@ -181,9 +187,21 @@ def with_interaction(interaction: nn.Module, dim: int = 4, rows: int = ITEMS) ->
     ("one", "other", "told"),
     [
         (network(), network(widths=(16, 4)), "towers.user.mlp.0: out_features is 8 in 'a' and 16 in 'b'"),
-        (network(), network(widths=(8, 8, 4)), "is Linear in 'a' and ReLU in 'b'|layers and 'b'|out_features is 4 in 'a'"),
-        (with_interaction(Scaled(1.0)), with_interaction(Scaled(2.0)), "interaction: scale is 1.0 in 'a' and 2.0 in 'b'"),
-        (with_interaction(Scaled(1.0), rows=5), with_interaction(Scaled(1.0), rows=6), "num_embeddings=5.*num_embeddings=6"),
+        (
+            network(),
+            network(widths=(8, 8, 4)),
+            "is Linear in 'a' and ReLU in 'b'|layers and 'b'|out_features is 4 in 'a'",
+        ),
+        (
+            with_interaction(Scaled(1.0)),
+            with_interaction(Scaled(2.0)),
+            "interaction: scale is 1.0 in 'a' and 2.0 in 'b'",
+        ),
+        (
+            with_interaction(Scaled(1.0), rows=5),
+            with_interaction(Scaled(1.0), rows=6),
+            "num_embeddings=5.*num_embeddings=6",
+        ),
         (network(PLAIN), network(SHARED), "shared"),
     ],
 )
@@ -210,7 +228,9 @@ def test_batches_of_different_shapes_are_refused() -> None:
     stack = Stack({"a": network(seed=1), "b": network(seed=2)})
     whole = batch(PLAIN, 0)
     part = whole._map(lambda column: column[:6] if isinstance(column, Tensor) and column.dim() else column)
-    with pytest.raises(StackError, match=r"batch.dense is \(18, 1\) for 'a' and \(6, 1\) for 'b'.*same batch_size and negatives"):
+    with pytest.raises(
+        StackError, match=r"batch.dense is \(18, 1\) for 'a' and \(6, 1\) for 'b'.*same batch_size and negatives"
+    ):
         stack.backward([whole, part])
     with pytest.raises(StackError, match="1 batches for 2 networks"):
         stack.backward([batch(PLAIN, 0)])
@@ -267,7 +287,9 @@ def test_a_network_whose_forward_hides_a_state_is_found_out_at_the_first_step() 
 @pytest.mark.unit
 def test_members_with_other_optimizers_or_none_are_refused() -> None:
     stack = Stack({"a": network(seed=1), "b": network(seed=2)})
-    with pytest.raises(StackError, match=r"is moved by adam in 'a' and by sgd in 'b'.*same optimizer.tables and optimizer.dense"):
+    with pytest.raises(
+        StackError, match=r"is moved by adam in 'a' and by sgd in 'b'.*same optimizer.tables and optimizer.dense"
+    ):
         StackedOptimizer(stack, {"a": ADAM, "b": SGD})
     with pytest.raises(StackError, match=r"no OptimizerConfig for \['b'\]"):
         StackedOptimizer(stack, {"a": ADAM})

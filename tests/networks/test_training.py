@@ -72,7 +72,9 @@ def test_a_member_stops_early_by_its_own_figure_and_the_others_go_on() -> None:
 
     history = train_stack(members, evaluate=evaluate)
     assert (seen.count("a"), seen.count("b")) == (3, 6)
-    assert history["a"][-1]["message"].startswith("stopped early: no auc better than 0.5000, of epoch 1, in 2 evaluation(s)")
+    assert history["a"][-1]["message"].startswith(
+        "stopped early: no auc better than 0.5000, of epoch 1, in 2 evaluation(s)"
+    )
     assert [record["epoch"] for record in history["a"] if record["kind"] == "eval" and record.get("best")] == [1]
     assert history["b"][-1] == {"kind": "eval", "epoch": 6, "step": 18, "auc": 0.6}
 
@@ -86,7 +88,9 @@ def test_a_member_whose_loss_is_no_number_ends_and_the_others_are_as_alone() -> 
     assert history["wild"][0]["message"].startswith(
         "'wild': the loss is nan at step 1 of epoch 1; nothing was written by this step"
     )
-    alone = learn_alone(network(PLAIN, seed=2), [rows.batch(epoch, step) for epoch in range(3) for step in range(STEPS)], SGD)
+    alone = learn_alone(
+        network(PLAIN, seed=2), [rows.batch(epoch, step) for epoch in range(3) for step in range(STEPS)], SGD
+    )
     assert greatest_difference(members["tame"].network.state_dict(), alone.state_dict()) < 1e-6
 
 
@@ -113,7 +117,12 @@ def by_hand(nets: list[Any], rows: Rows, config: Codistillation, epochs: int) ->
             stale = [{name: value.clone() for name, value in net.state_dict().items()} for net in nets]
         with torch.no_grad():
             said = (
-                torch.stack([torch.func.functional_call(net, old, (own,))[1].logits for net, old in zip(nets, stale, strict=False)])
+                torch.stack(
+                    [
+                        torch.func.functional_call(net, old, (own,))[1].logits
+                        for net, old in zip(nets, stale, strict=False)
+                    ]
+                )
                 if stale
                 else None
             )
@@ -138,7 +147,9 @@ def test_codistillation_draws_members_towards_stale_peers_after_the_burn_in() ->
     expected = by_hand([network(PLAIN, seed=at) for at in range(3)], rows, config, 4)
     for own, net in zip(members.values(), expected, strict=True):
         assert greatest_difference(own.network.state_dict(), net.state_dict()) < 1e-6
-    apart = learn_alone(network(PLAIN, seed=0), [rows.batch(epoch, step) for epoch in range(4) for step in range(STEPS)], SGD)
+    apart = learn_alone(
+        network(PLAIN, seed=0), [rows.batch(epoch, step) for epoch in range(4) for step in range(STEPS)], SGD
+    )
     assert greatest_difference(members["a"].network.state_dict(), apart.state_dict()) > 1e-4
 
 

@@ -26,7 +26,8 @@ GENRES = ("Comedy", "Drama", "War")
 class Made:
     """A bundle in ``folder``, and the model that it was made of.
 
-    Item p has the features of row p + 1 of the tables, and the genre p % 3. User u has taken the items at u % 49 and (u + 5) % 49.
+    Item p has the features of row p + 1 of the tables, and the genre p % 3. User u has taken the items at u % 49 and (u
+    + 5) % 49.
     """
 
     def __init__(self, folder: Path, *, interaction: Interaction = "top_nn", seed: int = 0, users: bool = True) -> None:
@@ -38,7 +39,13 @@ class Made:
         ids = np.arange(USERS)
         self.ages = (ids / USERS).astype(np.float32)
         self.histories = [[] if user == 0 else [1 + user % 7, 1 + user % 11] for user in ids.tolist()]
-        export(self.model, folder, catalogue=self._catalogue(), users=self._users() if users else None, queries=self._features(ids))
+        export(
+            self.model,
+            folder,
+            catalogue=self._catalogue(),
+            users=self._users() if users else None,
+            queries=self._features(ids),
+        )
 
     @cached_property
     def bundle(self) -> Bundle:

@@ -34,7 +34,11 @@ LABELS = torch.tensor([1.0, 0.0])
 def test_the_tables_say_what_a_batch_holds() -> None:
     made = schema()
     assert made.keys == ["user_id", "item_id", "history"]
-    assert {feature.name: feature.num_embeddings for feature in made.sparse} == {"user_id": 5, "item_id": 6, "history": 8}
+    assert {feature.name: feature.num_embeddings for feature in made.sparse} == {
+        "user_id": 5,
+        "item_id": 6,
+        "history": 8,
+    }
     assert made.sparse[1].tables == ("items", "items_small")
 
 
@@ -69,12 +73,21 @@ def test_small_integers_become_the_one_id_type() -> None:
         ({"user_id": Jagged(torch.tensor([0.0, 4.0]))}, "feature 'user_id': ids are float32, must be integers"),
         ({"user_id": Jagged(torch.tensor([True, False]))}, "feature 'user_id': ids are bool, must be integers"),
         ({"history": Jagged(torch.tensor([1, 2, 3]), torch.tensor([4, -1]))}, "feature 'history': length -1 in row 1"),
-        ({"history": Jagged(torch.tensor([1, 2]), torch.tensor([0, 3]))}, "the lengths add up to 3, but there are 2 ids"),
+        (
+            {"history": Jagged(torch.tensor([1, 2]), torch.tensor([0, 3]))},
+            "the lengths add up to 3, but there are 2 ids",
+        ),
         ({"user_id": Jagged(torch.tensor([0, 4, 1]))}, "feature 'user_id': 3 rows, must be (B,) = (2,)"),
-        ({"history": Jagged(torch.tensor([1, 2, 3]), torch.tensor([1.5, 1.5]))}, "feature 'history': lengths are float32, must be"),
+        (
+            {"history": Jagged(torch.tensor([1, 2, 3]), torch.tensor([1.5, 1.5]))},
+            "feature 'history': lengths are float32, must be",
+        ),
         ({"user_id": torch.tensor([0, 4])}, "feature 'user_id': a Tensor, must be Jagged(values, lengths) of tensors"),
         ({"user_id": [0, 4]}, "feature 'user_id': a list, must be Jagged(values, lengths) of tensors"),
-        ({"user_id": Jagged(torch.tensor([[0], [4]]))}, "feature 'user_id': ids have shape (2, 1), must have one dimension"),
+        (
+            {"user_id": Jagged(torch.tensor([[0], [4]]))},
+            "feature 'user_id': ids have shape (2, 1), must have one dimension",
+        ),
     ],
 )
 def test_a_bad_column_is_named(changes: dict[str, Jagged], text: str) -> None:
@@ -85,7 +98,9 @@ def test_a_bad_column_is_named(changes: dict[str, Jagged], text: str) -> None:
 
 def test_a_row_is_named_by_its_number_where_it_has_one() -> None:
     with pytest.raises(DataError, match="id 9 in row 4711 "):
-        schema().assemble(columns(user_id=Jagged(torch.tensor([0, 9]))), AGE, labels=LABELS, rows=torch.tensor([4710, 4711]))
+        schema().assemble(
+            columns(user_id=Jagged(torch.tensor([0, 9]))), AGE, labels=LABELS, rows=torch.tensor([4710, 4711])
+        )
 
 
 @pytest.mark.parametrize(("name", "part"), [("user_id", "sparse"), ("age", "dense")])
@@ -102,12 +117,17 @@ def test_a_value_that_is_not_finite_is_named(column: str, value: float) -> None:
     bad = torch.tensor([0.5, value])
     age = {"age": bad} if column == "age" else AGE
     with pytest.raises(DataError, match=f"column '{column}': value {value} in row 1 of the batch is not finite"):
-        schema().assemble(columns(), age, labels=bad if column == "label" else LABELS, weights=bad if column == "weight" else None)
+        schema().assemble(
+            columns(), age, labels=bad if column == "label" else LABELS, weights=bad if column == "weight" else None
+        )
 
 
 def test_oov_maps_to_the_out_of_vocabulary_row() -> None:
     made = schema(out_of_range="oov", oov_ids={"user_id": 3})
-    changes = {"user_id": Jagged(torch.tensor([-7, 5])), "history": Jagged(torch.tensor([7, 8, 99]), torch.tensor([0, 3]))}
+    changes = {
+        "user_id": Jagged(torch.tensor([-7, 5])),
+        "history": Jagged(torch.tensor([7, 8, 99]), torch.tensor([0, 3])),
+    }
     assert made.assemble(columns(**changes), AGE, labels=LABELS).sparse.values().tolist() == [3, 3, 1, 5, 7, 0, 0]
 
 
@@ -180,7 +200,9 @@ def test_features_checked_together_are_named_and_mapped_one_by_one() -> None:
     """Ids of features with one id per row are checked in one pass, also between features with several."""
     names = ["a", "b", "history", "c"]
     tables = [EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=3, embedding_dim=4) for name in names]
-    good = {name: Jagged(torch.tensor([0, 2])) for name in names} | {"history": Jagged(torch.tensor([1]), torch.tensor([1, 0]))}
+    good = {name: Jagged(torch.tensor([0, 2])) for name in names} | {
+        "history": Jagged(torch.tensor([1]), torch.tensor([1, 0]))
+    }
     for name in names:
         bad = {**good, name: Jagged(torch.tensor([2, 3]), torch.tensor([0, 2]) if name == "history" else None)}
         with pytest.raises(DataError, match=f"feature '{name}': id 3 in row 1 of the batch is outside table '{name}'"):
@@ -188,13 +210,17 @@ def test_features_checked_together_are_named_and_mapped_one_by_one() -> None:
         mapping = BatchSchema.from_tables(tables, out_of_range="oov", oov_ids={name: 1}).assemble(bad, labels=LABELS)
         assert mapping.sparse[name].values().tolist() == [2, 1]
         assert bad[name].values.tolist() == [2, 3], "what was given stays as it was"
-        assert all(mapping.sparse[other].values().tolist() == good[other].values.tolist() for other in names if other != name)
+        assert all(
+            mapping.sparse[other].values().tolist() == good[other].values.tolist() for other in names if other != name
+        )
 
 
 def test_dense_columns_side_by_side_are_the_same_columns() -> None:
     made = schema()
     matrix = Dense(rows=torch.tensor([[0.5], [1.0]]), shared=torch.empty(2, 0))
-    assert torch.equal(made.assemble(columns(), matrix, labels=LABELS).dense, made.assemble(columns(), AGE, labels=LABELS).dense)
+    assert torch.equal(
+        made.assemble(columns(), matrix, labels=LABELS).dense, made.assemble(columns(), AGE, labels=LABELS).dense
+    )
     with pytest.raises(DataError, match=r"column 'age': value nan in row 1 of the batch is not finite"):
         made.assemble(columns(), Dense(torch.tensor([[0.5], [float("nan")]]), torch.empty(2, 0)), labels=LABELS)
     with pytest.raises(DataError, match=r"dense columns \['age'\]: shape \(2, 2\), must be \(2, 1\)"):
@@ -226,5 +252,7 @@ def test_a_number_of_rows_for_each_shared_row_is_their_index() -> None:
     bad = four | {"item_id": Jagged(torch.tensor([1, 5, 6, 2]))}
     with pytest.raises(DataError, match="feature 'item_id': id 6 in row 71 is outside"):
         made.assemble(bad, AGE, labels=torch.zeros(4), index=2, shared_rows=numbers)
-    with pytest.raises(DataError, match=r"index=3 rows for each of 2 shared rows: must be \(B,\) = \(4,\) rows together"):
+    with pytest.raises(
+        DataError, match=r"index=3 rows for each of 2 shared rows: must be \(B,\) = \(4,\) rows together"
+    ):
         made.assemble(four, AGE, labels=torch.zeros(4), index=3, shared_rows=numbers)

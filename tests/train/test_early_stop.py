@@ -46,7 +46,9 @@ def test_nothing_is_watched_without_a_metric() -> None:
 
 @pytest.mark.unit
 def test_a_figure_that_is_missing_or_nan_is_told() -> None:
-    with pytest.raises(ValueError, match=r"^train.early_stop.metric='hr': an evaluation has no such figure; it has auc$"):
+    with pytest.raises(
+        ValueError, match=r"^train.early_stop.metric='hr': an evaluation has no such figure; it has auc$"
+    ):
         seen(EarlyStop(metric="hr"), [0.5])
     with pytest.raises(ValueError, match=r"^train.early_stop.metric='auc': the figure is nan at step 10, so nothing"):
         seen(EarlyStop(metric="auc"), [0.5, math.nan])

@@ -60,7 +60,13 @@ def recorded(runtime: Runtime) -> dict[str, Any]:
             evaluate=lambda: {"auc": 0.5, "training": parallel.training},
             log=logged.append,
         )
-    return {"history": history, "logged": logged, "rows": data.train.num_rows * 3, "steps": len(loader), "said": said.getvalue()}
+    return {
+        "history": history,
+        "logged": logged,
+        "rows": data.train.num_rows * 3,
+        "steps": len(loader),
+        "said": said.getvalue(),
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -76,7 +82,10 @@ def test_every_row_is_recorded_once_per_epoch_and_every_epoch_ends_with_a_record
     assert steps == sorted(set(steps))
     assert {step for step in range(1, 3 * first["steps"] + 1) if step % 3 == 0} <= set(steps)
     evaluated = [record for record in first["history"] if record["kind"] == "eval"]
-    assert [(record["epoch"], record["step"]) for record in evaluated] == [(2, 2 * first["steps"]), (3, 3 * first["steps"])]
+    assert [(record["epoch"], record["step"]) for record in evaluated] == [
+        (2, 2 * first["steps"]),
+        (3, 3 * first["steps"]),
+    ]
     assert all(record["auc"] == 0.5 and record["training"] is False for record in evaluated)
 
 
@@ -155,9 +164,13 @@ def learned(runtime: Runtime, evaluated: bool) -> dict[str, Any]:
     parallel, optimizer = hybrid_parallel(model, runtime, seed=3)
     torch.manual_seed(4 + runtime.rank)
     schema = model.schema()
-    loader = training_loader(data, schema, LoaderConfig(batch_size=16), rank=runtime.rank, world_size=runtime.world_size)
+    loader = training_loader(
+        data, schema, LoaderConfig(batch_size=16), rank=runtime.rank, world_size=runtime.world_size
+    )
     judge = RankingJudge(data, schema, parallel, runtime)
-    history = train(parallel, optimizer, loader, runtime, TrainConfig(epochs=3), evaluate=judge.validate if evaluated else None)
+    history = train(
+        parallel, optimizer, loader, runtime, TrainConfig(epochs=3), evaluate=judge.validate if evaluated else None
+    )
     losses = [record["loss"] for record in history if record["kind"] == "train"]
     return {"state": gather_state(parallel), "losses": losses, "evaluations": len(history) - len(losses)}
 

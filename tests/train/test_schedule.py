@@ -73,7 +73,11 @@ def test_schedules_and_early_stops_can_be_given_on_the_command_line() -> None:
             "early_stop.min_delta=1e-3",
         ],
     )
-    assert (changed.tables_schedule.kind, changed.tables_schedule.every, changed.dense_schedule.warmup) == ("step", 100, 50)
+    assert (changed.tables_schedule.kind, changed.tables_schedule.every, changed.dense_schedule.warmup) == (
+        "step",
+        100,
+        50,
+    )
     assert (changed.early_stop.metric, changed.early_stop.patience, changed.early_stop.min_delta) == ("auc", 2, 1e-3)
     for item, why in [
         ("early_stop=auc", r"'early_stop' is a group; set one of its keys: metric, mode, patience, min_delta"),
@@ -122,7 +126,9 @@ def test_tables_and_dense_layers_follow_their_schedules_as_an_unsharded_model_se
     config = TrainConfig(epochs=2, log_every=1, tables_schedule=TABLES, dense_schedule=DENSE)
     first = run_ranks(scheduled, 2, sharding, config)[0]
     for name, value in by_hand(2).items():
-        torch.testing.assert_close(first["state"][name], value, rtol=0, atol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
+        torch.testing.assert_close(
+            first["state"][name], value, rtol=0, atol=1e-4, msg=lambda text, at=name: f"{at}: {text}"
+        )
     assert [rate for rate, _ in first["rates"]] == pytest.approx([2 * factor for factor in factors(TABLES, STEPS)])
     assert [rate for _, rate in first["rates"]] == pytest.approx([0.5 * factor for factor in factors(DENSE, STEPS)])
 

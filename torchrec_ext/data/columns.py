@@ -32,9 +32,9 @@ class Column:
 
         row 0: [3, 7]   row 1: []   row 2: [5]      values = [3, 7, 5]   offsets = [0, 2, 2, 3]
 
-    A ragged column that was taken, sliced or repeated is a list of windows into the values of the column that it came from, and is
-    gathered when its ``values`` are first read: histories overlap, so that 100,000 of them fit into a cache that their copies would
-    not.
+    A ragged column that was taken, sliced or repeated is a list of windows into the values of the column that it came
+    from, and is gathered when its ``values`` are first read: histories overlap, so that 100,000 of them fit into a
+    cache that their copies would not.
 
     Args:
         values: (B,), or (sum of lengths,) with ``offsets``, or (B, W) for a ragged column with W values in each row.
@@ -51,10 +51,14 @@ class Column:
             offsets = np.arange(len(values) + 1, dtype=np.int64) * values.shape[1]
             values = values.reshape(-1)
         if values.ndim != 1:
-            raise ValueError(f"values have shape {values.shape}, must be (B,) or (B, W); give a ragged column its offsets")
+            raise ValueError(
+                f"values have shape {values.shape}, must be (B,) or (B, W); give a ragged column its offsets"
+            )
         if offsets is not None:
             if offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets):
-                raise ValueError(f"offsets are {offsets.dtype} of shape {offsets.shape}, must be int64 of shape (B + 1,)")
+                raise ValueError(
+                    f"offsets are {offsets.dtype} of shape {offsets.shape}, must be int64 of shape (B + 1,)"
+                )
             if offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
                 raise ValueError(f"offsets must rise from 0 to the {len(values)} values, got {offsets}")
         self._pool = values
@@ -274,14 +278,17 @@ def with_elements(chunk: Chunk, names: Iterable[str], where: str = "", first: in
     return Chunk(columns)
 
 
-def _matrix(where: str, name: str, column: Column, width: int, first: int) -> np.ndarray[tuple[int, int], np.dtype[np.generic]]:
+def _matrix(
+    where: str, name: str, column: Column, width: int, first: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.generic]]:
     """(B, W)."""
     lengths = column.lengths
     if (lengths != width).any():
         row = int((lengths != width).argmax())
         said = f"{where}, " if where else ""
         raise DataError(
-            f"{said}column '{name}', row {first + row}: {lengths[row]} numbers, must be {width} in each row, as the model's "
+            f"{said}column '{name}', row {first + row}: {lengths[row]} numbers, must be {width} in each row, as the "
+            "model's "
             f"dense={{'{name}': {width}}} says"
         )
     return column.values.reshape(len(column), width)

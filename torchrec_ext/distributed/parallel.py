@@ -1,10 +1,12 @@
 """hybrid_parallel(): model-parallel tables with optimizers in their backward, data-parallel dense layers, in one function.
 
-settle_buckets(): gradients are summed in one order from the first step on, so that a resumed run rounds as one that went on.
+settle_buckets(): gradients are summed in one order from the first step on, so that a resumed run rounds as one that
+went on.
 
-DistributedDataParallel lays its buckets out anew after its first backward, in the order in which the gradients came. How a sum over
-three ranks or more is rounded depends on a number's place in its bucket: gloo and NCCL reduce in rings, and each part of a bucket
-begins at another rank. Without this, the first step after a resume differs by a rounding from the same step of a run that went on.
+DistributedDataParallel lays its buckets out anew after its first backward, in the order in which the gradients came.
+How a sum over three ranks or more is rounded depends on a number's place in its bucket: gloo and NCCL reduce in rings,
+and each part of a bucket begins at another rank. Without this, the first step after a resume differs by a rounding from
+the same step of a run that went on.
 """
 
 from __future__ import annotations
@@ -42,13 +44,16 @@ from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, Tower
 def settle_buckets(model: nn.Module) -> None:
     """Has every DistributedDataParallel in ``model`` keep its first layout; all ranks call it before the first step.
 
-    Two ranks need none of it: a sum of two numbers is rounded in one way. Nor is it done where gradients fill several buckets (over
-    1 MiB): there the layout by arrival is what lets the sums overlap with the backward.
+    Two ranks need none of it: a sum of two numbers is rounded in one way. Nor is it done where gradients fill several
+    buckets (over 1 MiB): there the layout by arrival is what lets the sums overlap with the backward.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module.process_group.size() > 2:
             parameters = [parameter for parameter in module._module_parameters if parameter.requires_grad]
-            if sum(parameter.numel() * parameter.element_size() for parameter in parameters) <= dist._DEFAULT_FIRST_BUCKET_BYTES:
+            if (
+                sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+                <= dist._DEFAULT_FIRST_BUCKET_BYTES
+            ):
                 module.reducer._push_all_rebuilt_params()
 
 
@@ -66,23 +71,26 @@ def hybrid_parallel(
     Where the plan places its towers, it does so with those of each tower on the tower's ranks alone.
 
     Args:
-        model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Its tables are usually on
-            the meta device; its dense layers on all ranks become those of rank 0.
+        model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Its tables are
+            usually on the meta device; its dense layers on all ranks become those of rank 0.
         runtime: this process's place in the job.
         plan: TorchRec's sharding plan; made by :func:`plan_sharding` where not given.
-        optimizer: optimizers and learning rates. Where not given: of the tables that ``apply_optimizer_in_backward`` has given one,
-            that; of the others and of the dense layers :class:`OptimizerConfig`'s defaults, which a line of the log names.
-        seed: of the tables' first values, which depend on it and the table's name alone: not on the plan, not on the ranks.
+        optimizer: optimizers and learning rates. Where not given: of the tables that ``apply_optimizer_in_backward``
+            has given one, that; of the others and of the dense layers :class:`OptimizerConfig`'s defaults, which a line
+            of the log names.
+        seed: of the tables' first values, which depend on it and the table's name alone: not on the plan, not on the
+            ranks.
         table_copies: see :class:`SyncConfig`; as it was given to :func:`plan_sharding`.
 
     Returns:
-        TorchRec's DistributedModelParallel (DMPCollection with more than one copy of the tables), and one optimizer for all of it,
-        for a loop of your own or any of TorchRec's pipelines: the tables' (whose step runs in the backward), the replicated tables'
-        and the dense layers'.
+        TorchRec's DistributedModelParallel (DMPCollection with more than one copy of the tables), and one optimizer for
+        all of it, for a loop of your own or any of TorchRec's pipelines: the tables' (whose step runs in the backward),
+        the replicated tables' and the dense layers'.
 
     Raises:
-        ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception fits nothing; a table has
-            an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or it is one that cannot be expressed.
+        ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception fits nothing; a
+            table has an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or it is one that
+            cannot be expressed.
     """
     given, optimizer = optimizer, chosen_optimizer(model, optimizer)
     if given is None and runtime.is_main:
@@ -90,16 +98,21 @@ def hybrid_parallel(
     plan = on_own_device(plan or plan_sharding(model, runtime, optimizer=given, table_copies=table_copies), runtime)
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
-    layers = optimizer.for_layers(dense_layers(model))  # while all are there: a plan may leave this rank without some towers
+    layers = optimizer.for_layers(
+        dense_layers(model)
+    )  # while all are there: a plan may leave this rank without some towers
     host_look_ups(model, plan)
     placing = TowerSharder(timedelta(seconds=runtime.timeout_s))
     if table_copies > 1 and not choices:
-        raise ValueError(f"sync.table_copies={table_copies}: {type(model).__name__} has no table to copy; leave it at 1")
+        raise ValueError(
+            f"sync.table_copies={table_copies}: {type(model).__name__} has no table to copy; leave it at 1"
+        )
     if table_copies > 1:
         refuse_unaveraged(model, plan, choices)
         if runtime.device.type == "cuda" and runtime.device.index != runtime.local_rank:
             raise ValueError(
-                f"sync.table_copies={table_copies}: rank {runtime.rank} is on {runtime.device}, but TorchRec's DMPCollection puts "
+                f"sync.table_copies={table_copies}: rank {runtime.rank} is on {runtime.device}, but TorchRec's "
+                "DMPCollection puts "
                 f"it on the GPU of its local rank, cuda:{runtime.local_rank}; leave sync.table_copies at 1"
             )
         sharded = copies_of_tables(model, runtime, plan, table_copies, sharders())
@@ -123,11 +136,17 @@ def _tell_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
 
 def dense_layers(model: nn.Module) -> list[str]:
     """The parameters of an unsharded ``model`` that are in no collection."""
-    tables = {f"{path}.{name}".lstrip(".") for path, collection in collections(model) for name, _ in collection.named_parameters()}
+    tables = {
+        f"{path}.{name}".lstrip(".")
+        for path, collection in collections(model)
+        for name, _ in collection.named_parameters()
+    }
     return [name for name, _ in model.named_parameters() if name not in tables]
 
 
-def _without_kernel(model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str) -> dict[str, Choice]:
+def _without_kernel(
+    model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str
+) -> dict[str, Choice]:
     """The optimizers of the tables that the plan shards and no kernel moves; refuses what nothing moves."""
     tables = {table.name: table for _, collection in collections(model) for table in table_configs(collection)}
     plans = [own for own in plan.plan.values() if isinstance(own, EmbeddingModuleShardingPlan)]

@@ -37,7 +37,8 @@ def cut(layers: nn.Sequential, stages: int) -> list[nn.Sequential]:
     weights = [sum(weight.numel() for layer in block for weight in layer.parameters()) for block in blocks]
     if stages < 1 or len(blocks) < stages:
         raise ValueError(
-            f"stages={stages}: the dense part has {len(blocks)} layers with weights, and each stage needs one; use at most as many "
+            f"stages={stages}: the dense part has {len(blocks)} layers with weights, and each stage needs one; use at "
+            "most as many "
             "ranks"
         )
     ends = _ends(weights, stages)
@@ -64,9 +65,10 @@ def _ends(weights: list[int], stages: int) -> list[int]:
 class PipelinedDense:
     """A stack of dense layers, too deep for one device, of which each rank holds a part; a batch goes through in micro-batches.
 
-    What the ranks have learned after a step is what one rank learns from the whole batch. While one micro-batch is in a later stage
-    the next is in an earlier one: with M micro-batches on R ranks a share of (R - 1) / (M + R - 1) of the time is idle (Huang et
-    al. 2019). The look-ups stay in front of it on the first rank: give :meth:`step` their output, which gets its gradient.
+    What the ranks have learned after a step is what one rank learns from the whole batch. While one micro-batch is in a
+    later stage the next is in an earlier one: with M micro-batches on R ranks a share of (R - 1) / (M + R - 1) of the
+    time is idle (Huang et al. 2019). The look-ups stay in front of it on the first rank: give :meth:`step` their
+    output, which gets its gradient.
 
     Args:
         layers: all of them, with the same weights on every rank; this rank keeps its own.
@@ -100,7 +102,9 @@ class PipelinedDense:
     ) -> None:
         stages = dist.get_world_size(group)
         if microbatches < stages:
-            raise ValueError(f"microbatches={microbatches}: must be at least the number of stages, {stages}, or ranks only wait")
+            raise ValueError(
+                f"microbatches={microbatches}: must be at least the number of stages, {stages}, or ranks only wait"
+            )
         if schedule not in get_args(Schedule):
             raise ValueError(f"schedule={schedule!r}: must be one of {', '.join(get_args(Schedule))}")
         place = dist.get_rank(group)
@@ -122,14 +126,18 @@ class PipelinedDense:
             The mean loss over the batch, detached, on the last rank; None on the others.
 
         Raises:
-            ValueError: no inputs on the first or no targets on the last rank, or rows that the micro-batches do not divide.
+            ValueError: no inputs on the first or no targets on the last rank, or rows that the micro-batches do not
+                divide.
         """
         for name, rows, here in (("inputs", inputs, self.is_first), ("targets", targets, self.is_last)):
             if here and rows is None:
-                raise ValueError(f"{name}: None on the {'first' if name == 'inputs' else 'last'} rank, which reads them")
+                raise ValueError(
+                    f"{name}: None on the {'first' if name == 'inputs' else 'last'} rank, which reads them"
+                )
             if here and rows is not None and len(rows) % self._microbatches:
                 raise ValueError(
-                    f"{name}: {len(rows)} rows in microbatches={self._microbatches}: must be a multiple, or the mean over the "
+                    f"{name}: {len(rows)} rows in microbatches={self._microbatches}: must be a multiple, or the mean "
+                    "over the "
                     "batch is not that of its parts; use loader.drop_last, or another number"
                 )
         losses: list[Tensor] = []

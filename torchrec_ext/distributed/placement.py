@@ -19,8 +19,8 @@ class PlacementError(ValueError):
 class TowerPlacement:
     """The ranks of each tower.
 
-    Every rank has rows of its own. A rank that runs a tower keeps its rows for it; those of the other ranks are dealt out evenly to
-    the tower's ranks.
+    Every rank has rows of its own. A rank that runs a tower keeps its rows for it; those of the other ranks are dealt
+    out evenly to the tower's ranks.
 
     Args:
         ranks: by tower, ascending.
@@ -49,11 +49,14 @@ class TowerPlacement:
             strange = [rank for rank in ranks if not 0 <= rank < self.world_size]
             if strange:
                 raise PlacementError(
-                    f"tower '{tower}' is placed on rank {strange[0]}, but the job has ranks 0 to {self.world_size - 1}; "
+                    f"tower '{tower}' is placed on rank {strange[0]}, but the job has ranks 0 to "
+                    f"{self.world_size - 1}; "
                     "name another rank, or start more of them"
                 )
             if list(ranks) != sorted(set(ranks)):
-                raise PlacementError(f"tower '{tower}' is placed on {list(ranks)}; name each rank once, in ascending order")
+                raise PlacementError(
+                    f"tower '{tower}' is placed on {list(ranks)}; name each rank once, in ascending order"
+                )
 
     @classmethod
     def parse(cls, text: str, towers: Sequence[str], world_size: int) -> TowerPlacement:
@@ -70,7 +73,9 @@ class TowerPlacement:
             raise PlacementError(f"{text!r} names the tower '{unknown[0]}'; the towers are {', '.join(towers)}")
         missing = [tower for tower in towers if tower not in ranks]
         if missing:
-            raise PlacementError(f"{text!r} leaves the tower '{missing[0]}' without a rank; place every one of {', '.join(towers)}")
+            raise PlacementError(
+                f"{text!r} leaves the tower '{missing[0]}' without a rank; place every one of {', '.join(towers)}"
+            )
         return cls(ranks={tower: ranks[tower] for tower in towers}, world_size=world_size)
 
     @classmethod
@@ -161,9 +166,13 @@ def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
         for tower in names.split("+"):
             if not tower or not colon or not places:
                 given = f"gives the tower '{tower}' no rank" if tower else "names no tower"
-                raise PlacementError(f"{text!r} {given}; write {', '.join(PLACEMENTS)}, or ranks such as user:0-1,item:2+3")
+                raise PlacementError(
+                    f"{text!r} {given}; write {', '.join(PLACEMENTS)}, or ranks such as user:0-1,item:2+3"
+                )
             if tower in ranks:
-                raise PlacementError(f"{text!r} places the tower '{tower}' twice; join its ranks with '+', as in {tower}:0+2")
+                raise PlacementError(
+                    f"{text!r} places the tower '{tower}' twice; join its ranks with '+', as in {tower}:0+2"
+                )
             ranks[tower] = tuple(sorted(_ranks(places, text)))
     return ranks
 

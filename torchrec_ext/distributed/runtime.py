@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT_S = 300.0
-GPUS = "TORCHREC_EXT_GPUS"  # an environment variable: the GPU of each local rank, as 2,3; where not set, each rank's own number
+# an environment variable: the GPU of each local rank, as 2,3; where not set, each rank's own number
+GPUS = "TORCHREC_EXT_GPUS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +64,15 @@ class Runtime:
 
     @staticmethod
     @contextmanager
-    def start(device: str | None = None, *, threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[Runtime]:
+    def start(
+        device: str | None = None, *, threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Iterator[Runtime]:
         """Joins the process group that torchrun describes, or makes a group of one without torchrun.
 
         Args:
-            device: ``cpu``, ``cuda`` for the GPU of the local rank's number (or the one that TORCHREC_EXT_GPUS gives it), or
-                ``cuda:0`` where each process sees one GPU of its own; where not given, ``cuda`` on a host with GPUs, else ``cpu``.
+            device: ``cpu``, ``cuda`` for the GPU of the local rank's number (or the one that TORCHREC_EXT_GPUS gives
+                it), or ``cuda:0`` where each process sees one GPU of its own; where not given, ``cuda`` on a host with
+                GPUs, else ``cpu``.
             threads: compute threads; where not given, OMP_NUM_THREADS, else the cores divided by the local processes.
             timeout_s: seconds after which a collective that another rank does not join fails.
 
@@ -143,15 +147,19 @@ def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus
         return torch.device("cuda", 0)
     if gpus < local_world_size:
         raise ValueError(
-            f"{local_world_size} processes on this host, but torch sees {gpus} GPU(s): launch -j NODESx{max(gpus, 1)}, or set "
-            "device=cpu, or device=cuda:0 where each process sees a GPU of its own; `python -m torchrec_ext.doctor` says more"
+            f"{local_world_size} processes on this host, but torch sees {gpus} GPU(s): launch -j NODESx{max(gpus, 1)}, "
+            "or set "
+            "device=cpu, or device=cuda:0 where each process sees a GPU of its own; `python -m torchrec_ext.doctor` "
+            "says more"
         )
     return torch.device("cuda", local_rank)
 
 
 def available_memory() -> int:
     """Bytes of memory that this host, or the container that this process runs in, can still give."""
-    limits = [_line("/proc/meminfo", "MemAvailable:") * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [
+        _line("/proc/meminfo", "MemAvailable:") * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ]
     limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit is not None and used is not None:
         cache = _line("/sys/fs/cgroup/memory.stat", "inactive_file")  # given back when memory is short

@@ -32,7 +32,14 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ModuleSharder, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -57,12 +64,14 @@ def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> s
     others = "choose table_wise, row_wise or column_wise for it, with an optimizer that runs there"
     if table.data_type != DataType.FP32:
         return (
-            f"data_type={table.data_type.value} as data_parallel: its optimizer would keep its state in half precision, where "
+            f"data_type={table.data_type.value} as data_parallel: its optimizer would keep its state in half "
+            "precision, where "
             f"eps=1e-8 is 0 and rows become NaN; {others}"
         )
     if isinstance(table, EmbeddingConfig) and device == "cpu":
         return (
-            "data_parallel on a cpu: it is read id by id, where FBGEMM's dense kernel adds up the ids of a row and then fails; "
+            "data_parallel on a cpu: it is read id by id, where FBGEMM's dense kernel adds up the ids of a row and "
+            "then fails; "
             f"{others}"
         )
     return None
@@ -81,14 +90,14 @@ SUMMED_FIRST = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 class ShardedBags(ShardedEmbeddingBagCollection):
     """TorchRec's ShardedEmbeddingBagCollection, whose outputs and gradients are the unsharded collection's.
 
-    TorchRec 1.8 sums the bags of row-wise tables pooled by MEAN and divides them afterwards, and with them every bag of the
-    collection but those of row-wise SUM tables, of which it knows each feature's first occurrence alone; other sharding types have
-    divided by then; and it cannot divide the bags of a rank without rows. Here a column of a row-wise MEAN table is divided by the
-    lengths of its feature's bags, and no other column is.
+    TorchRec 1.8 sums the bags of row-wise tables pooled by MEAN and divides them afterwards, and with them every bag of
+    the collection but those of row-wise SUM tables, of which it knows each feature's first occurrence alone; other
+    sharding types have divided by then; and it cannot divide the bags of a rank without rows. Here a column of a
+    row-wise MEAN table is divided by the lengths of its feature's bags, and no other column is.
 
     TorchRec's reduce-scatter of unequal batches gathers unequal parts in its backward, which gloo cannot
-    (``ProcessGroupGloo::allgather: invalid tensor size``). On gloo the parts are padded to the largest; equal batches take
-    TorchRec's own way.
+    (``ProcessGroupGloo::allgather: invalid tensor size``). On gloo the parts are padded to the largest; equal batches
+    take TorchRec's own way.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +117,8 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         return {
             name
             for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
-            if config.pooling == PoolingType.MEAN and self.module_sharding_plan[config.name].sharding_type in SUMMED_FIRST
+            if config.pooling == PoolingType.MEAN
+            and self.module_sharding_plan[config.name].sharding_type in SUMMED_FIRST
             for name in names
         }
 
@@ -137,7 +147,9 @@ class ShardedBags(ShardedEmbeddingBagCollection):
             by_key[name.split("@")[0]] + 1e-6 if mean else ones
             for name, mean in zip(self._embedding_names, self._means, strict=True)
         ]
-        return torch.stack(columns, dim=1).repeat_interleave(self._dim_per_key, dim=1, output_size=sum(self._embedding_dims))
+        return torch.stack(columns, dim=1).repeat_interleave(
+            self._dim_per_key, dim=1, output_size=sum(self._embedding_dims)
+        )
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """See TorchRec's."""
@@ -147,7 +159,9 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         """See TorchRec's."""
         return self._divided(super().compute_and_output_dist(ctx, input), ctx)
 
-    def _divided(self, sums: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext) -> LazyAwaitable[KeyedTensor]:
+    def _divided(
+        self, sums: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext
+    ) -> LazyAwaitable[KeyedTensor]:
         if ctx.divisor is not None:
             sums.callbacks.append(functools.partial(_apply_mean_pooling, divisor=ctx.divisor))
         return sums
@@ -195,7 +209,9 @@ def _padded(local: Tensor, splits: list[int], group: dist.ProcessGroup, codecs: 
     most, own = max(splits), splits[dist.get_rank(group)]
     rows = [0, 0] * (local.dim() - 1)
     parts = [pad(part, (*rows, 0, most - len(part))) for part in torch.split(local, splits)]
-    awaitable = PooledEmbeddingsAwaitable(reduce_scatter_v_pooled(torch.cat(parts), [most] * len(splits), group, codecs))
+    awaitable = PooledEmbeddingsAwaitable(
+        reduce_scatter_v_pooled(torch.cat(parts), [most] * len(splits), group, codecs)
+    )
     awaitable.callbacks.append(lambda summed: summed[:own])
     return awaitable
 

@@ -15,9 +15,9 @@ from torchrec_ext.modules.tower import Towers
 class TowerStreams:
     """Runs each tower of ``towers`` on a stream of its own, forward and, since autograd goes back on the way it came, backward.
 
-    A tower's stream waits for what its inputs need; the caller's stream waits for all towers when the last one has been launched,
-    and again when a backward ends, so that whoever reads tables or gradients then finds them done. Events do both: the host never
-    waits.
+    A tower's stream waits for what its inputs need; the caller's stream waits for all towers when the last one has been
+    launched, and again when a backward ends, so that whoever reads tables or gradients then finds them done. Events do
+    both: the host never waits.
 
     Args:
         towers: of one rank, called as one module.

@@ -1,6 +1,7 @@
 """How often ranks make the dense part alike: EveryStep, LocalSGD and DiLoCo as context managers around any loop.
 
-Averager: makes what every rank holds whole the mean over the ranks, in one or two collectives whatever the number of tensors.
+Averager: makes what every rank holds whole the mean over the ranks, in one or two collectives whatever the number of
+tensors.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ WHOLE_WEIGHTS = 2**16  # smaller tables are sent whole: 256 KiB travel in the ti
 class Averager:
     """The mean over ranks of tensors that were equal when they were last marked.
 
-    Of a large table only the rows that some rank has moved since are sent; the others are still equal. For that it keeps a copy of
-    each large table. torch's own `model_averaging` replaces ``parameter.data`` with a view of its buffer instead of writing into
-    it, which FBGEMM's kernels, whose tables are slices of one tensor, would not see.
+    Of a large table only the rows that some rank has moved since are sent; the others are still equal. For that it
+    keeps a copy of each large table. torch's own `model_averaging` replaces ``parameter.data`` with a view of its
+    buffer instead of writing into it, which FBGEMM's kernels, whose tables are slices of one tensor, would not see.
 
     Args:
         tables: (rows, D) each, of which most rows may not move.
@@ -96,8 +97,8 @@ class UnevenStepsError(ValueError):
 class EveryStep:
     """DDP under TorchRec's DMP: dense gradients, and those of data_parallel tables, are averaged in every backward.
 
-    Also what all modes have in common. Inside the context, between two calls of :meth:`settle`, ranks may differ in what each holds
-    whole; after one, and after the context, they are equal.
+    Also what all modes have in common. Inside the context, between two calls of :meth:`settle`, ranks may differ in
+    what each holds whole; after one, and after the context, they are equal.
 
     Attributes:
         checks: called on every rank alike before ranks are made equal; what one raises, it must raise on all.
@@ -128,7 +129,9 @@ class EveryStep:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:  # else the other ranks may be elsewhere
             self.settle()
 
@@ -136,16 +139,17 @@ class EveryStep:
 class LocalSGD(EveryStep):
     """Local SGD (Stich 2019): each rank moves on its own gradient, and every k steps weights are averaged.
 
-    With ``warmup`` it is post-local SGD (Lin et al. 2020). What is averaged: dense layers and data_parallel tables. Sharded tables
-    exist once; their gradients are exchanged in every step as ever. Where no table is sharded, ranks exchange nothing at all
-    between two averages (but for layers of the model that do, as batch norm over ranks).
+    With ``warmup`` it is post-local SGD (Lin et al. 2020). What is averaged: dense layers and data_parallel tables.
+    Sharded tables exist once; their gradients are exchanged in every step as ever. Where no table is sharded, ranks
+    exchange nothing at all between two averages (but for layers of the model that do, as batch norm over ranks).
 
-    With SGD without momentum, weight decay and clipping, k = 1 is the same as every step. With any other optimizer it is not: the
-    mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together, because DDP records
-    its graph in it.
+    With SGD without momentum, weight decay and clipping, k = 1 is the same as every step. With any other optimizer it
+    is not: the mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together,
+    because DDP records its graph in it.
 
     Optimizer state (moments, sums of squares) belongs to a rank's own path. ``keep`` leaves it there, as torch's
-    PostLocalSGDOptimizer and DiLoCo do; ``average`` makes it the mean as well, for as many more bytes as there is state.
+    PostLocalSGDOptimizer and DiLoCo do; ``average`` makes it the mean as well, for as many more bytes as there is
+    state.
 
     Args:
         model: from :func:`hybrid_parallel`.
@@ -178,7 +182,9 @@ class LocalSGD(EveryStep):
         self._model, self._optimizer = model, optimizer
         self._every, self._warmup, self._average_state = every, warmup, optimizer_state == "average"
         self._shards_tables = any(
-            sharding.sharding_type != "data_parallel" for tables in model.plan.plan.values() for sharding in tables.values()
+            sharding.sharding_type != "data_parallel"
+            for tables in model.plan.plan.values()
+            for sharding in tables.values()
         )
         self._averager: Averager | None = None
         self._steps = self._since = self._fault_step = 0
@@ -199,7 +205,9 @@ class LocalSGD(EveryStep):
         self._leave.callback(self._optimizer.after_step.remove, self._after_step)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._leave:
             super().__exit__(kind, error, trace)
 
@@ -270,9 +278,9 @@ class LocalSGD(EveryStep):
 class DiLoCo(LocalSGD):
     """DiLoCo (Douillard et al. 2023): local steps, then an outer SGD with Nesterov momentum moves all ranks by their mean change.
 
-    The outer gradient is the weights before the local steps minus the mean of the ranks' weights after them, of dense layers and
-    data_parallel tables alike. With an outer rate of 1 and no momentum it is :class:`LocalSGD`. Every rank holds two copies more of
-    what it holds whole: the weights of the last time, and the outer momentum.
+    The outer gradient is the weights before the local steps minus the mean of the ranks' weights after them, of dense
+    layers and data_parallel tables alike. With an outer rate of 1 and no momentum it is :class:`LocalSGD`. Every rank
+    holds two copies more of what it holds whole: the weights of the last time, and the outer momentum.
 
     Args:
         model: from :func:`hybrid_parallel`.
@@ -331,15 +339,22 @@ def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
         config: the mode.
 
     Raises:
-        ValueError: a model or optimizer of another make, or towers on ranks of their own, which only ``every_step`` takes.
+        ValueError: a model or optimizer of another make, or towers on ranks of their own, which only ``every_step``
+            takes.
     """
     refuse_placed_towers(model, config)
     if config.mode not in LOCAL:
         return EveryStep(model)
     if not (isinstance(model, DistributedModelParallel) and isinstance(optimizer, HybridOptimizer)):
         made = f"{type(model).__name__} with {type(optimizer).__name__}"
-        raise ValueError(f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {made}")
-    local: dict[str, Any] = {"every": config.every, "warmup": config.together, "optimizer_state": config.optimizer_state}
+        raise ValueError(
+            f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {made}"
+        )
+    local: dict[str, Any] = {
+        "every": config.every,
+        "warmup": config.together,
+        "optimizer_state": config.optimizer_state,
+    }
     if config.mode == "local_sgd":
         return LocalSGD(model, optimizer, **local)
     return DiLoCo(model, optimizer, outer_lr=config.outer_lr, outer_momentum=config.outer_momentum, **local)
@@ -355,7 +370,8 @@ def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
     placed = next((own.placement for own in plans if isinstance(own, TowerPlan)), None)
     if placed is not None and config.mode != "every_step":
         raise ValueError(
-            f"sync.mode={config.mode}, but plan.towers={placed} gives ranks different towers, which have no mean to meet at; "
+            f"sync.mode={config.mode}, but plan.towers={placed} gives ranks different towers, which have no mean to "
+            "meet at; "
             "leave sync.mode at every_step, or plan.towers at data_parallel"
         )
 
@@ -365,7 +381,9 @@ def data_parallel_modules(model: DistributedModelParallel) -> Iterator[Distribut
     if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
         yield model._dmp_wrapped_module
     for _, collection in collections(model):
-        yield from (lookup for lookup in getattr(collection, "_lookups", ()) if isinstance(lookup, DistributedDataParallel))
+        yield from (
+            lookup for lookup in getattr(collection, "_lookups", ()) if isinstance(lookup, DistributedDataParallel)
+        )
 
 
 class _Report(NamedTuple):
@@ -383,7 +401,9 @@ def _told(reports: list[_Report]) -> ValueError:
         first = min(report.fault_step for report in reports if report.fault is not None)
         return GradientNotFiniteError("; ".join(faults[:3]) + more, first)
     steps = ", ".join(f"rank {rank}: {report.steps}" for rank, report in enumerate(reports))
-    return UnevenStepsError(f"ranks have taken unequal numbers of steps, {steps}: every rank's loader must give as many batches")
+    return UnevenStepsError(
+        f"ranks have taken unequal numbers of steps, {steps}: every rank's loader must give as many batches"
+    )
 
 
 def _parameters(optimizer: HybridOptimizer) -> list[nn.Parameter]:

@@ -15,27 +15,29 @@ LOCAL = ("local_sgd", "diloco")
 class SyncConfig:
     """How often ranks exchange what.
 
-    ``every_step``: the gradients of what every rank holds whole (dense layers, data_parallel tables) are averaged in each backward.
-    ``local_sgd``: each rank moves by its own, and weights are averaged every k steps (:class:`LocalSGD`).
-    ``diloco``: likewise, and an outer optimizer takes their mean change as its gradient (:class:`DiLoCo`).
-    ``semi_sync``: TorchRec's TrainPipelineSemiSync: rows of the next batch are looked up before this one's backward has moved them,
-    so that their exchange overlaps with it; a prediction sees tables that are one step old, and never older.
+    ``every_step``: the gradients of what every rank holds whole (dense layers, data_parallel tables) are averaged in
+    each backward. ``local_sgd``: each rank moves by its own, and weights are averaged every k steps
+    (:class:`LocalSGD`). ``diloco``: likewise, and an outer optimizer takes their mean change as its gradient
+    (:class:`DiLoCo`). ``semi_sync``: TorchRec's TrainPipelineSemiSync: rows of the next batch are looked up before this
+    one's backward has moved them, so that their exchange overlaps with it; a prediction sees tables that are one step
+    old, and never older.
 
-    An evaluation, the end of an epoch and the end of training always find the ranks equal. A resumed run of ``local_sgd`` and
-    ``diloco`` begins anew at equal weights: a first step together, the moments that rank 0 had on every rank, no outer momentum;
-    so it learns on, but not bit for bit as it would have without the stop.
+    An evaluation, the end of an epoch and the end of training always find the ranks equal. A resumed run of
+    ``local_sgd`` and ``diloco`` begins anew at equal weights: a first step together, the moments that rank 0 had on
+    every rank, no outer momentum; so it learns on, but not bit for bit as it would have without the stop.
 
     Args:
         mode: see above.
         every: of ``local_sgd`` and ``diloco``, k: steps between two averages.
-        warmup: steps as ``every_step`` before the other modes begin. Where not given, 0 for ``semi_sync``; for ``local_sgd`` and
-            ``diloco`` 1, the least, because DDP records its graph in the first step.
+        warmup: steps as ``every_step`` before the other modes begin. Where not given, 0 for ``semi_sync``; for
+            ``local_sgd`` and ``diloco`` 1, the least, because DDP records its graph in the first step.
         optimizer_state: of ``local_sgd`` and ``diloco``: ``keep`` each rank's moments, or ``average`` them too.
         outer_lr: of ``diloco``.
         outer_momentum: of ``diloco``; Nesterov's where it is not 0.
-        stash_gradients: of ``semi_sync``: dense layers are one step old too, each moved by the gradient of the batch before.
-        table_copies: copies of the sharded tables (TorchRec's 2D parallelism, DMPCollection): R / table_copies ranks shard each,
-            and exchange rows among themselves alone. 1 for one copy over all ranks.
+        stash_gradients: of ``semi_sync``: dense layers are one step old too, each moved by the gradient of the batch
+            before.
+        table_copies: copies of the sharded tables (TorchRec's 2D parallelism, DMPCollection): R / table_copies ranks
+            shard each, and exchange rows among themselves alone. 1 for one copy over all ranks.
         tables_every: steps between two averages of the copies and their optimizer state.
     """
 
@@ -53,7 +55,9 @@ class SyncConfig:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(get_args(Mode))}")
         if self.optimizer_state not in get_args(OptimizerState):
-            raise ValueError(f"optimizer_state={self.optimizer_state!r}: must be one of {', '.join(get_args(OptimizerState))}")
+            raise ValueError(
+                f"optimizer_state={self.optimizer_state!r}: must be one of {', '.join(get_args(OptimizerState))}"
+            )
         if self.every < 1:
             raise ValueError(f"every={self.every}: must be 1 step or more")
         for name in ("table_copies", "tables_every"):
@@ -109,6 +113,7 @@ def check_warmup(steps: int) -> None:
     """
     if steps < 1:
         raise ValueError(
-            f"warmup={steps}: must be 1 step or more for {' and '.join(LOCAL)}: ranks take their first step together, because DDP "
+            f"warmup={steps}: must be 1 step or more for {' and '.join(LOCAL)}: ranks take their first step together, "
+            "because DDP "
             "records its graph in it"
         )

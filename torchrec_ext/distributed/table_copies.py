@@ -71,8 +71,8 @@ class CollectionOnCpu(DMPCollection):
     def _mean(self, tensors: list[Tensor]) -> None:
         group = self._default_ctx.replica_pg
         for tensor in tensors:
-            # `data`, because in semi-sync a backward still holds the tables as saved for it and would refuse a change: it only
-            # writes them.
+            # `data`, because in semi-sync a backward still holds the tables as saved for it and would refuse a change:
+            # it only writes them.
             dist.all_reduce(tensor.data, group=group)
             tensor.data.div_(dist.get_world_size(group))
 
@@ -112,7 +112,8 @@ def refuse_unaveraged(model: nn.Module, plan: ShardingPlan, choices: Mapping[str
         for name, sharding in (plan.get_plan_for_module(path) or {}).items():
             if sharding.sharding_type != "data_parallel" and choices[name].kind not in AVERAGED:
                 raise ValueError(
-                    f"sync.table_copies: table '{name}' has optimizer {choices[name].kind}, whose state TorchRec's DMPCollection "
+                    f"sync.table_copies: table '{name}' has optimizer {choices[name].kind}, whose state TorchRec's "
+                    "DMPCollection "
                     f"does not average; set optimizer.per_table={name}=adagrad (or {', '.join(AVERAGED[1:])}), or "
                     f"plan.tables={name}=data_parallel"
                 )

@@ -87,8 +87,9 @@ def fill_tables(module: nn.Module, rows: Callable[[str, BaseEmbeddingConfig, int
 def initialise_tables(module: nn.Module, seed: int) -> None:
     """Draws every table anew so that it depends on ``seed`` and the table's name alone.
 
-    TorchRec initialises shard by shard, so that with one seed the tables differ by plan and number of ranks. Here row blocks of
-    fixed size have generators of their own. A table's ``init_fn`` is called on such blocks (TorchRec calls it on shards).
+    TorchRec initialises shard by shard, so that with one seed the tables differ by plan and number of ranks. Here row
+    blocks of fixed size have generators of their own. A table's ``init_fn`` is called on such blocks (TorchRec calls it
+    on shards).
     """
 
     def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
@@ -112,9 +113,10 @@ def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor
 ROWS_PER_LOOKUP = 5
 """Rows of a table per look-up of a step from which only the rows that are read are moved.
 
-Whole: each weight is read and written with its two moments, its gradient set to 0, added to and read. Row by row: each look-up
-finds its row in six matrices, of which few lines are in a cache. benchmarks/small_model.py measures both (row ``sweep``): at 1, 4
-and 16 rows per look-up a step takes 1.4, 2.1, 5.4 ms whole and 1.7, 2.4, 2.9 ms row by row; the lines meet at 5 or 6.
+Whole: each weight is read and written with its two moments, its gradient set to 0, added to and read. Row by row: each
+look-up finds its row in six matrices, of which few lines are in a cache. benchmarks/small_model.py measures both (row
+``sweep``): at 1, 4 and 16 rows per look-up a step takes 1.4, 2.1, 5.4 ms whole and 1.7, 2.4, 2.9 ms row by row; the
+lines meet at 5 or 6.
 """
 
 

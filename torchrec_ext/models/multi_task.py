@@ -31,14 +31,15 @@ class TaskPredictions(NamedTuple):
 class MultiTaskModel(TowerModel):
     """A :class:`TowerModel` that predicts T things of a row, such as a click and a purchase, from one hidden layer.
 
-    The first task's labels are ``batch.labels``; those of the others are ``batch.targets``, columns of the data by the tasks'
-    names. A drawn negative has label 0 in all.
+    The first task's labels are ``batch.labels``; those of the others are ``batch.targets``, columns of the data by the
+    tasks' names. A drawn negative has label 0 in all.
 
     Args:
         towers: see :class:`TowerModel`.
         top: over the towers' outputs, with T heads.
         tasks: by name, T of them, the weight of its loss, greater than 0; the loss is the weighted sum.
-        losses: by task a function of (logits, batch), whose ``batch.labels`` are the task's; binary cross entropy where not given.
+        losses: by task a function of (logits, batch), whose ``batch.labels`` are the task's; binary cross entropy where
+            not given.
         shared: see :class:`TowerModel`.
 
     Raises:
@@ -113,7 +114,9 @@ def _check(top: MultiTaskTop, tasks: Mapping[str, float], losses: Mapping[str, L
         raise ValueError(f"tasks={list(tasks)} with a MultiTaskTop of {heads} heads: give it tasks={len(tasks)}")
     for name, weight in tasks.items():
         if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"tasks: {name}={weight}: the weight of a loss must be greater than 0; leave the task out instead")
+            raise ValueError(
+                f"tasks: {name}={weight}: the weight of a loss must be greater than 0; leave the task out instead"
+            )
     unknown = sorted(set(losses) - set(tasks))
     if unknown:
         raise ValueError(f"losses names {unknown}, which are no tasks; the tasks are {list(tasks)}")

@@ -21,13 +21,13 @@ from torchrec_ext.modules.tower import Tower
 class ContextualNCF(TowerModel):
     """NeuMF with context: GMF and MLP halves with embeddings of their own over the same ids, one prediction layer over both.
 
-    The MLP half reads the user's and the item's embedding, the context and, where given, features of the item; without any it is
-    the paper's NeuMF. It is a TowerModel of the towers ``user`` (with the context) and ``item``: each applies its columns of the
-    MLP's first layer, which is linear, so that with ``shared=("user",)`` user and context are computed once for 1 + N candidates,
-    and a catalogue is ranked with both sides computed once per row.
+    The MLP half reads the user's and the item's embedding, the context and, where given, features of the item; without
+    any it is the paper's NeuMF. It is a TowerModel of the towers ``user`` (with the context) and ``item``: each applies
+    its columns of the MLP's first layer, which is linear, so that with ``shared=("user",)`` user and context are
+    computed once for 1 + N candidates, and a catalogue is ranked with both sides computed once per row.
 
-    First values are the paper's: embeddings of the ids normal, MLP Xavier uniform, prediction layer LeCun uniform, biases 0.
-    TorchRec's own, uniform in +-1 / sqrt(rows), would make the products of a small table many times larger.
+    First values are the paper's: embeddings of the ids normal, MLP Xavier uniform, prediction layer LeCun uniform,
+    biases 0. TorchRec's own, uniform in +-1 / sqrt(rows), would make the products of a small table many times larger.
 
     Args:
         users: rows of the two user tables.
@@ -82,8 +82,12 @@ class ContextualNCF(TowerModel):
         _check(gmf_dim, mlp_dim, mlp_widths, embedding_std)
         ids = partial(_id_tables, widths={"gmf": gmf_dim, "mlp": mlp_dim}, std=embedding_std)
         first = mlp_widths[0]
-        user = NCFTower([*ids(user_feature, users), *context_tables], gmf_dim, first, dense=context_dense, device=device)
-        item = NCFTower([*ids(item_feature, items), *item_tables], gmf_dim, first, bias=False, dense=item_dense, device=device)
+        user = NCFTower(
+            [*ids(user_feature, users), *context_tables], gmf_dim, first, dense=context_dense, device=device
+        )
+        item = NCFTower(
+            [*ids(item_feature, items), *item_tables], gmf_dim, first, bias=False, dense=item_dense, device=device
+        )
         for tower in (user, item):  # one layer over both inputs side by side, so one bound for both halves
             bound = math.sqrt(6 / (user.mlp.linear.in_features + item.mlp.linear.in_features + first))
             nn.init.uniform_(tower.mlp.linear.weight, -bound, bound)
@@ -144,7 +148,9 @@ class NCFHead(Recorded, nn.Module):
         dropout: after each activation.
     """
 
-    def __init__(self, gmf_dim: int, mlp_widths: Sequence[int], *, activation: Activation = "relu", dropout: float = 0.0) -> None:
+    def __init__(
+        self, gmf_dim: int, mlp_widths: Sequence[int], *, activation: Activation = "relu", dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.gmf_dim = gmf_dim
         layers: list[nn.Module] = [activation_layer(activation), nn.Dropout(dropout)]
@@ -205,6 +211,10 @@ def _check(gmf_dim: int, mlp_dim: int, mlp_widths: Sequence[int], embedding_std:
         if value < 1:
             raise ValueError(f"{name}={value}: must be 1 or more, and a multiple of 4 to be sharded")
     if not mlp_widths or min(mlp_widths) < 1:
-        raise ValueError(f"mlp_widths={list(mlp_widths)}: the MLP half needs at least one layer and every width 1 or more")
+        raise ValueError(
+            f"mlp_widths={list(mlp_widths)}: the MLP half needs at least one layer and every width 1 or more"
+        )
     if not embedding_std > 0:
-        raise ValueError(f"embedding_std={embedding_std}: must be greater than 0, or users times items starts and stays at 0")
+        raise ValueError(
+            f"embedding_std={embedding_std}: must be greater than 0, or users times items starts and stays at 0"
+        )

@@ -2,8 +2,9 @@
 
 partition(): features into towers by affinity, under a bound on what a tower looks up or holds.
 
-The tower partitioner of Disaggregated Multi-Tower (Luo et al., MLSys 2024): affinities become distances, distances become places in
-a plane by the least stress, and k-means of the places makes the towers, here under a bound of the load.
+The tower partitioner of Disaggregated Multi-Tower (Luo et al., MLSys 2024): affinities become distances, distances
+become places in a plane by the least stress, and k-means of the places makes the towers, here under a bound of the
+load.
 
 Places in a plane from distances, and k-means of places under a bound of the load.
 """
@@ -46,7 +47,8 @@ class Affinity:
             raise ValueError(f"values: shape {tuple(self.values.shape)}, must be ({size}, {size}) for {size} features")
         if not torch.isfinite(self.values).all() or self.values.min() < 0 or self.values.max() > 1 + 1e-9:
             raise ValueError(
-                f"values: from {float(self.values.min()):.3g} to {float(self.values.max()):.3g}, must be 0 to 1 and finite"
+                f"values: from {float(self.values.min()):.3g} to {float(self.values.max()):.3g}, must be 0 to 1 and "
+                "finite"
             )
         if not torch.allclose(self.values, self.values.T):
             raise ValueError("values: the affinity of i with j differs from that of j with i; give a symmetric matrix")
@@ -57,9 +59,10 @@ def affinity(vectors: Mapping[str, Tensor], measure: Measure = "cosine") -> Affi
 
     Args:
         vectors: by feature (B, D), such as from :func:`pooled_vectors` or :func:`id_vectors`.
-        measure: ``cosine``, the mean over the rows of |cos| of two features' vectors, as DMT probes a model whose features meet in
-            dot products; all D must be equal. ``cka``, how alike two features order the rows (linear CKA, Kornblith et al. 2019,
-            without its bias, Song et al. 2012): any D, and the same whatever basis a table has been trained to.
+        measure: ``cosine``, the mean over the rows of |cos| of two features' vectors, as DMT probes a model whose
+            features meet in dot products; all D must be equal. ``cka``, how alike two features order the rows (linear
+            CKA, Kornblith et al. 2019, without its bias, Song et al. 2012): any D, and the same whatever basis a table
+            has been trained to.
 
     Raises:
         ValueError: fewer than 2 features or 4 rows, or widths that differ under ``cosine``.
@@ -69,7 +72,8 @@ def affinity(vectors: Mapping[str, Tensor], measure: Measure = "cosine") -> Affi
     rows = {len(each) for each in vectors.values()}
     if len(vectors) < 2 or len(rows) != 1 or min(rows) < 4:
         raise ValueError(
-            f"vectors: {len(vectors)} features of {sorted(rows)} rows; needs 2 features or more, of the same 4 rows or more"
+            f"vectors: {len(vectors)} features of {sorted(rows)} rows; needs 2 features or more, of the same 4 rows or "
+            "more"
         )
     own = [each.detach().double() for each in vectors.values()]
     values = _cosine(list(vectors), own) if measure == "cosine" else _cka(own)
@@ -105,8 +109,8 @@ def _cka(vectors: Sequence[Tensor]) -> Tensor:
 def pooled_vectors(model: nn.Module, batches: Iterable[TowerBatch]) -> dict[str, Tensor]:
     """By feature (B, D) what the model's EmbeddingBagCollections return for ``batches``, sharded or not, B the rows of all of them.
 
-    Features of a shared tower have fewer rows than the others and are repeated as the model repeats them. Of a sharded model every
-    rank must call it; it sees its own rows.
+    Features of a shared tower have fewer rows than the others and are repeated as the model repeats them. Of a sharded
+    model every rank must call it; it sees its own rows.
 
     Raises:
         ValueError: no batch, or no collection that pools.
@@ -276,7 +280,8 @@ class _Clusters:
         mine = far.gather(1, own[:, None])  # (U, 1)
         moves = mine - far
         moves[
-            (loads[None] + self.weights[:, None] > self.bound) | (torch.bincount(own, minlength=self.towers)[own] < 2)[:, None]
+            (loads[None] + self.weights[:, None] > self.bound)
+            | (torch.bincount(own, minlength=self.towers)[own] < 2)[:, None]
         ] = -1
         theirs = far[:, own]  # (U, U): each unit's distance to the other's tower
         swaps = mine + mine.T - theirs - theirs.T
@@ -354,7 +359,8 @@ class Partition:
             if len(readers) > 1 or readers == ["none"]:
                 raise PartitionError(
                     f"table '{table.name}': its features {', '.join(table.feature_names)} stand in the towers "
-                    f"{', '.join(readers)}; a table has one place: give partition() all its features, with together=[...] of them"
+                    f"{', '.join(readers)}; a table has one place: give partition() all its features, with "
+                    "together=[...] of them"
                 )
             found[readers[0]].append(table)
         return found
@@ -372,7 +378,9 @@ class Partition:
 
         figure = Figure(figsize=(7, 5.5), layout="constrained")
         axes = figure.subplots()
-        place = {feature: (float(x), float(y)) for feature, (x, y) in zip(self.affinity.features, self.places, strict=True)}
+        place = {
+            feature: (float(x), float(y)) for feature, (x, y) in zip(self.affinity.features, self.places, strict=True)
+        }
         loads = self.loads()
         for tower, features in self.groups.items():
             x, y = zip(*(place[feature] for feature in features), strict=True)
@@ -380,7 +388,9 @@ class Partition:
             for feature in features:
                 axes.annotate(feature, place[feature], xytext=(5, 4), textcoords="offset points", fontsize=8)
         axes.set(title=f"features by affinity (stress {self.stress:.2f})", xticks=[], yticks=[], aspect="equal")
-        axes.legend(frameon=False, fontsize=8, title=f"bound {self.bound:,.4g}", loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.legend(
+            frameon=False, fontsize=8, title=f"bound {self.bound:,.4g}", loc="center left", bbox_to_anchor=(1, 0.5)
+        )
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=120)
 
@@ -401,7 +411,8 @@ def partition(
         affinity: of the features.
         towers: how many; each gets one feature at least.
         load: by feature, bytes of its table or ids looked up per row; 1 for each where not given.
-        bound: the greatest load of a tower; where not given, 1.1 times an even share, or the least that the packing found needs.
+        bound: the greatest load of a tower; where not given, 1.1 times an even share, or the least that the packing
+            found needs.
         together: features that stay in one tower, such as those that read one table.
         strategy: ``coherent`` puts features of great affinity into one tower, ``diverse`` into different ones.
         seed: of the starts of k-means.
@@ -437,7 +448,9 @@ def partition(
         numbers[unit] = number
     order = list(dict.fromkeys(numbers.tolist()))
     groups = {
-        f"tower_{place}": tuple(name for name, own_number in zip(names, numbers.tolist(), strict=True) if own_number == number)
+        f"tower_{place}": tuple(
+            name for name, own_number in zip(names, numbers.tolist(), strict=True) if own_number == number
+        )
         for place, number in enumerate(order)
     }
     return Partition(groups=groups, load=loads, bound=limit, places=places, stress=stress, affinity=affinity)
@@ -473,15 +486,18 @@ def _check_bound(bound: float, weights: Tensor, fullest: float, towers: int, nam
     told = f"bound={bound:,.6g}"
     if float(weights[heaviest]) > bound:
         raise PartitionError(
-            f"{told}: '{names[heaviest]}' alone has a load of {float(weights[heaviest]):,.6g}; raise the bound to that at least"
+            f"{told}: '{names[heaviest]}' alone has a load of {float(weights[heaviest]):,.6g}; raise the bound to that "
+            "at least"
         )
     if total > bound * towers:
         raise PartitionError(
-            f"{told}: the features' loads add up to {total:,.6g}, more than {towers} x {bound:,.6g} = {bound * towers:,.6g}; "
+            f"{told}: the features' loads add up to {total:,.6g}, more than {towers} x {bound:,.6g} = "
+            f"{bound * towers:,.6g}; "
             f"raise the bound to {fullest:,.6g}, or take {-int(-total // bound)} towers or more"
         )
     if fullest > bound:
         raise PartitionError(
-            f"{told}: no packing of {len(weights)} loads into {towers} towers was found that keeps it; the most even one has "
+            f"{told}: no packing of {len(weights)} loads into {towers} towers was found that keeps it; the most even "
+            "one has "
             f"{fullest:,.6g} in a tower: raise the bound to that, or take more towers"
         )

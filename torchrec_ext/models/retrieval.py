@@ -21,21 +21,23 @@ from torchrec_ext.schema import BatchSchema, OutOfRange
 class RetrievalModel(TowerModel):
     """A query tower and a candidate tower under a softmax over the candidates of the batch (Yi et al. 2019).
 
-    Its batches hold positives alone; every other row's candidate is a negative, on every rank. Candidates that are popular stand in
-    many batches, so by ``counts`` their scores are corrected in training; what ranks afterwards is the uncorrected score. Where a
-    batch says how its candidates were sampled, by ``log_q``, that corrects them instead: of ``loader.sampling=mixed``, whose rows
-    after the positives are candidates alone, with weight 0 (Yang et al. 2020).
+    Its batches hold positives alone; every other row's candidate is a negative, on every rank. Candidates that are
+    popular stand in many batches, so by ``counts`` their scores are corrected in training; what ranks afterwards is the
+    uncorrected score. Where a batch says how its candidates were sampled, by ``log_q``, that corrects them instead: of
+    ``loader.sampling=mixed``, whose rows after the positives are candidates alone, with weight 0 (Yang et al. 2020).
 
-    ``batch.items`` and ``batch.users``, which a loader fills as :meth:`schema` asks, say which item and whose row each is. So
-    a candidate whose id is dropped stays itself, a negative of the others with its own log q, however it is looked up.
+    ``batch.items`` and ``batch.users``, which a loader fills as :meth:`schema` asks, say which item and whose row each
+    is. So a candidate whose id is dropped stays itself, a negative of the others with its own log q, however it is
+    looked up.
 
     Args:
         towers: the query's and the candidate's, in this order.
         interaction: :class:`DotProduct` or :class:`Cosine`, whose temperature is that of the softmax.
-        counts: (I,) how often each candidate stands in the training rows, for batches without ``log_q``; these are not corrected
-            where it is not given.
-        known: from users (B,) and items (C,) to (B, C) bool, what each user is known to have taken, such as a ``KnownItems``
-            of the training rows: these are no negatives. Where it is not given, of a query's items only its own candidate.
+        counts: (I,) how often each candidate stands in the training rows, for batches without ``log_q``; these are not
+            corrected where it is not given.
+        known: from users (B,) and items (C,) to (B, C) bool, what each user is known to have taken, such as a
+            ``KnownItems`` of the training rows: these are no negatives. Where it is not given, of a query's items only
+            its own candidate.
         user_feature: the column with each row's user, needed where ``known`` is given; no tower has to read it.
         item_feature: the key that holds each row's candidate, one id from 1.
         temperature: of the softmax over dot products; greater than 0.
@@ -59,7 +61,8 @@ class RetrievalModel(TowerModel):
     ) -> None:
         if len(towers) != 2 or not isinstance(interaction, DotProduct | Cosine):
             raise ValueError(
-                f"a softmax over the batch needs a query tower, a candidate tower and DotProduct or Cosine, got {list(towers)} and "
+                "a softmax over the batch needs a query tower, a candidate tower and DotProduct or Cosine, got "
+                f"{list(towers)} and "
                 f"{type(interaction).__name__}; use TowerModel with a loss over given rows for others"
             )
         super().__init__(towers, interaction, shared=shared)
@@ -78,7 +81,9 @@ class RetrievalModel(TowerModel):
         """
         if not self.training:
             return super().forward(batch)
-        outputs = [widened(output) for output in self.outputs(batch)]  # under autocast the towers' are of half precision
+        outputs = [
+            widened(output) for output in self.outputs(batch)
+        ]  # under autocast the towers' are of half precision
         loss = self.in_batch(outputs, batch)
         logits = self.interaction(outputs)
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
@@ -90,7 +95,12 @@ class _InBatchSoftmax(nn.Module):
     log_q: Tensor | None
 
     def __init__(
-        self, interaction: nn.Module, counts: Tensor | None, known: nn.Module | None, item_feature: str, temperature: float
+        self,
+        interaction: nn.Module,
+        counts: Tensor | None,
+        known: nn.Module | None,
+        item_feature: str,
+        temperature: float,
     ) -> None:
         super().__init__()
         self.known = known

@@ -38,14 +38,15 @@ class NextItems(NamedTuple):
 class NextItemModel(nn.Module):
     """Predicts each item of a sequence from those before it (SASRec, Kang and McAuley 2018), with a softmax over the catalogue.
 
-    One sharded table is read for the sequence and for the items to be scored. A batch has two features: ``session``, the items of B
-    sequences, oldest first, each of which but the first is a target; and ``candidates``, the items that all targets of all ranks
-    are told from, spread over the rows in any way, but as many on every rank (0 is padding): the whole catalogue, or a uniform
-    sample of it.
+    One sharded table is read for the sequence and for the items to be scored. A batch has two features: ``session``,
+    the items of B sequences, oldest first, each of which but the first is a target; and ``candidates``, the items that
+    all targets of all ranks are told from, spread over the rows in any way, but as many on every rank (0 is padding):
+    the whole catalogue, or a uniform sample of it.
 
     Args:
         table: of the items, ids 1 to num_embeddings - 1, row 0 for unknown ones; its feature names are set here.
-        encoder: causal, of the table's width; its ``max_length`` is one less than the items that a training sequence may have.
+        encoder: causal, of the table's width; its ``max_length`` is one less than the items that a training sequence
+            may have.
         device: of the table; ``meta`` declares it without memory.
 
     Example:
@@ -58,10 +59,13 @@ class NextItemModel(nn.Module):
     def __init__(self, table: EmbeddingConfig, encoder: SessionEncoder, *, device: torch.device | None = None) -> None:
         super().__init__()
         if not encoder.causal:
-            raise ValueError("encoder: is not causal, so each step would see the item it must predict; make it with causal=True")
+            raise ValueError(
+                "encoder: is not causal, so each step would see the item it must predict; make it with causal=True"
+            )
         if encoder.width != table.embedding_dim:
             raise ValueError(
-                f"encoder: width D={encoder.width} over table '{table.name}' of embedding_dim={table.embedding_dim}; must be equal"
+                f"encoder: width D={encoder.width} over table '{table.name}' of embedding_dim={table.embedding_dim}; "
+                "must be equal"
             )
         self.table = dataclasses.replace(table, feature_names=[SESSION, CANDIDATES])
         self.embeddings = EmbeddingCollection(tables=[self.table], device=device or torch.device("cpu"))
@@ -132,7 +136,9 @@ class NextItemTower(Recorded, nn.Module):
 
     dense: tuple[str, ...] = ()
 
-    def __init__(self, tables: Sequence[EmbeddingConfig], encoder: SessionEncoder, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self, tables: Sequence[EmbeddingConfig], encoder: SessionEncoder, *, device: torch.device | None = None
+    ) -> None:
         super().__init__()
         self.tables = list(tables)
         self.out_features = encoder.width
@@ -177,11 +183,13 @@ def bst(
         tables: of the features of the steps, of one width; the items' reads both the session and the target.
         session: features of the earlier steps.
         target: features of the target.
-        others: towers beside the session, such as the user's profile and the context, whose outputs are concatenated with its own.
+        others: towers beside the session, such as the user's profile and the context, whose outputs are concatenated
+            with its own.
         top_widths: hidden widths over that concatenation; none where not given, so that the logit is linear in it.
         activation: of all MLPs.
         dropout: likewise.
-        tower: further arguments of :class:`SessionTower`, whose defaults are the paper's: one layer, 8 heads, MLP 1024-512-256.
+        tower: further arguments of :class:`SessionTower`, whose defaults are the paper's: one layer, 8 heads, MLP
+            1024-512-256.
 
     Example:
         >>> items = EmbeddingConfig(

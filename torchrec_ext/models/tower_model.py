@@ -47,23 +47,23 @@ class TowerModel(nn.Module):
     """Towers that read one batch, an interaction that turns their outputs into a logit, and the loss.
 
     ``forward`` returns what TorchRec's train pipelines expect: ``(loss, output)``. Every tower takes the batch's whole
-    KeyedJaggedTensor as an attribute of the batch, which is what lets ``TrainPipelineSparseDist`` overlap all their input dists;
-    :class:`Towers` holds and runs them.
+    KeyedJaggedTensor as an attribute of the batch, which is what lets ``TrainPipelineSparseDist`` overlap all their
+    input dists; :class:`Towers` holds and runs them.
 
-    Towers that name the same table, such as the items' for a user's history and for the candidate, share it with one set of
-    weights; see :class:`SharedTables`, and :meth:`merge_lookups` for all the other tables.
+    Towers that name the same table, such as the items' for a user's history and for the candidate, share it with one
+    set of weights; see :class:`SharedTables`, and :meth:`merge_lookups` for all the other tables.
 
     Args:
         towers: by name; the order is that of the interaction's inputs.
-        interaction: a module from the list of tower outputs, each (B, D), to logits (B,); one with a :class:`BatchNorm` should also
-            take ``weights``, the rows' (B,), and hand them on.
+        interaction: a module from the list of tower outputs, each (B, D), to logits (B,); one with a :class:`BatchNorm`
+            should also take ``weights``, the rows' (B,), and hand them on.
         loss: a function of (logits, batch) to ().
-        shared: names of towers whose input several rows share, such as the user's beside 1 + N candidates: they run once per
-            shared row, and their outputs are repeated. Logits and gradients are those of the plain form.
+        shared: names of towers whose input several rows share, such as the user's beside 1 + N candidates: they run
+            once per shared row, and their outputs are repeated. Logits and gradients are those of the plain form.
 
     Raises:
-        ValueError: tables of one name that differ, a dense column of two towers, or a feature of a shared and of another tower, or
-            of one with weights and of another without.
+        ValueError: tables of one name that differ, a dense column of two towers, or a feature of a shared and of
+            another tower, or of one with weights and of another without.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class TowerModel(nn.Module):
     def merge_lookups(self) -> Self:
         """From now on looks up the tables of all towers together, as :class:`SharedTables` says, instead of tower by tower.
 
-        Batches, outputs, gradients and the names of tables stay as they are; the paths of their parameters change, so do it before
-        anything keeps these: a plan, an optimizer. Under a plan with towers on ranks of their own those of the same ranks look up
-        their tables together.
+        Batches, outputs, gradients and the names of tables stay as they are; the paths of their parameters change, so
+        do it before anything keeps these: a plan, an optimizer. Under a plan with towers on ranks of their own those of
+        the same ranks look up their tables together.
 
         Returns:
             The model itself.
@@ -113,12 +113,13 @@ class TowerModel(nn.Module):
     def begin_at(self, shares: Sequence[float]) -> list[float]:
         """Sets the last bias to the log-odds of the share of positives, which an untrained model then predicts for every row.
 
-        Without it the first steps of a model of rare positives do nothing but move a bias, and a short training ends far above the
-        log loss of a constant prediction. An interaction without a bias stays as it is, as do heads with another loss than binary
-        cross entropy.
+        Without it the first steps of a model of rare positives do nothing but move a bias, and a short training ends
+        far above the log loss of a constant prediction. An interaction without a bias stays as it is, as do heads with
+        another loss than binary cross entropy.
 
         Args:
-            shares: of positives among the training rows, above 0 and below 1, for each head: one, or of a MultiTaskModel T.
+            shares: of positives among the training rows, above 0 and below 1, for each head: one, or of a
+                MultiTaskModel T.
 
         Returns:
             The log-odds that were set.
@@ -131,7 +132,9 @@ class TowerModel(nn.Module):
             raise ValueError(f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head")
         for share, loss, bias in zip(shares, losses, getattr(self.interaction, "last_biases", []), strict=False):
             if not 0 < share < 1:
-                raise ValueError(f"shares: {share}: must be above 0 and below 1, since the log-odds of others are not finite")
+                raise ValueError(
+                    f"shares: {share}: must be above 0 and below 1, since the log-odds of others are not finite"
+                )
             if loss is bce:
                 found.append(math.log(share / (1 - share)))
                 nn.init.constant_(bias, found[-1])
@@ -202,7 +205,9 @@ def _weights(towers: Towers) -> dict[str, str]:
     for feature, columns in named.items():
         if len(columns) > 1:
             said = " and ".join(f"{column or 'none'} in tower '{tower}'" for column, tower in columns.items())
-            raise ValueError(f"feature '{feature}' has weights {said}; give it the same weights in every tower that reads it")
+            raise ValueError(
+                f"feature '{feature}' has weights {said}; give it the same weights in every tower that reads it"
+            )
     return {feature: column for feature, (column, *_) in named.items() if column}
 
 

@@ -1,7 +1,7 @@
 """Compression: the layer of a tower that makes its bags narrower before they leave its ranks.
 
-The tower module of Disaggregated Multi-Tower (Luo et al., MLSys 2024): features meet inside their tower, and what crosses hosts is
-D x (c F + p) numbers a row in place of F x N.
+The tower module of Disaggregated Multi-Tower (Luo et al., MLSys 2024): features meet inside their tower, and what
+crosses hosts is D x (c F + p) numbers a row in place of F x N.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Compression:
 class CompressingLayer(nn.Module):
     """Bags and dense columns side by side to what leaves the tower, as a :class:`Compression` says.
 
-    A linear layer that keeps the number of columns starts as the identity, others with orthogonal rows, so that products of vectors
-    are kept as far as that many columns can.
+    A linear layer that keeps the number of columns starts as the identity, others with orthogonal rows, so that
+    products of vectors are kept as far as that many columns can.
 
     Args:
         widths: N of each bag, in order; all must be equal where there are vectors per feature.
@@ -78,7 +78,8 @@ class CompressingLayer(nn.Module):
             raise ValueError("widths=[]: there is nothing to compress without bags")
         if config.per_feature and len(set(widths)) > 1:
             raise ValueError(
-                f"compress: per_feature={config.per_feature} with bags {list(widths)} wide: one layer reads every bag, so "
+                f"compress: per_feature={config.per_feature} with bags {list(widths)} wide: one layer reads every bag, "
+                "so "
                 "all must be of one width; give the tables one embedding_dim, or take per_feature=0 with flat vectors"
             )
         self.config, self.features, self.dense = config, len(widths), dense

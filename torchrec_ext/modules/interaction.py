@@ -22,7 +22,15 @@ from torch.nn.functional import linear, normalize
 from torchrec.modules import deepfm
 from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 
-from torchrec_ext.modules.layers import Activation, BatchNorm, Normalization, Recorded, activation_layer, mlp, weighs_rows
+from torchrec_ext.modules.layers import (
+    Activation,
+    BatchNorm,
+    Normalization,
+    Recorded,
+    activation_layer,
+    mlp,
+    weighs_rows,
+)
 
 HIDDEN_FLOATS = 2**17  # of a block of pairs: half a MiB, a core's share of the second-level cache
 HIDDEN_FLOATS_GPU = 2**27  # half a GiB: on a GPU many pairs at once
@@ -74,7 +82,8 @@ def equal_width(interaction: str, widths: Sequence[int], *, towers: int | None =
     many = "towers" if towers is None else "two towers"
     if len(widths) < 2 or (towers or len(widths)) != len(widths) or len(set(widths)) > 1 or min(widths) < 1:
         raise ValueError(
-            f"{interaction} needs {many} of equal width, got {shapes(widths) or 'none'}; give them one last width, or use {remedy}"
+            f"{interaction} needs {many} of equal width, got {shapes(widths) or 'none'}; give them one last width, or "
+            f"use {remedy}"
         )
     return widths[0]
 
@@ -192,8 +201,8 @@ class TopMLP(Recorded, nn.Module):
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2).
 
-        The first layer is linear over the concatenation, so each half is applied once per row and not once per pair; the others
-        run over blocks of pairs.
+        The first layer is linear over the concatenation, so each half is applied once per row and not once per pair;
+        the others run over blocks of pairs.
         """
         first: nn.Linear = self.mlp[0]  # type: ignore[assignment]
         left, right = torch.split(first.weight, self.widths, dim=1)
@@ -227,7 +236,9 @@ class Reordered(Recorded, nn.Module):
     def __init__(self, interaction: nn.Module, order: Sequence[int], widths: Sequence[int]) -> None:
         super().__init__()
         if sorted(order) != list(range(len(widths))):
-            raise ValueError(f"order={list(order)}: must name each of the {len(widths)} outputs once, by its place from 0")
+            raise ValueError(
+                f"order={list(order)}: must name each of the {len(widths)} outputs once, by its place from 0"
+            )
         self.interaction, self.order, self.widths = interaction, list(order), list(widths)
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
@@ -273,7 +284,9 @@ class DeepCross(Recorded, nn.Module):
         if layers < 1:
             raise ValueError(f"layers={layers}: must be 1 or more; without crossing layers it is TopMLP")
         if low_rank is not None and not 1 <= low_rank <= self.width:
-            raise ValueError(f"low_rank={low_rank}: must be 1 to {self.width}, the width of {len(widths)} outputs side by side")
+            raise ValueError(
+                f"low_rank={low_rank}: must be 1 to {self.width}, the width of {len(widths)} outputs side by side"
+            )
         self.cross = CrossNet(self.width, layers) if low_rank is None else LowRankCrossNet(self.width, layers, low_rank)
         self.mlp = mlp(self.width, [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
 
@@ -301,8 +314,8 @@ class DeepCross(Recorded, nn.Module):
 class FactorizationMachine(Recorded, nn.Module):
     """A bias, a linear term, and the dot products of all pairs of towers (Rendle 2010): sum over i < j of <x_i, x_j>.
 
-    TorchRec's module, given the (B, T x D) concatenation, multiplies every number with every other, those of one tower and of
-    different columns too; given one column of all towers at a time it is the published machine.
+    TorchRec's module, given the (B, T x D) concatenation, multiplies every number with every other, those of one tower
+    and of different columns too; given one column of all towers at a time it is the published machine.
 
     Args:
         widths: D of each tower, in order; all must be equal.
@@ -339,7 +352,8 @@ class FactorizationMachine(Recorded, nn.Module):
 class DeepFM(Recorded, nn.Module):
     """A factorisation machine and a deep half over the same outputs, added (Guo et al. 2017).
 
-    TorchRec's ``DeepFM`` is the deep half alone: a concatenation and a module of one's choice, which :class:`TopMLP` is too.
+    TorchRec's ``DeepFM`` is the deep half alone: a concatenation and a module of one's choice, which :class:`TopMLP` is
+    too.
 
     Args:
         widths: D of each tower, in order; all must be equal.
@@ -363,7 +377,12 @@ class DeepFM(Recorded, nn.Module):
         super().__init__()
         self.machine = FactorizationMachine(widths)
         self.deep = TopMLP(
-            widths, hidden, activation=activation, normalization=normalization, dropout=dropout, activate_input=activate_input
+            widths,
+            hidden,
+            activation=activation,
+            normalization=normalization,
+            dropout=dropout,
+            activate_input=activate_input,
         )
 
     @property
@@ -405,7 +424,8 @@ def interaction_layer(
 
     Args:
         name: ``top_nn``, :class:`TopMLP`; ``dot``, :class:`DotProduct`; ``cosine``, :class:`Cosine`; ``gmf``,
-            :class:`GeneralizedMF`; ``dcn``, :class:`DeepCross`; ``fm``, :class:`FactorizationMachine`; ``deepfm``, :class:`DeepFM`.
+            :class:`GeneralizedMF`; ``dcn``, :class:`DeepCross`; ``fm``, :class:`FactorizationMachine`; ``deepfm``,
+            :class:`DeepFM`.
         widths: D of each tower, in order.
         hidden: widths of the hidden layers of ``top_nn``, ``dcn`` and ``deepfm``; the others have none.
         activation: between these.
@@ -421,7 +441,9 @@ def interaction_layer(
     if name in _PLAIN:
         return _PLAIN[name](widths)
     options: dict[str, bool] = {"activate_input": activate_input} if name in _ACTIVATES_INPUT else {}
-    return _LAYERED[name](widths, hidden, activation=activation, normalization=normalization, dropout=dropout, **options)
+    return _LAYERED[name](
+        widths, hidden, activation=activation, normalization=normalization, dropout=dropout, **options
+    )
 
 
 class MultiTaskTop(TopMLP):

@@ -23,12 +23,14 @@ from torchrec_ext.modules.softmax import gather_rows
 class BatchNorm(nn.BatchNorm1d):
     """``nn.BatchNorm1d`` whose batch is the global one, of all ranks, on the CPU too (``nn.SyncBatchNorm`` asks for a GPU).
 
-    TorchRec's data parallelism does not broadcast buffers: with statistics of its own rows each rank would evaluate, and save,
-    another model. In training every rank must call it, as it must call a look-up; in evaluation there is no exchange.
+    TorchRec's data parallelism does not broadcast buffers: with statistics of its own rows each rank would evaluate,
+    and save, another model. In training every rank must call it, as it must call a look-up; in evaluation there is no
+    exchange.
 
-    Mean and variance are weighted by the rows' weights: padding, of weight 0, is normalised and not counted. Only ratios of weights
-    matter. The running variance is multiplied by n / (n - 1), as torch does, where n is the number of rows that say as much as the
-    weighted ones, ``sum(w) ** 2 / sum(w ** 2)`` (Kish 1965): for weights of 0 and 1 the number of those with 1.
+    Mean and variance are weighted by the rows' weights: padding, of weight 0, is normalised and not counted. Only
+    ratios of weights matter. The running variance is multiplied by n / (n - 1), as torch does, where n is the number of
+    rows that say as much as the weighted ones, ``sum(w) ** 2 / sum(w ** 2)`` (Kish 1965): for weights of 0 and 1 the
+    number of those with 1.
 
     Attributes:
         process_group: the ranks whose rows are one batch, as of ``nn.SyncBatchNorm``; all where None.
@@ -145,7 +147,9 @@ def mlp(
     return Layers(*layers, nn.Linear(hidden[-1], widths[-1]))
 
 
-def _block(before: int, width: int, activation: Activation, normalization: Normalization, dropout: float) -> list[nn.Module]:
+def _block(
+    before: int, width: int, activation: Activation, normalization: Normalization, dropout: float
+) -> list[nn.Module]:
     # Batch normalisation takes a constant away again, so a bias before it would never receive a gradient.
     block: list[nn.Module] = [nn.Linear(before, width, bias=normalization != "batch")]
     if normalization != "none":
@@ -163,7 +167,8 @@ def _check(in_features: int, widths: Sequence[int], normalization: str, dropout:
     hidden = [in_features, *widths[:-1]]
     if residual and not any(before == width for before, width in pairwise(hidden)):
         raise ValueError(
-            f"residual=True with an input of width {in_features} and widths={list(widths)}: no hidden layer is as wide as its "
+            f"residual=True with an input of width {in_features} and widths={list(widths)}: no hidden layer is as wide "
+            "as its "
             "input, so there is nothing to add; give two neighbouring hidden layers one width, or leave residual out"
         )
 
@@ -178,8 +183,8 @@ class Made(NamedTuple):
 class Recorded:
     """Put before ``nn.Module`` among the bases: ``arguments`` then holds what the constructor was called with, by name.
 
-    That is what :mod:`torchrec_ext.retrieval.bundle.architecture` writes down, whatever becomes of the module: a plan may put
-    sharded collections in the place of its tables.
+    That is what :mod:`torchrec_ext.retrieval.bundle.architecture` writes down, whatever becomes of the module: a plan
+    may put sharded collections in the place of its tables.
 
     Example:
         >>> class Doubling(Recorded, nn.Module):

@@ -1,6 +1,7 @@
 """Losses as functions of (logits, batch): each divides by the batch's total weight, so ranks' losses average to the global mean.
 
-Rows of weight 0 are padding and count nothing. A positive with its N negatives is a group of 1 + N rows, as the loader makes them.
+Rows of weight 0 are padding and count nothing. A positive with its N negatives is a group of 1 + N rows, as the loader
+makes them.
 
 Codistillation: models that train beside each other also learn from each other's slightly old predictions.
 """
@@ -30,7 +31,8 @@ def bce(logits: Tensor, batch: TowerBatch) -> Tensor:
 def bpr(logits: Tensor, batch: TowerBatch, *, negatives: int) -> Tensor:
     """-log sigmoid(positive - negative), () from logits (B x (1 + N),) (Rendle et al. 2009).
 
-    The mean over the negatives of a positive, then over the positives of all ranks. Rows as for :func:`sampled_softmax`.
+    The mean over the negatives of a positive, then over the positives of all ranks. Rows as for
+    :func:`sampled_softmax`.
     """
     groups = _groups(logits, batch, negatives)
     return _mean(-logsigmoid(groups[:, :1] - groups[:, 1:]).mean(dim=1), batch)
@@ -39,8 +41,9 @@ def bpr(logits: Tensor, batch: TowerBatch, *, negatives: int) -> Tensor:
 def hinge(logits: Tensor, batch: TowerBatch, *, negatives: int, margin: float = 1.0, hardest: bool = False) -> Tensor:
     """By how much a negative is not ``margin`` below its positive, max(0, margin - positive + negative): () from (B x (1 + N),).
 
-    The mean over the negatives of a positive, or its ``hardest`` alone, then over the positives of all ranks. Of logits that are
-    negative distances it is the triplet loss (Schroff et al. 2015), with ``hardest`` as in metric learning (Hsieh et al. 2017).
+    The mean over the negatives of a positive, or its ``hardest`` alone, then over the positives of all ranks. Of logits
+    that are negative distances it is the triplet loss (Schroff et al. 2015), with ``hardest`` as in metric learning
+    (Hsieh et al. 2017).
 
     Args:
         logits: of rows as the loader makes them, a positive followed by its negatives.
@@ -53,18 +56,23 @@ def hinge(logits: Tensor, batch: TowerBatch, *, negatives: int, margin: float = 
         ValueError: rows that are no groups of 1 + N, a margin that is not positive.
     """
     if not margin > 0:
-        raise ValueError(f"margin={margin}: must be greater than 0; with 0, equal logits for all would be a perfect answer")
+        raise ValueError(
+            f"margin={margin}: must be greater than 0; with 0, equal logits for all would be a perfect answer"
+        )
     groups = _groups(logits, batch, negatives)
     short = (margin - groups[:, :1] + groups[:, 1:]).clamp(min=0)
     return _mean(short.amax(dim=1) if hardest else short.mean(dim=1), batch)
 
 
-def sampled_softmax(logits: Tensor, batch: TowerBatch, *, negatives: int, temperature: float = 1.0, correct: bool = True) -> Tensor:
+def sampled_softmax(
+    logits: Tensor, batch: TowerBatch, *, negatives: int, temperature: float = 1.0, correct: bool = True
+) -> Tensor:
     """Softmax cross entropy of each positive against its own N sampled negatives, () from logits (B x (1 + N),).
 
-    The mean over the positives of all ranks. With ``correct`` each logit is s / temperature - log q, which makes it an estimate of
-    the softmax over all items, whatever they were sampled by (Jean et al. 2015; Yi et al. 2019). The loader's samplers draw none of
-    a user's known items, so there are no accidental hits; for other candidates see ``excluded`` of :func:`softmax_losses`.
+    The mean over the positives of all ranks. With ``correct`` each logit is s / temperature - log q, which makes it an
+    estimate of the softmax over all items, whatever they were sampled by (Jean et al. 2015; Yi et al. 2019). The
+    loader's samplers draw none of a user's known items, so there are no accidental hits; for other candidates see
+    ``excluded`` of :func:`softmax_losses`.
 
     Args:
         logits: of rows as the loader makes them, a positive followed by its negatives.
@@ -78,7 +86,9 @@ def sampled_softmax(logits: Tensor, batch: TowerBatch, *, negatives: int, temper
     """
     groups = _groups(logits, batch, negatives)
     if correct and batch.log_q is None:
-        raise ValueError("the batch has no log_q to correct by; let the loader draw the negatives, or pass correct=False")
+        raise ValueError(
+            "the batch has no log_q to correct by; let the loader draw the negatives, or pass correct=False"
+        )
     log_q = batch.log_q.view(groups.shape) if correct and batch.log_q is not None else None
     targets = groups.new_zeros(len(groups), dtype=torch.int64)
     return _mean(softmax_losses(groups, targets, log_q=log_q, temperature=temperature), batch)
@@ -89,8 +99,9 @@ def in_batch_softmax(
 ) -> Tensor:
     """Softmax cross entropy of each query's own candidate against the others of the batch, of all ranks: ().
 
-    The mean over the rows of all ranks; corrected by ``negatives.log_q`` where it is given (Yi et al. 2019, equation 3). Scores are
-    computed in float32 at least, under autocast too: a log q of -20.37 would be -20.375 in bfloat16, and a score of 20.37 with it.
+    The mean over the rows of all ranks; corrected by ``negatives.log_q`` where it is given (Yi et al. 2019, equation
+    3). Scores are computed in float32 at least, under autocast too: a log q of -20.37 would be -20.375 in bfloat16, and
+    a score of 20.37 with it.
 
     Args:
         queries: (B, D).
@@ -105,13 +116,25 @@ def in_batch_softmax(
     _check_temperature(temperature)
     _check_in_batch(queries, negatives, weights)
     with torch.autocast(queries.device.type, enabled=False):
-        scaled, candidates = widened(queries) / temperature, widened(negatives.candidates).T  # B x D divisions in place of B x C
-        logits = scaled @ candidates if negatives.log_q is None else torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
+        scaled, candidates = (
+            widened(queries) / temperature,
+            widened(negatives.candidates).T,
+        )  # B x D divisions in place of B x C
+        logits = (
+            scaled @ candidates
+            if negatives.log_q is None
+            else torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
+        )
     return (softmax_losses(logits, negatives.targets, excluded=negatives.excluded) * weights).sum() / total_weight
 
 
 def softmax_losses(
-    logits: Tensor, targets: Tensor, *, log_q: Tensor | None = None, excluded: Tensor | None = None, temperature: float = 1.0
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    log_q: Tensor | None = None,
+    excluded: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """(B,) -log softmax(logits / temperature - log_q) at the targets, over the candidates that are not excluded, in float32.
 
@@ -128,7 +151,9 @@ def softmax_losses(
     _check_temperature(temperature)
     for name, part in (("log_q", log_q), ("excluded", excluded)):
         if part is not None and part.shape not in (logits.shape, logits.shape[1:] if name == "log_q" else logits.shape):
-            raise ValueError(f"{name}: shape {tuple(part.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate")
+            raise ValueError(
+                f"{name}: shape {tuple(part.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate"
+            )
     scores = widened(logits) / temperature
     if log_q is not None:
         scores = scores - log_q
@@ -145,7 +170,8 @@ def check_rows(logits: Tensor, batch: TowerBatch) -> None:
     """
     if logits.shape != batch.labels.shape:
         raise ValueError(
-            f"logits: shape {tuple(logits.shape)} for a batch of {len(batch.labels)} rows; must be (B,) = ({len(batch.labels)},): "
+            f"logits: shape {tuple(logits.shape)} for a batch of {len(batch.labels)} rows; must be (B,) = "
+            f"({len(batch.labels)},): "
             "squeeze the last axis of a layer with one output"
         )
 
@@ -154,7 +180,9 @@ def _groups(logits: Tensor, batch: TowerBatch, negatives: int) -> Tensor:
     """(B, 1 + N): each positive with its negatives."""
     width = 1 + negatives
     if negatives < 1 or len(logits) % width:
-        raise ValueError(f"negatives={negatives} with {len(logits)} logits: must be those of the loader, 1 or more per positive")
+        raise ValueError(
+            f"negatives={negatives} with {len(logits)} logits: must be those of the loader, 1 or more per positive"
+        )
     check_rows(logits, batch)
     return logits.view(-1, width)
 
@@ -169,7 +197,8 @@ def _check_in_batch(queries: Tensor, negatives: InBatch, weights: Tensor) -> Non
     count, width = len(negatives.targets), negatives.candidates.shape[1]
     if queries.shape != (count, width) or weights.shape != (count,):
         raise ValueError(
-            f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be (B, D) = ({count}, {width}) and "
+            f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be (B, D) = ({count}, "
+            f"{width}) and "
             f"(B,) = ({count},), as in_batch_negatives was given {count} queries and candidates of width {width}"
         )
 
@@ -186,15 +215,15 @@ def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure:
     """How far the predictions are from the mean of the peers', () from logits (B,) (Anil et al. 2018, algorithm 1).
 
     A term beside the loss of the labels, after some steps without it, in which the peers become worth learning from:
-    ``bce(logits, batch) + codistillation(logits, batch, peers)``. Peers may be many steps old. Their predictions get no gradient.
-    The mean over the rows of all ranks, like every loss.
+    ``bce(logits, batch) + codistillation(logits, batch, peers)``. Peers may be many steps old. Their predictions get no
+    gradient. The mean over the rows of all ranks, like every loss.
 
     Args:
         logits: (B,) of the model that is trained.
         batch: the rows; those of weight 0 count nothing.
         peers: (P, B) logits of P stale peers for the same rows.
-        measure: ``cross_entropy`` to the mean of the peers' probabilities, which is least, though not 0, where they agree; or
-            ``mse`` to the mean of their logits.
+        measure: ``cross_entropy`` to the mean of the peers' probabilities, which is least, though not 0, where they
+            agree; or ``mse`` to the mean of their logits.
 
     Raises:
         ValueError: shapes that do not fit together, no peer, another measure.
@@ -208,7 +237,8 @@ def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure:
     check_rows(logits, batch)
     if peers.dim() != 2 or peers.shape[1:] != logits.shape or not len(peers):
         raise ValueError(
-            f"peers: shape {tuple(peers.shape)}, must be (P, B) = (1 or more, {len(logits)}), a row of logits for each peer; "
+            f"peers: shape {tuple(peers.shape)}, must be (P, B) = (1 or more, {len(logits)}), a row of logits for each "
+            "peer; "
             "one peer's alone goes through [None]"
         )
     if measure not in get_args(Measure):

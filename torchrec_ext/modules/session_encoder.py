@@ -1,6 +1,7 @@
 """SessionEncoder: positions and transformer layers over packed sequences; it has no tables and is the same on every rank.
 
-Self-attention over sequences of unequal length that lie one after the other, P steps in all, without computing on padding.
+Self-attention over sequences of unequal length that lie one after the other, P steps in all, without computing on
+padding.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Attention = Literal["bucketed", "nested", "padded"]
 class Bucket(NamedTuple):
     """b sequences of similar length, padded at the end to W steps.
 
-    ``places`` (b, W) are packed places, those of padding the sequence's own last; ``valid`` (b, W) is False for padding, and None
-    where there is none.
+    ``places`` (b, W) are packed places, those of padding the sequence's own last; ``valid`` (b, W) is False for
+    padding, and None where there is none.
     """
 
     places: Tensor
@@ -41,8 +42,8 @@ class Packing:
 
     Args:
         lengths: (B,) steps of each sequence, 0 or more.
-        attention: ``bucketed`` pads each sequence to the next of a few lengths, at most half as long again; ``padded`` pads all to
-            the longest, to compare with; ``nested`` is torch's jagged layout, padded nowhere.
+        attention: ``bucketed`` pads each sequence to the next of a few lengths, at most half as long again; ``padded``
+            pads all to the longest, to compare with; ``nested`` is torch's jagged layout, padded nowhere.
     """
 
     def __init__(self, lengths: Tensor, attention: Attention = "bucketed") -> None:
@@ -62,7 +63,9 @@ class Packing:
     @cached_property
     def buckets(self) -> list[Bucket]:
         """Every sequence that has a step, in exactly one bucket."""
-        widths = torch.tensor(_widths(self.longest) if self.attention == "bucketed" else [self.longest], device=self.lengths.device)
+        widths = torch.tensor(
+            _widths(self.longest) if self.attention == "bucketed" else [self.longest], device=self.lengths.device
+        )
         chosen = torch.bucketize(self.lengths, widths).masked_fill(self.lengths == 0, -1)
         members = [(int(width), (chosen == at).nonzero()[:, 0]) for at, width in enumerate(widths.tolist())]
         return [self._bucket(rows, width) for width, rows in members if len(rows)]
@@ -121,16 +124,22 @@ def _padded(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
     """(b x W, H, d); the rows of padding hold anything."""
     size, width = bucket.places.shape
     query, key, value = (
-        projected.index_select(0, bucket.places.flatten()).view(size, width, *projected.shape[1:]).permute(2, 0, 3, 1, 4)
+        projected.index_select(0, bucket.places.flatten())
+        .view(size, width, *projected.shape[1:])
+        .permute(2, 0, 3, 1, 4)
     )
     # Padding stands at the end, where no earlier step looks, so that causal attention needs no mask.
     mask = None if causal or bucket.valid is None else bucket.valid[:, None, None, :]
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal).transpose(1, 2).flatten(0, 1)
+    return (
+        scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal).transpose(1, 2).flatten(0, 1)
+    )
 
 
 def _nested(projected: Tensor, packing: Packing, causal: bool) -> Tensor:
     if causal and projected.device.type == "cpu":
-        raise ValueError("attention='nested' with causal=True on a cpu: torch has no kernel for it there; use attention='bucketed'")
+        raise ValueError(
+            "attention='nested' with causal=True on a cpu: torch has no kernel for it there; use attention='bucketed'"
+        )
     lengths = packing.lengths[packing.lengths > 0]  # no kernel takes an empty sequence
     offsets = pad(lengths.cumsum(0), (1, 0))
     shortest, longest = int(lengths.min()), packing.longest
@@ -148,7 +157,8 @@ Position = Literal["start", "end", "none"]
 class TransformerLayer(nn.Module):
     """Self-attention, then a network of one hidden layer at each step, both with residual and layer norm (Vaswani et al. 2017).
 
-    With the same weights it equals ``torch.nn.TransformerEncoderLayer`` but for dropout of attention weights, which it has not.
+    With the same weights it equals ``torch.nn.TransformerEncoderLayer`` but for dropout of attention weights, which it
+    has not.
 
     Args:
         width: D.
@@ -160,7 +170,14 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, hidden: int, *, activation: Activation = "relu", dropout: float = 0.0, norm_first: bool = True
+        self,
+        width: int,
+        heads: int,
+        hidden: int,
+        *,
+        activation: Activation = "relu",
+        dropout: float = 0.0,
+        norm_first: bool = True,
     ) -> None:
         super().__init__()
         self.heads, self.norm_first = heads, norm_first
@@ -200,8 +217,8 @@ class SessionEncoder(Recorded, nn.Module):
         dropout: of the steps, and see :class:`TransformerLayer`.
         causal: each step sees itself and those before it only.
         norm_first: see :class:`TransformerLayer`; if so, the output is normalised once more.
-        position: a learned vector for each number of steps since the ``start``, or until the ``end``; or ``none``, where the steps
-            carry it themselves, such as time gaps.
+        position: a learned vector for each number of steps since the ``start``, or until the ``end``; or ``none``,
+            where the steps carry it themselves, such as time gaps.
         attention: how it is computed, see :class:`Packing`; the result is the same.
 
     Raises:
@@ -228,7 +245,9 @@ class SessionEncoder(Recorded, nn.Module):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be 1 or more")
         if width % heads:
-            raise ValueError(f"heads={heads}: must divide the width of a step, D={width}; choose {_nearest_divisor(width, heads)}")
+            raise ValueError(
+                f"heads={heads}: must divide the width of a step, D={width}; choose {_nearest_divisor(width, heads)}"
+            )
         for name, choice, choices in (("position", position, Position), ("attention", attention, Attention)):
             if choice not in get_args(choices):
                 raise ValueError(f"{name}={choice!r}: must be one of {', '.join(get_args(choices))}")
@@ -236,10 +255,14 @@ class SessionEncoder(Recorded, nn.Module):
         self._from_start = position == "start"
         self.positions = None if position == "none" else nn.Embedding(max_length, width)
         if self.positions is not None:
-            nn.init.normal_(self.positions.weight, std=0.02)  # small beside a step, which is what tells steps apart at first
+            nn.init.normal_(
+                self.positions.weight, std=0.02
+            )  # small beside a step, which is what tells steps apart at first
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
-            TransformerLayer(width, heads, hidden or 4 * width, activation=activation, dropout=dropout, norm_first=norm_first)
+            TransformerLayer(
+                width, heads, hidden or 4 * width, activation=activation, dropout=dropout, norm_first=norm_first
+            )
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
@@ -262,10 +285,13 @@ class SessionEncoder(Recorded, nn.Module):
         if packing.longest > self.max_length:
             row = int(packing.lengths.argmax())
             raise ValueError(
-                f"a sequence of {packing.longest} steps in row {row} of the batch: must have at most max_length={self.max_length}; "
+                f"a sequence of {packing.longest} steps in row {row} of the batch: must have at most "
+                f"max_length={self.max_length}; "
                 "keep the most recent ones where it is read, or enlarge max_length"
             )
 
 
 def _nearest_divisor(width: int, heads: int) -> int:
-    return min((number for number in range(1, width + 1) if width % number == 0), key=lambda number: abs(number - heads))
+    return min(
+        (number for number in range(1, width + 1) if width % number == 0), key=lambda number: abs(number - heads)
+    )

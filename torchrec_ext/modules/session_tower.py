@@ -23,15 +23,16 @@ BST_WIDTHS = (1024, 512, 256)
 class SessionTower(Recorded, nn.Module):
     """What a user did before, then the target item, as one sequence through a transformer; then an MLP.
 
-    A tower like :class:`torchrec_ext.modules.tower.Tower`, so that a TowerModel takes it beside others; its tables are an
-    EmbeddingCollection, sharded like any. Each step is the sum of the embeddings of its features, such as item, category and the
-    gap in time to the target (:func:`torchrec_ext.data.datasets.sequences.time_gaps`), which BST concatenates: a sum has the same
-    linear maps of each feature, and one width. A feature pair that names the same things, such as ``history`` and ``item_id``, is
-    read from one table by giving both names in its ``feature_names``.
+    A tower like :class:`torchrec_ext.modules.tower.Tower`, so that a TowerModel takes it beside others; its tables are
+    an EmbeddingCollection, sharded like any. Each step is the sum of the embeddings of its features, such as item,
+    category and the gap in time to the target (:func:`torchrec_ext.data.datasets.sequences.time_gaps`), which BST
+    concatenates: a sum has the same linear maps of each feature, and one width. A feature pair that names the same
+    things, such as ``history`` and ``item_id``, is read from one table by giving both names in its ``feature_names``.
 
     Args:
         tables: TorchRec EmbeddingConfigs of one width D.
-        session: features of the earlier steps, oldest first, equally long in a row; an empty session is allowed beside a target.
+        session: features of the earlier steps, oldest first, equally long in a row; an empty session is allowed beside
+            a target.
         target: features of the target, one id per row; none for a tower of the session alone.
         mlp_widths: of the MLP; the last is the width of the tower's output.
         max_length: S, the most steps of a session, without the target.
@@ -39,10 +40,10 @@ class SessionTower(Recorded, nn.Module):
         layers: of the transformer.
         heads: of its attention.
         hidden: width of the network at each step; 4 x D where not given.
-        position: a learned vector per place counted from the ``end``, so that the target's is 0 and the latest step's 1, or from
-            the ``start``; ``none`` where a feature of the steps says when they were.
-        pooling: ``flatten`` puts the steps side by side in S + 1 places as BST does, the target first, zeros where there is none;
-            ``last`` takes the last step, the target; ``mean`` their mean.
+        position: a learned vector per place counted from the ``end``, so that the target's is 0 and the latest step's
+            1, or from the ``start``; ``none`` where a feature of the steps says when they were.
+        pooling: ``flatten`` puts the steps side by side in S + 1 places as BST does, the target first, zeros where
+            there is none; ``last`` takes the last step, the target; ``mean`` their mean.
         activation: of transformer and MLP.
         dropout: likewise.
         norm_first: see :class:`TransformerLayer`; BST normalises last.
@@ -50,8 +51,8 @@ class SessionTower(Recorded, nn.Module):
         device: of the tables; ``meta`` declares them without memory.
 
     Raises:
-        ValueError: a feature that no table reads, tables of several widths; when run, a session that is too long, features of
-            unequal length, or a row of several targets.
+        ValueError: a feature that no table reads, tables of several widths; when run, a session that is too long,
+            features of unequal length, or a row of several targets.
 
     Example:
         >>> items = EmbeddingConfig(name="item", embedding_dim=32, num_embeddings=1000, feature_names=["history", "item_id"])
@@ -132,7 +133,9 @@ class SessionTower(Recorded, nn.Module):
 class _SessionNetwork(nn.Module):
     """From looked-up features to (B, pooled width); no tables, so TorchRec's pipelines do not trace into it."""
 
-    def __init__(self, encoder: SessionEncoder, session: tuple[str, ...], target: tuple[str, ...], pooling: Pooling) -> None:
+    def __init__(
+        self, encoder: SessionEncoder, session: tuple[str, ...], target: tuple[str, ...], pooling: Pooling
+    ) -> None:
         super().__init__()
         self.encoder, self.session, self.target, self.pooling = encoder, session, target, pooling
 
@@ -166,7 +169,8 @@ def _summed(embedded: Mapping[str, JaggedTensor], features: Sequence[str]) -> tu
         if len(different):
             row = int(different[0])
             raise ValueError(
-                f"feature '{name}' has {int(other.lengths()[row])} values in row {row} of the batch and '{features[0]}' "
+                f"feature '{name}' has {int(other.lengths()[row])} values in row {row} of the batch and "
+                f"'{features[0]}' "
                 f"{int(lengths[row])}: features of one step must be equally many"
             )
         values = values + other.values()
@@ -184,7 +188,8 @@ def _check_targets(lengths: Tensor, target: Sequence[str]) -> None:
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(
-            f"target feature '{target[0]}' has {int(lengths[row])} values in row {row} of the batch: must be one item, or none in "
+            f"target feature '{target[0]}' has {int(lengths[row])} values in row {row} of the batch: must be one item, "
+            "or none in "
             "a padding row; give each candidate a row of its own"
         )
 
@@ -196,14 +201,19 @@ def _feature_keys(tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
 def _check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str]) -> None:
     widths = {table.name: table.embedding_dim for table in tables}
     if len(set(widths.values())) != 1:
-        raise ValueError(f"tables have the widths {widths}: the features of a step are added, so all must have one embedding_dim")
+        raise ValueError(
+            f"tables have the widths {widths}: the features of a step are added, so all must have one embedding_dim"
+        )
     read = [name for table in tables for name in table.feature_names]
     unread = [name for name in (*session, *target) if name not in read]
     if unread or not session:
         raise ValueError(
-            f"session={list(session)}, target={list(target)}: must name features of the tables, one of the session at least; "
+            f"session={list(session)}, target={list(target)}: must name features of the tables, one of the session at "
+            "least; "
             f"the tables read {read}"
         )
     unused = sorted(set(read) - {*session, *target})
     if unused:
-        raise ValueError(f"features {unused} are read by the tables, but are in neither session nor target; name or remove them")
+        raise ValueError(
+            f"features {unused} are read by the tables, but are in neither session nor target; name or remove them"
+        )

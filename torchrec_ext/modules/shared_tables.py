@@ -21,15 +21,16 @@ from torchrec_ext.schema.features import joints, merged
 class SharedTables(nn.Module):
     """Looks up tables outside the towers that read them, each once a step, so that a row gets one gradient and one update.
 
-    Tables whose bags stand in the same rows are one collection, with one input dist and one output dist, whichever towers read
-    them. Towers with the same rows simply have their features in one table. A shared tower has Q rows where another has B: a table
-    of both reads ``batch.joint``, whose keys hold the Q bags of the one and the B bags of the other, and its output is split at Q,
-    so that nothing is padded. TorchRec's own way, a KeyedJaggedTensor with a stride for each key, pads to the largest, crashes for
-    data_parallel (torchrec #1916, #2268), and on the CPU where a collection pools by sum and by mean; looking up one sharded
-    collection twice would update its rows twice.
+    Tables whose bags stand in the same rows are one collection, with one input dist and one output dist, whichever
+    towers read them. Towers with the same rows simply have their features in one table. A shared tower has Q rows where
+    another has B: a table of both reads ``batch.joint``, whose keys hold the Q bags of the one and the B bags of the
+    other, and its output is split at Q, so that nothing is padded. TorchRec's own way, a KeyedJaggedTensor with a
+    stride for each key, pads to the largest, crashes for data_parallel (torchrec #1916, #2268), and on the CPU where a
+    collection pools by sum and by mean; looking up one sharded collection twice would update its rows twice.
 
-    A table that one tower reads as a sequence and another pools is looked up id by id, and pooled by the tower that asks for it.
-    A table that pools by weights is looked up from ``batch.weighted``, whether one tower reads it or several.
+    A table that one tower reads as a sequence and another pools is looked up id by id, and pooled by the tower that
+    asks for it. A table that pools by weights is looked up from ``batch.weighted``, whether one tower reads it or
+    several.
 
     Args:
         tables: each once with the features of all towers.
@@ -146,7 +147,9 @@ def shared_tables(
     """
     of_table = readers(towers)
     tables = merged(table for tower in towers.values() for table in tower.tables)
-    alone = [table for table in tables if len(of_table[table.name]) == 1 and set(weights).isdisjoint(table.feature_names)]
+    alone = [
+        table for table in tables if len(of_table[table.name]) == 1 and set(weights).isdisjoint(table.feature_names)
+    ]
     tables = [table for table in tables if every or table not in alone]
     if not tables:
         return None
@@ -173,7 +176,9 @@ def look_ups(towers: Towers, names: Sequence[str]) -> SharedTables:
     """Of the tables that the towers ``names`` do not hold, on the meta device."""
     own: dict[str, Any] = {name: towers[name] for name in names}
     lent = {table for tower in own.values() for table in tower.lent}
-    tables = [table for table in merged(table for tower in own.values() for table in tower.tables) if table.name in lent]
+    tables = [
+        table for table in merged(table for tower in own.values() for table in tower.tables) if table.name in lent
+    ]
     found = readers(own)
     of_table = {table.name: found[table.name] for table in tables}
     return SharedTables(tables, towers.columns(shared=True), of_table, (), torch.device("meta"))
@@ -183,13 +188,15 @@ def _check_lendable(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weig
     other = next((name for name, tower in readers.items() if not hasattr(tower, "lend")), None)
     if other is not None:
         raise ValueError(
-            f"table '{table.name}' is named by the towers {list(readers)}, and '{other}' is a {type(readers[other]).__name__}, "
+            f"table '{table.name}' is named by the towers {list(readers)}, and '{other}' is a "
+            f"{type(readers[other]).__name__}, "
             "which cannot do without tables of its own: give each of these towers a table of its own name"
         )
     weighted = [name for name in table.feature_names if name in weights]
     if weighted and isinstance(table, EmbeddingConfig):
         raise ValueError(
-            f"table '{table.name}' pools '{weighted[0]}' by weights, and another of the towers {list(readers)} reads it id by id; "
+            f"table '{table.name}' pools '{weighted[0]}' by weights, and another of the towers {list(readers)} reads "
+            "it id by id; "
             "give the weighted feature a table of its own name"
         )
 
@@ -198,6 +205,8 @@ def values_by_table(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Para
     """(table, what holds it, its weights) of the unsharded collections of ``module``."""
     for collection in module.modules():
         if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
-            held = collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
+            held = (
+                collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
+            )
             for name, holder in held.items():
                 yield name, holder, holder.weight

@@ -1,7 +1,7 @@
 """In-batch negatives: the candidates of a batch, of all ranks, are each other's negatives.
 
-Axis letters: see torchrec_ext.schema. Here B are the queries of this rank, M extra candidates without a query, P the greatest
-B + M of all ranks, and C = R x P.
+Axis letters: see torchrec_ext.schema. Here B are the queries of this rank, M extra candidates without a query, P the
+greatest B + M of all ranks, and C = R x P.
 
 Softmax over a catalogue, whole or estimated from a sample that all positions share, a block of scores at a time.
 """
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-_PADDING = -1  # what is no candidate at all; item 0 is the unknown one, or padding where nobody says which rows are present
+_PADDING = (
+    -1
+)  # what is no candidate at all; item 0 is the unknown one, or padding where nobody says which rows are present
 # torch 2.13 renamed both and warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,8 +30,8 @@ class InBatch(NamedTuple):
 
     A rank with fewer than P has zeros and item 0 after them, which are excluded for every query.
 
-    ``candidates`` (C, D) with gradient; ``targets`` (B,) int64, the place of each query's own candidate; ``excluded`` (B, C) bool,
-    which candidates are no negative of a query; ``log_q`` (C,) float32 or None; ``ids`` (C,) int64.
+    ``candidates`` (C, D) with gradient; ``targets`` (B,) int64, the place of each query's own candidate; ``excluded``
+    (B, C) bool, which candidates are no negative of a query; ``log_q`` (C,) float32 or None; ``ids`` (C,) int64.
     """
 
     candidates: Tensor
@@ -52,19 +54,19 @@ def in_batch_negatives(
 ) -> InBatch:
     """Gathers the candidates of all ranks and says which of them are negatives of which query.
 
-    Excluded are accidental hits (the query's own item elsewhere in the batch), the query's other known items, and padding;
-    a query's own candidate never is. On more than one rank three exchanges, the first of which says how many candidates
-    each rank has, or two with ``rows``; on one none.
+    Excluded are accidental hits (the query's own item elsewhere in the batch), the query's other known items, and
+    padding; a query's own candidate never is. On more than one rank three exchanges, the first of which says how many
+    candidates each rank has, or two with ``rows``; on one none.
 
     Args:
-        embeddings: (B + M, D); the first B are the positives of this rank's queries, in order, the rest are negatives only
-            (mixed negatives, Yang et al. 2020).
-        ids: (B + M,) int64, which items they are, 0 or more. Not what is looked up for them: a candidate whose id was dropped
-            stays itself, ``batch.items``.
+        embeddings: (B + M, D); the first B are the positives of this rank's queries, in order, the rest are negatives
+            only (mixed negatives, Yang et al. 2020).
+        ids: (B + M,) int64, which items they are, 0 or more. Not what is looked up for them: a candidate whose id was
+            dropped stays itself, ``batch.items``.
         log_q: (B + M,) log-probability that a place of the batch holds the item, up to one constant.
         queries: B; all rows where not given.
-        rows: P, where it is known and the same on every rank, as it is of the loader's batches: for batch_size rows of R ranks
-            ceil(batch_size / R), plus M. Spares an exchange, and on CUDA a wait for it.
+        rows: P, where it is known and the same on every rank, as it is of the loader's batches: for batch_size rows of
+            R ranks ceil(batch_size / R), plus M. Spares an exchange, and on CUDA a wait for it.
         present: (B + M,) bool, which rows have a candidate, the others being padding; where not given those with an id
             other than 0.
         is_known: from items (C,) to (B, C) bool, whether each query's user is known to have taken each, such as
@@ -72,8 +74,8 @@ def in_batch_negatives(
         group: of ranks; all where not given.
 
     Raises:
-        ValueError: shapes that do not fit together on this rank; or, on every rank unless ``rows`` is given, embeddings of
-            different widths or log_q on some ranks only.
+        ValueError: shapes that do not fit together on this rank; or, on every rank unless ``rows`` is given, embeddings
+            of different widths or log_q on some ranks only.
 
     Example:
         >>> made = in_batch_negatives(torch.eye(4), torch.tensor([7, 8, 7, 5]), queries=3)
@@ -102,8 +104,9 @@ def in_batch_negatives(
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """(R x B, D) the rows (B, D) of all ranks in rank order; every rank must give equally many, which nothing checks here.
 
-    Its gradient on a rank is the sum over ranks of what their losses say about this rank's rows. So the *mean* of the ranks'
-    gradients of dense weights, which DistributedDataParallel and TorchRec take, is that of the mean loss over the whole batch.
+    Its gradient on a rank is the sum over ranks of what their losses say about this rank's rows. So the *mean* of the
+    ranks' gradients of dense weights, which DistributedDataParallel and TorchRec take, is that of the mean loss over
+    the whole batch.
     """
     if _ranks(group) == 1:
         return rows
@@ -167,7 +170,9 @@ def _rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-def _check(embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int, rows: int | None, present: Tensor | None) -> None:
+def _check(
+    embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int, rows: int | None, present: Tensor | None
+) -> None:
     size = len(ids)
     if embeddings.dim() != 2 or len(embeddings) != size:
         raise ValueError(
@@ -179,11 +184,17 @@ def _check(embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int, 
         )
     for name, part in (("log_q", log_q), ("present", present)):
         if part is not None and part.shape != ids.shape:
-            raise ValueError(f"{name}: shape {tuple(part.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id")
+            raise ValueError(
+                f"{name}: shape {tuple(part.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id"
+            )
     if not 0 <= queries <= size:
-        raise ValueError(f"queries={queries}: must be 0 to {size}, the number of ids; the first rows belong to the queries")
+        raise ValueError(
+            f"queries={queries}: must be 0 to {size}, the number of ids; the first rows belong to the queries"
+        )
     if rows is not None and size > rows:
-        raise ValueError(f"rows={rows}: this rank has {size} candidates; rows must be the most that any rank has, the same on all")
+        raise ValueError(
+            f"rows={rows}: this rank has {size} candidates; rows must be the most that any rank has, the same on all"
+        )
 
 
 def widened(values: Tensor) -> Tensor:
@@ -199,10 +210,10 @@ def catalogue_softmax(
 ) -> Tensor:
     """(P,) cross entropy of each target among all items, the score of an item being its dot product with the state.
 
-    The sum over all items but the target is estimated by num_items / C times the sum over the C candidates but those that are the
-    target. With each item once among the candidates that is the exact softmax; with candidates drawn uniformly, with or without
-    replacement, the sum is estimated without bias (Jean et al. 2015; Bengio and Senecal 2003). Scores are computed in float32 at
-    least, under autocast too.
+    The sum over all items but the target is estimated by num_items / C times the sum over the C candidates but those
+    that are the target. With each item once among the candidates that is the exact softmax; with candidates drawn
+    uniformly, with or without replacement, the sum is estimated without bias (Jean et al. 2015; Bengio and Senecal
+    2003). Scores are computed in float32 at least, under autocast too.
 
     Args:
         states: (P, D).
@@ -223,8 +234,8 @@ def catalogue_softmax(
 class _LogSumExp(torch.autograd.Function):
     """(P,) log of the sum of exp(state x candidate) over the candidates but padding and the (rows, columns) left out.
 
-    The scores are made again in the backward, which costs a product and saves the memory and most passes over it: on one core 390
-    ms in place of 710 for 1,400 x 12,101 scores, 45 in place of 62 for 1,400 x 2,048.
+    The scores are made again in the backward, which costs a product and saves the memory and most passes over it: on
+    one core 390 ms in place of 710 for 1,400 x 12,101 scores, 45 in place of 62 for 1,400 x 2,048.
     """
 
     @staticmethod
@@ -250,7 +261,9 @@ class _LogSumExp(torch.autograd.Function):
         return of_states, of_candidates, None, None, None
 
 
-def _scores(states: Tensor, candidates: Tensor, padding: Tensor, rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _scores(
+    states: Tensor, candidates: Tensor, padding: Tensor, rows: Tensor, columns: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of states and their scores. What is left out is not -inf: where nothing is left to sum, the gradient would be NaN."""
     nothing = torch.finfo(states.dtype).min
     bias = torch.zeros_like(candidates[:, 0]).masked_fill(padding, nothing)

@@ -28,7 +28,8 @@ from torchrec_ext.schema.features import dense_names
 class AttentionPooling(nn.Module):
     """A bag's weighted mean, whose weights depend on the embeddings: softmax over the bag of ``v . tanh(W e + b)``.
 
-    The additive attention of Bahdanau et al. (2015) with a learned query, as news encoders pool words (Wu et al. 2019, NRMS).
+    The additive attention of Bahdanau et al. (2015) with a learned query, as news encoders pool words (Wu et al. 2019,
+    NRMS).
 
     Args:
         width: D of the embeddings.
@@ -37,7 +38,9 @@ class AttentionPooling(nn.Module):
 
     def __init__(self, width: int, hidden: int | None = None) -> None:
         super().__init__()
-        self.score = nn.Sequential(nn.Linear(width, hidden or width), nn.Tanh(), nn.Linear(hidden or width, 1, bias=False))
+        self.score = nn.Sequential(
+            nn.Linear(width, hidden or width), nn.Tanh(), nn.Linear(hidden or width, 1, bias=False)
+        )
 
     def forward(self, bags: JaggedTensor) -> Tensor:
         """(B, D) from bags of embeddings, (sum of lengths, D) in all; an empty bag gives zeros."""
@@ -55,7 +58,8 @@ class AttentionPooling(nn.Module):
 class BagAttention(nn.Module):
     """One :class:`AttentionPooling` for each feature of an EmbeddingCollection.
 
-    A module of its own, because TorchRec's pipelines do not trace into modules without tables: this one may read lengths.
+    A module of its own, because TorchRec's pipelines do not trace into modules without tables: this one may read
+    lengths.
 
     Args:
         names: keys of the collection's output, in order.
@@ -83,44 +87,50 @@ class RowPooling(nn.Module):
         if isinstance(found, Tensor):
             return found
         values, lengths = found.values(), found.lengths().long()
-        rows = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths, output_size=len(values))
+        rows = torch.repeat_interleave(
+            torch.arange(len(lengths), device=values.device), lengths, output_size=len(values)
+        )
         summed = values.new_zeros(len(lengths), values.shape[1]).index_add(0, rows, values)
         return summed / lengths.clamp(min=1)[:, None] if pooling == PoolingType.MEAN else summed  # type: ignore[no-any-return]
 
 
 Found = TypeVar("Found")
-# By ``feature@table`` what tables outside a tower hold for it: pooled bags (B, width), or rows (sum of lengths, width) in bags.
+# By ``feature@table`` what tables outside a tower hold for it: pooled bags (B, width), or rows (sum of lengths, width)
+# in bags.
 Lent = Mapping[str, Tensor | JaggedTensor]
 
 
 class Tower(Recorded, nn.Module):
     """One sub-network: tables looked up together, concatenated with dense columns, then an MLP.
 
-    TorchRec's ``EmbeddingTower`` is embeddings plus an interaction pinned to one host; this tower is neither sharded nor placed: it
-    declares its collections, and where their rows and its dense layers run is decided later by a plan.
+    TorchRec's ``EmbeddingTower`` is embeddings plus an interaction pinned to one host; this tower is neither sharded
+    nor placed: it declares its collections, and where their rows and its dense layers run is decided later by a plan.
 
     Args:
-        tables: TorchRec configs. An EmbeddingBagConfig pools its bags by sum or mean, as it says; the bags of an EmbeddingConfig
-            are pooled by attention, see :class:`AttentionPooling`. A table of ``data_type`` FP16 or BF16 is stored so and read in
-            the type of the dense columns. Towers of one model that give configs of one name share that table.
-        mlp_widths: widths of the MLP; the last is D, the width of the tower's output. Without any, the output is the concatenation:
-            pooled bags, then bags under attention, then dense columns; with ``compress`` what it makes of these.
-        dense: names of the dense columns that the tower reads, Fd of them; or by name the numbers in a row of each, as in
-            ``{"age": 1, "profile": 60}``, where ``profile`` is an array column: see :func:`dense_names`.
-        weights: by feature the column with a weight for each of its ids, such as how long ago each item of a history was: the bag
-            is the sum of weight x row. Its tables are EmbeddingBagConfigs pooled by sum, which a TowerModel looks up; their other
-            features have weights of 1.
+        tables: TorchRec configs. An EmbeddingBagConfig pools its bags by sum or mean, as it says; the bags of an
+            EmbeddingConfig are pooled by attention, see :class:`AttentionPooling`. A table of ``data_type`` FP16 or
+            BF16 is stored so and read in the type of the dense columns. Towers of one model that give configs of one
+            name share that table.
+        mlp_widths: widths of the MLP; the last is D, the width of the tower's output. Without any, the output is the
+            concatenation: pooled bags, then bags under attention, then dense columns; with ``compress`` what it makes
+            of these.
+        dense: names of the dense columns that the tower reads, Fd of them; or by name the numbers in a row of each, as
+            in ``{"age": 1, "profile": 60}``, where ``profile`` is an array column: see :func:`dense_names`.
+        weights: by feature the column with a weight for each of its ids, such as how long ago each item of a history
+            was: the bag is the sum of weight x row. Its tables are EmbeddingBagConfigs pooled by sum, which a
+            TowerModel looks up; their other features have weights of 1.
         activation: between the layers of the MLP.
         normalization: before each activation: ``layer``, ``batch`` or ``none``.
         dropout: after each activation.
         residual: add the input of each hidden layer that is as wide as its output.
-        compress: a layer before the MLP that makes the concatenation narrower, for towers whose outputs cross hosts; without an MLP
-            its output is the tower's.
+        compress: a layer before the MLP that makes the concatenation narrower, for towers whose outputs cross hosts;
+            without an MLP its output is the tower's.
         device: of the tables; ``meta`` declares them without memory, and ``hybrid_parallel`` allocates the shards.
 
     Raises:
-        ValueError: a tower without tables and dense columns, a table with the name of a method of ModuleDict (``items``), tables
-            under attention of unequal width, a wrong MLP, or a compression that does not fit the tables.
+        ValueError: a tower without tables and dense columns, a table with the name of a method of ModuleDict
+            (``items``), tables under attention of unequal width, a wrong MLP, or a compression that does not fit the
+            tables.
     """
 
     def __init__(
@@ -185,7 +195,9 @@ class Tower(Recorded, nn.Module):
         except RuntimeError as error:  # of torch's allocators, which name bytes and no table
             raise _too_large(self.tables, error) from error
 
-    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Lent | None = None, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Lent | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd).
 
         Args:
@@ -221,8 +233,10 @@ def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Ex
         return error
     table = next(table for table in tables if table.name == name)
     return ValueError(
-        f"table '{name}', num_embeddings={table.num_embeddings:,}: {sizes[name] / 1e9:,.1f} GB of weights, which cannot be had "
-        "here; ids that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess (Categorify or HashBucket), and "
+        f"table '{name}', num_embeddings={table.num_embeddings:,}: {sizes[name] / 1e9:,.1f} GB of weights, which "
+        "cannot be had "
+        "here; ids that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess (Categorify or "
+        "HashBucket), and "
         'device="meta" leaves the making of tables to the plan over all ranks'
     )
 
@@ -254,7 +268,8 @@ def _check_weighted(tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str,
             how = getattr(table, "pooling", None)
             if how != PoolingType.SUM:
                 raise ValueError(
-                    f"weights: {feature}={column}: table '{table.name}' pools it by {how.name if how else 'attention'}, must be "
+                    f"weights: {feature}={column}: table '{table.name}' pools it by "
+                    f"{how.name if how else 'attention'}, must be "
                     "SUM; for a mean give weights that add up to 1"
                 )
 
@@ -266,7 +281,9 @@ def check_tables(tables: Sequence[BaseEmbeddingConfig]) -> None:
             raise ValueError(f"table '{table.name}': embedding_dim={table.embedding_dim}, must be 1 or more")
     taken = [table.name for table in tables if hasattr(nn.ModuleDict, table.name)]
     if taken:
-        raise ValueError(f"table '{taken[0]}': TorchRec keeps tables in a torch ModuleDict, where this name is taken; add a suffix")
+        raise ValueError(
+            f"table '{taken[0]}': TorchRec keeps tables in a torch ModuleDict, where this name is taken; add a suffix"
+        )
 
 
 def _of_one_width(tables: list[EmbeddingConfig]) -> list[EmbeddingConfig]:
@@ -274,7 +291,8 @@ def _of_one_width(tables: list[EmbeddingConfig]) -> list[EmbeddingConfig]:
     other = next((table for table in tables if table.embedding_dim != tables[0].embedding_dim), None)
     if other is not None:
         raise ValueError(
-            f"tables '{tables[0].name}' (D = {tables[0].embedding_dim}) and '{other.name}' (D = {other.embedding_dim}) are pooled "
+            f"tables '{tables[0].name}' (D = {tables[0].embedding_dim}) and '{other.name}' (D = {other.embedding_dim}) "
+            "are pooled "
             "by attention, and TorchRec's EmbeddingCollection holds tables of one width; give both one embedding_dim"
         )
     return tables
@@ -296,7 +314,8 @@ class Towers(nn.ModuleDict):
         shared: names of the towers that read the rows that several rows of a batch share.
 
     Raises:
-        ValueError: an unknown name in ``shared``, a dense column of two towers, or a feature of a shared and of another tower.
+        ValueError: an unknown name in ``shared``, a dense column of two towers, or a feature of a shared and of another
+            tower.
     """
 
     def __init__(self, towers: Mapping[str, Tower], *, shared: Collection[str] = ()) -> None:
@@ -362,7 +381,11 @@ def _check_columns(towers: Towers) -> None:
     dense = [name for tower in towers.values() for name in tower.dense]  # type: ignore[union-attr]
     twice = sorted({name for name in dense if dense.count(name) > 1})
     if twice:
-        raise ValueError(f"dense columns {twice} are read by more than one tower; give each tower a column of its own name")
+        raise ValueError(
+            f"dense columns {twice} are read by more than one tower; give each tower a column of its own name"
+        )
     both = sorted(set(towers.columns(shared=False)) & set(towers.columns(shared=True)))
     if both:
-        raise ValueError(f"features {both} are read by a shared tower and by another; share both towers, or give each its own")
+        raise ValueError(
+            f"features {both} are read by a shared tower and by another; share both towers, or give each its own"
+        )

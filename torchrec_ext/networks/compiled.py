@@ -25,8 +25,8 @@ class CompiledStep:
 
     Args:
         stack: with features of one id each.
-        optimizer: of Adam alone, without decay, limits of the norm or exceptions for single layers; after its first step, which
-            makes its moments.
+        optimizer: of Adam alone, without decay, limits of the norm or exceptions for single layers; after its first
+            step, which makes its moments.
         backend: of torch.compile; ``aot_eager`` to look for a fault without compiling.
 
     Raises:
@@ -43,7 +43,9 @@ class CompiledStep:
     def __init__(self, stack: Stack, optimizer: StackedOptimizer, *, backend: str = "inductor") -> None:
         self._stack, self._optimizer, self._backend = stack, optimizer, backend
         self._entries = optimizer.entries()
-        self._memory = [own.weight(table).detach() for own in stack.tables.values() for table in own.tables] + [stack.flat]
+        self._memory = [own.weight(table).detach() for own in stack.tables.values() for table in own.tables] + [
+            stack.flat
+        ]
         self._names = [f"{path}.{table.name}" for path, own in stack.tables.items() for table in own.tables]
         self._check()
         self._rates = [torch.zeros((), device=stack.flat.device) for _ in self._entries]
@@ -59,11 +61,16 @@ class CompiledStep:
         looked = [own.ids() for own in self._stack.tables.values()]
         ids = [rows for own in looked if own is not None for rows in own]
         if None in looked:
-            raise StackError("a compiled step needs features of one id in each row; train a stack that reads lists step by step")
+            raise StackError(
+                "a compiled step needs features of one id in each row; train a stack that reads lists step by step"
+            )
         key = inputs.shapes()
         if key not in self._functions:
             self._functions[key] = torch.compile(
-                self._function(inputs._replace(pooled=self._pooled(ids))), fullgraph=True, dynamic=False, backend=self._backend
+                self._function(inputs._replace(pooled=self._pooled(ids))),
+                fullgraph=True,
+                dynamic=False,
+                backend=self._backend,
             )
         self._optimizer.next_rates()
         for rate, (group, _, _) in zip(self._rates, self._entries, strict=True):
@@ -87,16 +94,21 @@ class CompiledStep:
 
     def _check(self) -> None:
         if self._optimizer.clips():
-            raise StackError("clip_norm: a compiled step has no limit of the gradient's norm; set optimizer.clip_norm=0")
+            raise StackError(
+                "clip_norm: a compiled step has no limit of the gradient's norm; set optimizer.clip_norm=0"
+            )
         for group, moved, _ in self._entries:
             choice = group["choice"]
             if choice.kind != "adam" or choice.weight_decay or choice.l2:
                 raise StackError(
-                    f"'{moved.name}' is moved by {choice.kind} with weight_decay={choice.weight_decay} and l2={choice.l2}: only "
+                    f"'{moved.name}' is moved by {choice.kind} with weight_decay={choice.weight_decay} and "
+                    f"l2={choice.l2}: only "
                     "adam without either is compiled"
                 )
             if not moved.is_table and moved.name != next(iter(self._stack.dense)):
-                raise StackError(f"'{moved.name}' has settings of its own: a compiled step moves all dense layers alike")
+                raise StackError(
+                    f"'{moved.name}' has settings of its own: a compiled step moves all dense layers alike"
+                )
         if not all(state for _, _, state in self._entries):
             raise StackError("the optimizer has no moments yet: train one step before the compiled ones")
 
@@ -112,7 +124,11 @@ class CompiledStep:
         tables = [table for own in self._stack.tables.values() for table in own.tables]
         looks = [(at, table.embedding_dim) for at, table in enumerate(tables) for _ in table.feature_names]
         moved = [(*self._at(entry), group["betas"], group["eps"]) for group, entry, _ in self._entries]
-        shapes, members, memory = [value.shape for value in self._stack.dense.values()], len(self._stack.members), len(self._memory)
+        shapes, members, memory = (
+            [value.shape for value in self._stack.dense.values()],
+            len(self._stack.members),
+            len(self._memory),
+        )
         sizes = [shape.numel() // members for shape in shapes]
 
         def step(*tensors: Tensor) -> list[Tensor]:
@@ -120,9 +136,12 @@ class CompiledStep:
             weights = [next(rest) for _ in range(memory)]
             states = [[next(rest) for _ in _STATE] for _ in moved]
             rates, ids = [next(rest) for _ in moved], [next(rest) for _ in looks]
-            dense = [part.view(shape) for part, shape in zip(torch.split(weights[-1], sizes, dim=1), shapes, strict=True)]
+            dense = [
+                part.view(shape) for part, shape in zip(torch.split(weights[-1], sizes, dim=1), shapes, strict=True)
+            ]
             pooled = [
-                weights[at].index_select(0, rows).view(members, -1, width) for (at, width), rows in zip(looks, ids, strict=True)
+                weights[at].index_select(0, rows).view(members, -1, width)
+                for (at, width), rows in zip(looks, ids, strict=True)
             ]
             loss, logits, *found = graph(*dense, *pooled, *rest)
             grads = [torch.zeros_like(weight) for weight in weights[:-1]]
@@ -136,7 +155,9 @@ class CompiledStep:
         return step
 
 
-def _adam(weight: Tensor, grad: Tensor, state: Sequence[Any], rate: Tensor, betas: tuple[float, float], eps: float) -> Tensor:
+def _adam(
+    weight: Tensor, grad: Tensor, state: Sequence[Any], rate: Tensor, betas: tuple[float, float], eps: float
+) -> Tensor:
     """The weight after a step of torch.optim.Adam; the state is changed."""
     first, second, steps = state
     steps.add_(1)

@@ -18,8 +18,8 @@ def mps_is_running(environ: Mapping[str, str]) -> bool:
 def gpu_sharing(device: torch.device, processes: int, environ: Mapping[str, str]) -> str | None:
     """What to know where several processes share a GPU; None on the CPU, and where each has one of its own.
 
-    Without MPS the kernels of two processes never run at the same time: the GPU goes from one to the other. With it they do, and
-    CUDA_MPS_ACTIVE_THREAD_PERCENTAGE limits the share of the multiprocessors that one process takes.
+    Without MPS the kernels of two processes never run at the same time: the GPU goes from one to the other. With it
+    they do, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE limits the share of the multiprocessors that one process takes.
 
     Args:
         device: of this process.
@@ -38,7 +38,8 @@ def gpu_sharing(device: torch.device, processes: int, environ: Mapping[str, str]
         told = environ.get("CUDA_MPS_PIPE_DIRECTORY")
         looked = f" (looked in CUDA_MPS_PIPE_DIRECTORY={told})" if told else ""
         return (
-            f"note: {where} without MPS{looked}: their kernels take turns. Start it with `nvidia-cuda-mps-control -d` as the user "
+            f"note: {where} without MPS{looked}: their kernels take turns. Start it with `nvidia-cuda-mps-control -d` "
+            "as the user "
             "of the job, and stop it with `echo quit | nvidia-cuda-mps-control`"
         )
     share = environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")

@@ -23,11 +23,21 @@ _aten = torch.ops.aten
 def rewrite(graph: GraphModule) -> GraphModule:
     """``graph`` with the same results from fewer kernels; changed in place.
 
-    Columns that are laid side by side and cut apart again are left where they are; the gradient of a cut is no longer a matrix of
-    zeros for each piece and their sum; rows are picked and their gradients added row by row, not number by number; a bias is added
-    inside the product. Every node keeps the ``val`` of its meta, which tells its shape.
+    Columns that are laid side by side and cut apart again are left where they are; the gradient of a cut is no longer a
+    matrix of zeros for each piece and their sum; rows are picked and their gradients added row by row, not number by
+    number; a bias is added inside the product. Every node keeps the ``val`` of its meta, which tells its shape.
     """
-    for change in (_cut, _same, _joined_gradients, _cut_of_joined, _same, _rows_picked, _rows_added, _bias_inside, _outer):
+    for change in (
+        _cut,
+        _same,
+        _joined_gradients,
+        _cut_of_joined,
+        _same,
+        _rows_picked,
+        _rows_added,
+        _bias_inside,
+        _outer,
+    ):
         for node in list(graph.graph.nodes):
             if node.op == "call_function":
                 change(node)
@@ -143,7 +153,9 @@ def _picked_by(indices: Any) -> Any:
     if first is None:
         return indices[1] if len(_shape(indices[1])) == 1 else None
     counted = (
-        first.op == "call_function" and first.target is _aten.unsqueeze.default and first.args[0].target is _aten.arange.default
+        first.op == "call_function"
+        and first.target is _aten.unsqueeze.default
+        and first.args[0].target is _aten.arange.default
     )
     return indices[1] if counted and len(_shape(indices[1])) == 2 else None
 

@@ -45,8 +45,8 @@ class _Rule(NamedTuple):
 class StackedOptimizer:
     """The optimizers of a stack's members, each with its own learning rates, decays and limit of the gradient's norm.
 
-    What each learns is what :func:`hybrid_parallel` would have it learn alone on one rank. All weights of members with one setting
-    move in one fused call; K settings are K calls.
+    What each learns is what :func:`hybrid_parallel` would have it learn alone on one rank. All weights of members with
+    one setting move in one fused call; K settings are K calls.
 
     Args:
         stack: whose weights move.
@@ -55,8 +55,8 @@ class StackedOptimizer:
         steps: by member, of its whole run, for the schedules.
 
     Raises:
-        StackError: members with another kind of optimizer for the same weights, which one stack cannot hold; or a member without a
-            config.
+        StackError: members with another kind of optimizer for the same weights, which one stack cannot hold; or a
+            member without a config.
     """
 
     def __init__(
@@ -69,7 +69,12 @@ class StackedOptimizer:
     ) -> None:
         if missing := [name for name in stack.members if name not in configs]:
             raise StackError(f"no OptimizerConfig for {missing}: give one for each of {stack.members}")
-        self._stack, self._configs, self._schedules, self._steps = stack, dict(configs), dict(schedules or {}), dict(steps or {})
+        self._stack, self._configs, self._schedules, self._steps = (
+            stack,
+            dict(configs),
+            dict(schedules or {}),
+            dict(steps or {}),
+        )
         self._step = 0
         choices = {name: _choices(stack, name, configs[name]) for name in stack.members}
         self._inside = self._in_the_norm(choices)
@@ -83,10 +88,14 @@ class StackedOptimizer:
         for weights in _weights(self._stack, choices):
             if first[weights.name].kind != kind:
                 continue
-            own = {member: self._rule(member, chosen[weights.name], weights.is_table) for member, chosen in choices.items()}
+            own = {
+                member: self._rule(member, chosen[weights.name], weights.is_table) for member, chosen in choices.items()
+            }
             _check_kinds(weights.name, {member: rule.choice.kind for member, rule in own.items()})
             for moved, rule in _runs(weights, own):
-                group = groups.setdefault((rule, moved.is_table), {"params": [], **rule.choice.unfused()[1], **rule._asdict()})
+                group = groups.setdefault(
+                    (rule, moved.is_table), {"params": [], **rule.choice.unfused()[1], **rule._asdict()}
+                )
                 group["params"].append(moved.parameter)
                 self._moved.append((group, moved))
         made = next(choice for choice in first.values() if choice.kind == kind).unfused()[0]
@@ -175,7 +184,9 @@ class StackedOptimizer:
         made._step = self._step
         states: dict[tuple[str, str], dict[str, Tensor]] = {}
         for _, moved in self._moved:
-            states |= {(moved.name, member): part for member, part in zip(moved.members, self._state(moved), strict=True)}
+            states |= {
+                (moved.name, member): part for member, part in zip(moved.members, self._state(moved), strict=True)
+            }
         for _, moved in made._moved:
             parts = [states[moved.name, member] for member in moved.members]
             state = {name: _together([part[name] for part in parts]) for name in parts[0]}
@@ -184,7 +195,9 @@ class StackedOptimizer:
         return made
 
     def _owner(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        owners = (o for o in self._optimizers if any(p is parameter for group in o.param_groups for p in group["params"]))
+        owners = (
+            o for o in self._optimizers if any(p is parameter for group in o.param_groups for p in group["params"])
+        )
         return next(owners)
 
     def _state(self, moved: Moved) -> list[dict[str, Tensor]]:
@@ -232,7 +245,9 @@ def _runs(weights: _Weights, own: Mapping[str, _Rule]) -> list[tuple[Moved, _Rul
     if len(set(own.values())) == 1 and weights.value.is_contiguous():
         return [(_entry(weights.name, members, weights.value, weights.grad, weights.is_table), own[members[0]])]
     parts = zip(members, weights.value.chunk(len(members)), weights.grad.chunk(len(members)), strict=True)
-    return [(_entry(weights.name, (member,), value, grad, weights.is_table), own[member]) for member, value, grad in parts]
+    return [
+        (_entry(weights.name, (member,), value, grad, weights.is_table), own[member]) for member, value, grad in parts
+    ]
 
 
 def _entry(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_table: bool) -> Moved:
@@ -258,6 +273,8 @@ def _check_kinds(name: str, kinds: Mapping[str, str]) -> None:
     other = next((member for member, kind in kinds.items() if kind != kinds[first]), None)
     if other is not None:
         raise StackError(
-            f"'{name}' is moved by {kinds[first]} in '{first}' and by {kinds[other]} in '{other}': one stack has one kind of "
-            "optimizer for each weight; give both the same optimizer.tables and optimizer.dense, or train them beside each other"
+            f"'{name}' is moved by {kinds[first]} in '{first}' and by {kinds[other]} in '{other}': one stack has one "
+            "kind of "
+            "optimizer for each weight; give both the same optimizer.tables and optimizer.dense, or train them beside "
+            "each other"
         )

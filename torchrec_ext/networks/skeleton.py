@@ -37,7 +37,8 @@ class Part:
 
     def __getattr__(self, attribute: str) -> NoReturn:
         raise StackError(
-            f"the network reads batch.{self.name}.{attribute}, ids outside of an EmbeddingBagCollection, which differ from member "
+            f"the network reads batch.{self.name}.{attribute}, ids outside of an EmbeddingBagCollection, which differ "
+            "from member "
             "to member: it cannot be stacked; train it alone"
         )
 
@@ -88,7 +89,9 @@ class _Tables(nn.Module):
         if self.pooled is not None:
             return Pooled(self.names, self.pooled)
         if self.reads:
-            raise StackError(f"the network looks up '{self.path}' more than once a step: it cannot be stacked; train it alone")
+            raise StackError(
+                f"the network looks up '{self.path}' more than once a step: it cannot be stacked; train it alone"
+            )
         self.reads = features.name
         rows = self.strides[features.name]
         return Pooled(self.names, [torch.zeros(rows, width, device=self.device) for width in self.widths])
@@ -114,7 +117,9 @@ class Learner(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, batch: TowerBatch, peers: Tensor | None = None, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: TowerBatch, peers: Tensor | None = None, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The loss, (), and the logits, (B,), detached; with ``weight`` times the codistillation of ``peers`` (P, B)."""
         if peers is None or weight is None:
             loss, output = self.network(batch)
@@ -142,7 +147,8 @@ class Skeleton:
         for path, module in network.named_modules():
             if isinstance(module, EmbeddingCollection | nn.modules.batchnorm._BatchNorm):
                 raise StackError(
-                    f"layer '{path}' is a {type(module).__name__}: only EmbeddingBagCollections and layers that keep no statistics "
+                    f"layer '{path}' is a {type(module).__name__}: only EmbeddingBagCollections and layers that keep "
+                    "no statistics "
                     "are stacked; train the network alone"
                 )
             if isinstance(module, EmbeddingBagCollection):
@@ -169,7 +175,9 @@ class Skeleton:
         for hook in hooks:
             hook.remove()
         if len(set(order)) < len(order):
-            raise StackError("a dropout layer runs more than once a step: the network cannot be stacked; train it alone")
+            raise StackError(
+                "a dropout layer runs more than once a step: the network cannot be stacked; train it alone"
+            )
         self.dropouts = order
 
     @contextmanager

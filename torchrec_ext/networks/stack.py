@@ -42,7 +42,9 @@ class _Bags(NamedTuple):
             return table.index_select(0, self.ids)
         ends = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
         mode = "mean" if pooling == PoolingType.MEAN else "sum"
-        return embedding_bag(self.ids, table, ends, mode=mode, per_sample_weights=self.weights, include_last_offset=True)
+        return embedding_bag(
+            self.ids, table, ends, mode=mode, per_sample_weights=self.weights, include_last_offset=True
+        )
 
     def gradient(self, pooled: Tensor, pooling: PoolingType) -> Tensor:
         """(n, D) of the row of each id, from that of the pooled bags (K x S, D)."""
@@ -72,7 +74,8 @@ class StackedTables(nn.Module):
         self.tables: list[EmbeddingBagConfig] = list(collections[0].embedding_bag_configs())
         self.names = [name for names in get_embedding_names_by_table(self.tables) for name in names]
         stacked = [
-            dataclasses.replace(table, num_embeddings=self.members * table.num_embeddings, init_fn=None) for table in self.tables
+            dataclasses.replace(table, num_embeddings=self.members * table.num_embeddings, init_fn=None)
+            for table in self.tables
         ]
         weighted = collections[0].is_weighted()
         self.collection = EmbeddingBagCollection(tables=stacked, is_weighted=weighted, device=torch.device("meta"))
@@ -110,7 +113,9 @@ class StackedTables(nn.Module):
 
     @torch.no_grad()
     def _pooled(self, looked: Sequence[_Bags], weights: Sequence[Tensor]) -> list[Tensor]:
-        owners = [(table, weight) for table, weight in zip(self.tables, weights, strict=True) for _ in table.feature_names]
+        owners = [
+            (table, weight) for table, weight in zip(self.tables, weights, strict=True) for _ in table.feature_names
+        ]
         return [
             bags.pooled(weight, table.pooling).view(self.members, -1, table.embedding_dim)
             for bags, (table, weight) in zip(looked, owners, strict=True)
@@ -181,9 +186,9 @@ _SETTINGS = {-1: 256 << 20, -3: 32 << 20}
 def keep_freed_memory() -> bool:
     """Has glibc keep up to 256 MB of freed memory for the next step; whether it does.
 
-    A stack's matrices are megabytes, which glibc hands back to the system when a step frees them: the next step then faults in each
-    page anew (1,100 of them in a step of 8 Contextual NCF networks, a tenth of its time). For the whole process; with another C
-    library, or another allocator such as jemalloc, nothing changes.
+    A stack's matrices are megabytes, which glibc hands back to the system when a step frees them: the next step then
+    faults in each page anew (1,100 of them in a step of 8 Contextual NCF networks, a tenth of its time). For the whole
+    process; with another C library, or another allocator such as jemalloc, nothing changes.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -205,20 +210,20 @@ class Losses(NamedTuple):
 class Stack(nn.Module):
     """K networks of one shape that learn side by side, each as it would alone.
 
-    A step of a small network is mostly the time between its kernels: K of them as one take one look-up for each table, over K times
-    the rows, and one batched product for each layer (HFTA, Wang et al. 2021). Each member has its own rows, first weights, rate of
-    dropout and generator for it; optimizers are :class:`StackedOptimizer`'s.
+    A step of a small network is mostly the time between its kernels: K of them as one take one look-up for each table,
+    over K times the rows, and one batched product for each layer (HFTA, Wang et al. 2021). Each member has its own
+    rows, first weights, rate of dropout and generator for it; optimizers are :class:`StackedOptimizer`'s.
 
-    The members stay what they were: their parameters become views of the stacked ones, so that ``stack.networks["a"]`` is at any
-    time the network as trained so far, to evaluate or to save. What runs is a graph of their forward and backward, traced once for
-    each shape of batch by ``vmap`` and ``make_fx`` and executed kernel by kernel, without autograd; its first step is compared with
-    the members' own forwards.
+    The members stay what they were: their parameters become views of the stacked ones, so that ``stack.networks["a"]``
+    is at any time the network as trained so far, to evaluate or to save. What runs is a graph of their forward and
+    backward, traced once for each shape of batch by ``vmap`` and ``make_fx`` and executed kernel by kernel, without
+    autograd; its first step is compared with the members' own forwards.
 
     Args:
-        networks: by name, on one device: modules as :func:`torchrec_ext.train.loop.train` takes them, such as TowerModels, whose
-            rates of dropout alone may differ. Each has weights of its own.
-        seeds: of each member's dropout, by name: with it a member draws the noise that nn.Dropout draws alone on the CPU after
-            ``torch.manual_seed(seed)``. 0 where not given.
+        networks: by name, on one device: modules as :func:`torchrec_ext.train.loop.train` takes them, such as
+            TowerModels, whose rates of dropout alone may differ. Each has weights of its own.
+        seeds: of each member's dropout, by name: with it a member draws the noise that nn.Dropout draws alone on the
+            CPU after ``torch.manual_seed(seed)``. 0 where not given.
 
     Raises:
         StackError: networks of different shapes; says which field differs.
@@ -241,7 +246,8 @@ class Stack(nn.Module):
             raise StackError(f"two of {list(networks)} are one network; give each member weights of its own")
         if (differs := difference(networks)) is not None:
             raise StackError(
-                f"{differs}: a stack holds networks of one shape; give both the same, or train them beside each other on rank "
+                f"{differs}: a stack holds networks of one shape; give both the same, or train them beside each other "
+                "on rank "
                 "groups"
             )
         keep_freed_memory()
@@ -284,13 +290,17 @@ class Stack(nn.Module):
         """By the path that their collection has in every network."""
         first = next(iter(self.networks.values()))
         paths = [path for path, module in first.named_modules() if isinstance(module, EmbeddingBagCollection)]
-        return {path: StackedTables([network.get_submodule(path) for network in self.networks.values()]) for path in paths}
+        return {
+            path: StackedTables([network.get_submodule(path) for network in self.networks.values()]) for path in paths
+        }
 
     def _lay_dense_together(self) -> None:
         """One (K, P) matrix of all dense weights, a row for each member, and the gradient likewise: optimizers take it whole."""
         own = [_dense_parameters(network) for network in self.networks.values()]
         sizes = [weight.numel() for _, weight in own[0]]
-        self.flat = torch.stack([torch.cat([weight.detach().reshape(-1) for _, weight in parameters]) for parameters in own])
+        self.flat = torch.stack(
+            [torch.cat([weight.detach().reshape(-1) for _, weight in parameters]) for parameters in own]
+        )
         self.flat_grad = torch.zeros_like(self.flat)
         self._dense_grads: list[Tensor] = []
         for place, (name, weight) in enumerate(own[0]):
@@ -308,7 +318,9 @@ class Stack(nn.Module):
         for name, network in self.networks.items():
             rates = [layer.p for layer in _dropouts(network)] or [0.0] * len(self.skeleton.dropouts)
             if len(rates) != len(self.skeleton.dropouts):
-                raise StackError(f"'{name}' has {len(rates)} dropout layers, another network {len(self.skeleton.dropouts)}")
+                raise StackError(
+                    f"'{name}' has {len(rates)} dropout layers, another network {len(self.skeleton.dropouts)}"
+                )
             self._rates.append(rates)
         return self.skeleton
 
@@ -317,7 +329,8 @@ class Stack(nn.Module):
 
         Args:
             batches: of each member, in order, all of one shape; one and the same batch for all is read once.
-            peers: (K, P, B) logits of each member's P stale peers for its rows, towards which :func:`codistillation` draws it.
+            peers: (K, P, B) logits of each member's P stale peers for its rows, towards which :func:`codistillation`
+                draws it.
             weight: of that term.
 
         Raises:
@@ -345,7 +358,8 @@ class Stack(nn.Module):
             own = float(network(batch)[0])
             if abs(own - loss) > _CLOSE * max(1.0, abs(own)):
                 raise StackError(
-                    f"'{name}' has a loss of {own} on its first batch alone and of {loss} in the stack: its forward depends on "
+                    f"'{name}' has a loss of {own} on its first batch alone and of {loss} in the stack: its forward "
+                    "depends on "
                     "more than its weights and the batch's tensors, so it cannot be stacked; train it alone"
                 )
 
@@ -376,7 +390,9 @@ class Stack(nn.Module):
     def _fields(self, batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
         """The tensors of the batches below one another, those of one batch for all as they are."""
         if len(batches) != len(self.networks):
-            raise StackError(f"{len(batches)} batches for {len(self.networks)} networks: give one for each, {self.members}")
+            raise StackError(
+                f"{len(batches)} batches for {len(self.networks)} networks: give one for each, {self.members}"
+            )
         shared = all(batch is batches[0] for batch in batches)
         tensors = [tensors_of(batch) for batch in (batches[:1] if shared else batches)]
         for name, other in zip(self.members, tensors, strict=False):
@@ -384,7 +400,8 @@ class Stack(nn.Module):
                 mine, theirs = tensors[0].get(field), other.get(field)
                 if mine is None or theirs is None or mine.shape != theirs.shape:
                     raise StackError(
-                        f"batch.{field} is {_shape(mine)} for '{self.members[0]}' and {_shape(theirs)} for '{name}': members of a "
+                        f"batch.{field} is {_shape(mine)} for '{self.members[0]}' and {_shape(theirs)} for '{name}': "
+                        "members of a "
                         "stack take batches of one shape; give both the same batch_size and negatives"
                     )
         return tensors[0] if shared else {name: torch.stack([own[name] for own in tensors]) for name in tensors[0]}

@@ -112,7 +112,10 @@ def _parts(stack: Stack, moved: Moved, held: dict[str, Tensor], place: int) -> d
         names = list(stack.dense)  # all of them side by side
     shapes = [stack.dense[name].shape[1:] for name in names]
     sizes = [shape.numel() for shape in shapes]
-    split = {slot: torch.split(value.reshape(-1), sizes) if value.dim() else [value] * len(names) for slot, value in own.items()}
+    split = {
+        slot: torch.split(value.reshape(-1), sizes) if value.dim() else [value] * len(names)
+        for slot, value in own.items()
+    }
     return {
         name: {slot: parts[at].view(shape) if parts[at].dim() else parts[at] for slot, parts in split.items()}
         for at, (name, shape) in enumerate(zip(names, shapes, strict=True))
@@ -126,8 +129,8 @@ class Codistillation:
     Args:
         weight: of the term beside the loss of the labels; 0 for none.
         burn_in: steps without it, in which the members become worth learning from.
-        every: steps between two copies of all members; a copy costs the memory of the stack once more, and each step with peers one
-            more forward.
+        every: steps between two copies of all members; a copy costs the memory of the stack once more, and each step
+            with peers one more forward.
     """
 
     weight: float = 0.0
@@ -156,7 +159,9 @@ class StalePeers:
 
     def __init__(self, stack: Stack, config: Codistillation) -> None:
         if len(stack.members) < 2:
-            raise StackError(f"codistillation with the one member {stack.members}: it learns from peers; stack two or more")
+            raise StackError(
+                f"codistillation with the one member {stack.members}: it learns from peers; stack two or more"
+            )
         self._stack, self._config = stack, config
         self._dense: list[Tensor] = []
         self._tables: dict[str, list[Tensor]] = {}
@@ -169,7 +174,8 @@ class StalePeers:
         """Takes the members as they are now."""
         self._dense = [value.detach().clone() for value in self._stack.dense.values()]
         self._tables = {
-            path: [own.weight(table).detach().clone() for table in own.tables] for path, own in self._stack.tables.items()
+            path: [own.weight(table).detach().clone() for table in own.tables]
+            for path, own in self._stack.tables.items()
         }
 
     def logits(self, batches: Sequence[TowerBatch], step: int) -> Tensor | None:
@@ -184,7 +190,8 @@ class StalePeers:
         """
         if any(batch is not batches[0] for batch in batches):
             raise StackError(
-                "codistillation between members that read different rows: peers predict for the same rows; let all read one loader "
+                "codistillation between members that read different rows: peers predict for the same rows; let all "
+                "read one loader "
                 "(the same loader settings and seed)"
             )
         if step < self._config.burn_in or self._stack.skeleton is None:
@@ -219,7 +226,8 @@ class Member:
         optimizer: of its weights.
         train: its epochs, schedules, evaluations and early stop.
         seed: of its dropout.
-        checkpoints: saves it as a run of its own, and says where it begins; of all members at the same steps, or of none.
+        checkpoints: saves it as a run of its own, and says where it begins; of all members at the same steps, or of
+            none.
     """
 
     network: nn.Module
@@ -240,18 +248,21 @@ def train_stack(
 ) -> dict[str, list[Record]]:
     """Trains networks of one shape as one stack; the networks of ``members`` have learned when it returns.
 
-    A member leaves when its epochs are over, when it stops early, and when its loss is no number: the others go on, faster.
+    A member leaves when its epochs are over, when it stops early, and when its loss is no number: the others go on,
+    faster.
 
     Args:
         members: by name.
-        evaluate: from a name to the figures of that member as it is, after the epochs that its ``train.eval_every`` says.
+        evaluate: from a name to the figures of that member as it is, after the epochs that its ``train.eval_every``
+            says.
         log: called with a name and a record of that member.
-        codistillation: how members learn from each other, where they do. After a resume the peers are those of that step.
+        codistillation: how members learn from each other, where they do. After a resume the peers are those of that
+            step.
         stop: asked after each step; where it says yes, all members are saved, and the run ends.
 
     Returns:
-        The records of each member, as :func:`torchrec_ext.train.loop.train` makes them; the last of one whose loss is no number has
-        the kind ``error``, and nothing was written by that step.
+        The records of each member, as :func:`torchrec_ext.train.loop.train` makes them; the last of one whose loss is
+        no number has the kind ``error``, and nothing was written by that step.
 
     Raises:
         StackError: networks of different shapes, or loaders of which one has more steps than another.
@@ -282,7 +293,8 @@ class _Run:
         self._codistillation = codistillation
         self._steps = _steps_of_all(members)
         self._stack = Stack(
-            {name: member.network for name, member in members.items()}, seeds={name: m.seed for name, m in members.items()}
+            {name: member.network for name, member in members.items()},
+            seeds={name: m.seed for name, m in members.items()},
         )
         self._optimizer = StackedOptimizer(
             self._stack,
@@ -293,7 +305,9 @@ class _Run:
         self._peers = self._new_peers()
         self._watches = {name: EarlyStopWatch(member.train.early_stop, Runtime()) for name, member in members.items()}
         self.history: dict[str, list[Record]] = {name: [] for name in members}
-        self._best = {name: BestWeights(member.network) for name, member in members.items() if member.train.early_stop.metric}
+        self._best = {
+            name: BestWeights(member.network) for name, member in members.items() if member.train.early_stop.metric
+        }
         self._window = _Window(self.active)
         self.at = Position()
         if self._saved():
@@ -304,7 +318,11 @@ class _Run:
         return self._stack.members if self._stack else []
 
     def _new_peers(self) -> StalePeers | None:
-        return StalePeers(self._stack, self._codistillation) if self._codistillation.weight and len(self.active) > 1 else None
+        return (
+            StalePeers(self._stack, self._codistillation)
+            if self._codistillation.weight and len(self.active) > 1
+            else None
+        )
 
     def epoch(self) -> None:
         """What is left of it."""
@@ -338,10 +356,14 @@ class _Run:
                 found = member.checkpoints.load_weights(member.network, best["best_step"])
             told = self._watches[name].told(best)
             text = (
-                f"restored {told}" if found else f"{told} was the best, but its checkpoint is gone: the weights are the last step's"
+                f"restored {told}"
+                if found
+                else f"{told} was the best, but its checkpoint is gone: the weights are the last step's"
             )
             if self._log is not None:
-                self._log(name, {"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text})
+                self._log(
+                    name, {"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text}
+                )
 
     def _restore(self) -> None:
         """All members stand where their checkpoints say; at the beginning where there are none."""
@@ -352,14 +374,18 @@ class _Run:
                 self._log(name, record)
         over = [name for name, own in stand.items() if is_over(own, self._members[name].train.epochs)]
         if over:  # whose loader, where it is that of others too, stands where they left
-            stand |= {name: self._restore_one(name, checkpoints) for name, checkpoints in self._saved() if name not in over}
+            stand |= {
+                name: self._restore_one(name, checkpoints) for name, checkpoints in self._saved() if name not in over
+            }
         if len(over) == len(self.active):
             self._leave(over)
             return
         found = {(own.epoch, own.done, own.step, own.ended) for name, own in stand.items() if name not in over}
         if len(found) > 1:
             steps = ", ".join(f"'{name}' at step {own.step}" for name, own in stand.items())
-            raise StackError(f"the members' checkpoints stand apart: {steps}; give those of one step, as members step together")
+            raise StackError(
+                f"the members' checkpoints stand apart: {steps}; give those of one step, as members step together"
+            )
         ((epoch, done, step, ended),) = found
         self.at = Position(epoch=epoch, done=done, step=step)
         self._optimizer.go_on(step)
@@ -423,7 +449,9 @@ class _Run:
     def _end_here(self) -> None:
         where = f"step {self.at.step} of epoch {self.at.epoch + 1}"
         if not self._saved():
-            raise RunStoppedError(f"stopped by a signal after {where}; nothing was saved, since the run has no checkpoints")
+            raise RunStoppedError(
+                f"stopped by a signal after {where}; nothing was saved, since the run has no checkpoints"
+            )
         self._save(RunCheckpoints.save)
         raise RunStoppedError(f"stopped by a signal after {where}, which is saved; go on with --resume auto")
 
@@ -435,8 +463,10 @@ class _Run:
         lost = {name: loss for name, loss in zip(self.active, losses.tolist(), strict=True) if not math.isfinite(loss)}
         for name, loss in lost.items():
             message = (
-                f"'{name}': the loss is {loss} at step {self.at.step + 1} of epoch {epoch}; nothing was written by this step, and "
-                "the member ends here: lower its optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for "
+                f"'{name}': the loss is {loss} at step {self.at.step + 1} of epoch {epoch}; nothing was written by "
+                "this step, and "
+                "the member ends here: lower its optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, "
+                "or look for "
                 "extreme values in the data"
             )
             self._keep(name, {"kind": "error", "epoch": epoch, "step": self.at.step + 1, "message": message})
@@ -518,7 +548,8 @@ def _steps_of_all(members: Mapping[str, Member]) -> int:
     other = next((name for name, count in steps.items() if count != steps[first]), None)
     if other is not None:
         raise StackError(
-            f"'{first}' has {steps[first]} steps an epoch and '{other}' {steps[other]}: members of a stack step together; give "
+            f"'{first}' has {steps[first]} steps an epoch and '{other}' {steps[other]}: members of a stack step "
+            "together; give "
             "both the same rows and loader.batch_size, or train them beside each other"
         )
     return steps[first]

@@ -1,7 +1,7 @@
 """Which columns a batch has, derived from the tables that will read them, and the one place where ids are checked.
 
-Axis letters, one legend for the whole package: B batch, Q shared rows, F features, L bag length, D embedding dim, T towers or
-tasks, N negatives or candidates, K retrieved, R ranks, S session length.
+Axis letters, one legend for the whole package: B batch, Q shared rows, F features, L bag length, D embedding dim, T
+towers or tasks, N negatives or candidates, K retrieved, R ranks, S session length.
 """
 
 import torchrec_ext.needs_torch  # noqa: F401

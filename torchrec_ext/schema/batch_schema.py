@@ -19,7 +19,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import Self
 
 from torchrec_ext.batch import SharedRows, TowerBatch
-from torchrec_ext.schema.features import Joint, Keys, SparseFeature, columns_of, features_of, joints, merged, unique, widths_of
+from torchrec_ext.schema.features import (
+    Joint,
+    Keys,
+    SparseFeature,
+    columns_of,
+    features_of,
+    joints,
+    merged,
+    unique,
+    widths_of,
+)
 from torchrec_ext.schema.validation import (
     Bags,
     DataError,
@@ -47,16 +57,16 @@ class BatchColumns:
 
     Args:
         sparse: the features, F of them.
-        dense: the names of the columns of the one dense matrix, Fd of them; ``profile[3]`` is the fourth number of the array column
-            ``profile``, where the data have no column of that very name.
+        dense: the names of the columns of the one dense matrix, Fd of them; ``profile[3]`` is the fourth number of the
+            array column ``profile``, where the data have no column of that very name.
         shared: which of these columns are in the batch's shared part, see :class:`SharedRows`.
         joint: the keys of ``batch.joint``, for tables that read shared and other features.
         weighted: the keys of ``batch.weighted``, for tables that pool by weights.
         tasks: the columns with the labels of further tasks, of ``batch.targets``.
         label_range: smallest and largest label, 0 to 1 as binary cross entropy asks; None for any finite label.
-        out_of_range: what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps it to the feature's
-            ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the sharding type (a row-wise table
-            trains the row of another id, see FACTS).
+        out_of_range: what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps it to the
+            feature's ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the sharding type
+            (a row-wise table trains the row of another id, see FACTS).
         query: the column with the user of each row of a training batch, for ``batch.users``, and
         candidate: the column with its item, for ``batch.items``. A model that compares rows names them.
     """
@@ -81,7 +91,9 @@ class BatchColumns:
             raise ValueError(f"shared names {unknown}, which are not columns; the columns are {names}")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"columns {twice} appear twice in the schema; a column is a sparse feature, a dense column or weights")
+            raise ValueError(
+                f"columns {twice} appear twice in the schema; a column is a sparse feature, a dense column or weights"
+            )
 
     @classmethod
     def from_tables(
@@ -98,8 +110,8 @@ class BatchColumns:
         """The schema that a set of TorchRec tables asks for: features in order of first appearance.
 
         Args:
-            tables: EmbeddingBagConfigs or EmbeddingConfigs; a feature may be read by several, and a table be named several times,
-                if its configs agree in all but their features.
+            tables: EmbeddingBagConfigs or EmbeddingConfigs; a feature may be read by several, and a table be named
+                several times, if its configs agree in all but their features.
             dense: names of the dense columns.
             shared: names of the columns in the batch's shared part.
             label_range: see :class:`BatchSchema`.
@@ -219,19 +231,19 @@ class BatchSchema(BatchColumns):
         """Checks the columns and packs them into one batch.
 
         Args:
-            sparse: a :class:`Jagged` for each sparse feature, of B rows or, where it is shared, Q, with weights where the feature
-                has such; further entries are ignored.
-            dense: a (B,) or (Q,) column for each dense name, (B, W) or (Q, W) for an array column; further entries are ignored; or
-                :class:`Dense`.
+            sparse: a :class:`Jagged` for each sparse feature, of B rows or, where it is shared, Q, with weights where
+                the feature has such; further entries are ignored.
+            dense: a (B,) or (Q,) column for each dense name, (B, W) or (Q, W) for an array column; further entries are
+                ignored; or :class:`Dense`.
             labels: (B,).
             weights: (B,), 0 for padding; ones where not given.
-            total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; this rank's own sum where
-                not given.
+            total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; this rank's own
+                sum where not given.
             log_q: (B,) log-probability with which the candidate was sampled.
             targets: (B, T - 1) the labels of the schema's ``tasks``; must be given where it has such.
             rows: (B,) numbers by which an error message names a row; the place in the batch where not given.
-            index: (B,) the shared row of each row, or the number of rows that each shared row has, one after the other; where not
-                given, Q is B and each row has its own.
+            index: (B,) the shared row of each row, or the number of rows that each shared row has, one after the other;
+                where not given, Q is B and each row has its own.
             shared_rows: (Q,) numbers by which an error message names a shared row; must be given with ``index``.
 
         Raises:
@@ -251,13 +263,17 @@ class BatchSchema(BatchColumns):
                 own = Rows(own.size, "B", shared_rows, index)
         halves = (queries, own) if self.shared else (own,)
         if not isinstance(dense, Dense):
-            dense = Dense(self._matrix(dense or {}, self.row_dense, own), self._matrix(dense or {}, self.shared_dense, queries))
+            dense = Dense(
+                self._matrix(dense or {}, self.row_dense, own), self._matrix(dense or {}, self.shared_dense, queries)
+            )
         shared = None
         if self.shared:
             shared = SharedRows(
                 sparse=self._keyed(sparse, self.shared_keys, queries),
                 dense=finite_matrix(self.shared_dense, dense.shared, queries),
-                index=index if isinstance(index, Tensor) else torch.from_numpy(np.arange(queries.size).repeat(index or 1)),
+                index=index
+                if isinstance(index, Tensor)
+                else torch.from_numpy(np.arange(queries.size).repeat(index or 1)),
             )
         return TowerBatch(
             sparse=self._keyed(sparse, self.row_keys, own),
@@ -272,7 +288,9 @@ class BatchSchema(BatchColumns):
             weighted=self._keyed(sparse, self.weighted_keys, *halves, weighted=True) if self.weighted else None,
         )
 
-    def _keyed(self, sparse: Mapping[str, Jagged], keys: Keys, *rows: Rows, weighted: bool = False) -> KeyedJaggedTensor:
+    def _keyed(
+        self, sparse: Mapping[str, Jagged], keys: Keys, *rows: Rows, weighted: bool = False
+    ) -> KeyedJaggedTensor:
         """``rows``: of each bag of a key; in the joint one Q, then B."""
         bags = [self._bags(sparse, feature, rows[at % len(rows)]) for at, feature in enumerate(keys.features)]
         stride = sum(part.size for part in rows)
@@ -289,11 +307,15 @@ class BatchSchema(BatchColumns):
 
     def _targets(self, targets: Tensor | None, rows: Rows) -> Tensor | None:
         if targets is None and self.tasks:
-            raise DataError(f"the labels of the tasks {list(self.tasks)} are missing; give targets of shape (B, {len(self.tasks)})")
+            raise DataError(
+                f"the labels of the tasks {list(self.tasks)} are missing; give targets of shape (B, {len(self.tasks)})"
+            )
         if targets is None or not self.tasks:
             return None
         if targets.shape != (rows.size, len(self.tasks)):
-            raise DataError(f"targets of shape {tuple(targets.shape)}: must be (B, tasks) = ({rows.size}, {len(self.tasks)})")
+            raise DataError(
+                f"targets of shape {tuple(targets.shape)}: must be (B, tasks) = ({rows.size}, {len(self.tasks)})"
+            )
         for name, column in zip(self.tasks, targets.unbind(dim=1), strict=True):
             between(name, column, rows, self.label_range)
         return targets.float()
@@ -304,7 +326,9 @@ class BatchSchema(BatchColumns):
     def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: Rows) -> Tensor:
         widths = {name: width for name, width in widths_of(names, dense).items() if name in dense}
         arrays = {name: array_of(name, dense[name], width, rows) for name, width in widths.items()}
-        elements = {f"{name}[{at}]": column for name, array in arrays.items() for at, column in enumerate(array.unbind(dim=1))}
+        elements = {
+            f"{name}[{at}]": column for name, array in arrays.items() for at, column in enumerate(array.unbind(dim=1))
+        }
         columns = {**elements, **dense}
         return side_by_side(names, [self._column(columns, name) for name in names], rows)
 
@@ -314,7 +338,8 @@ class BatchSchema(BatchColumns):
         It must have all shared features, all others, or both.
 
         Returns:
-            ``features`` itself, or with ``out_of_range="oov"`` a new one in which invalid ids are the out-of-vocabulary row.
+            ``features`` itself, or with ``out_of_range="oov"`` a new one in which invalid ids are the out-of-vocabulary
+            row.
         """
         parts = features.to_dict()
         sides = (set(self.shared_keys.keys), set(self.row_keys.keys))
@@ -334,7 +359,10 @@ class BatchSchema(BatchColumns):
         if not replace:
             return features
         return KeyedJaggedTensor(
-            keys=features.keys(), values=torch.cat(values), lengths=features.lengths(), weights=features.weights_or_none()
+            keys=features.keys(),
+            values=torch.cat(values),
+            lengths=features.lengths(),
+            weights=features.weights_or_none(),
         )
 
     def _column(self, columns: Mapping[str, _Column], name: str) -> _Column:

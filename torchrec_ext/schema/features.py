@@ -62,9 +62,10 @@ class SparseFeature:
 class Joint(NamedTuple):
     """A key of ``batch.joint`` or ``batch.weighted``: the Q bags of a shared feature, then the B bags of another.
 
-    A table that a shared tower and another both read is looked up once, with Q + B bags, so that its rows move once a step. Where
-    one side has more features than the other, the missing half is empty bags. Bags with weights stand in ``weighted``, all others
-    apart from them: FBGEMM trains a table that pools by mean wrongly where its ids have weights, even of 1.
+    A table that a shared tower and another both read is looked up once, with Q + B bags, so that its rows move once a
+    step. Where one side has more features than the other, the missing half is empty bags. Bags with weights stand in
+    ``weighted``, all others apart from them: FBGEMM trains a table that pools by mean wrongly where its ids have
+    weights, even of 1.
     """
 
     shared: str | None
@@ -113,7 +114,8 @@ def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None
     if different:
         shown = " and ".join(", ".join(f"{name}={facts.get(name)}" for name in different) for facts in (one, two))
         raise ValueError(
-            f"two tables are called '{first.name}', with {shown}: tables of one name are one table with one set of weights, so "
+            f"two tables are called '{first.name}', with {shown}: tables of one name are one table with one set of "
+            "weights, so "
             "they must agree in all but their features; make them equal, or give one of them another name"
         )
 
@@ -154,7 +156,10 @@ def unique(keys: Mapping[str, list[Joint]]) -> tuple[Joint, ...]:
 
 
 def features_of(
-    tables: Sequence[BaseEmbeddingConfig], shared: Collection[str], oov_ids: Mapping[str, int], weights: Mapping[str, str]
+    tables: Sequence[BaseEmbeddingConfig],
+    shared: Collection[str],
+    oov_ids: Mapping[str, int],
+    weights: Mapping[str, str],
 ) -> tuple[SparseFeature, ...]:
     """The features that the tables read, in order of first appearance."""
     joint = joints(tables, shared, weights)
@@ -248,4 +253,6 @@ def columns_of(names: Iterable[str], columns: Collection[str] = ()) -> list[str]
         ['age', 'profile']
     """
     found = [(name, element_of(name)) for name in names]
-    return list(dict.fromkeys(name if element is None or name in columns else element.column for name, element in found))
+    return list(
+        dict.fromkeys(name if element is None or name in columns else element.column for name, element in found)
+    )

@@ -2,7 +2,8 @@
 
 Bags of ids of a batch, checked: types, lengths, weights, and that every id names a row of its table.
 
-Ids of features with one id per row are checked in one pass; which feature, row and value it was is looked for when there is one.
+Ids of features with one id per row are checked in one pass; which feature, row and value it was is looked for when
+there is one.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def side_by_side(names: Sequence[str], columns: Sequence[Tensor], rows: Rows) ->
 def array_of(name: str, array: Tensor, width: int, rows: Rows) -> Tensor:
     """(B, W) an array column."""
     if array.shape != (rows.size, width):
-        raise DataError(f"column '{name}': shape {tuple(array.shape)}, must be ({rows.axis}, W) = ({rows.size}, {width})")
+        raise DataError(
+            f"column '{name}': shape {tuple(array.shape)}, must be ({rows.axis}, W) = ({rows.size}, {width})"
+        )
     return array
 
 
@@ -83,7 +86,8 @@ def between(name: str, column: Tensor, rows: Rows, bounds: tuple[float, float] |
     if found is None:
         row = int((~torch.isfinite(column)).nonzero()[0])
         raise DataError(
-            f"column '{name}': value {float(column[row])} in {rows.name(row)} is not finite; fill or drop it where it is read"
+            f"column '{name}': value {float(column[row])} in {rows.name(row)} is not finite; fill or drop it where it "
+            "is read"
         )
     if bounds is not None and not bounds[0] <= found[0] <= found[1] <= bounds[1]:
         row = int(((column < bounds[0]) | (column > bounds[1])).nonzero()[0])
@@ -112,20 +116,26 @@ def check_index(index: Tensor, own: Rows, queries: Rows) -> None:
         low, high = torch.aminmax(index)
         fits = int(low) >= 0 and int(high) < queries.size
     if not fits:
-        raise DataError(f"index of shape {tuple(index.shape)}: must be (B,) = ({own.size},), places from 0 to {queries.size - 1}")
+        raise DataError(
+            f"index of shape {tuple(index.shape)}: must be (B,) = ({own.size},), places from 0 to {queries.size - 1}"
+        )
 
 
 def check_repeats(repeats: int, own: Rows, queries: Rows) -> None:
     """Refuses a number of rows for each shared row that does not make all rows."""
     if queries.size * repeats != own.size:
-        raise DataError(f"index={repeats} rows for each of {queries.size} shared rows: must be {own.shape} rows together")
+        raise DataError(
+            f"index={repeats} rows for each of {queries.size} shared rows: must be {own.shape} rows together"
+        )
 
 
 def total_of(weights: Tensor | None, given: float | None, size: int) -> Tensor:
     """() the total weight: as it was given, or the sum of the weights, or of as many ones."""
     total = float(given) if given is not None else float(size if weights is None else weights.sum())
     if size and not total > 0:
-        raise DataError(f"total_weight={total}: must be greater than 0, since the loss divides by it; give some row a weight")
+        raise DataError(
+            f"total_weight={total}: must be greater than 0, since the loss divides by it; give some row a weight"
+        )
     return torch.from_numpy(np.array(total, np.float32))  # in half the time of torch.tensor
 
 
@@ -179,7 +189,9 @@ def _weights(feature: SparseFeature, column: Jagged, rows: Rows) -> Tensor | Non
         return None
     if feature.weights is None or column.weights is None:
         what = "no weights, but the model reads them from" if feature.weights else "weights, but no tower names"
-        raise DataError(f"feature '{feature.name}' has {what} a column; give a weight for each id, and name it in Tower(weights=)")
+        raise DataError(
+            f"feature '{feature.name}' has {what} a column; give a weight for each id, and name it in Tower(weights=)"
+        )
     if column.weights.shape != column.values.shape:
         raise DataError(
             f"column '{feature.weights}': {column.weights.numel()} weights, must be {column.values.numel()}, "
@@ -269,7 +281,9 @@ def _check_types(name: str, column: Jagged) -> None:
                 "convert them where they are read (a float id would silently become row 0)"
             )
         if tensor.dim() != 1:
-            raise DataError(f"feature '{name}': {what} have shape {tuple(tensor.shape)}, must have one dimension; flatten them")
+            raise DataError(
+                f"feature '{name}': {what} have shape {tuple(tensor.shape)}, must have one dimension; flatten them"
+            )
 
 
 def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: Rows) -> None:
@@ -280,7 +294,9 @@ def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: Rows) -> No
         raise DataError(f"feature '{name}': length {int(lengths[row])} in {rows.name(row)}; lengths must be 0 or more")
     total = int(lengths.sum())
     if total != values.numel():
-        raise DataError(f"feature '{name}': the lengths add up to {total}, but there are {values.numel()} ids; they must agree")
+        raise DataError(
+            f"feature '{name}': the lengths add up to {total}, but there are {values.numel()} ids; they must agree"
+        )
 
 
 def _wrong_size(name: str, found: int, rows: Rows) -> DataError:

@@ -30,9 +30,9 @@ Kind = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 class Schedule:
     """A factor on the learning rate, by step.
 
-    The rate rises in equal parts over ``warmup`` steps to the whole of what the optimizer was given, then follows ``kind``:
-    ``constant``; ``linear`` or ``cosine`` down to ``floor`` at the last step; ``inverse_sqrt``, sqrt(warmup / step) (Vaswani et al.
-    2017); ``step``, times ``gamma`` every ``every`` steps.
+    The rate rises in equal parts over ``warmup`` steps to the whole of what the optimizer was given, then follows
+    ``kind``: ``constant``; ``linear`` or ``cosine`` down to ``floor`` at the last step; ``inverse_sqrt``, sqrt(warmup /
+    step) (Vaswani et al. 2017); ``step``, times ``gamma`` every ``every`` steps.
 
     Args:
         kind: of the part after the warm-up.
@@ -57,7 +57,9 @@ class Schedule:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be between 0 and 1")
         if self.kind == "step" and self.every < 1:
-            raise ValueError(f"every={self.every}: the kind step needs the number of steps between two drops, 1 or more")
+            raise ValueError(
+                f"every={self.every}: the kind step needs the number of steps between two drops, 1 or more"
+            )
 
     @property
     def changes(self) -> bool:
@@ -90,7 +92,8 @@ class Schedule:
 def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, steps: int) -> LambdaLR:
     """The scheduler of all learning rates of a run, to be stepped after each step; the first step's are set at once.
 
-    TorchRec's WarmupOptimizer would give all groups one rate and keep its place outside of the state of a combined optimizer.
+    TorchRec's WarmupOptimizer would give all groups one rate and keep its place outside of the state of a combined
+    optimizer.
 
     Args:
         optimizer: from :func:`hybrid_parallel`; every group of another one follows ``dense``.
@@ -103,7 +106,9 @@ def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, step
     """
     for name, schedule in (("tables_schedule", tables), ("dense_schedule", dense)):
         if schedule.warmup >= steps and schedule.changes:
-            raise ValueError(f"{name}: warmup={schedule.warmup} steps, but the run has {steps}; a warm-up must end before the run")
+            raise ValueError(
+                f"{name}: warmup={schedule.warmup} steps, but the run has {steps}; a warm-up must end before the run"
+            )
     of_tables = {id(group) for group in optimizer.table_groups} if isinstance(optimizer, HybridOptimizer) else set()
     schedules = [tables if id(group) in of_tables else dense for group in optimizer.param_groups]
     return LambdaLR(optimizer, [partial(schedule.factor, steps=steps) for schedule in schedules])
@@ -126,8 +131,8 @@ class EarlyStop:
         mode: whether the figure should rise (``max``) or fall (``min``).
         patience: evaluations without a better figure after which the run ends.
         min_delta: by how much a figure must be better than the best to count.
-        restore: end the run, early or not, with the weights of its best evaluation, which are then tested, exported and served;
-            else with those of its last step.
+        restore: end the run, early or not, with the weights of its best evaluation, which are then tested, exported and
+            served; else with those of its last step.
     """
 
     metric: str = ""
@@ -169,11 +174,14 @@ class EarlyStopWatch:
             return False
         if not isinstance(record.get(name), float):
             figures = ", ".join(key for key, value in record.items() if isinstance(value, float))
-            raise ValueError(f"train.early_stop.metric={name!r}: an evaluation has no such figure; it has {figures or 'none'}")
+            raise ValueError(
+                f"train.early_stop.metric={name!r}: an evaluation has no such figure; it has {figures or 'none'}"
+            )
         value = self._agreed(record[name])
         if math.isnan(value):
             raise ValueError(
-                f"train.early_stop.metric={name!r}: the figure is nan at step {record['step']}, so nothing can be compared"
+                f"train.early_stop.metric={name!r}: the figure is nan at step {record['step']}, so nothing can be "
+                "compared"
             )
         better = self.best is None or self._gain(value) > self._config.min_delta
         self._since = 0 if better else self._since + 1
@@ -228,29 +236,32 @@ class TrainConfig:
 
     Args:
         epochs: passes over the data.
-        log_every: steps between two records of loss and throughput, besides one at each epoch's end; a record is the only place
-            where the loop waits for the device.
+        log_every: steps between two records of loss and throughput, besides one at each epoch's end; a record is the
+            only place where the loop waits for the device.
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
-        seed: of the dense layers, the tables and dropout; added to the loader's, of the order of samples and the negatives.
+        seed: of the dense layers, the tables and dropout; added to the loader's, of the order of samples and the
+            negatives.
         tables_schedule: how the tables' learning rates change over the run.
         dense_schedule: how the dense layers' do.
         early_stop: after which evaluations the run ends before its last epoch, and with which weights.
-        on_nan: what a loss or gradient that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the step on all
-            ranks, which then moves nothing; a record of kind ``left_out`` says why.
-        check_gradients: look at each step's gradients before they reach a sharded table, see :class:`GradientGate`: ``on``, ``off``
-            or ``auto``, which is on where it costs no wait for the device: on the CPU, and with ``on_nan=skip``. Where it is off, a
-            gradient that is no number is found after sharded tables were moved by it. A captured step is not looked at.
-        hang_s: seconds without a step after which a rank writes its stacks and ends the job; more than the slowest step takes.
-            Where not given 100 times the slowest of the last steps, from 25 s to 240 s. 0 for never: collectives then fail after
-            five minutes.
+        on_nan: what a loss or gradient that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the
+            step on all ranks, which then moves nothing; a record of kind ``left_out`` says why.
+        check_gradients: look at each step's gradients before they reach a sharded table, see :class:`GradientGate`:
+            ``on``, ``off`` or ``auto``, which is on where it costs no wait for the device: on the CPU, and with
+            ``on_nan=skip``. Where it is off, a gradient that is no number is found after sharded tables were moved by
+            it. A captured step is not looked at.
+        hang_s: seconds without a step after which a rank writes its stacks and ends the job; more than the slowest step
+            takes. Where not given 100 times the slowest of the last steps, from 25 s to 240 s. 0 for never: collectives
+            then fail after five minutes.
         trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
-        compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank that no other
-            waits for: ``auto`` where the rest of the run is long enough to pay for it and the model allows it, ``off``, or
-            ``require``: an error where it is not possible. The result is the same to rounding; see :class:`Steps`.
-        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay what they are. ``fp16`` in
-            float16, for devices without the other, with its loss scaled; see :class:`LossScaling`.
-        threads: ``auto`` measures on the first steps, for two seconds, how many compute threads a process should have, and pins it
-            to its share of the cores; ``given`` keeps those that it was started with.
+        compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank
+            that no other waits for: ``auto`` where the rest of the run is long enough to pay for it and the model
+            allows it, ``off``, or ``require``: an error where it is not possible. The result is the same to rounding;
+            see :class:`Steps`.
+        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay what they are.
+            ``fp16`` in float16, for devices without the other, with its loss scaled; see :class:`LossScaling`.
+        threads: ``auto`` measures on the first steps, for two seconds, how many compute threads a process should have,
+            and pins it to its share of the cores; ``given`` keeps those that it was started with.
     """
 
     epochs: int = 10

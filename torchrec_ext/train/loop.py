@@ -1,8 +1,10 @@
 """train(): the loop, readable aloud.
 
-What a run is made of besides model and loader, as its configuration asks; combinations that exclude each other are refused.
+What a run is made of besides model and loader, as its configuration asks; combinations that exclude each other are
+refused.
 
-Every rank takes as many steps: unequal loaders are told before the first one, on all ranks, instead of a hang in the last.
+Every rank takes as many steps: unequal loaders are told before the first one, on all ranks, instead of a hang in the
+last.
 
 BestWeights: the weights of the best evaluation so far, in memory, for a run that saves no checkpoints.
 """
@@ -47,8 +49,10 @@ def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) 
         return None
     if not isinstance(optimizer, HybridOptimizer) or sync.mode != "every_step" or config.compile == "require":
         raise ValueError(
-            f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: a step can be left out only where "
-            "ranks agree in every step and none is captured; set sync.mode=every_step and train.compile=auto, or train.on_nan=stop"
+            f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: a step can be left out "
+            "only where "
+            "ranks agree in every step and none is captured; set sync.mode=every_step and train.compile=auto, or "
+            "train.on_nan=stop"
         )
     return partial(setattr, optimizer, "leave_out", True)
 
@@ -59,7 +63,8 @@ def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, ru
         return None
     if sync.mode != "every_step" or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
         raise ValueError(
-            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: a step whose gradients overflow is left "
+            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: a step whose gradients "
+            "overflow is left "
             "out, on which ranks must agree; set sync.mode=every_step and train.on_nan=stop, or train.amp=bf16"
         )
     return LossScaling(optimizer, runtime.device)
@@ -78,7 +83,9 @@ def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runti
 def piped(config: TrainConfig, sync: SyncConfig) -> bool:
     """Whether the run has what only the pipeline's steps can do: a timeline, semi-sync, leaving a step out."""
     if config.compile == "require" and sync.mode == "semi_sync":
-        raise ValueError("train.compile=require with sync.mode=semi_sync: look-ups a step ahead are the pipeline's; choose one")
+        raise ValueError(
+            "train.compile=require with sync.mode=semi_sync: look-ups a step ahead are the pipeline's; choose one"
+        )
     return bool(config.trace_steps) or sync.mode == "semi_sync" or config.on_nan == "skip"
 
 
@@ -109,7 +116,8 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
     if len(set(lengths)) > 1:
         told = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise UnevenStepsError(
-            f"loader: ranks have unequal numbers of batches in an epoch, {told}: every rank must have as many, since each waits "
+            f"loader: ranks have unequal numbers of batches in an epoch, {told}: every rank must have as many, since "
+            "each waits "
             "for the others in every step; pad the last batches with rows of weight 0, or drop them"
         )
 
@@ -118,8 +126,8 @@ def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
     """The batches of an epoch that remain ``after`` so many of them.
 
     Raises:
-        UnevenStepsError: they are not ``len(loader)``, as was promised to the other ranks. It ends this rank at once, and thereby
-            the others, which would wait for it.
+        UnevenStepsError: they are not ``len(loader)``, as was promised to the other ranks. It ends this rank at once,
+            and thereby the others, which would wait for it.
     """
     number = after
     for number, batch in enumerate(loader, after + 1):
@@ -200,7 +208,8 @@ def train(
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
 
-    Where an early stop watches a figure, the model ends with the weights of its best evaluation, see :class:`EarlyStop`.
+    Where an early stop watches a figure, the model ends with the weights of its best evaluation, see
+    :class:`EarlyStop`.
 
     Args:
         model: from :func:`hybrid_parallel`; its forward returns (loss, output with a ``loss`` and ``weights``).
@@ -210,22 +219,23 @@ def train(
         config: the loop.
         evaluate: called on every rank after an epoch; the figures it returns are logged.
         log: called on rank 0 with each record.
-        sync: how often ranks exchange what; the gradients in every step where not given. Evaluations, which stand at the end of an
-            epoch, and the caller find all ranks equal.
+        sync: how often ranks exchange what; the gradients in every step where not given. Evaluations, which stand at
+            the end of an epoch, and the caller find all ranks equal.
         timeline: called on rank 0 with that of ``config.trace_steps``.
         checkpoints: saves the run, and says where it begins; the loader must then be one that resumes.
         watchdog: told of each step.
-        stop: asked on every rank after each step and between blocks of an evaluation; where it says yes on one, the run is saved
-            and ends on all.
+        stop: asked on every rank after each step and between blocks of an evaluation; where it says yes on one, the run
+            is saved and ends on all.
 
     Returns:
-        The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and ``step``.
-        ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before, and the learning rates where a
-        schedule changes them. ``eval``: the figures, and ``best`` where it is the best so far of an early stop's metric. ``stop``,
-        the last one after an early stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. ``timeline``:
-        what ran at the same time, see :func:`overlap`. Before a diverged run ends, ``log`` gets one of kind ``error`` with its
-        ``message``. What this process did is logged, and is not among them: ``steps`` says which way steps went (``captured`` and
-        the milliseconds of each way), ``restore`` that the weights are those of the best evaluation.
+        The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
+        ``step``. ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before, and the
+        learning rates where a schedule changes them. ``eval``: the figures, and ``best`` where it is the best so far of
+        an early stop's metric. ``stop``, the last one after an early stop: its ``metric``, ``best``, ``best_epoch``,
+        ``best_step`` and a ``message``. ``timeline``: what ran at the same time, see :func:`overlap`. Before a diverged
+        run ends, ``log`` gets one of kind ``error`` with its ``message``. What this process did is logged, and is not
+        among them: ``steps`` says which way steps went (``captured`` and the milliseconds of each way), ``restore``
+        that the weights are those of the best evaluation.
 
     Raises:
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
@@ -235,7 +245,9 @@ def train(
     """
     config, sync = config or TrainConfig(), sync or SyncConfig()
     if config.early_stop.metric and evaluate is None:
-        raise ValueError(f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate")
+        raise ValueError(
+            f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate"
+        )
     check_even(loader, runtime)
     check_fits(config.trace_steps, config.epochs * len(loader))
     trace = StepTrace(model, runtime, config.trace_steps, timeline) if config.trace_steps else None
@@ -292,7 +304,13 @@ class _Run:
         self.pipeline = make_pipeline(model, scaler or optimizer, runtime.device, **through)
         in_pipe, left = piped(config, sync), steps - self.at.step
         way = "off" if config.compile == "auto" and in_pipe else config.compile
-        chosen: dict[str, Any] = {"compile": way, "total": left, "piped": in_pipe, "context": context, "threads": config.threads}
+        chosen: dict[str, Any] = {
+            "compile": way,
+            "total": left,
+            "piped": in_pipe,
+            "context": context,
+            "threads": config.threads,
+        }
         chosen["scaling"] = scaler
         chosen |= {"take_time": self._take_time, "tell": self._tell_way}
         self.ways = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, **chosen)
@@ -327,9 +345,12 @@ class _Run:
             self.ranks.settle()
         except (GradientNotFiniteError, TrainingDivergedError) as error:
             told = self.forward.explained(error)
-            self._keep({"kind": "error", "epoch": self.forward.epoch(told.step), "step": told.step, "message": str(told)})
+            self._keep(
+                {"kind": "error", "epoch": self.forward.epoch(told.step), "step": told.step, "message": str(told)}
+            )
             raise told from None
-        self.pipeline.detach()  # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
+        # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
+        self.pipeline.detach()
 
     def _after_step(self, output: Any) -> None:
         self.at.step, self.at.done = self.at.step + 1, self.at.done + 1
@@ -345,7 +366,9 @@ class _Run:
             warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self.forward.settle()
-            self._keep({**self.window.record(self.at.epoch + 1, step), **(rates(self.optimizer) if self.schedule else {})})
+            self._keep(
+                {**self.window.record(self.at.epoch + 1, step), **(rates(self.optimizer) if self.schedule else {})}
+            )
         if self.schedule:
             self.schedule.step()
         if self.checkpoints is not None and self.at.done < len(self.loader):

@@ -31,8 +31,8 @@ def load_recipe(spec: str) -> Any:
         spec: the name of a built-in recipe, `my_recipe.py:job`, or `my.module:job`.
 
     Raises:
-        ValueError: there is no such recipe (the message names the nearest one and the list), Python cannot read its file, it needs
-            an argument, ends the program, or returns no dataclass.
+        ValueError: there is no such recipe (the message names the nearest one and the list), Python cannot read its
+            file, it needs an argument, ends the program, or returns no dataclass.
 
     Example:
         >>> load_recipe("two_tower").name
@@ -56,7 +56,9 @@ def load_recipe(spec: str) -> Any:
         raise ValueError(f"--recipe {spec}: {at}; correct the file") from None
     except SystemExit as end:
         # Its status may be 0, and would say that the job has been trained.
-        raise ValueError(f"--recipe {spec}: it ends the program with exit({end.code}); a recipe returns one Job") from None
+        raise ValueError(
+            f"--recipe {spec}: it ends the program with exit({end.code}); a recipe returns one Job"
+        ) from None
     if not is_group(job):
         raise ValueError(f"--recipe {spec}: it returned {job!r}; a recipe returns one Job")
     return job
@@ -204,7 +206,9 @@ def _check_callable_bare(recipe: Callable[[], Any], spec: str) -> None:
     parameters = inspect.signature(recipe).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
-        raise ValueError(f"--recipe {spec}: it needs the argument {needed[0]!r}, and is called without any; give it a default")
+        raise ValueError(
+            f"--recipe {spec}: it needs the argument {needed[0]!r}, and is called without any; give it a default"
+        )
 
 
 def _from_module(module: ModuleType, name: str, spec: str) -> Callable[[], Any]:
@@ -256,4 +260,6 @@ def _broken(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     narrow = 24
     left = shutil.get_terminal_size().columns - max(len(row[0]) for row in rows) - 2 * narrow - 6
     widths = (narrow, narrow, max(left, narrow))
-    return [(row[0], *(textwrap.fill(cell, width) for cell, width in zip(row[1:], widths, strict=True))) for row in rows]
+    return [
+        (row[0], *(textwrap.fill(cell, width) for cell, width in zip(row[1:], widths, strict=True))) for row in rows
+    ]

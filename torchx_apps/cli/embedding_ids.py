@@ -52,4 +52,6 @@ def of_kind(deleted: Ids, kind: str) -> NDArray[Any]:
     try:
         return np.asarray([int(one) for one in deleted], np.int64)
     except (ValueError, OverflowError):
-        raise ValueError(f"--delete: the ids there are whole numbers, {', '.join(map(str, deleted[:5]))} are not all") from None
+        raise ValueError(
+            f"--delete: the ids there are whole numbers, {', '.join(map(str, deleted[:5]))} are not all"
+        ) from None

@@ -25,8 +25,8 @@ class RankErrorHandler(ErrorHandler):
     def record_exception(self, e: BaseException) -> None:
         """Writes the reply file that torchrun named, if it named one."""
         if lost_a_peer(e):
-            # Another rank failed first and this one only noticed. torchrun reports the first to *exit*, and stops the rest:
-            # give it the time to find the one with the cause.
+            # Another rank failed first and this one only noticed. torchrun reports the first to *exit*, and stops the
+            # rest: give it the time to find the one with the cause.
             time.sleep(_PATIENCE_S)
         _reply(f"{type(e).__name__}: {e}", describe(e))
 

@@ -1,7 +1,8 @@
 """A node that cannot reach the others any more ends, where torchrun would wait on a dead connection.
 
-torchrun's agent asks the store of the first node for news by calls that no timeout ends. Where the network between them is cut,
-nobody closes the connection, and the agent of another node hangs in such a call although its own ranks have long given up.
+torchrun's agent asks the store of the first node for news by calls that no timeout ends. Where the network between them
+is cut, nobody closes the connection, and the agent of another node hangs in such a call although its own ranks have
+long given up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ AFTER_S = 10.0
 class LinkWatch:
     """Says when a node is lost: it has had ranks, has none now, and has not reached the others for a while.
 
-    Not before its first ranks, since nodes start minutes apart; nor while it has ranks, which end by their own timeouts.
+    Not before its first ranks, since nodes start minutes apart; nor while it has ranks, which end by their own
+    timeouts.
 
     Args:
         ranks: how many processes this node runs.
@@ -59,7 +61,8 @@ def end_when_lost(endpoint: str, end: Callable[[str], None]) -> None:
         while not watch.lost(time.monotonic()):
             time.sleep(_POLL_S)
         end(
-            f"this node has no rank left and cannot reach {endpoint}, where the nodes meet: that host or the network in between is "
+            f"this node has no rank left and cannot reach {endpoint}, where the nodes meet: that host or the network "
+            "in between is "
             "gone; start the job again with --resume auto when it is back"
         )
 

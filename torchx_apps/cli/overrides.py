@@ -143,7 +143,8 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
         overrides: `key=value` items, the key a dotted path.
 
     Raises:
-        ValueError: for an unknown key (it names the nearest one), a value of the wrong type, or what a dataclass refuses.
+        ValueError: for an unknown key (it names the nearest one), a value of the wrong type, or what a dataclass
+            refuses.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,8 @@ def _convert_for(item: str, text: str, config: object, key: str) -> object:
 
 def _rebuild(config: object, tree: _Tree) -> object:
     changes = {
-        name: _rebuild(getattr(config, name), change) if isinstance(change, dict) else change.value for name, change in tree.items()
+        name: _rebuild(getattr(config, name), change) if isinstance(change, dict) else change.value
+        for name, change in tree.items()
     }
     if not changes:
         return config

@@ -1,8 +1,8 @@
 """What SIGTERM does to a process of a job. Nothing here needs torch, whose import takes seconds in which the signal may come.
 
-Where Slurm stops a job, each process has the signal from the step and once more from srun, and a rank of torchrun also from its
-agent, all within milliseconds. In a container a process may be process 1, which has no default handler: what it does not handle is
-ignored.
+Where Slurm stops a job, each process has the signal from the step and once more from srun, and a rank of torchrun also
+from its agent, all within milliseconds. In a container a process may be process 1, which has no default handler: what
+it does not handle is ignored.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def once(first: Callable[[], None], later: Callable[[], None]) -> Callable[[int,
 def ending_the_block() -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does, so that what was begun is removed, and then the process with 143.
 
-    A rank beside others keeps the default where it has one: it may wait in a collective, and Python handles no signal before that
-    returns. Python handles signals in the first thread alone; in another one the block changes nothing.
+    A rank beside others keeps the default where it has one: it may wait in a collective, and Python handles no signal
+    before that returns. Python handles signals in the first thread alone; in another one the block changes nothing.
     """
     if threading.current_thread() is not threading.main_thread() or ("RANK" in os.environ and os.getpid() != 1):
         yield
@@ -73,8 +73,9 @@ def ending_the_block() -> Iterator[None]:
 def end_where_no_child_runs() -> None:
     """SIGTERM ends this process at once with 143 as long as it has no child, whatever it waits for.
 
-    A handler of Python's would run when the call returns that the first thread is in: over a minute where the agent of a node asks
-    for a host that does not answer. This one is a thread, which the interpreter tells of signals that have a handler in Python.
+    A handler of Python's would run when the call returns that the first thread is in: over a minute where the agent of
+    a node asks for a host that does not answer. This one is a thread, which the interpreter tells of signals that have
+    a handler in Python.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)

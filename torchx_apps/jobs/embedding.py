@@ -2,7 +2,8 @@
 
 Users' vectors into a Redis, by all ranks together, under the keys that `rec.serve.http --redis` reads.
 
-CatalogueFiles: the rows of parquet files as they stream by, an equal share for each rank; KnownUsers: those of a bundle.
+CatalogueFiles: the rows of parquet files as they stream by, an equal share for each rank; KnownUsers: those of a
+bundle.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Derived:
 
 
 # By the set that a bundle was trained on; the files of all other sets have the columns that requests name.
-PUBLISHED = {"ml-100k": Derived(makes=("release_year", "genres"), reads=movielens.ITEM_COLUMNS, make=movielens.features_of_items)}
+PUBLISHED = {
+    "ml-100k": Derived(makes=("release_year", "genres"), reads=movielens.ITEM_COLUMNS, make=movielens.features_of_items)
+}
 
 
 class CatalogueFiles:
@@ -126,7 +129,9 @@ class CatalogueFiles:
         """The columns to read of a file with columns ``names``."""
         wanted = self._names
         if self._is_published(names):
-            wanted = list(dict.fromkeys([*(name for name in wanted if name not in self._derived.makes), *self._derived.reads]))
+            wanted = list(
+                dict.fromkeys([*(name for name in wanted if name not in self._derived.makes), *self._derived.reads])
+            )
         for name in wanted:
             if name not in names:
                 raise missing_column(file.name, name, names)
@@ -160,7 +165,9 @@ class CatalogueFiles:
         try:
             yield from parquet.iter_batches(batch_size=BLOCK_ROWS, row_groups=[group], columns=names)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file.name}: row group {group} cannot be read ({error}); copy or write the file again") from error
+            raise DataError(
+                f"{file.name}: row group {group} cannot be read ({error}); copy or write the file again"
+            ) from error
 
     def _block(self, where: str, rows: pa.RecordBatch) -> Block:
         ids = rows.column(self._key)
@@ -170,14 +177,18 @@ class CatalogueFiles:
         held = dict(zip(rows.schema.names, rows.columns, strict=True))
         if self._is_published(list(held)):
             held |= self._derived.make(held)
-        return Block(where=where, ids=_plain_ids(where, self._key, ids), columns={name: held[name] for name in self._columns})
+        return Block(
+            where=where, ids=_plain_ids(where, self._key, ids), columns={name: held[name] for name in self._columns}
+        )
 
     def _opened(self, file: DataFile) -> pq.ParquetFile:
         source: Any = file.path if file.remote is None else file.open()
         try:
             return pq.ParquetFile(source, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file.name}: is not parquet, or was cut short; copy or write it again ({error})") from error
+            raise DataError(
+                f"{file.name}: is not parquet, or was cut short; copy or write it again ({error})"
+            ) from error
 
 
 class KnownUsers:
@@ -212,7 +223,9 @@ def _plain_ids(where: str, name: str, ids: pa.Array) -> pa.Array:
         return ids.cast(pa.int64())
     if pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
         return ids.cast(pa.large_string())
-    raise DataError(f"{where}: column '{name}' is {ids.type}; ids are whole numbers or strings: name another column with --id")
+    raise DataError(
+        f"{where}: column '{name}' is {ids.type}; ids are whole numbers or strings: name another column with --id"
+    )
 
 
 class TowerRows:
@@ -222,8 +235,8 @@ class TowerRows:
         bundle: with the towers.
         names: of the towers, whose outputs stand side by side.
         runtime: of this rank.
-        catalogue: parquet files, folders or patterns, with the towers' raw columns; ``known`` for the users that the bundle knows,
-            by its query towers; None where rows are only taken out.
+        catalogue: parquet files, folders or patterns, with the towers' raw columns; ``known`` for the users that the
+            bundle knows, by its query towers; None where rows are only taken out.
         key: the column with the ids.
 
     Attributes:
@@ -235,7 +248,12 @@ class TowerRows:
     """
 
     def __init__(
-        self, bundle: Bundle, names: Sequence[str], runtime: Runtime, catalogue: Sequence[str] | Literal["known"] | None, key: str
+        self,
+        bundle: Bundle,
+        names: Sequence[str],
+        runtime: Runtime,
+        catalogue: Sequence[str] | Literal["known"] | None,
+        key: str,
     ) -> None:
         self.names, self.runtime, self.catalogue, self.key = list(names), runtime, catalogue, key
         self.digest = tower_digest(bundle.architecture, self.names, bundle.manifest.content["files"])
@@ -302,7 +320,14 @@ def embed_files(rows: TowerRows, out: Path, dtype: Dtype) -> EmbeddingStore:
     """
     with _meanwhile(rows, out) as shares:
         return embed(
-            rows.vectors, rows.blocks(), out, digest=rows.digest, dtype=dtype, barrier=dist.barrier, shares=shares, **rows.rank
+            rows.vectors,
+            rows.blocks(),
+            out,
+            digest=rows.digest,
+            dtype=dtype,
+            barrier=dist.barrier,
+            shares=shares,
+            **rows.rank,
         )
 
 
@@ -324,7 +349,8 @@ def refresh_files(rows: TowerRows, folder: Path, deleted: Ids) -> tuple[Embeddin
         The store, and what was done in words.
 
     Raises:
-        ValueError: there is no store, it is of another tower, an id twice or in both, or one to delete that is not there.
+        ValueError: there is no store, it is of another tower, an id twice or in both, or one to delete that is not
+            there.
         StoreError: the disk refuses, or another process writes.
     """
     old = _store_of(rows, folder)
@@ -342,12 +368,16 @@ def refresh_files(rows: TowerRows, folder: Path, deleted: Ids) -> tuple[Embeddin
 
 def _store_of(rows: TowerRows, folder: Path) -> EmbeddingStore:
     if not versions(folder):
-        raise ValueError(f"--refresh {folder}: there is no store; write one of the whole catalogue first, with --out {folder}")
+        raise ValueError(
+            f"--refresh {folder}: there is no store; write one of the whole catalogue first, with --out {folder}"
+        )
     store = EmbeddingStore.open(folder)
     if store.tower != rows.digest:
         raise ValueError(
-            f"--refresh {folder}: its vectors are by tower {store.tower[:12] or '(none)'}, {', '.join(rows.names)} of this bundle "
-            f"is {rows.digest[:12]}, and rows of two towers do not compare; embed the whole catalogue anew, with --out {folder}"
+            f"--refresh {folder}: its vectors are by tower {store.tower[:12] or '(none)'}, {', '.join(rows.names)} of "
+            "this bundle "
+            f"is {rows.digest[:12]}, and rows of two towers do not compare; embed the whole catalogue anew, with --out "
+            f"{folder}"
         )
     return store
 
@@ -368,8 +398,8 @@ def fill_redis(rows: TowerRows, url: str, expiry_s: float | None, deleted: Ids) 
         What was done, in words.
 
     Raises:
-        ValueError: no address, an id twice or in both, a value that cannot be taken; or the Redis is not there, went away or
-            refuses, with what was written.
+        ValueError: no address, an id twice or in both, a value that cannot be taken; or the Redis is not there, went
+            away or refuses, with what was written.
     """
     store, runtime = RedisStore(url, tower=rows.digest, expiry_s=expiry_s, timeout_s=_TIMEOUT_S), rows.runtime
     written = gone = 0

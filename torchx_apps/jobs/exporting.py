@@ -45,7 +45,8 @@ def export_task(
     """
     if not hasattr(task, "served"):
         raise BundleError(
-            f"the task {type(task).__name__} has no method served(schema), which says what the catalogue and the users are; see "
+            f"the task {type(task).__name__} has no method served(schema), which says what the catalogue and the users "
+            "are; see "
             "torchx_apps.tasks.served, or call torchrec_ext.retrieval.export.export.export with them"
         )
     found = task.served(schema)
@@ -93,15 +94,22 @@ def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overw
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.onnx import bundle as onnx_bundle
 
-    return onnx_bundle.told(onnx_bundle.export_bundle(Bundle.load(bundle, verify=False), out, skip=skip, overwrite=overwrite), out)
+    return onnx_bundle.told(
+        onnx_bundle.export_bundle(Bundle.load(bundle, verify=False), out, skip=skip, overwrite=overwrite), out
+    )
 
 
 def told(manifest: Manifest, out: Path) -> str:
     """What a bundle is, and the command that serves it."""
-    items, users, apart = manifest.content["coverage"]["items"], manifest.content["users"], manifest.parity["greatest_difference"]
+    items, users, apart = (
+        manifest.content["coverage"]["items"],
+        manifest.content["users"],
+        manifest.parity["greatest_difference"],
+    )
     whom = f" and {users['count']:,} users" if users else ""
     warning = manifest.certificate.get("warning")
     return (f"warning: {warning}\n" if warning else "") + (
-        f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{whom}; its logits are the trained model's within {apart:.1g})\n"
+        f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{whom}; its logits are the trained model's within "
+        f"{apart:.1g})\n"
         f"serve it: {program('torchx')} run rec.serve.http --bundle {out}"
     )

@@ -59,7 +59,9 @@ def as_json(
             for option in draft.options
         ],
         "ranks": [{**dataclasses.asdict(rank), "total": rank.total, "ms": rank.ms} for rank in ranks],
-        "alternatives": [{**dataclasses.asdict(one), "ms": None if math.isinf(one.ms) else one.ms} for one in alternatives],
+        "alternatives": [
+            {**dataclasses.asdict(one), "ms": None if math.isinf(one.ms) else one.ms} for one in alternatives
+        ],
     }
 
 
@@ -74,7 +76,9 @@ def write(folder: Path, text: str, report: dict[str, Any], ranks: Sequence[RankF
         (folder / "plan.txt").write_text(f"{text}\n")
         (folder / "plan.json").write_text(f"{json.dumps(report, indent=2)}\n")
     except OSError as error:
-        raise ValueError(f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder") from None
+        raise ValueError(
+            f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
+        ) from None
     draw(folder / "memory.png", ranks, cluster)
 
 
@@ -83,7 +87,9 @@ def draw(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install 'torchrec-ext[report]', or leave --out away") from None
+        raise ValueError(
+            "the picture needs matplotlib: pip install 'torchrec-ext[report]', or leave --out away"
+        ) from None
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     memory, time = figure.subplots(1, 2)
     places = [rank.rank for rank in ranks]
@@ -209,7 +215,9 @@ def parse_tables(text: str) -> list[tuple[EmbeddingBagConfig, float]]:
         name, _, size = part.partition("=")
         match = _SIZE.fullmatch(size.strip())
         if not match or not name.strip():
-            raise ValueError(f"--tables: {part!r}: write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids in a row")
+            raise ValueError(
+                f"--tables: {part!r}: write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids in a row"
+            )
         rows = round(float(match[1]) * _UNITS[match[2].lower()])
         if rows < 1 or int(match[3]) < 1:
             raise ValueError(f"--tables: {part!r}: a table has at least one row and one column")
@@ -252,7 +260,9 @@ def _of_tables(options: argparse.Namespace, cluster: Cluster) -> Asked:
 def _of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> Asked:
     """The tables have the sizes of the recipe's data, which must be there."""
     if job.plan.towers not in ("data_parallel", "auto"):
-        raise ValueError(f"plan.towers={job.plan.towers}: plans for other devices have towers on every rank; leave it away")
+        raise ValueError(
+            f"plan.towers={job.plan.towers}: plans for other devices have towers on every rank; leave it away"
+        )
     task = job.task(job.data, progress=True)
     rows = math.ceil(job.loader.batch_size / cluster.world_size) * (1 + job.loader.negatives)
     plan, optimizer = job.plan, job.optimizer
@@ -273,7 +283,9 @@ def _of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> Asked
 
 def _sharding(name: str) -> Sharding:
     if name not in get_args(Sharding):
-        raise ValueError(f"--sharding {name}: must be one of {', '.join(get_args(Sharding))}{nearest(name, get_args(Sharding))}")
+        raise ValueError(
+            f"--sharding {name}: must be one of {', '.join(get_args(Sharding))}{nearest(name, get_args(Sharding))}"
+        )
     return name  # type: ignore[return-value]
 
 

@@ -79,8 +79,12 @@ def label_rates(source: Source, label: str | None, time: str | None, engine: Eng
     opened = open_source(source, [label, time], engine)
     types = Types(opened.where, {name: working_type(kind) for name, kind in opened.raw.items()})
     types.need("the picture of the label by day", label, NUMBERS, "give a number as Prepared.label, or none")
-    kind = types.need("the picture of the label by day", time, TIMES | {"int64"}, "give a time as Prepared.time, or none")
-    table = opened.table.mutate(second=second_of(opened.table[time], kind), label=number(opened.table[label], types[label], engine))
+    kind = types.need(
+        "the picture of the label by day", time, TIMES | {"int64"}, "give a time as Prepared.time, or none"
+    )
+    table = opened.table.mutate(
+        second=second_of(opened.table[time], kind), label=number(opened.table[label], types[label], engine)
+    )
     known = table.filter(table.second.notnull() & table.label.notnull())
     days = known.select("label", day=floor_div(known.second, 86_400))
     rates = days.group_by("day").aggregate(mean=days.label.mean(), rows=days.count()).order_by("day")
@@ -109,7 +113,9 @@ def need_matplotlib() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise DataError("pictures need matplotlib: pip install 'torchrec-ext[report]', or --set pictures=false") from None
+        raise DataError(
+            "pictures need matplotlib: pip install 'torchrec-ext[report]', or --set pictures=false"
+        ) from None
     return Figure
 
 
@@ -130,13 +136,19 @@ def draw(path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequenc
 
 def _draw_frequencies(axis: Any, fitted: FittedPreprocessor) -> None:
     vocabularies = [
-        (step.writes[0], state) for step, state in zip(fitted.steps, fitted.states, strict=True) if isinstance(state, Vocabulary)
+        (step.writes[0], state)
+        for step, state in zip(fitted.steps, fitted.states, strict=True)
+        if isinstance(state, Vocabulary)
     ]
     biggest = sorted(vocabularies, key=lambda pair: len(pair[1]), reverse=True)[:8]
     for name, vocabulary in biggest:
         counts = vocabulary.counts.to_numpy()
         # A thousand points draw the line of a million.
-        places = np.unique(np.geomspace(1, len(counts), 1000).astype(np.int64)) if len(counts) else np.array([], dtype=np.int64)
+        places = (
+            np.unique(np.geomspace(1, len(counts), 1000).astype(np.int64))
+            if len(counts)
+            else np.array([], dtype=np.int64)
+        )
         axis.plot(places, counts[places - 1], label=name, linewidth=1.2)
     axis.set(
         title="id frequency" + (", the 8 largest vocabularies" if len(vocabularies) > 8 else ""),
@@ -165,7 +177,13 @@ def _draw_missing(axis: Any, missing: Shares) -> None:
     rest = len(missing) - len(most)
     if rest:
         axis.text(
-            0.98, 0.02, f"{rest} more, with fewer or none", ha="right", transform=axis.transAxes, fontsize="small", color="0.4"
+            0.98,
+            0.02,
+            f"{rest} more, with fewer or none",
+            ha="right",
+            transform=axis.transAxes,
+            fontsize="small",
+            color="0.4",
         )
 
 
@@ -183,7 +201,10 @@ def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
     axis.set_zorder(volume.get_zorder() + 1)
     axis.patch.set_visible(False)
     if ((mean >= 0) & (mean <= 1)).all():
-        middle, half = (mean + 2 / rows) / (1 + 4 / rows), 2 * np.sqrt(mean * (1 - mean) / rows + 1 / rows**2) / (1 + 4 / rows)
+        middle, half = (
+            (mean + 2 / rows) / (1 + 4 / rows),
+            2 * np.sqrt(mean * (1 - mean) / rows + 1 / rows**2) / (1 + 4 / rows),
+        )
         axis.fill_between(days, middle - half, middle + half, color=_BLUE, alpha=0.2, linewidth=0)
     axis.plot(days, mean, color=_BLUE, linewidth=1.2, marker="." if len(days) < 40 else None)
     locator = AutoDateLocator(maxticks=8)
@@ -260,7 +281,9 @@ def _transform(prepared: Prepared, fitted: FittedPreprocessor, split: str, folde
         def written(rows: int) -> None:
             bar.update(rows - bar.n)
 
-        rows = fitted.transform(prepared.splits[split], folder / split, events=prepared.events, engine=engine, progress=written)
+        rows = fitted.transform(
+            prepared.splits[split], folder / split, events=prepared.events, engine=engine, progress=written
+        )
         written(rows)  # Spark tells no progress of its own
     return rows
 

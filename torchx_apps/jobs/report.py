@@ -30,7 +30,9 @@ def say_start(task: Task, runtime: Runtime) -> None:
     print(f"data: {task.describe()}")
     if task.licence:
         print(f"licence: {task.licence}")
-    print(f"ranks: {runtime.world_size} on {runtime.device.type} over {runtime.backend}, {runtime.threads} thread(s) each")
+    print(
+        f"ranks: {runtime.world_size} on {runtime.device.type} over {runtime.backend}, {runtime.threads} thread(s) each"
+    )
     if runtime.oversubscribed:
         print(f"note: {runtime.oversubscribed}")
     sys.stdout.flush()
@@ -53,7 +55,10 @@ def finish(
     worse = worse_than(task.baseline_name, figures, baseline)
     if worse:
         print(f"\nwarning: {worse}")
-    print(f"\ntrained in {seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s; the largest rank took {memory:,.0f} MiB")
+    print(
+        f"\ntrained in {seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s; the largest rank took "
+        f"{memory:,.0f} MiB"
+    )
     if example:
         print(f"\n{example}")
     summary = {
@@ -151,7 +156,10 @@ class Progress:
             self._draw(stage, done, total)
         elif time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY_S
-            print(f"{self._app}: {stage}, {done:,} of {total:,} {'bytes' if stage in self._bytes_of else 'items'}", flush=True)
+            print(
+                f"{self._app}: {stage}, {done:,} of {total:,} {'bytes' if stage in self._bytes_of else 'items'}",
+                flush=True,
+            )
 
     def _draw(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage:

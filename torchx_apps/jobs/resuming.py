@@ -39,15 +39,23 @@ def newest_run(recipe: str, runs: Path = Path("runs"), *, launch: str | None = N
         runs: where they are.
         launch: only that of this launch, see :func:`launch_id`: what a rank that was started again goes on in.
     """
-    found = [folder.parent for folder in runs.glob(f"{recipe}-*/{CHECKPOINTS}") if CheckpointFolder(str(folder)).steps()]
+    found = [
+        folder.parent for folder in runs.glob(f"{recipe}-*/{CHECKPOINTS}") if CheckpointFolder(str(folder)).steps()
+    ]
     if launch is not None:
-        found = [folder for folder in found if (folder / LAUNCH).is_file() and (folder / LAUNCH).read_text().strip() == launch]
+        found = [
+            folder
+            for folder in found
+            if (folder / LAUNCH).is_file() and (folder / LAUNCH).read_text().strip() == launch
+        ]
     return max(found, key=lambda folder: folder.name, default=None)
 
 
 def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | None = None) -> Path | None:
     """The same for the folder of a job of several networks."""
-    found = [path.parent for path in runs.glob(f"networks-{recipe}-*/{LAUNCH}") if launch in (None, path.read_text().strip())]
+    found = [
+        path.parent for path in runs.glob(f"networks-{recipe}-*/{LAUNCH}") if launch in (None, path.read_text().strip())
+    ]
     return max(found, key=lambda folder: folder.name, default=None)
 
 
@@ -80,8 +88,8 @@ def launch_id() -> str:
 def restarted() -> bool:
     """Whether this rank's torchrun counts a restart.
 
-    Its count is that of one host: it stays 0 where the ranks are started again because another host's came back, and on a host that
-    has taken the place of another. See :func:`where_to_begin`.
+    Its count is that of one host: it stays 0 where the ranks are started again because another host's came back, and on
+    a host that has taken the place of another. See :func:`where_to_begin`.
     """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
@@ -116,7 +124,8 @@ def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False)
     """The checkpoint to begin from, the same on every rank; None to begin anew.
 
     Args:
-        resume: ``never``; ``auto`` for the last good one of this run's folder; or a path or address, see :func:`find_checkpoint`.
+        resume: ``never``; ``auto`` for the last good one of this run's folder; or a path or address, see
+            :func:`find_checkpoint`.
         checkpointer: of this run.
         again: an earlier attempt of this launch was here before: what it has saved goes before a path.
 
@@ -162,11 +171,14 @@ def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together
     step = best_step(folder, together) if which == "best" else int(which) if which.isdecimal() else None
     if step is None and which == "best":
         raise CheckpointError(
-            "--checkpoint best: no evaluation of this run was marked as the best; train with train.early_stop.metric, or give "
+            "--checkpoint best: no evaluation of this run was marked as the best; train with train.early_stop.metric, "
+            "or give "
             f"last or one of the steps {listed}"
         )
     if step not in steps:
-        raise CheckpointError(f"--checkpoint {which}: there is no such checkpoint; give best, last or one of the steps {listed}")
+        raise CheckpointError(
+            f"--checkpoint {which}: there is no such checkpoint; give best, last or one of the steps {listed}"
+        )
     if (wrong := damage(folder.path(step), together)) is not None:
         raise CheckpointError(f"--checkpoint {which}: {wrong}; give last, or one of the steps {listed}")
     return folder.path(step)
@@ -184,8 +196,8 @@ def served_checkpoint(place: str, which: str | None, together: Together, *, rest
 
     Args:
         place: a run folder, or a folder of checkpoints.
-        which: ``best``, ``last``, a number of steps, or the path or address of another place; None for the best where the run has
-            marked one, else the last.
+        which: ``best``, ``last``, a number of steps, or the path or address of another place; None for the best where
+            the run has marked one, else the last.
         together: all ranks call it.
         restores: whether the run ends with its best weights, see ``train.early_stop.restore``; else None is the last.
 
@@ -197,7 +209,9 @@ def served_checkpoint(place: str, which: str | None, together: Together, *, rest
     if which is None:
         marked = [best_step(CheckpointFolder(root), together) for root in (place, f"{place.rstrip('/')}/{CHECKPOINTS}")]
         which = "best" if restores and any(step is not None for step in marked) else "last"
-    return find_checkpoint("", place, together, which), {"best": "the best", "last": "the last"}.get(which, f"of step {which}")
+    return find_checkpoint("", place, together, which), {"best": "the best", "last": "the last"}.get(
+        which, f"of step {which}"
+    )
 
 
 @contextmanager
@@ -222,9 +236,10 @@ def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
     """Whether SIGTERM has come, which schedulers send some seconds before they kill.
 
-    Those of the first five seconds are one, see :func:`torchx_apps.cli.sigterm.once`; a later one ends the process at once. The
-    ranks answer together after a step, save, and end with the exit code of a job that the signal stopped. Where a rank has died,
-    for which torchrun stops the others, there is no answering together: the first signal ends the process.
+    Those of the first five seconds are one, see :func:`torchx_apps.cli.sigterm.once`; a later one ends the process at
+    once. The ranks answer together after a step, save, and end with the exit code of a job that the signal stopped.
+    Where a rank has died, for which torchrun stops the others, there is no answering together: the first signal ends
+    the process.
     """
     asked = False
 
@@ -258,7 +273,9 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
     try:
         saved = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a run folder, such as runs/two_tower-DATE") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); name a run folder, such as runs/two_tower-DATE"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: is no JSON ({error}); name another run folder") from None
     name = saved.get("name")
@@ -266,11 +283,15 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
         raise ValueError(f"{path}: recipe {name!r} is not built in; say where it is: --recipe my_recipe.py:job")
     job = load_recipe(recipe or name)
     if job.name != name:
-        raise ValueError(f"--recipe {recipe}: its jobs are named {job.name!r}, {path} is of {name!r}; give the recipe of that run")
+        raise ValueError(
+            f"--recipe {recipe}: its jobs are named {job.name!r}, {path} is of {name!r}; give the recipe of that run"
+        )
     try:
         restored: Job = _restored(job, saved)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: does not fit the recipe as it is now ({error}); give what differs by --set") from None
+        raise ValueError(
+            f"{path}: does not fit the recipe as it is now ({error}); give what differs by --set"
+        ) from None
     return restored
 
 

@@ -73,8 +73,8 @@ from torchx_apps.tasks.served import NamedData
 def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
     """Merges the look-ups of ``model`` where ``job.lookups`` says so, before it is planned.
 
-    ``auto`` does it where it saves exchanges and nothing stands against it: several ranks, towers on all of them, and no optimizer
-    that is given to a table by the path of its tower.
+    ``auto`` does it where it saves exchanges and nothing stands against it: several ranks, towers on all of them, and
+    no optimizer that is given to a table by the path of its tower.
 
     Raises:
         ValueError: ``merged`` for a model that is not made of towers.
@@ -82,7 +82,9 @@ def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
     merge = getattr(model, "merge_lookups", None)
     if merge is None:
         if job.lookups == "merged":
-            raise ValueError(f"lookups=merged: {type(model).__name__} has no look-ups of several towers; leave it at auto")
+            raise ValueError(
+                f"lookups=merged: {type(model).__name__} has no look-ups of several towers; leave it at auto"
+            )
         return
     by_path = any("." in exception.partition("=")[0] for exception in job.optimizer.per_table)
     helps = world_size > 1 and job.plan.towers == "data_parallel" and not by_path
@@ -131,13 +133,18 @@ def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record
         history: of the training.
     """
     records = [record for record in history if record["kind"] == "train"]
-    steps = [record["step"] - before for record, before in zip(records, [0, *(record["step"] for record in records)], strict=False)]
+    steps = [
+        record["step"] - before
+        for record, before in zip(records, [0, *(record["step"] for record in records)], strict=False)
+    ]
     times = [1e3 * record["rows"] / record["rows_per_s"] / count for record, count in zip(records, steps, strict=True)]
     measured = statistics.median(times[1:] or times)  # the first steps fill pipelines and pools
     print(f"\n{decision.text(measured)}")
     folder.write(
         "placement.json",
-        json.dumps({"measured_ms": measured, "candidates": [dataclasses.asdict(one) for one in decision.candidates]}, indent=2),
+        json.dumps(
+            {"measured_ms": measured, "candidates": [dataclasses.asdict(one) for one in decision.candidates]}, indent=2
+        ),
     )
 
 
@@ -150,8 +157,8 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
     Args:
         job: what to train.
         run_dir: the run folder; ``runs/RECIPE-DATE`` where not given, or the recipe's newest to resume ``auto``.
-        resume: ``never``, ``auto`` or a path, see :func:`resume_from`; a job that torchrun or the scheduler has started again goes
-            on in its own run folder by itself.
+        resume: ``never``, ``auto`` or a path, see :func:`resume_from`; a job that torchrun or the scheduler has started
+            again goes on in its own run folder by itself.
 
     Raises:
         RunStoppedError: SIGTERM; the run has been saved.
@@ -159,7 +166,9 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
         task = load_task(job, runtime)
-        job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))  # after a fallback another one
+        job = dataclasses.replace(
+            job, data=dataclasses.replace(job.data, name=task.name)
+        )  # after a fallback another one
         if runtime.is_main:
             report.say_start(task, runtime)
         torch.manual_seed(job.train.seed)
@@ -204,7 +213,10 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
             )
         _finish(folder, task, judge, decision, history, time.perf_counter() - start, runtime)
         if job.export != "never":
-            from torchx_apps.jobs.exporting import BUNDLE, end_with_bundle  # costs a second that other runs need not wait
+            from torchx_apps.jobs.exporting import (
+                BUNDLE,
+                end_with_bundle,
+            )  # costs a second that other runs need not wait
 
             details = {"recipe": job.name, "run": str(path), **report.read_warning(path)}
             end_with_bundle(job.export, parallel, task, schema, runtime, path / BUNDLE, details)
@@ -231,7 +243,10 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
     loader = task.loader(schema, config, rank=runtime.rank, world_size=runtime.world_size)
     samples = loader.num_samples if isinstance(loader, Epochs) else config.batch_size
     if samples < config.batch_size and runtime.is_main:
-        print(f"note: loader.batch_size={config.batch_size} is more than an epoch has: each step takes all {samples:,} samples")
+        print(
+            f"note: loader.batch_size={config.batch_size} is more than an epoch has: each step takes all {samples:,} "
+            "samples"
+        )
     return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed) if job.id_dropout else loader
 
 
@@ -321,7 +336,9 @@ def quieten_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec_ext\.")
 
 
-def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """A warning to the user without a line of code; others as Python has them."""
     return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)
 
@@ -375,7 +392,9 @@ def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:
 
 def _open_folder(job: Job, path: Path, *, replace: bool) -> RunFolder:
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
-    config |= {name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))}
+    config |= {
+        name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))
+    }
     folder = RunFolder(path, config, replace=replace)
     folder.write(LAUNCH, launch_id())
     return folder

@@ -35,14 +35,16 @@ def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_row
 
     Args:
         base: the recipe as changed by ``--set``.
-        vary: ``key=a,b,c`` each; the members are all combinations. Values that have commas themselves are separated by ``|``.
+        vary: ``key=a,b,c`` each; the members are all combinations. Values that have commas themselves are separated by
+            ``|``.
         listed: ``name:key=value,key=value`` each, one member more.
-        own_rows: each member reads its rows in the order of its own ``train.seed``. Else all read the order and the negatives of
-            the recipe's seed, so that one loader serves them, and ``train.seed`` moves first weights and dropout; a member that
-            changes ``loader.seed`` has its own in any case.
+        own_rows: each member reads its rows in the order of its own ``train.seed``. Else all read the order and the
+            negatives of the recipe's seed, so that one loader serves them, and ``train.seed`` moves first weights and
+            dropout; a member that changes ``loader.seed`` has its own in any case.
 
     Raises:
-        ValueError: an unknown key or a wrong value, by flag; no member, one that is there twice, or a name that two have.
+        ValueError: an unknown key or a wrong value, by flag; no member, one that is there twice, or a name that two
+            have.
 
     Example:
         >>> from torchx_apps.cli.command_line import load_recipe
@@ -57,7 +59,8 @@ def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_row
     asked += [("--member", *_listed(item)) for item in listed]
     if not asked:
         raise ValueError(
-            "no member: give --vary KEY=VALUE,VALUE once or more for all combinations, or --member NAME:KEY=VALUE,... for each "
+            "no member: give --vary KEY=VALUE,VALUE once or more for all combinations, or --member NAME:KEY=VALUE,... "
+            "for each "
             "network; `python -m torchx_apps.train --recipe NAME` trains one"
         )
     made = [MemberJob(name, changes, _job(base, flag, changes, own_rows)) for flag, name, changes in asked]
@@ -95,9 +98,13 @@ def _grid_name(changes: Sequence[str], vary: Sequence[str]) -> str:
 def _listed(item: str) -> tuple[str, tuple[str, ...]]:
     name, colon, rest = item.partition(":")
     if not colon or not name.strip() or "=" in name:
-        raise ValueError(f"--member {item}: write NAME:KEY=VALUE,KEY=VALUE, such as --member wide:model.tower_widths=128,64")
+        raise ValueError(
+            f"--member {item}: write NAME:KEY=VALUE,KEY=VALUE, such as --member wide:model.tower_widths=128,64"
+        )
     if _PLAIN.search(name):
-        raise ValueError(f"--member {item}: the name {name!r} must be letters, digits, _ . = + and -, as it names a folder")
+        raise ValueError(
+            f"--member {item}: the name {name!r} must be letters, digits, _ . = + and -, as it names a folder"
+        )
     # A comma before `key=` ends a value; others are part of it, as in model.tower_widths=128,64.
     changes = [change.strip() for change in re.split(r",(?=\s*[A-Za-z_][\w.]*=)", rest) if change.strip()]
     return name.strip(), tuple(changes)
@@ -151,7 +158,9 @@ def named(names: Sequence[str], pattern: str, flag: str) -> list[str]:
     expression = re.compile("".join(".*" if c == "*" else "." if c == "?" else re.escape(c) for c in pattern))
     found = [name for name in names if expression.fullmatch(name)]
     if not found:
-        raise ValueError(f"{flag}: there is no member {pattern!r}{nearest(pattern, names) or ';'} Members: {', '.join(names)}")
+        raise ValueError(
+            f"{flag}: there is no member {pattern!r}{nearest(pattern, names) or ';'} Members: {', '.join(names)}"
+        )
     return found
 
 
@@ -173,9 +182,9 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
     Args:
         names: of the members.
         world_size: R.
-        groups: ``a:0-1,b:2``: members (a name, a pattern with * and ?, or several with + between) and ranks (``0-1``, ``2`` or
-            ``0+2``). Where not given, members are dealt to the ranks in their order, as evenly as can be; with more ranks than
-            members each has as many ranks as the others, or one more.
+        groups: ``a:0-1,b:2``: members (a name, a pattern with * and ?, or several with + between) and ranks (``0-1``,
+            ``2`` or ``0+2``). Where not given, members are dealt to the ranks in their order, as evenly as can be; with
+            more ranks than members each has as many ranks as the others, or one more.
 
     Raises:
         ValueError: a member or rank that is not there, that is placed twice or not at all.
@@ -200,7 +209,8 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
         ranks = _ranks(text)
         if missing := [rank for rank in ranks if rank >= world_size]:
             raise ValueError(
-                f"--groups {item}: there is no rank {missing[0]}; the job has ranks 0 to {world_size - 1}: start more with -j, or "
+                f"--groups {item}: there is no rank {missing[0]}; the job has ranks 0 to {world_size - 1}: start more "
+                "with -j, or "
                 "name one of these"
             )
         own = [name for part in members.split("+") for name in named(names, part, f"--groups {item}")]
@@ -212,7 +222,9 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
 
 def _dealt(names: Sequence[str], world_size: int) -> list[RankGroup]:
     smaller = min(len(names), world_size)
-    return [RankGroup(_share(names, group, smaller), _share(range(world_size), group, smaller)) for group in range(smaller)]
+    return [
+        RankGroup(_share(names, group, smaller), _share(range(world_size), group, smaller)) for group in range(smaller)
+    ]
 
 
 def _share(things: Sequence[Any], part: int, parts: int) -> tuple[Any, ...]:
@@ -317,7 +329,9 @@ class World:
         """The values of all ranks in rank order, of what JSON holds; all ranks call it together."""
         self._gathers += 1
         self.tell(f"gathered/{self._gathers}/{self.rank}", json.dumps(value))
-        return [json.loads(text) for text in self.told([f"gathered/{self._gathers}/{rank}" for rank in range(self.size)])]
+        return [
+            json.loads(text) for text in self.told([f"gathered/{self._gathers}/{rank}" for rank in range(self.size)])
+        ]
 
     def _told(self, key: str) -> str:
         from datetime import timedelta
@@ -336,8 +350,8 @@ def _address(environ: Mapping[str, str]) -> str:
 def _of_local_ranks(gpus: int, local_ranks: Sequence[int]) -> dict[str, str]:
     """What tells ``Runtime.start`` the GPU of each of a group's ranks on one host.
 
-    CUDA_VISIBLE_DEVICES would change nothing: fbgemm's import has initialised CUDA. With more processes than GPUs, groups of one
-    rank share them in turn; for others there is nothing to choose.
+    CUDA_VISIBLE_DEVICES would change nothing: fbgemm's import has initialised CUDA. With more processes than GPUs,
+    groups of one rank share them in turn; for others there is nothing to choose.
 
     Args:
         gpus: that this host's processes see.

@@ -54,7 +54,9 @@ def result_of(
     """The result of a member from its records, whose epochs count from 1; in those of earlier releases the first one is 0."""
     restored = any(record["kind"] == "restore" for record in history)
     shift = int(any(record["epoch"] == 0 for record in history))
-    history = [{**record, "epoch": record["epoch"] + shift} for record in history if record["kind"] not in _OF_THE_PROCESS]
+    history = [
+        {**record, "epoch": record["epoch"] + shift} for record in history if record["kind"] not in _OF_THE_PROCESS
+    ]
     last = history[-1]["kind"]
     ended = {"stop": "stopped early", "error": "diverged"}.get(last, "all epochs")
     whole = history[-1]["epoch"] - (last == "error")
@@ -89,7 +91,8 @@ def say_start(task: Task, runtime: Runtime, members: Sequence[str], loaders: int
         print(f"licence: {task.licence}")
     read = "one loader read once for all" if loaders == 1 else f"{loaders} loaders"
     print(
-        f"stack of {len(members)} on {runtime.device.type}, {runtime.threads} thread(s), {read}: {', '.join(members)}", flush=True
+        f"stack of {len(members)} on {runtime.device.type}, {runtime.threads} thread(s), {read}: {', '.join(members)}",
+        flush=True,
     )
 
 
@@ -115,7 +118,8 @@ class StackProgress:
             rate = sum(found["rows_per_s"] for found in here.values())
             spread = f"{min(losses):.4f} to {max(losses):.4f}"
             print(
-                f"epoch {record['epoch']}, step {record['step']}: {len(here)} members, loss {spread}, {rate:,.0f} samples/s",
+                f"epoch {record['epoch']}, step {record['step']}: {len(here)} members, loss {spread}, {rate:,.0f} "
+                "samples/s",
                 flush=True,
             )
 
@@ -137,7 +141,9 @@ def _figures(result: Result, part: str) -> dict[str, float]:
         return result.test
     # The evaluation whose weights the member has: the best where an early stop went back to it.
     chosen = [record for record in result.validation if record.get("best")] if result.restored else []
-    return {name: value for name, value in (chosen or result.validation or [{}])[-1].items() if isinstance(value, float)}
+    return {
+        name: value for name, value in (chosen or result.validation or [{}])[-1].items() if isinstance(value, float)
+    }
 
 
 def best_of(members: Sequence[MemberJob], results: Sequence[Result]) -> Result | None:
@@ -210,10 +216,18 @@ def draw(path: Path, results: Sequence[Result], best: Result | None) -> None:
             "label": result.name + (" *" if result is best else ""),
         }
         steps = max((record["step"] for record in result.loss), default=1) / max(result.epochs, 1)
-        axes[0].plot([record["step"] / steps for record in result.loss], [record["loss"] for record in result.loss], **style)
+        axes[0].plot(
+            [record["step"] / steps for record in result.loss], [record["loss"] for record in result.loss], **style
+        )
         for axis, name in zip(axes[1:], figures, strict=True):
             found = [record for record in result.validation if name in record]
-            axis.plot([record["epoch"] for record in found], [record[name] for record in found], marker="o", markersize=3, **style)
+            axis.plot(
+                [record["epoch"] for record in found],
+                [record[name] for record in found],
+                marker="o",
+                markersize=3,
+                **style,
+            )
     for axis, title in zip(axes, ["training loss", *(f"{name}, validation" for name in figures)], strict=True):
         axis.set(title=title, xlabel="epoch")
         axis.grid(alpha=0.25)

@@ -1,8 +1,9 @@
 """run(): several networks in one job. Members of one shape on one rank are stacked, others are trained in turn, groups at once.
 
-Who reads: all members of a rank that ask for the same rows take the batches of one loader, each batch built once and handed to all
-as one object. Ranks read for themselves, each from its own copy of the set: a batch from memory takes longer to hand over than to
-build (4 ms against 1.1: benchmarks/networks.py, row `one-reader`), and sharing one would make each network wait for the slowest.
+Who reads: all members of a rank that ask for the same rows take the batches of one loader, each batch built once and
+handed to all as one object. Ranks read for themselves, each from its own copy of the set: a batch from memory takes
+longer to hand over than to build (4 ms against 1.1: benchmarks/networks.py, row `one-reader`), and sharing one would
+make each network wait for the slowest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ from torchx_apps.networks.stacks import STACK_FILE, Built, NetworksConfig, Stack
 
 
 def run(
-    members: Sequence[MemberJob], groups: Sequence[RankGroup], world: World, config: NetworksConfig, run_dir: Path | None = None
+    members: Sequence[MemberJob],
+    groups: Sequence[RankGroup],
+    world: World,
+    config: NetworksConfig,
+    run_dir: Path | None = None,
 ) -> bool:
     """Trains the members on the ranks of their groups; rank 0 prints the table and writes it.
 
@@ -91,7 +96,13 @@ class _Group:
     """The members of one rank group, as this rank trains them."""
 
     def __init__(
-        self, members: Sequence[MemberJob], group: RankGroup, number: int, world: World, config: NetworksConfig, root: Path
+        self,
+        members: Sequence[MemberJob],
+        group: RankGroup,
+        number: int,
+        world: World,
+        config: NetworksConfig,
+        root: Path,
     ) -> None:
         self._members, self._group, self._number, self._world = members, group, number, world
         self._config, self._root = config, root
@@ -100,10 +111,13 @@ class _Group:
     def train(self) -> list[Result]:
         found = self._ended()
         if len(self._group.ranks) == 1 and len(self._members) > 1 and self._config.stack != "never":
-            found += self._train_stacks([member for member in self._members if member.name not in {one.name for one in found}])
+            found += self._train_stacks(
+                [member for member in self._members if member.name not in {one.name for one in found}]
+            )
         elif self._config.stack == "require" or self._config.codistillation.weight:
             raise ValueError(
-                f"{list(self._group.members)} on ranks {list(self._group.ranks)}: members are stacked on one rank, two or more of "
+                f"{list(self._group.members)} on ranks {list(self._group.ranks)}: members are stacked on one rank, two "
+                "or more of "
                 "them; place them so with --groups, or leave out --stack require and --codistill"
             )
         done = {result.name for result in found}
@@ -119,7 +133,9 @@ class _Group:
             self._world.tell(key, json.dumps([one.name for one in self._members if ended(self._root / one.name)]))
         names = json.loads(self._world.told([key])[0])
         return [
-            report.read_result(one, self._root / one.name, None, self._group.ranks) for one in self._members if one.name in names
+            report.read_result(one, self._root / one.name, None, self._group.ranks)
+            for one in self._members
+            if one.name in names
         ]
 
     def _narrow(self) -> None:
@@ -156,7 +172,9 @@ class _Group:
             stacks.append([one])
         resumed = self._config.resume == "auto"
         return [
-            stack for stack in stacks if len(stack) > 1 or (resumed and (self._root / stack[0].member.name / STACK_FILE).exists())
+            stack
+            for stack in stacks
+            if len(stack) > 1 or (resumed and (self._root / stack[0].member.name / STACK_FILE).exists())
         ]
 
     def _not_stacked(self, names: Sequence[str], reason: str) -> None:

@@ -37,7 +37,8 @@ from torchx_apps.networks.report import Result
 from torchx_apps.tasks.job import Job, Judge, Task, schema_of
 
 _ROWS = ("batch_size", "negatives", "sampling", "shared_negatives", "label", "weight", "drop_last")
-# Settings of a Job, all of a group where none is named, that change how a network is trained and that a stack does not have.
+# Settings of a Job, all of a group where none is named, that change how a network is trained and that a stack does not
+# have.
 _OF_ONE_NETWORK = {"train": ["amp", "on_nan", "trace_steps"], "sync": [], "start": []}
 
 
@@ -91,10 +92,17 @@ def why_alone(job: Job) -> str | None:
 def apart(first: Built, other: Built) -> str | None:
     """Why two members cannot be one stack."""
     one, two = first.job, other.job
-    pairs: list[tuple[str, Any, Any]] = [(f"loader.{name}", getattr(one.loader, name), getattr(two.loader, name)) for name in _ROWS]
+    pairs: list[tuple[str, Any, Any]] = [
+        (f"loader.{name}", getattr(one.loader, name), getattr(two.loader, name)) for name in _ROWS
+    ]
     pairs += [("data", one.data, two.data), ("model.out_of_range", one.model.out_of_range, two.model.out_of_range)]
-    pairs += [("checkpoint", dataclasses.replace(one.checkpoint, folder=""), dataclasses.replace(two.checkpoint, folder=""))]
-    pairs += [(f"optimizer.{name}", getattr(one.optimizer, name), getattr(two.optimizer, name)) for name in ("tables", "dense")]
+    pairs += [
+        ("checkpoint", dataclasses.replace(one.checkpoint, folder=""), dataclasses.replace(two.checkpoint, folder=""))
+    ]
+    pairs += [
+        (f"optimizer.{name}", getattr(one.optimizer, name), getattr(two.optimizer, name))
+        for name in ("tables", "dense")
+    ]
     for key, mine, theirs in pairs:
         if mine != theirs:
             return f"{key} is {mine} in '{first.member.name}' and {theirs} in '{other.member.name}'"
@@ -118,12 +126,12 @@ class NetworksConfig:
     """How the members are trained.
 
     Args:
-        stack: ``auto``: members of one shape on one rank are stacked, others trained in turn; ``require``: members that cannot be
-            stacked are refused; ``never``: all in turn.
+        stack: ``auto``: members of one shape on one rank are stacked, others trained in turn; ``require``: members that
+            cannot be stacked are refused; ``never``: all in turn.
         codistillation: how stacked members learn from each other.
         weights: write each stacked member's state dict into its folder as ``weights.pt``.
-        resume: ``auto``: members that have ended stay as they are, and the others go on where all of a stack were last saved;
-            ``never``: all begin anew.
+        resume: ``auto``: members that have ended stay as they are, and the others go on where all of a stack were last
+            saved; ``never``: all begin anew.
     """
 
     stack: str = "auto"
@@ -134,12 +142,15 @@ class NetworksConfig:
     def __post_init__(self) -> None:
         if self.resume not in ("auto", "never"):
             raise ValueError(
-                f"--resume {self.resume}: several networks go on in their own folder; give --resume auto, with --run-dir"
+                f"--resume {self.resume}: several networks go on in their own folder; give --resume auto, with "
+                "--run-dir"
             )
         if self.stack not in ("auto", "require", "never"):
             raise ValueError(f"--stack {self.stack}: must be auto, require or never")
         if self.stack == "never" and self.codistillation.weight:
-            raise ValueError("--codistill with --stack never: peers predict for each other inside a stack; use --stack auto")
+            raise ValueError(
+                "--codistill with --stack never: peers predict for each other inside a stack; use --stack auto"
+            )
 
 
 STACK_FILE = "stack.json"  # in the run folder of each member of a stack: who they are
@@ -193,7 +204,9 @@ class StackedMembers:
         start = time.perf_counter()
         validate: Callable[[str], Record] | None = self._validate if first.task.validates else None
         with asked_to_stop() as stop:
-            history = train_stack(members, evaluate=validate, log=self._log, codistillation=self._config.codistillation, stop=stop)
+            history = train_stack(
+                members, evaluate=validate, log=self._log, codistillation=self._config.codistillation, stop=stop
+            )
         seconds = time.perf_counter() - start
         return [self._finish(name, history[name], seconds) for name in self._built]
 
@@ -201,7 +214,11 @@ class StackedMembers:
         """By member the checkpoint to begin from: of the newest step at which all were saved."""
         if self._config.resume == "never":
             return {}
-        folders = {name: CheckpointFolder(self._folder_of(one)) for name, one in self._built.items() if one.job.checkpoint.saves}
+        folders = {
+            name: CheckpointFolder(self._folder_of(one))
+            for name, one in self._built.items()
+            if one.job.checkpoint.saves
+        }
         together = Together(self._runtime)
         last = {name: path for name, folder in folders.items() if (path := newest_good(folder, together)) is not None}
         over = {name: path for name, path in last.items() if self._is_over(name, path)}
@@ -210,7 +227,9 @@ class StackedMembers:
         if len(found) < len(folders):  # some begin anew, and all of a stack step together
             found = {}
         print(
-            f"resuming from {', '.join(found.values())}" if found else "no checkpoint of all to resume from: they begin anew",
+            f"resuming from {', '.join(found.values())}"
+            if found
+            else "no checkpoint of all to resume from: they begin anew",
             flush=True,
         )
         return found
@@ -235,7 +254,9 @@ class StackedMembers:
     def _log(self, name: str, record: Record) -> None:
         if name not in self._folders:  # not before the first step, which shows whether the members can be stacked
             one = self._built[name]
-            self._folders[name] = RunFolder(self._root / name, _described(one.job), replace=self._config.resume == "auto")
+            self._folders[name] = RunFolder(
+                self._root / name, _described(one.job), replace=self._config.resume == "auto"
+            )
             self._folders[name].write(STACK_FILE, json.dumps(list(self._built)))
         self._folders[name].log(record)
         self._progress.show(name, record)
@@ -248,7 +269,9 @@ class StackedMembers:
         result = report.result_of(name, folder.records, figures, seconds, (self._runtime.rank,), str(folder.path))
         folder.write("summary.json", json.dumps({"data": one.task.name, "test": figures, "seconds": seconds}, indent=2))
         if self._config.weights:
-            torch.save({key: value.clone() for key, value in one.network.state_dict().items()}, folder.path / "weights.pt")
+            torch.save(
+                {key: value.clone() for key, value in one.network.state_dict().items()}, folder.path / "weights.pt"
+            )
         beside = judge.baseline("validation") if one.task.validates else None
         folder.close(beside, baseline_name=one.task.baseline_name)
         return result
@@ -257,4 +280,6 @@ class StackedMembers:
 def _described(job: Job) -> dict[str, Any]:
     """Every setting of a job, so that `rec.train.hybrid` with the same trains the same."""
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
-    return config | {name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))}
+    return config | {
+        name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))
+    }

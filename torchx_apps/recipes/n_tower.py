@@ -66,22 +66,30 @@ def check_towers(text: str) -> None:
     if text.isdecimal() and int(text) < 1:
         raise ValueError(f"model.towers={text}: must be 1 or more")
     if text and not text.isdecimal() and not all(all(group.split("+")) for group in text.split(",")):
-        raise ValueError(f"model.towers={text}: give a number of towers, or their features, such as user_id+city,item_id+daytime")
+        raise ValueError(
+            f"model.towers={text}: give a number of towers, or their features, such as user_id+city,item_id+daytime"
+        )
 
 
 def features_by_tower(
-    asked: str, features: Sequence[str], rows: Chunk, sizes: Mapping[str, float], *, trained: str = "", bound: float = 0.0
+    asked: str,
+    features: Sequence[str],
+    rows: Chunk,
+    sizes: Mapping[str, float],
+    *,
+    trained: str = "",
+    bound: float = 0.0,
 ) -> dict[str, list[str]]:
     """The features of each tower.
 
     Args:
-        asked: as :func:`check_towers` takes it: a number has the partitioner of Disaggregated Multi-Tower group the features by
-            affinity, text says itself who stands together.
+        asked: as :func:`check_towers` takes it: a number has the partitioner of Disaggregated Multi-Tower group the
+            features by affinity, text says itself who stands together.
         features: all of them.
         rows: of the training, which affinities are taken from.
         sizes: bytes of each feature's table.
-        trained: safetensors of a model whose tables have the features' names: affinities are then those of what it has learned,
-            in place of those of ids that come together.
+        trained: safetensors of a model whose tables have the features' names: affinities are then those of what it has
+            learned, in place of those of ids that come together.
         bound: of the bytes of a tower; 1.1 times an even share where 0.
 
     Raises:
@@ -102,11 +110,15 @@ def _listed(asked: str, features: Sequence[str]) -> dict[str, list[str]]:
     groups = [group.split("+") for group in asked.split(",")]
     given = [name for group in groups for name in group]
     if unknown := [name for name in given if name not in features]:
-        raise ValueError(f"model.towers={asked}: there is no feature '{unknown[0]}'; the features are {', '.join(features)}")
+        raise ValueError(
+            f"model.towers={asked}: there is no feature '{unknown[0]}'; the features are {', '.join(features)}"
+        )
     if twice := [name for name in given if given.count(name) > 1]:
         raise ValueError(f"model.towers={asked}: '{twice[0]}' stands there twice; a feature is in one tower")
     if missing := [name for name in features if name not in given]:
-        raise ValueError(f"model.towers={asked}: '{missing[0]}' stands in no tower; give each of {', '.join(features)} one")
+        raise ValueError(
+            f"model.towers={asked}: '{missing[0]}' stands in no tower; give each of {', '.join(features)} one"
+        )
     return {f"tower_{number}": group for number, group in enumerate(groups)}
 
 
@@ -114,7 +126,9 @@ def _learned(trained: Path, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
     from safetensors import safe_open
 
     if not trained.is_file():
-        raise ValueError(f"model.towers_from={trained}: there is no such file; write one with `python -m torchx_apps.publish RUN`")
+        raise ValueError(
+            f"model.towers_from={trained}: there is no such file; write one with `python -m torchx_apps.publish RUN`"
+        )
     vectors = {}
     with safe_open(trained, framework="pt") as held:
         paths = {path.split(".")[-2]: path for path in held.keys() if "embedding" in path}  # noqa: SIM118
@@ -126,7 +140,8 @@ def _learned(trained: Path, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
             table = held.get_tensor(paths[name])
             if len(table) <= int(own.max()):
                 raise ValueError(
-                    f"model.towers_from={trained}: table '{name}' has {len(table):,} rows, the data ids up to {own.max():,}"
+                    f"model.towers_from={trained}: table '{name}' has {len(table):,} rows, the data ids up to "
+                    f"{own.max():,}"
                 )
             vectors[name] = table[own]
     return vectors
@@ -148,13 +163,14 @@ class NTowerConfig:
         embedding_dim: columns of every table.
         embedding_std: standard deviation of the tables' first values.
         tower_widths: widths of each tower's MLP; none: a tower's output is its embeddings side by side.
-        towers: user, item and context where empty; a number: so many towers, in which features stand together that have most to do
-            with one another, see :func:`features_by_tower`; or the features, as ``user_id+homework,item_id+daytime``.
-        towers_from: of a number of towers, safetensors of a trained model of these tables (``torchx_apps.publish``), by whose
-            vectors features are near; by their ids alone where empty.
+        towers: user, item and context where empty; a number: so many towers, in which features stand together that have
+            most to do with one another, see :func:`features_by_tower`; or the features, as
+            ``user_id+homework,item_id+daytime``.
+        towers_from: of a number of towers, safetensors of a trained model of these tables (``torchx_apps.publish``), by
+            whose vectors features are near; by their ids alone where empty.
         towers_bound: of a number of towers, MiB of the tables of one; 1.1 times an even share where 0.
-        compress: what a tower's embeddings are compressed to before its MLP or, without one, before they leave its ranks: settings
-            of a :class:`Compression`, as ``dim=16,flat=2``; nothing where empty.
+        compress: what a tower's embeddings are compressed to before its MLP or, without one, before they leave its
+            ranks: settings of a :class:`Compression`, as ``dim=16,flat=2``; nothing where empty.
         interaction: over the towers' outputs, see :func:`interaction_layer`.
         top_widths: hidden widths of the interaction.
         activation: between layers.
@@ -182,7 +198,8 @@ class NTowerConfig:
         check_towers(self.towers)
         if not self.towers.isdecimal() and (self.towers_from or self.towers_bound):
             raise ValueError(
-                f"model.towers_from and model.towers_bound are of a number of towers; model.towers={self.towers!r} is none"
+                f"model.towers_from and model.towers_bound are of a number of towers; model.towers={self.towers!r} is "
+                "none"
             )
 
 
@@ -195,7 +212,8 @@ def n_tower() -> Job:
         data=LabelledConfig(),
         task=labelled_task,
         loader=LoaderConfig(negatives=0, label="label"),
-        # l2 keeps the tables from learning rare ids by heart. After batch normalisation their scale is free, so little hangs on it.
+        # l2 keeps the tables from learning rare ids by heart. After batch normalisation their scale is free, so little
+        # hangs on it.
         optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3, tables_l2=0.05),
         train=TrainConfig(epochs=12, tables_schedule=Schedule(kind="cosine"), dense_schedule=Schedule(kind="cosine")),
     )

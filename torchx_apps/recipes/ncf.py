@@ -56,7 +56,8 @@ def ncf() -> Job:
         build=build_ncf,
         model=NCFConfig(),
         data=DataConfig(name="ml-1m-ncf", history_length=0),
-        # Of batches of 1,024 to 256 positives the small ones rank held-out items best, by validation NDCG .543 against .549.
+        # Of batches of 1,024 to 256 positives the small ones rank held-out items best, by validation NDCG .543 against
+        # .549.
         loader=LoaderConfig(batch_size=256),
         optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3),
         train=TrainConfig(epochs=15, eval_every=5),
@@ -88,7 +89,9 @@ def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF
     return _network(config, data.vocab, data.context, data.dense)
 
 
-def _network(config: NCFConfig, vocab: Mapping[str, int], context: Sequence[str], dense: Sequence[str]) -> ContextualNCF:
+def _network(
+    config: NCFConfig, vocab: Mapping[str, int], context: Sequence[str], dense: Sequence[str]
+) -> ContextualNCF:
     tables = [
         EmbeddingBagConfig(
             name=name,

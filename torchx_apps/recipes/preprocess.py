@@ -52,7 +52,9 @@ class Prepared:
             raise ValueError("splits: there is none; name at least one source, such as {'train': 'log/*.parquet'}")
         for name in self.splits:
             if name == "preprocessor" or not re.fullmatch(r"[\w-][\w.-]*", name):
-                raise ValueError(f"splits has the name {name!r}: must be letters, digits, - and _, and not 'preprocessor'")
+                raise ValueError(
+                    f"splits has the name {name!r}: must be letters, digits, - and _, and not 'preprocessor'"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ class PreprocessJob:
     Args:
         name: of the recipe.
         build: makes steps and sources from ``config`` and an engine.
-        config: a frozen dataclass that ``build`` reads, whose fields ``--set config.KEY=VALUE`` changes; None where it needs none.
+        config: a frozen dataclass that ``build`` reads, whose fields ``--set config.KEY=VALUE`` changes; None where it
+            needs none.
         out: folder for the result; a new one in ``runs/`` where not given.
         engine: ``duckdb``, ``spark`` or a Spark master URL.
         threads: of DuckDB; all cores where not given.
@@ -87,8 +90,8 @@ class MovieLensConfig:
     """The recipe ``ml_100k``.
 
     Args:
-        folder: with inter.parquet, users.parquet and items.parquet, or ml-100k.zip; where not given the set is looked for, and
-            downloaded, as in training.
+        folder: with inter.parquet, users.parquet and items.parquet, or ml-100k.zip; where not given the set is looked
+            for, and downloaded, as in training.
         history_length: the most earlier items of a row.
         test_share: the latest share of the ratings, kept for testing.
         min_count: rarer items and users are unknown.
@@ -147,7 +150,11 @@ def _movielens(config: MovieLensConfig) -> Path:
     """A folder with parquet files, or the publisher's zip."""
     if config.folder:
         given = Path(config.folder)
-        return given / "ml-100k.zip" if (given / "ml-100k.zip").exists() and not (given / "inter.parquet").exists() else given
+        return (
+            given / "ml-100k.zip"
+            if (given / "ml-100k.zip").exists() and not (given / "inter.parquet").exists()
+            else given
+        )
     try:
         return find_ml_100k(data_folder("ml-100k", None))
     except DatasetUnavailable as error:
@@ -194,13 +201,18 @@ def clicks() -> PreprocessJob:
 def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
     """The files as they are."""
     if not config.folder:
-        raise DataError("recipe clicks needs a log: --set config.folder=DIR with parquet files of c0.., d0.., history, label")
+        raise DataError(
+            "recipe clicks needs a log: --set config.folder=DIR with parquet files of c0.., d0.., history, label"
+        )
     files = [file.name for file in find_files(config.folder, (".parquet",))]
     ids: list[Step] = [
-        Categorify(column=f"c{at}", min_count=config.min_count, max_size=config.max_size) for at in range(config.categorical)
+        Categorify(column=f"c{at}", min_count=config.min_count, max_size=config.max_size)
+        for at in range(config.categorical)
     ]
     numbers: list[Step] = [
-        step for at in range(config.dense) for step in (FillMissing(column=f"d{at}", statistic="mean"), Normalize(column=f"d{at}"))
+        step
+        for at in range(config.dense)
+        for step in (FillMissing(column=f"d{at}", statistic="mean"), Normalize(column=f"d{at}"))
     ]
     lists: list[Step] = [
         Lists(column="history", max_length=config.history_length),

@@ -76,9 +76,12 @@ def session() -> Job:
         model=SessionConfig(),
         data=SequenceConfig(),
         task=session_task,
-        loader=LoaderConfig(batch_size=256, negatives=8),  # 2,048 candidates that all targets of a step share; 0: all items
+        loader=LoaderConfig(
+            batch_size=256, negatives=8
+        ),  # 2,048 candidates that all targets of a step share; 0: all items
         optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=1e-3),
-        # Until the validation items say so: a set of few or long sequences has few steps an epoch, and needs more of them.
+        # Until the validation items say so: a set of few or long sequences has few steps an epoch, and needs more of
+        # them.
         train=TrainConfig(epochs=60, eval_every=4, early_stop=EarlyStop(metric="ndcg@10", patience=1)),
     )
 
@@ -127,20 +130,25 @@ class SessionTask(NamedData):
 
     def __post_init__(self) -> None:
         if not len(self.data.held_out("test").targets):
-            raise ValueError(f"set '{self.data.name}' has no test rows: no user has the 3 items that holding out two of them needs")
+            raise ValueError(
+                f"set '{self.data.name}' has no test rows: no user has the 3 items that holding out two of them needs"
+            )
 
     def describe(self) -> str:
         """How much there is."""
         training = self.data.training()
         return (
             f"{self.name}, {len(training):,} users with {len(training.values):,} items to train on, "
-            f"{len(self.data.held_out('test').targets):,} held-out items, {self.data.num_items:,} items in the catalogue"
+            f"{len(self.data.held_out('test').targets):,} held-out items, {self.data.num_items:,} items in the "
+            "catalogue"
         )
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> SessionLoader:
         """The training sequences, cut so that each item but a user's first is a target once."""
         windows = training_windows(self.data.training(), self.data.max_length)
-        return SessionLoader(windows, schema, config=config, num_items=self.data.num_items, rank=rank, world_size=world_size)
+        return SessionLoader(
+            windows, schema, config=config, num_items=self.data.num_items, rank=rank, world_size=world_size
+        )
 
     def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> SessionJudge:
         """HR@10, NDCG@10 and what one user would be shown."""
@@ -155,7 +163,9 @@ class SessionTask(NamedData):
 class SessionJudge:
     """The figures of a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
 
-    def __init__(self, data: SequenceData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+    def __init__(
+        self, data: SequenceData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+    ) -> None:
         self._data, self._model, self._runtime = data, model, runtime
         self._batches = SessionBatches(schema)
         self._held_out = {part: data.held_out(part) for part in HELD_OUT}
@@ -181,7 +191,9 @@ class SessionJudge:
         with torch.no_grad():
             items = metrics.embed_all(self._model.module, "item", self._items(), self._runtime)
             batch = self._batches.sessions(most_recent(before, self._data.max_length)).to(self._runtime.device)
-            scores = self._model.module.interaction.score_all(self._model.module.embed("session", batch), items)[0].cpu()
+            scores = self._model.module.interaction.score_all(self._model.module.embed("session", batch), items)[
+                0
+            ].cpu()
         scores[0] = -torch.inf
         scores[torch.from_numpy(before.values)] = -torch.inf
         best = scores.topk(min(K, int((scores > -torch.inf).sum())))

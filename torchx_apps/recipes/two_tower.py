@@ -35,8 +35,8 @@ class TwoTowerConfig:
     Args:
         embedding_dim: columns of every table.
         tower_widths: widths of each tower's MLP; the last is D, what the interaction sees.
-        compress: what a tower's embeddings are compressed to before its MLP or, without one, before they leave its ranks: settings
-            of a :class:`Compression`, as ``dim=16,flat=2``; nothing where empty.
+        compress: what a tower's embeddings are compressed to before its MLP or, without one, before they leave its
+            ranks: settings of a :class:`Compression`, as ``dim=16,flat=2``; nothing where empty.
         features: the columns that the towers read; all that the set has where none are named.
         without: of these, the columns that they do not read.
         interaction: ``top_nn`` (concatenation, MLP, logit), ``dot``, or another of :func:`interaction_layer`.
@@ -47,8 +47,9 @@ class TwoTowerConfig:
             ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``.
         temperature: of ``in_batch`` and of ``cosine``.
         correct: correct ``in_batch`` for the popularity of its candidates.
-        reject_known: under ``in_batch`` take no item as a negative of a user who has taken it, exactly. Off, a user's other items
-            compete with the row's own, as in the softmax over the whole catalogue that the batch stands for.
+        reject_known: under ``in_batch`` take no item as a negative of a user who has taken it, exactly. Off, a user's
+            other items compete with the row's own, as in the softmax over the whole catalogue that the batch stands
+            for.
         share_items: the user's history reads the table of the items, in place of one of its own.
         share_user: run the user tower once for a positive and its negatives; the result is the same.
         out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
@@ -77,12 +78,14 @@ class TwoTowerConfig:
             raise ValueError(f"model.loss={self.loss!r}: must be one of {', '.join(get_args(Loss))}")
         if self.loss == "in_batch" and self.interaction not in ("dot", "cosine"):
             raise ValueError(
-                f"model.loss=in_batch with model.interaction={self.interaction}: each query meets every candidate of the batch, "
+                f"model.loss=in_batch with model.interaction={self.interaction}: each query meets every candidate of "
+                "the batch, "
                 "for which a product is cheap enough; set model.interaction=dot or cosine"
             )
         if self.reject_known and self.loss != "in_batch":
             raise ValueError(
-                f"model.reject_known=true with model.loss={self.loss}: drawn negatives are never known items; leave it out, or set "
+                f"model.reject_known=true with model.loss={self.loss}: drawn negatives are never known items; leave it "
+                "out, or set "
                 "model.loss=in_batch"
             )
         if not self.temperature > 0:
@@ -104,14 +107,19 @@ def two_tower() -> Job:
 def retrieval() -> Job:
     """User and item towers under a softmax over the batch, ranked by dot product; MovieLens 1M in the NCF paper's own split.
 
-    A user is what he or she has taken: without a vector of its own for each user the towers fit the training rows less and rank
-    held-out items better, and new users need no training.
+    A user is what he or she has taken: without a vector of its own for each user the towers fit the training rows less
+    and rank held-out items better, and new users need no training.
     """
     return Job(
         name="retrieval",
         build=build_two_tower,
         model=TwoTowerConfig(
-            embedding_dim=64, tower_widths=(128, 64), without=("user_id",), interaction="dot", dropout=0.2, loss="in_batch"
+            embedding_dim=64,
+            tower_widths=(128, 64),
+            without=("user_id",),
+            interaction="dot",
+            dropout=0.2,
+            loss="in_batch",
         ),
         data=DataConfig(name="ml-1m-ncf", history_length=300),
         loader=LoaderConfig(batch_size=1024, negatives=0),
@@ -125,8 +133,12 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     known = {*data.vocab, *data.dense}
     for field, given in (("features", config.features), ("without", config.without)):
         if unknown := sorted(set(given) - known):
-            raise ValueError(f"model.{field} names {unknown}, which '{data.name}' does not have; it has {sorted(known)}")
-    names = [name for name in (*data.vocab, *data.dense) if name in (config.features or known) and name not in config.without]
+            raise ValueError(
+                f"model.{field} names {unknown}, which '{data.name}' does not have; it has {sorted(known)}"
+            )
+    names = [
+        name for name in (*data.vocab, *data.dense) if name in (config.features or known) and name not in config.without
+    ]
     sides = {
         "user": [name for name in names if name not in data.items],
         "item": [name for name in names if name in data.items],

@@ -96,27 +96,29 @@ class Job:
 
     Args:
         name: of the recipe.
-        build: makes the model from ``model`` and the task's data, its tables on the meta device: an ``nn.Module`` with a method
-            ``schema(out_of_range=...)``, whose forward returns (loss, output with ``loss`` and ``weights``), as a TowerModel.
+        build: makes the model from ``model`` and the task's data, its tables on the meta device: an ``nn.Module`` with
+            a method ``schema(out_of_range=...)``, whose forward returns (loss, output with ``loss`` and ``weights``),
+            as a TowerModel.
         model: a frozen dataclass that ``build`` reads; it has ``out_of_range``.
         data: which rows: a frozen dataclass that ``task`` reads; it has ``name``.
-        task: loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where the set is not to be had.
+        task: loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where the set is not
+            to be had.
         loader: how rows become batches.
-        id_dropout: by feature, the share of bags that are the out-of-vocabulary row in training, as ``("item_id=0.1",)``: what an
-            id that training never saw is ranked by; see :class:`IdDropout`.
+        id_dropout: by feature, the share of bags that are the out-of-vocabulary row in training, as
+            ``("item_id=0.1",)``: what an id that training never saw is ranked by; see :class:`IdDropout`.
         optimizer: how parameters move.
         plan: how tables are spread over ranks.
-        lookups: ``merged`` looks up the tables of all towers in one exchange, of towers on ranks of their own those of the same
-            ranks in one; ``apart`` tower by tower, with the same result; ``auto`` merges on several ranks, unless ``plan.towers``
-            or a path in ``optimizer.per_table`` stands against it.
+        lookups: ``merged`` looks up the tables of all towers in one exchange, of towers on ranks of their own those of
+            the same ranks in one; ``apart`` tower by tower, with the same result; ``auto`` merges on several ranks,
+            unless ``plan.towers`` or a path in ``optimizer.per_table`` stands against it.
         sync: how often ranks exchange what.
         train: how long, and the seed of everything.
         checkpoint: when the run is saved, and where.
         start: the checkpoint whose weights a new run begins with.
         pretrained: vectors that a new run's tables begin with, by table, as ``("item_id=vectors.parquet",)``: see
             :func:`read_vectors`.
-        export: ``require`` ends a run with a bundle for serving in its folder; ``auto`` does so where the model can be served,
-            and says why not where it cannot.
+        export: ``require`` ends a run with a bundle for serving in its folder; ``auto`` does so where the model can be
+            served, and says why not where it cannot.
         fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
         streams: run the towers of a rank on CUDA streams of their own, beside one another.
@@ -169,7 +171,9 @@ class Job:
             try:
                 rates[name] = float(rate)
             except ValueError:
-                raise ValueError(f"id_dropout: {text!r} must be a feature and a share of its bags, such as item_id=0.1") from None
+                raise ValueError(
+                    f"id_dropout: {text!r} must be a feature and a share of its bags, such as item_id=0.1"
+                ) from None
         return rates
 
 

@@ -54,7 +54,8 @@ class LabelledTask(NamedData):
         """The training rows with their own labels."""
         if config.label is None or config.negatives:
             raise ValueError(
-                f"loader.label={config.label} with loader.negatives={config.negatives}: the rows of '{self.name}' have labels of "
+                f"loader.label={config.label} with loader.negatives={config.negatives}: the rows of '{self.name}' have "
+                "labels of "
                 "their own, negatives among them; set loader.label=label and loader.negatives=0"
             )
         return ChunkLoader(self.data.train, schema, config=config, rank=rank, world_size=world_size)
@@ -71,7 +72,9 @@ class LabelledTask(NamedData):
 class LabelledJudge:
     """AUC, AUC within each user's rows, and log loss; every rank calls each method but :meth:`baseline`."""
 
-    def __init__(self, data: LabelledData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+    def __init__(
+        self, data: LabelledData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+    ) -> None:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
 
     def validate(self) -> Record:
@@ -96,9 +99,17 @@ class LabelledJudge:
     def _figures(self, part: str) -> Record:
         config = LoaderConfig(batch_size=8192, negatives=0, label="label", shuffle=False)
         loader = ChunkLoader(
-            getattr(self._data, part), self._schema, config=config, rank=self._runtime.rank, world_size=self._runtime.world_size
+            getattr(self._data, part),
+            self._schema,
+            config=config,
+            rank=self._runtime.rank,
+            world_size=self._runtime.world_size,
         )
         with torch.no_grad():
-            outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))]
-        logits, labels, weights = (torch.cat([getattr(out, name) for out in outputs]) for name in ("logits", "labels", "weights"))
+            outputs = [
+                self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))
+            ]
+        logits, labels, weights = (
+            torch.cat([getattr(out, name) for out in outputs]) for name in ("logits", "labels", "weights")
+        )
         return metrics.classification_metrics(logits, labels, weights, self._runtime)

@@ -45,7 +45,9 @@ class RankingTask(NamedData):
 
     def __post_init__(self) -> None:
         if not self.data.test.num_rows:
-            raise ValueError(f"set '{self.data.name}' has no test rows: no user has the 3 interactions that a split by time needs")
+            raise ValueError(
+                f"set '{self.data.name}' has no test rows: no user has the 3 interactions that a split by time needs"
+            )
 
     @property
     def asked(self) -> str:
@@ -62,9 +64,15 @@ class RankingTask(NamedData):
     def describe(self) -> str:
         """How much there is."""
         rows, users = self.data.test.num_rows, len(np.unique(self.data.test["user_id"].values))
-        held_out = f"{users:,} users with a held-out item" if rows == users else f"{rows:,} held-out items of {users:,} users"
+        held_out = (
+            f"{users:,} users with a held-out item" if rows == users else f"{rows:,} held-out items of {users:,} users"
+        )
         missed = int((self.data.test["item_id"].values > self.data.num_items).sum())
-        beyond = f" ({missed:,} held-out items are outside of the catalogue: neither trained nor described)" if missed else ""
+        beyond = (
+            f" ({missed:,} held-out items are outside of the catalogue: neither trained nor described)"
+            if missed
+            else ""
+        )
         return f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items{beyond}"
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
@@ -72,8 +80,10 @@ class RankingTask(NamedData):
         # A loss over labels asks for a range of them; one that compares rows does not.
         if config.negatives == 0 and not config.label and schema.label_range is not None:
             raise ValueError(
-                "loader.negatives=0 without loader.label: every row would have label 1, from which nothing can be learned; "
-                "draw negatives, name the column with the labels, or use a loss that compares rows, such as model.loss=in_batch"
+                "loader.negatives=0 without loader.label: every row would have label 1, from which nothing can be "
+                "learned; "
+                "draw negatives, name the column with the labels, or use a loss that compares rows, such as "
+                "model.loss=in_batch"
             )
 
         def refresh(epoch: int) -> Index:
@@ -103,15 +113,20 @@ class Recommended:
 class RankingJudge:
     """The figures of a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
 
-    def __init__(self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+    def __init__(
+        self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+    ) -> None:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
-        # Measured is what is served: a user or an item without a training row has the unknown one's row and its own features.
-        # That row is trained where ids are dropped; else it holds its first values, the same for all such items.
+        # Measured is what is served: a user or an item without a training row has the unknown one's row and its own
+        # features. That row is trained where ids are dropped; else it holds its first values, the same for all such
+        # items.
         self._items = self._as_served(data.items, "item_id")
         self._builder = BatchBuilder(schema, self._items)
         whole = [part for part in ("validation", "test") if part not in data.evaluation.candidates]
         self._labelled = {
-            part: self._as_served(labelled_rows(data, part), "user_id") for part in whole if getattr(data, part).num_rows
+            part: self._as_served(labelled_rows(data, part), "user_id")
+            for part in whole
+            if getattr(data, part).num_rows
         }
 
     def validate(self) -> Record:
@@ -187,9 +202,13 @@ class RankingJudge:
     def _auc(self, part: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
         rank, world_size = self._runtime.rank, self._runtime.world_size
-        loader = ChunkLoader(self._labelled[part], self._schema, config=config, items=self._items, rank=rank, world_size=world_size)
+        loader = ChunkLoader(
+            self._labelled[part], self._schema, config=config, items=self._items, rank=rank, world_size=world_size
+        )
         with torch.no_grad():
-            outputs = [self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))]
+            outputs = [
+                self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))
+            ]
         columns = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "labels", "weights"))
         return metrics.auc(*columns, self._runtime)
 
@@ -200,7 +219,9 @@ class RankingJudge:
 
     def _item_batches(self, rows: int) -> Iterator[metrics.Kept]:
         ids = np.arange(rows)
-        return ((self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
+        return (
+            (self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime)
+        )
 
     def _catalogue(self) -> torch.Tensor:
         batches = self._item_batches(self._data.num_items + 1)

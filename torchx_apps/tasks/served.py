@@ -43,10 +43,10 @@ class Served:
 def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     """Users as they stand before their test items: what was validated is what is served.
 
-    Ids and features in requests are those of the files. The items are those of the catalogue, the users those with a training row;
-    an item of the catalogue without one is the unknown item to the model, with its own features, as in the evaluation. A user
-    without one is not known: a request says his or her features, and the id is that of the unknown user. The context is a request's
-    own.
+    Ids and features in requests are those of the files. The items are those of the catalogue, the users those with a
+    training row; an item of the catalogue without one is the unknown item to the model, with its own features, as in
+    the evaluation. A user without one is not known: a request says his or her features, and the id is that of the
+    unknown user. The context is a request's own.
     """
     items = data.items.slice(1, data.num_items + 1)
     everything = _rows_of(data)
@@ -104,7 +104,9 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> Served:
     numbered = [name for name in schema.keys if name not in data.words.vocabularies]
     unseen = {name: np.setdiff1d(np.arange(data.oov_ids[name]), data.trained(name)).tolist() for name in numbered}
     return Served(
-        catalogue=Catalogue(ids=data.ids("item_id", items), features=features["item_id"], trained=data.ids("item_id", items)),
+        catalogue=Catalogue(
+            ids=data.ids("item_id", items), features=features["item_id"], trained=data.ids("item_id", items)
+        ),
         users=Users(
             key="user_id",
             ids=data.ids("user_id", users),
@@ -263,7 +265,9 @@ def _unknown(name: str, column: Column, words: RowContext, ids: Ids) -> Any:
 
 
 def _arrow(chunk: Chunk) -> pa.Table:
-    return pa.table({name: _lists(column) if column.ragged else pa.array(column.values) for name, column in chunk.items()})
+    return pa.table(
+        {name: _lists(column) if column.ragged else pa.array(column.values) for name, column in chunk.items()}
+    )
 
 
 def _lists(column: Column, shift: int = 0) -> pa.ListArray:

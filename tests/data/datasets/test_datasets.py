@@ -62,7 +62,8 @@ def publisher(home: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
 
 def same(left: Any, right: Any) -> bool:
     return sorted(left) == sorted(right) and all(
-        np.array_equal(left[name].values, right[name].values) and np.array_equal(left[name].lengths, right[name].lengths)
+        np.array_equal(left[name].values, right[name].values)
+        and np.array_equal(left[name].lengths, right[name].lengths)
         for name in left
     )
 
@@ -110,7 +111,10 @@ def test_the_publishers_text_becomes_features(publisher: Download) -> None:
 @pytest.mark.unit
 def test_two_processes_at_once_leave_one_whole_file(publisher: Download, home: Path) -> None:
     results: list[int] = []
-    threads = [threading.Thread(target=lambda: results.append(load("ml-100k", progress=False).train.num_rows)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(load("ml-100k", progress=False).train.num_rows))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -124,7 +128,13 @@ def test_offline_says_which_file_to_put_where(home: Path) -> None:
     with pytest.raises(DatasetUnavailable) as caught:
         load("ml-100k", offline=True)
     message = str(caught.value)
-    for part in (str(where), "TORCHREC_EXT_DATA is not set", "https://files.grouplens.org", "4,924,029 bytes", "data.name=planted"):
+    for part in (
+        str(where),
+        "TORCHREC_EXT_DATA is not set",
+        "https://files.grouplens.org",
+        "4,924,029 bytes",
+        "data.name=planted",
+    ):
         assert part in message
     assert "inter.parquet,users.parquet,items.parquet" in message
 
@@ -152,7 +162,9 @@ def test_a_folder_whose_file_system_has_no_locks_is_downloaded_to(home: Path, mo
 def test_another_file_than_the_published_one_is_refused_and_not_kept(home: Path) -> None:
     source = publish(home / "published.zip")
     other = Download(url=source.url, size=source.size, sha256="0" * 64)
-    with pytest.raises(DataError, match=rf"sha256 {source.sha256}, the publisher's file has .*sha256 {'0' * 64}; delete it"):
+    with pytest.raises(
+        DataError, match=rf"sha256 {source.sha256}, the publisher's file has .*sha256 {'0' * 64}; delete it"
+    ):
         fetch(other, home / "kept" / "ml-100k.zip", licence="", progress=False)
     assert [path.name for path in (home / "kept").iterdir()] == [".lock"]
 
@@ -179,11 +191,17 @@ def test_parquet_that_was_written_again_is_read_with_a_warning(home: Path, monke
     folder = home / "ml-100k"
     folder.mkdir()
     pq.write_table(
-        pa.table({"user_id": [1, 1], "item_id": [1, 2], "rating": [5, 4], "timestamp": [1, 2]}), folder / "inter.parquet"
+        pa.table({"user_id": [1, 1], "item_id": [1, 2], "rating": [5, 4], "timestamp": [1, 2]}),
+        folder / "inter.parquet",
     )
     users = {"user_id": [1], "age": [24], "gender": ["M"], "occupation": ["technician"], "zip_code": ["85711"]}
     pq.write_table(pa.table(users), folder / "users.parquet")
-    items = {"item_id": [1, 2], "movie_title": ["A", "B"], "release_year": ["1995", "1996"], "class": ["Drama", "Comedy Drama"]}
+    items = {
+        "item_id": [1, 2],
+        "movie_title": ["A", "B"],
+        "release_year": ["1995", "1996"],
+        "class": ["Drama", "Comedy Drama"],
+    }
     pq.write_table(pa.table(items), folder / "items.parquet")
     monkeypatch.setenv("TORCHREC_EXT_DATA", str(home))
     with pytest.warns(UserWarning, match=r"inter\.parquet: sha256 is .*figures may differ"):
@@ -220,7 +238,9 @@ def test_the_parquet_files_and_the_publishers_zip_give_the_same_data(
         home / "published.zip",
         ratings=lines("\t", *(ratings[name].values for name in ("user_id", "item_id", "rating", "timestamp"))),
         users=lines("|", *(people[name].values for name in ("user_id", "age", "gender", "occupation", "zip_code"))),
-        movies="".join(movie(number, title, *names) for number, title, names in zip(numbers, titles, genres, strict=True)),
+        movies="".join(
+            movie(number, title, *names) for number, title, names in zip(numbers, titles, genres, strict=True)
+        ),
     )
     monkeypatch.setattr(datasets, "ML_100K", source)
     data = load("ml-100k", progress=False)
@@ -246,7 +266,9 @@ def test_movielens_has_the_figures_of_its_readme(ml_100k: InteractionData) -> No
 
 @pytest.mark.unit
 def test_a_set_that_does_not_exist_is_told_with_those_that_do(home: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.name='ml-1b': there is no such set; choose one of ml-100k, ml-1m-ncf, planted"):
+    with pytest.raises(
+        DataError, match=r"data\.name='ml-1b': there is no such set; choose one of ml-100k, ml-1m-ncf, planted"
+    ):
         load("ml-1b")
 
 

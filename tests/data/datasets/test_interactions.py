@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets import synthetic
-from torchrec_ext.data.datasets.interactions import TEST, TRAIN, VALIDATION, InteractionData, from_ratings, leave_one_out
+from torchrec_ext.data.datasets.interactions import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    InteractionData,
+    from_ratings,
+    leave_one_out,
+)
 from torchrec_ext.schema import DataError
 
 EVENTS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 5)), max_size=40)
@@ -49,14 +56,19 @@ def check_laws(data: InteractionData) -> None:
     when = {}
     for chunk in (data.train, data.validation, data.test):
         rows = zip(
-            chunk["user_id"].values.tolist(), chunk["item_id"].values.tolist(), chunk["timestamp"].values.tolist(), strict=True
+            chunk["user_id"].values.tolist(),
+            chunk["item_id"].values.tolist(),
+            chunk["timestamp"].values.tolist(),
+            strict=True,
         )
         when.update({(user, item): time for user, item, time in rows})
     for chunk in (data.train, data.validation, data.test):
         history = chunk["history"]
         users = chunk["user_id"].values.repeat(history.lengths).tolist()
         limits = chunk["timestamp"].values.repeat(history.lengths).tolist()
-        assert all(when[user, item] < limit for user, item, limit in zip(users, history.values.tolist(), limits, strict=True))
+        assert all(
+            when[user, item] < limit for user, item, limit in zip(users, history.values.tolist(), limits, strict=True)
+        )
 
 
 @pytest.mark.unit
@@ -79,7 +91,12 @@ def test_seen_lists_the_items_of_the_parts_that_are_named() -> None:
     data = synthetic.checkerboard(users=4, items=8)
     users = np.array([3, 1, 99])
     train, both = data.seen(users), data.seen(users, "train", "validation")
-    assert sorted(both.row(0).tolist() + data.test["item_id"].values[data.test["user_id"].values == 3].tolist()) == [1, 3, 5, 7]
+    assert sorted(both.row(0).tolist() + data.test["item_id"].values[data.test["user_id"].values == 3].tolist()) == [
+        1,
+        3,
+        5,
+        7,
+    ]
     assert train.lengths.tolist() == [2, 2, 0]
     assert both.lengths.tolist() == [3, 3, 0]
 
@@ -94,7 +111,9 @@ def test_liked_holds_what_was_rated_4_or_more_before_the_test_item() -> None:
             "rating": Column(np.array([5, 3, 4, 5, 4])),
         }
     )
-    tables = {name: Chunk({column: Column(np.arange(6))}) for name, column in (("users", "user_id"), ("items", "item_id"))}
+    tables = {
+        name: Chunk({column: Column(np.arange(6))}) for name, column in (("users", "user_id"), ("items", "item_id"))
+    }
     data = from_ratings(name="tiny", ratings=ratings, vocab={}, dense=(), history_length=2, **tables)
     assert [data.liked.row(user).tolist() for user in range(3)] == [[], [3, 5], [5]]
     assert data.test["item_id"].values.tolist() == [4]
@@ -106,5 +125,7 @@ def test_a_rating_of_an_item_that_is_not_described_is_named() -> None:
     ids = Column(np.array([1, 9]))
     ratings = Chunk({"user_id": Column(np.array([1, 1])), "item_id": ids, "timestamp": ids, "rating": ids})
     table = Chunk({"id": Column(np.arange(6))})
-    with pytest.raises(DataError, match=r"set 'tiny': item_id 9 in row 1 of the ratings is not described \(known ids: 1 to 5"):
+    with pytest.raises(
+        DataError, match=r"set 'tiny': item_id 9 in row 1 of the ratings is not described \(known ids: 1 to 5"
+    ):
         from_ratings(name="tiny", ratings=ratings, users=table, items=table, vocab={}, dense=(), history_length=2)

@@ -25,7 +25,9 @@ def folder_of(root: Path, **changed: Any) -> LabelledConfig:
 @pytest.mark.unit
 def test_whole_numbers_are_ids_and_fractions_dense(tmp_path: Path) -> None:
     data = load_labelled(folder_of(tmp_path, hour=[30, 1]))
-    assert data.vocab == {"user_id": 3, "item_id": 3, "hour": 3}, "a row for each id of the training rows, and the unknown one"
+    assert data.vocab == {"user_id": 3, "item_id": 3, "hour": 3}, (
+        "a row for each id of the training rows, and the unknown one"
+    )
     assert data.test["hour"].values.tolist() == [0, 1]
     assert data.ids("user_id", data.trained("user_id")).tolist() == [0, 4]
     assert (data.context, data.dense) == (("hour",), ("price",))
@@ -50,7 +52,10 @@ def test_without_context_every_row_has_the_same(tmp_path: Path) -> None:
         ({"hour": [-1, 0]}, r"column 'hour', row 0: id -1; must be 0 or more"),
         ({"price": [1.0, float("nan")]}, r"test\.parquet: column 'price', row 1: nan; must be a finite number"),
         ({"price": [float("-inf"), 1.0]}, r"test\.parquet: column 'price', row 0: -inf"),
-        ({"hour": np.array([1, 2**63], np.uint64)}, r"test\.parquet, column 'hour', row 1: 9223372036854775808 is beyond int64"),
+        (
+            {"hour": np.array([1, 2**63], np.uint64)},
+            r"test\.parquet, column 'hour', row 1: 9223372036854775808 is beyond int64",
+        ),
         ({"hour": ["a", "b"]}, r"column 'hour' is Column\(2 rows of object\); must be one number per row"),
     ],
 )
@@ -63,7 +68,9 @@ def test_wrong_values_are_told(tmp_path: Path, changed: dict[str, Any], message:
 def test_a_missing_part_says_what_to_put_where(tmp_path: Path) -> None:
     config = folder_of(tmp_path)
     (tmp_path / "clicks" / "test.parquet").unlink()
-    with pytest.raises(DatasetUnavailable, match=r"no rows for test in .*clicks; put train\.parquet, validation\.parquet and test"):
+    with pytest.raises(
+        DatasetUnavailable, match=r"no rows for test in .*clicks; put train\.parquet, validation\.parquet and test"
+    ):
         load_labelled(config)
 
 

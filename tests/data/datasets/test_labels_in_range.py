@@ -30,14 +30,20 @@ def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, 
     lists = table["history"].to_pylist()
     columns = {column: Column(table[column].to_numpy().astype(np.int64)) for column in ("user_id", "item_id")}
     columns |= {column: Column(table[column].to_numpy().astype(np.float32)) for column in ("row", "weight", "label")}
-    columns["history"] = Column.from_lengths(np.concatenate(lists).astype(np.int64), np.array([len(row) for row in lists]))
+    columns["history"] = Column.from_lengths(
+        np.concatenate(lists).astype(np.int64), np.array([len(row) for row in lists])
+    )
     return [(ArrowSource(folder), {}), (Chunk(columns), {"device": "cpu"}), (Chunk(columns), {})]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("label", 5.0, r"column 'label'.*value 5 in row 5|column 'label', row 5: value 5 must be from 0 to 1; for other labels"),
+        (
+            "label",
+            5.0,
+            r"column 'label'.*value 5 in row 5|column 'label', row 5: value 5 must be from 0 to 1; for other labels",
+        ),
         ("weight", -2.0, r"column 'weight'.*value -2 in row 5|column 'weight', row 5: value -2 must be 0 or more"),
     ],
 )

@@ -45,7 +45,9 @@ def test_ids_and_scales_are_those_of_training_rows(tmp_path: Path) -> None:
     assert data.train["hour"].values.tolist() == [2, 1, 2, 2]  # 8 is 1 and 20 is 2
     assert data.train["device"].values.tolist() == [1, 2, 1, 1]
     assert data.train["price"].values.tolist() == [-1, 1, 1, -1]
-    assert data.test["hour"].values.tolist() == data.test["device"].values.tolist() == [0, 0]  # no training row has them
+    assert (
+        data.test["hour"].values.tolist() == data.test["device"].values.tolist() == [0, 0]
+    )  # no training row has them
     assert data.test["price"].values.tolist() == [97, 97]
 
 
@@ -97,13 +99,19 @@ def test_what_is_wrong_is_told_with_file_and_column(
 def test_another_type_in_another_file_is_told(tmp_path: Path) -> None:
     for part, hours in (("train", [9, 7, 9]), ("test", ["7", "1", "9"])):
         pq.write_table(pa.table({"user": [0, 1, 2], "item": [0, 1, 2], "hour": hours}), tmp_path / f"{part}.parquet")
-    with pytest.raises(DataError, match=r"test\.parquet: column 'hour' is object, in train\.parquet int64; write one type"):
+    with pytest.raises(
+        DataError, match=r"test\.parquet: column 'hour' is object, in train\.parquet int64; write one type"
+    ):
         from_folder(tmp_path, name="mine", history_length=0, context=("hour",))
 
 
 def test_a_column_that_describes_users_too_is_told(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"user_id": [0, 1, 2, 3], "device": ["tv", "pc", "tv", "pc"]}), folder_of(tmp_path) / "users.parquet")
-    with pytest.raises(DataError, match=r"data\.context names \['device'\], which users\.parquet or items\.parquet has too"):
+    pq.write_table(
+        pa.table({"user_id": [0, 1, 2, 3], "device": ["tv", "pc", "tv", "pc"]}), folder_of(tmp_path) / "users.parquet"
+    )
+    with pytest.raises(
+        DataError, match=r"data\.context names \['device'\], which users\.parquet or items\.parquet has too"
+    ):
         from_folder(tmp_path / "mine", name="mine", history_length=2, context=("device",))
 
 

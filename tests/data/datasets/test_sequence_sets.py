@@ -54,12 +54,18 @@ def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path: Path, monkeypa
         load_sequences(SequenceConfig(name="mine", folder=str(tmp_path)))
     config = write(tmp_path, "a_sequences.parquet", ROWS)
     write(tmp_path, "b_sequences.parquet", ROWS)
-    with pytest.raises(DatasetUnavailable, match=r"has a_sequences\.parquet, b_sequences\.parquet; it must hold one file"):
+    with pytest.raises(
+        DatasetUnavailable, match=r"has a_sequences\.parquet, b_sequences\.parquet; it must hold one file"
+    ):
         load_sequences(config)
 
 
 def test_ids_may_be_text(tmp_path: Path) -> None:
-    text = {"user": ["c", "a", "c", "c", "a"], "item": [f"B{item}" for item in ROWS["item"]], "position": ROWS["position"]}
+    text = {
+        "user": ["c", "a", "c", "c", "a"],
+        "item": [f"B{item}" for item in ROWS["item"]],
+        "position": ROWS["position"],
+    }
     data = load_sequences(write(tmp_path, "my_sequences.parquet", text))
     assert data.item_ids is not None
     assert [[data.item_ids[item] for item in data.sequences.row(user)] for user in (0, 1)] == [
@@ -73,8 +79,12 @@ def test_lists_nulls_and_what_is_no_number_are_refused(tmp_path: Path) -> None:
         load_sequences(write(tmp_path, "my_sequences.parquet", {**ROWS, "item": [[item] for item in ROWS["item"]]}))
     with pytest.raises(DataError, match="null"):
         load_sequences(write(tmp_path, "my_sequences.parquet", {**ROWS, "item": [1, None, 3, 4, 5]}))
-    with pytest.raises(DataError, match=r"my_sequences\.parquet: column 'position', row 1: nan; must be a finite number"):
-        load_sequences(write(tmp_path, "my_sequences.parquet", {**ROWS, "position": [1.0, float("nan"), 3.0, 4.0, 5.0]}))
+    with pytest.raises(
+        DataError, match=r"my_sequences\.parquet: column 'position', row 1: nan; must be a finite number"
+    ):
+        load_sequences(
+            write(tmp_path, "my_sequences.parquet", {**ROWS, "position": [1.0, float("nan"), 3.0, 4.0, 5.0]})
+        )
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
@@ -97,7 +107,9 @@ def test_the_planted_best_is_that_of_the_rule_ranked_as_models_are() -> None:
     found = np.array(places)
     assert float((found < 1).mean()) == pytest.approx(data.best["HR@1"], abs=0.01)
     assert float((found < 10).mean()) == pytest.approx(data.best["HR@10"], abs=0.02)
-    assert float(np.where(found < 10, 1 / np.log2(found + 2), 0).mean()) == pytest.approx(data.best["NDCG@10"], abs=0.02)
+    assert float(np.where(found < 10, 1 / np.log2(found + 2), 0).mean()) == pytest.approx(
+        data.best["NDCG@10"], abs=0.02
+    )
 
 
 def test_the_planted_answer_is_reached_by_its_rule_alone() -> None:

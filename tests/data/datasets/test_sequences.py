@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Column
-from torchrec_ext.data.datasets.sequences import SequenceData, from_rows, most_recent, time_gap_ids, time_gaps, training_windows
+from torchrec_ext.data.datasets.sequences import (
+    SequenceData,
+    from_rows,
+    most_recent,
+    time_gap_ids,
+    time_gaps,
+    training_windows,
+)
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -51,7 +58,9 @@ def test_every_item_but_the_first_is_a_target_once_with_what_came_before(lengths
     values = np.arange(sum(lengths))
     pieces = rows_of(training_windows(Column.from_lengths(values, np.array(lengths)), most))
     firsts = np.cumsum(lengths) - lengths
-    assert sorted(target for piece in pieces for target in piece[1:]) == sorted(set(values.tolist()) - set(firsts.tolist()))
+    assert sorted(target for piece in pieces for target in piece[1:]) == sorted(
+        set(values.tolist()) - set(firsts.tolist())
+    )
     assert all(2 <= len(piece) <= most + 1 for piece in pieces)
     assert all(np.diff(piece).tolist() == [1] * (len(piece) - 1) for piece in pieces), "neighbours of one user"
     assert len(pieces) == sum(-(-(length - 1) // most) for length in lengths), "and no more pieces than needed"
@@ -87,14 +96,21 @@ def test_rows_in_any_order_with_any_ids_become_sequences() -> None:
             {"sequences": ragged([], [3]), "user_ids": np.array([40, 50])},
             "set 'small': user 40 has an empty sequence (1 such users)",
         ),
-        ({"sequences": ragged([1, 2], [3, 10, 4])}, "item 10 of user 1, place 1 is not in the catalogue (ids 1 to 9; 1 such ids)"),
+        (
+            {"sequences": ragged([1, 2], [3, 10, 4])},
+            "item 10 of user 1, place 1 is not in the catalogue (ids 1 to 9; 1 such ids)",
+        ),
         ({"sequences": ragged([0, 2], [3])}, "item 0 of user 0, place 0 is not in the catalogue"),
         (
             {"sequences": ragged([1, 2], [3, 4, 5]), "times": ragged([5, 5], [1, 3, 2])},
-            "time 2 of user 1, place 2 is before 3, that of the item before it (1 such places); sort each user's items by time",
+            "time 2 of user 1, place 2 is before 3, that of the item before it (1 such places); sort each user's items "
+            "by time",
         ),
         ({"sequences": ragged([1, 2], [3]), "times": ragged([1], [2, 3])}, "one for each item of"),
-        ({"sequences": Column(np.array([1, 2]))}, "sequences must be a ragged column of 1 or more users, got Column(2 rows"),
+        (
+            {"sequences": Column(np.array([1, 2]))},
+            "sequences must be a ragged column of 1 or more users, got Column(2 rows",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(options: dict[str, Any], text: str) -> None:

@@ -18,7 +18,9 @@ from torchrec_ext.data.datasets.interactions import TEST, TRAIN, VALIDATION, Eva
 from torchrec_ext.data.datasets.movielens import recbole
 from torchrec_ext.schema import DataError
 
-ROWS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([TRAIN, TRAIN, VALIDATION, TEST])), max_size=40)
+ROWS = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([TRAIN, TRAIN, VALIDATION, TEST])), max_size=40
+)
 
 
 @pytest.mark.unit
@@ -106,8 +108,16 @@ def test_the_papers_text_files_are_the_same_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("test.negative", "(0,1)\t2\t1\n(1,0)\t3\n", r"ml-1m\.test\.negative: line 2 has \['3'\], must have 2 ids of 0 or more"),
-        ("train.rating", "0\tx\t5\t9\n", r"ml-1m\.train\.rating: line 1 has \['0', 'x'\], must have 2 ids of 0 or more"),
+        (
+            "test.negative",
+            "(0,1)\t2\t1\n(1,0)\t3\n",
+            r"ml-1m\.test\.negative: line 2 has \['3'\], must have 2 ids of 0 or more",
+        ),
+        (
+            "train.rating",
+            "0\tx\t5\t9\n",
+            r"ml-1m\.train\.rating: line 1 has \['0', 'x'\], must have 2 ids of 0 or more",
+        ),
         ("test.rating", "", r"ml-1m\.test\.rating: no lines"),
     ],
 )
@@ -160,14 +170,18 @@ def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatc
     ("changed", "message"),
     [
         ({"test_negatives": {"user": [0, 1], "negative": [2, 2]}}, "user 2, who has a test item, has no row"),
-        ({"train": {"user": [0, -1], "item": [0, 1]}}, r"train\.parquet: column 'user', row 1: id -1; must be 0 or more"),
+        (
+            {"train": {"user": [0, -1], "item": [0, 1]}},
+            r"train\.parquet: column 'user', row 1: id -1; must be 0 or more",
+        ),
         (
             {"train": {"user": [0], "item": [1], "label": [0]}},
             "has a column 'label', so not every row is a positive",
         ),
         (
             {"train": {"user": np.array([1, 2**64 - 1], np.uint64), "item": [0, 1]}},
-            r"train\.parquet, column 'user', row 1: 18446744073709551615 is beyond int64 \(up to 9223372036854775807; 1 such",
+            r"train\.parquet, column 'user', row 1: 18446744073709551615 is beyond int64 \(up to 9223372036854775807; "
+            r"1 such",
         ),
         ({"test": {"user": [0]}}, r"test\.parquet: column 'item_id' is missing, the file has \['user'\]"),
         (
@@ -214,7 +228,11 @@ def test_recboles_file_must_hold_each_rating_once(tmp_path: Path) -> None:
     pq.write_table(pa.table({"user_id": [2, 1, 1], "item_id": [1, 2, 1], "split": ["test", "train", "valid"]}), file)
     split = recbole(ratings, file, 5).split
     assert split is not None
-    assert {int(row): int(part) for row, part in zip(split.rows, split.part, strict=True)} == {0: VALIDATION, 1: TRAIN, 2: TEST}
+    assert {int(row): int(part) for row, part in zip(split.rows, split.part, strict=True)} == {
+        0: VALIDATION,
+        1: TRAIN,
+        2: TEST,
+    }
     pq.write_table(pa.table({"user_id": [2, 1], "item_id": [1, 2], "split": ["test", "train"]}), file)
     with pytest.raises(DataError, match="2 pairs, which are not the 3 of the ratings"):
         recbole(ratings, file, 5)
@@ -238,7 +256,10 @@ def test_the_published_splits_of_movielens(ml_100k_folder: Path) -> None:
     ("options", "message"),
     [
         ({"split": "random"}, r"data\.split='random': must be one of last_item, recbole, tfrs"),
-        ({"name": "planted", "split": "tfrs"}, r"data\.split='tfrs': a split of ml-100k; leave it out with data\.name=planted"),
+        (
+            {"name": "planted", "split": "tfrs"},
+            r"data\.split='tfrs': a split of ml-100k; leave it out with data\.name=planted",
+        ),
         ({"validation": False}, r"data\.validation=False: ml-100k split by last_item always has validation rows"),
     ],
 )
@@ -249,7 +270,8 @@ def test_a_wrong_split_is_named(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("options", "message"), [({"at": (0,)}, r"at=\(0,\)"), ({"figures": ("auc",)}, r"figures=\('auc',\): must be some of hr,")]
+    ("options", "message"),
+    [({"at": (0,)}, r"at=\(0,\)"), ({"figures": ("auc",)}, r"figures=\('auc',\): must be some of hr,")],
 )
 def test_a_wrong_evaluation_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -62,9 +62,20 @@ def test_the_seed_decides_everything() -> None:
     assert not np.array_equal(one.train["item_id"].values[:50], other.train["item_id"].values[:50])
 
 
-@pytest.mark.parametrize("data", [planted(users=30, items=60), checkerboard(users=8, items=10)], ids=lambda data: data.name)
+@pytest.mark.parametrize(
+    "data", [planted(users=30, items=60), checkerboard(users=8, items=10)], ids=lambda data: data.name
+)
 def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary(data: InteractionData) -> None:
-    assert set(data.vocab) == {"user_id", "gender", "occupation", "zip_prefix", "history", "item_id", "release_year", "genres"}
+    assert set(data.vocab) == {
+        "user_id",
+        "gender",
+        "occupation",
+        "zip_prefix",
+        "history",
+        "item_id",
+        "release_year",
+        "genres",
+    }
     assert data.dense == ("age",)
     for chunk in (data.train, data.validation, data.test):
         assert {"user_id", "gender", "occupation", "zip_prefix", "history", "item_id", "age"} <= set(chunk)
@@ -81,7 +92,10 @@ def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary(data:
             "planted of users=10, items=20, clusters=12: needs 2 to 18 clusters, at least 50 items",
         ),
         (lambda: planted(clusters=19), "clusters=19"),
-        (lambda: checkerboard(users=1, items=6), "checkerboard of users=1, items=6: needs at least 2 users and 6 items"),
+        (
+            lambda: checkerboard(users=1, items=6),
+            "checkerboard of users=1, items=6: needs at least 2 users and 6 items",
+        ),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(make: object, message: str) -> None:

@@ -77,18 +77,24 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
 def test_a_file_cut_at_its_end_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"id": np.arange(10_000)})
     path.write_bytes(path.read_bytes()[:5_000])
-    with pytest.raises(DataError, match=r"a\.parquet: starts as parquet, but its footer is missing.*5000 bytes.*cut short"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet: starts as parquet, but its footer is missing.*5000 bytes.*cut short"
+    ):
         read_parquet(path)
 
 
 def test_a_file_cut_in_the_middle_names_row_group_and_column(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 1 << 60, 40_000)
-    path = write(tmp_path / "a.parquet", {"id": np.arange(40_000), "noise": noise}, row_group_size=10_000, compression="zstd")
+    path = write(
+        tmp_path / "a.parquet", {"id": np.arange(40_000), "noise": noise}, row_group_size=10_000, compression="zstd"
+    )
     content = path.read_bytes()
     column = pq.ParquetFile(path).metadata.row_group(2).column(1)
     hole = column.data_page_offset + 100
     path.write_bytes(content[:hole] + bytes(20_000) + content[hole + 20_000 :])
-    with pytest.raises(DataError, match=r"a\.parquet: row group 2, column 'noise' cannot be read: the file is damaged or cut"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet: row group 2, column 'noise' cannot be read: the file is damaged or cut"
+    ):
         read_parquet(path)
 
 
@@ -114,7 +120,10 @@ def test_files_in_which_damage_is_not_found_are_told_once_with_the_remedy(
     monkeypatch.setattr(checksums, "_told", set())
     monkeypatch.delenv("RANK", raising=False)
     table = {"id": np.arange(1_000)}
-    sums = [write(tmp_path / f"{name}.parquet", table, **layout, write_page_checksum=name == "sums") for name in ("sums", "a", "b")]
+    sums = [
+        write(tmp_path / f"{name}.parquet", table, **layout, write_page_checksum=name == "sums")
+        for name in ("sums", "a", "b")
+    ]
     arrow = [tmp_path / "a.arrow", tmp_path / "b.arrow"]
     for path in arrow:
         with pa.ipc.new_file(path, pa.table(table).schema) as writer:

@@ -90,8 +90,14 @@ def test_a_row_group_of_which_a_part_cannot_be_read_by_itself_is_told(
         with pa.ipc.new_file(tmp_path / "rows.arrow", table_of(0).schema, options=options) as writer:
             writer.write_table(table_of(400))
         source = ArrowSource(tmp_path)
-    remedy = r"pq\.write_table\(table, path, row_group_size=8\)" if make is parquet else r"table, max_chunksize=8\), or local files"
-    with pytest.warns(UserWarning, match=rf"row group \d: 400 rows, of which 8 at a time are read, but .* MB .* held; .*{remedy}"):
+    remedy = (
+        r"pq\.write_table\(table, path, row_group_size=8\)"
+        if make is parquet
+        else r"table, max_chunksize=8\), or local files"
+    )
+    with pytest.warns(
+        UserWarning, match=rf"row group \d: 400 rows, of which 8 at a time are read, but .* MB .* held; .*{remedy}"
+    ):
         next(source.parts(source.groups[-1], NAMES, 0, 8))
 
 
@@ -139,7 +145,9 @@ def test_an_unreadable_address_is_named() -> None:
     pytest.importorskip("fsspec")
     with pytest.raises(DataError, match=r"memory://nowhere/a: no file that ends in \.parquet .*; check the address"):
         ParquetSource("memory://nowhere/a")
-    with pytest.raises(DataError, match=r"nosuch://bucket/a: cannot be read \(ValueError: Protocol not known.*check address"):
+    with pytest.raises(
+        DataError, match=r"nosuch://bucket/a: cannot be read \(ValueError: Protocol not known.*check address"
+    ):
         ParquetSource("nosuch://bucket/a")
 
 
@@ -159,7 +167,9 @@ def test_a_folder_that_may_not_be_listed_is_named_and_not_left_out(
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(DataError, match=r"day=2.*cannot be read \(.*Permission denied|cannot be read \(PermissionError.*day=2"):
+    with pytest.raises(
+        DataError, match=r"day=2.*cannot be read \(.*Permission denied|cannot be read \(PermissionError.*day=2"
+    ):
         ParquetSource(named.format(tmp_path))
 
 
@@ -182,7 +192,9 @@ def test_nothing_to_read_is_named(tmp_path: Path) -> None:
 def test_a_cut_file_is_named(tmp_path: Path, make: Any) -> None:
     path = Path(make(tmp_path, [50]).files[0].path)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=rf"{path.name}: starts as .*, but its footer is missing or damaged .*cut short"):
+    with pytest.raises(
+        DataError, match=rf"{path.name}: starts as .*, but its footer is missing or damaged .*cut short"
+    ):
         type(make(tmp_path / "other", [1]))(path)
     path.write_text("user,item\n")
     with pytest.raises(DataError, match=rf"{path.name}: is not (parquet|Arrow IPC); copy or write it again"):
@@ -195,7 +207,10 @@ def test_a_cut_file_is_named(tmp_path: Path, make: Any) -> None:
 def test_a_file_that_vanishes_or_is_cut_in_mid_epoch_is_named_at_once(
     tmp_path: Path, make: Any, ahead: int, sizes: list[int]
 ) -> None:
-    for fault, message in ((Path.unlink, "vanished while it was in use"), (cut, "changed while it was in use, .* bytes became")):
+    for fault, message in (
+        (Path.unlink, "vanished while it was in use"),
+        (cut, "changed while it was in use, .* bytes became"),
+    ):
         shutil.rmtree(tmp_path / "set", ignore_errors=True)
         source = make(tmp_path / "set", sizes)
         if make is arrow:
@@ -226,7 +241,9 @@ def test_a_damaged_page_is_found_by_its_checksum(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[pq.ParquetFile(path).metadata.row_group(1).column(3).data_page_offset + 400] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.parquet: row group 1, column '\w+' cannot be read: the file is damaged or cut"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet: row group 1, column '\w+' cannot be read: the file is damaged or cut"
+    ):
         list(loader_of(ParquetSource(path), schema=schema_of(), read_ahead=1, prefetch=1))
 
 
@@ -242,7 +259,9 @@ def test_a_flipped_offset_of_an_arrow_file_is_found(tmp_path: Path, name: str, d
         damaged[place + at] ^= bit
         (tmp_path / "b.arrow").write_bytes(damaged)
         source = ArrowSource(tmp_path / "b.arrow")
-        with pytest.raises(DataError, match=rf"b\.arrow: row group 0, column '{name}' cannot be read: the file is damaged or cut"):
+        with pytest.raises(
+            DataError, match=rf"b\.arrow: row group 0, column '{name}' cannot be read: the file is damaged or cut"
+        ):
             source.read(source.groups[0], [name])
 
 
@@ -252,10 +271,14 @@ def test_missing_mistyped_and_differing_columns_are_refused_before_the_first_row
     write(tmp_path / "b.parquet", table.rename_columns(["user_id", "history", "item", "row", "weight", "label"]))
     with pytest.raises(DataError, match=r"b\.parquet: column 'item_id' is missing, .*a\.parquet has it"):
         loader_of(ParquetSource(tmp_path))
-    with pytest.raises(DataError, match=r"b\.parquet: column 'item_id' is missing, the file has .*; did you mean 'item'\?"):
+    with pytest.raises(
+        DataError, match=r"b\.parquet: column 'item_id' is missing, the file has .*; did you mean 'item'\?"
+    ):
         loader_of(ParquetSource(tmp_path / "b.parquet"))
     write(tmp_path / "b.parquet", table.set_column(2, "item_id", table["item_id"].cast(pa.int64())))
-    with pytest.raises(DataError, match=r"b\.parquet: column 'item_id' is int64, in .*a\.parquet it is int32; give files with"):
+    with pytest.raises(
+        DataError, match=r"b\.parquet: column 'item_id' is int64, in .*a\.parquet it is int32; give files with"
+    ):
         loader_of(ParquetSource(tmp_path))
     write(tmp_path / "b.parquet", table.set_column(2, "item_id", table["item_id"].cast(pa.float64())))
     with pytest.raises(DataError, match=r"b\.parquet: column 'item_id' is double, must be int or ints; convert it"):
@@ -277,7 +300,9 @@ def test_nulls_are_refused_by_row_or_filled(tmp_path: Path) -> None:
     shutil.copy(path, tmp_path / "k=__HIVE_DEFAULT_PARTITION__" / "a.parquet")
     source = ParquetSource(tmp_path)
     for name, row, count in (("user_id", 1, 1), ("history", 1, 1), ("day", 1, 2)):
-        with pytest.raises(DataError, match=rf"a\.parquet: row group 0, column '{name}', row {row}: value is null \({count} nulls"):
+        with pytest.raises(
+            DataError, match=rf"a\.parquet: row group 0, column '{name}', row {row}: value is null \({count} nulls"
+        ):
             source.read(source.groups[0], [name])
     filled = ParquetSource(tmp_path, fill={"user_id": 7, "history": 9, "day": 0.5, "k": 4})
     chunk = filled.read(filled.groups[1], ["user_id", "history", "day"])
@@ -323,7 +348,8 @@ def test_a_bad_value_is_named_by_file_row_group_and_row_or_mapped(tmp_path: Path
     with pytest.raises(
         DataError,
         match=r"hashed\.parquet: row group 0, column 'user_id', row 1: id 3000000000 is outside .*; enlarge num_embeddings to "
-        r"3,000,000,001 \(48 GB of weights, for ids up to 3,000,000,000\), map the ids to fewer rows by rec\.data\.preprocess",
+        r"3,000,000,001 \(48 GB of weights, for ids up to 3,000,000,000\), map the ids to fewer rows by "
+        r"rec\.data\.preprocess",
     ):
         list(loader_of(ParquetSource(path), schema=schema))
     unsigned = hashed.set_column(0, "user_id", pa.array([3, 2**63 + 5], pa.uint64()))

@@ -43,7 +43,9 @@ def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> N
 def test_without_candidates_a_row_is_paired_with_its_own_item() -> None:
     batch = BatchBuilder(schema(), DATA.items).pairs(DATA.test.slice(0, 4))
     assert bags(batch, "item_id") == [[item] for item in DATA.test["item_id"].values[:4].tolist()]
-    assert bags(batch, "genres") == [DATA.items["genres"].row(item).tolist() for item in DATA.test["item_id"].values[:4]]
+    assert bags(batch, "genres") == [
+        DATA.items["genres"].row(item).tolist() for item in DATA.test["item_id"].values[:4]
+    ]
 
 
 def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
@@ -71,7 +73,8 @@ def test_an_item_without_features_is_named_or_mapped() -> None:
     rows = DATA.test.slice(0, 2)
     candidates = np.array([[1, 2], [3, 61]])
     with pytest.raises(
-        DataError, match=r"feature 'item_id' of table .*: id 61 in row 70 has no features \(known items: 0 to 60; 1 such"
+        DataError,
+        match=r"feature 'item_id' of table .*: id 61 in row 70 has no features \(known items: 0 to 60; 1 such",
     ):
         BatchBuilder(schema(), DATA.items).pairs(rows, candidates, row_numbers=np.array([50, 70]))
     batch = BatchBuilder(schema(out_of_range="oov"), DATA.items).pairs(rows, candidates)
@@ -94,7 +97,9 @@ def test_a_missing_or_mistyped_column_is_named() -> None:
 def test_read_only_memory_is_copied_before_torch_owns_it() -> None:
     values = np.array([1, 2])
     values.flags.writeable = False
-    plain = BatchSchema.from_tables([EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=3, feature_names=["id"])])
+    plain = BatchSchema.from_tables(
+        [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=3, feature_names=["id"])]
+    )
     batch = BatchBuilder(plain, None).pairs(Chunk({"id": Column(values)}))
     batch.sparse.values()[0] = 0
     assert values.tolist() == [1, 2]
@@ -112,7 +117,9 @@ def test_dense_columns_of_any_number_type_stand_beside_each_candidate() -> None:
             "yes": Column(np.array([True, False])),
         }
     )
-    batch = BatchBuilder(plain, Chunk({"item_id": Column(np.arange(9))})).pairs(rows, np.array([[1, 2], [3, 4]]), padded_rows=3)
+    batch = BatchBuilder(plain, Chunk({"item_id": Column(np.arange(9))})).pairs(
+        rows, np.array([[1, 2], [3, 4]]), padded_rows=3
+    )
     assert batch.dense.tolist() == [[3, 0.25, 1]] * 2 + [[4, 0.5, 0]] * 2 + [[0, 0, 0]] * 2
     with pytest.raises(DataError, match="column 'share' is missing; the batch has"):
         BatchBuilder(plain, None).pairs(

@@ -55,12 +55,16 @@ def tables_of(data: InteractionData, *names: str) -> list[EmbeddingBagConfig]:
     ]
 
 
-def model(data: InteractionData, *, shared: bool = True, device: torch.device | None = META, **options: Any) -> TowerModel:
+def model(
+    data: InteractionData, *, shared: bool = True, device: torch.device | None = META, **options: Any
+) -> TowerModel:
     users, items = tables_of(data, "user_id", "occupation", "history"), tables_of(data, "item_id", "genres")
     return two_tower(users, items, shared=("user",) if shared else (), device=device, **options)
 
 
-def loader(data: InteractionData, schema: BatchSchema, rank: int = 0, world_size: int = 1, **config: Any) -> ChunkLoader:
+def loader(
+    data: InteractionData, schema: BatchSchema, rank: int = 0, world_size: int = 1, **config: Any
+) -> ChunkLoader:
     config = {"batch_size": 32, "negatives": 3, "prefetch": 0} | config
     return training_loader(data, schema, LoaderConfig(**config), rank=rank, world_size=world_size)
 
@@ -85,7 +89,9 @@ def test_whole_bags_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_ch
     data = small()
     schema = model(data, shared=shared).schema(oov_ids={"item_id": 7})
     names = ("item_id", "user_id", "history", "genres", "occupation")
-    before, after = (epoch(made, names) for made in (loader(data, schema), IdDropout(loader(data, schema), schema, RATES)))
+    before, after = (
+        epoch(made, names) for made in (loader(data, schema), IdDropout(loader(data, schema), schema, RATES))
+    )
     for name in names:
         old, new = joined(before, name), joined(after, name)
         oov = 7 if name == "item_id" else 0
@@ -146,9 +152,13 @@ def test_a_table_of_two_towers_loses_the_ids_of_the_named_feature_alone() -> Non
     data = small()
 
     def items(feature: str) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(name="item_rows", feature_names=[feature], num_embeddings=data.vocab["item_id"], embedding_dim=8)
+        return EmbeddingBagConfig(
+            name="item_rows", feature_names=[feature], num_embeddings=data.vocab["item_id"], embedding_dim=8
+        )
 
-    schema = two_tower([items("history"), table("user_id", 61)], [items("item_id")], shared=("user",), device=META).schema()
+    schema = two_tower(
+        [items("history"), table("user_id", 61)], [items("item_id")], shared=("user",), device=META
+    ).schema()
     plain = loader(data, schema, drop_last=True)
     for old, new in zip(list(plain), list(IdDropout(plain, schema, {"item_id": 0.3})), strict=True):
         assert old.shared is not None
@@ -166,7 +176,9 @@ def test_ids_that_training_does_not_hold_become_the_oov_row() -> None:
     feature = schema.feature("item_id")
     assert feature is not None
     train = Chunk({"item_id": Column(torch.tensor([3, 5, 3]).numpy())})
-    rows = Chunk({"item_id": Column(torch.tensor([5, 4, 3, -2, 10_000]).numpy()), "other": Column(torch.zeros(5).numpy())})
+    rows = Chunk(
+        {"item_id": Column(torch.tensor([5, 4, 3, -2, 10_000]).numpy()), "other": Column(torch.zeros(5).numpy())}
+    )
     assert unseen_as_oov(rows, train, feature)["item_id"].values.tolist() == [5, 1, 3, 1, 1]
 
 
@@ -174,7 +186,10 @@ def test_ids_that_training_does_not_hold_become_the_oov_row() -> None:
 @pytest.mark.parametrize(
     ("rates", "text"),
     [
-        ({"item": 0.1}, "rates names 'item', which is no sparse feature; the features are ['user_id', 'occupation', 'history'"),
+        (
+            {"item": 0.1},
+            "rates names 'item', which is no sparse feature; the features are ['user_id', 'occupation', 'history'",
+        ),
         ({"item_id": 1.0}, "rates: item_id=1.0: must be at least 0 and below 1"),
         ({"item_id": -0.1}, "rates: item_id=-0.1"),
     ],
@@ -236,7 +251,8 @@ def test_the_unknown_row_is_pushed_down_as_often_as_it_is_pulled_up(rate: float,
 def test_what_was_sampled_stays_beside_what_is_looked_up() -> None:
     data = small()
     made = RetrievalModel(
-        {"user": Tower(tables_of(data, "user_id"), (8,)), "item": Tower(tables_of(data, "item_id"), (8,))}, DotProduct([8, 8])
+        {"user": Tower(tables_of(data, "user_id"), (8,)), "item": Tower(tables_of(data, "item_id"), (8,))},
+        DotProduct([8, 8]),
     )
     schema = made.schema()
     whole = list(loader(data, schema, negatives=0))
@@ -257,7 +273,8 @@ SIDE, USERS = 16, 40
 def coloured_items(seed: int) -> tuple[Chunk, np.ndarray, np.ndarray]:
     """One item for each square of a board, known by its row ``a`` and its column ``b``; its colour; and whether it is held out.
 
-    Neither feature says anything alone, and few items share a row's or a column's value: an id is learned sooner than they are.
+    Neither feature says anything alone, and few items share a row's or a column's value: an id is learned sooner than
+    they are.
     """
     rng = np.random.default_rng(seed)
     squares = rng.permutation(SIDE * SIDE)
@@ -271,8 +288,8 @@ def coloured_items(seed: int) -> tuple[Chunk, np.ndarray, np.ndarray]:
 def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float, list[str]]:
     """Users take the items of one colour, and a quarter of the items is held out entirely.
 
-    Returns the share of the user's colour among as many unseen items as have it, best first; the same of the trained items; and
-    what was not pipelined.
+    Returns the share of the user's colour among as many unseen items as have it, best first; the same of the trained
+    items; and what was not pipelined.
     """
     items, colour, new = coloured_items(0)
     ids, users = np.arange(1, len(colour)), np.arange(1, USERS + 1)
@@ -320,7 +337,9 @@ def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float,
     builder, trained = BatchBuilder(schema, items), parallel.module.eval()
     with torch.no_grad():
         queries = trained.embed("user", builder.user_batch(Chunk({"user_id": Column(users)})))
-        scores = trained.interaction.score_all(queries, trained.embed("item", builder.item_batch(np.arange(len(colour))))).numpy()
+        scores = trained.interaction.score_all(
+            queries, trained.embed("item", builder.item_batch(np.arange(len(colour))))
+        ).numpy()
 
     def recall(kept: np.ndarray) -> float:
         found = []

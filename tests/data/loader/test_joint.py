@@ -31,9 +31,12 @@ DATA = planted(users=40, items=60, clusters=4)
 def schema(names: Sequence[str], shared: Sequence[str], **rows: int) -> BatchSchema:
     """Features ``names`` over the table of items, and one table for each of ``rows``."""
     tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name]) for name, size in rows.items()
+        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name])
+        for name, size in rows.items()
     ]
-    items = EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=max(ITEMS, 60) + 1, feature_names=list(names))
+    items = EmbeddingBagConfig(
+        name="item", embedding_dim=4, num_embeddings=max(ITEMS, 60) + 1, feature_names=list(names)
+    )
     return BatchSchema.from_tables([*tables, items], shared=shared)
 
 
@@ -149,14 +152,18 @@ def test_weights_follow_their_ids(
     """From memory, from files and on a device, repeated beside candidates, shuffled and padded."""
     tables = [
         EmbeddingBagConfig(name="user_id", embedding_dim=4, num_embeddings=5_000, feature_names=["user_id"]),
-        EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=ITEMS + 1, feature_names=["history", "item_id"]),
+        EmbeddingBagConfig(
+            name="item", embedding_dim=4, num_embeddings=ITEMS + 1, feature_names=["history", "item_id"]
+        ),
     ]
     made = BatchSchema.from_tables(tables, shared=shared, weights={"history": "ages"})
     chunk, source = weighted_sources(tmp_path)
     config = LoaderConfig(batch_size=8, negatives=negatives, prefetch=0, read_ahead=0, shuffle=shuffle)
     items = Chunk({"item_id": Column(np.arange(ITEMS + 1))}) if negatives else None
     sampler = UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values) if negatives else None
-    truth = dict(zip(map(tuple, weighted_table()["history"].to_pylist()), weighted_table()["ages"].to_pylist(), strict=True))
+    truth = dict(
+        zip(map(tuple, weighted_table()["history"].to_pylist()), weighted_table()["ages"].to_pylist(), strict=True)
+    )
     truth[()] = []
     for rows, place in ((chunk, {}), (source, {}), (chunk, {"device": device})):
         loader = ChunkLoader(rows, made, config=config, items=items, negatives=sampler, **place)  # type: ignore[arg-type]
@@ -177,9 +184,13 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: str) -> None:
     chunk, _ = weighted_sources(tmp_path)
     values, lengths = chunk["ages"].values, chunk["ages"].lengths
     if change == "nan":
-        chunk = chunk.with_columns({"ages": Column(np.where(np.arange(len(values)) == 3, np.nan, values), chunk["ages"].offsets)})
+        chunk = chunk.with_columns(
+            {"ages": Column(np.where(np.arange(len(values)) == 3, np.nan, values), chunk["ages"].offsets)}
+        )
     elif change == "shorter":
-        chunk = chunk.with_columns({"ages": Column.from_lengths(values[:-1], np.concatenate([lengths[:3], [2], lengths[4:]]))})
+        chunk = chunk.with_columns(
+            {"ages": Column.from_lengths(values[:-1], np.concatenate([lengths[:3], [2], lengths[4:]]))}
+        )
     else:
         chunk = chunk.select([name for name in chunk if name != "ages"])
     text = {
@@ -189,7 +200,11 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: str) -> None:
     }[change]
     for place in ({}, {"device": "cpu"}):
         with pytest.raises(DataError, match=text):
-            list(ChunkLoader(chunk, made, config=LoaderConfig(batch_size=8, negatives=0, shuffle=False, prefetch=0), **place))  # type: ignore[arg-type]
+            list(
+                ChunkLoader(
+                    chunk, made, config=LoaderConfig(batch_size=8, negatives=0, shuffle=False, prefetch=0), **place
+                )
+            )  # type: ignore[arg-type]
 
 
 def test_one_side_alone_has_no_weights_of_the_other() -> None:
@@ -216,7 +231,9 @@ def test_id_dropout_reaches_joint_and_weighted_bags_alike(tmp_path: Path) -> Non
         {"shared": ["history"], "weights": {"history": "ages"}},
         {"weights": {"history": "ages"}},
     ):
-        items = EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=31, feature_names=["history", "item_id"])
+        items = EmbeddingBagConfig(
+            name="item", embedding_dim=4, num_embeddings=31, feature_names=["history", "item_id"]
+        )
         made = BatchSchema.from_tables([items], **options)  # type: ignore[arg-type]
         (batch,) = ChunkLoader(chunk, made, config=config)
         changed = drop_ids(batch, made, rates, key=7)

@@ -24,7 +24,8 @@ ITEMS = 30
 
 def schema_of(rows: dict[str, int], dense: tuple[str, ...] = ()) -> BatchSchema:
     tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name]) for name, size in rows.items()
+        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name])
+        for name, size in rows.items()
     ]
     return BatchSchema.from_tables(tables, dense=dense, label_range=None)
 
@@ -51,20 +52,31 @@ def loader_of(size: int, rank: int = 0, world_size: int = 1, **options: Any) -> 
     negatives = UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values, options.get("seed", 0))
     schema = schema_of({"user_id": size, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}, ("row",))
     config = LoaderConfig(**{"prefetch": 0, "batch_size": 8, "negatives": 2} | options)
-    return ChunkLoader(chunk, schema, config=config, items=ITEM_TABLE, negatives=negatives, rank=rank, world_size=world_size)
+    return ChunkLoader(
+        chunk, schema, config=config, items=ITEM_TABLE, negatives=negatives, rank=rank, world_size=world_size
+    )
 
 
 def samples(batch: TowerBatch) -> list[tuple[int, int, int, float]]:
     """(user, item, label, weight) of the rows that count."""
     real = batch.weights > 0
     users, items = (batch.sparse[name].values() for name in ("user_id", "item_id"))
-    return list(zip(users.tolist(), items.tolist(), batch.labels[real].long().tolist(), batch.weights[real].tolist(), strict=True))
+    return list(
+        zip(
+            users.tolist(),
+            items.tolist(),
+            batch.labels[real].long().tolist(),
+            batch.weights[real].tolist(),
+            strict=True,
+        )
+    )
 
 
 def equal(left: TowerBatch, right: TowerBatch) -> bool:
     parts = ("dense", "labels", "weights", "total_weight", "log_q")
     return all(torch.equal(getattr(left, part), getattr(right, part)) for part in parts) and (
-        torch.equal(left.sparse.values(), right.sparse.values()) and torch.equal(left.sparse.lengths(), right.sparse.lengths())
+        torch.equal(left.sparse.values(), right.sparse.values())
+        and torch.equal(left.sparse.lengths(), right.sparse.lengths())
     )
 
 
@@ -90,7 +102,9 @@ def test_any_number_of_ranks_sees_the_same_samples_once(
             loader.set_epoch(epoch)
         ranks = [list(loader) for loader in loaders]
         assert {len(batches) for batches in ranks} == {len(loaders[0])} == {-(-size // batch_size)}
-        assert {len(batch) for batches in ranks for batch in batches} == {-(-min(batch_size, size) // world_size) * (1 + negatives)}
+        assert {len(batch) for batches in ranks for batch in batches} == {
+            -(-min(batch_size, size) // world_size) * (1 + negatives)
+        }
         for step in zip(*ranks, strict=True):
             share = sum(float(batch.weights.sum()) for batch in step) / world_size
             assert [float(batch.total_weight) for batch in step] == pytest.approx([share] * world_size)
@@ -251,7 +265,10 @@ def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_nega
         ({"sampling": "soft"}, r"loader\.sampling='soft': must be one of uniform, popularity, hard, mixed"),
         ({"frequency": "known"}, r"loader\.frequency='known': must be one of counted, estimated"),
         ({"hard_share": 1.0}, r"loader\.hard_share=1\.0: must be above 0 and below 1"),
-        ({"sampling": "mixed"}, r"sampling='mixed' with loader\.negatives=4 and loader\.shared_negatives=0: .* set negatives=0"),
+        (
+            {"sampling": "mixed"},
+            r"sampling='mixed' with loader\.negatives=4 and loader\.shared_negatives=0: .* set negatives=0",
+        ),
         ({"shared_negatives": 9}, r"loader\.shared_negatives=9 with loader\.sampling='uniform': set sampling='mixed'"),
         (
             {"sampling": "mixed", "negatives": 0, "shared_negatives": 3, "label": "label"},

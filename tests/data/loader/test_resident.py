@@ -112,15 +112,25 @@ def test_no_step_waits_for_a_gpu() -> None:
 
 def test_what_a_device_cannot_do_is_refused() -> None:
     chunk = rows_of(SIZE)
-    with pytest.raises(ValueError, match=r"device=cpu with loader\.negatives=2 without items: drawn items need features"):
-        ChunkLoader(chunk, schema(), config=LoaderConfig(negatives=2), negatives=sampler_of(UniformNegatives, chunk), device="cpu")
+    with pytest.raises(
+        ValueError, match=r"device=cpu with loader\.negatives=2 without items: drawn items need features"
+    ):
+        ChunkLoader(
+            chunk,
+            schema(),
+            config=LoaderConfig(negatives=2),
+            negatives=sampler_of(UniformNegatives, chunk),
+            device="cpu",
+        )
     hard = HardNegatives(sampler_of(UniformNegatives, chunk))
     with pytest.raises(ValueError, match=r"sampler=HardNegatives: must be UniformNegatives or PopularityNegatives"):
         ChunkLoader(chunk, schema(), config=LoaderConfig(negatives=2), items=CATALOGUE, negatives=hard, device="cpu")
     items = chunk["item_id"].values.copy()
     items[4] = ITEMS + 5
     schema_without = schema_of({"user_id": SIZE, "kind": 3})
-    with pytest.raises(DataError, match=r"feature 'item_id': id 35 in row 4 has no features \(known items: 0 to 30; 1 such ids"):
+    with pytest.raises(
+        DataError, match=r"feature 'item_id': id 35 in row 4 has no features \(known items: 0 to 30; 1 such ids"
+    ):
         ChunkLoader(
             chunk.with_columns({"item_id": Column(items)}),
             schema_without,
@@ -144,7 +154,9 @@ def test_what_a_device_cannot_do_is_refused() -> None:
 
 @pytest.mark.parametrize("shared", [(), ("user_id", "row")], ids=["alone", "shared"])
 @pytest.mark.parametrize("negatives", [0, 2])
-def test_steps_that_are_drawn_ahead_make_the_same_batches(negatives: int, shared: tuple[str, ...], device: torch.device) -> None:
+def test_steps_that_are_drawn_ahead_make_the_same_batches(
+    negatives: int, shared: tuple[str, ...], device: torch.device
+) -> None:
     """50 rows in steps of 8 on rank 1 of 3: six that are drawn, and one that is not full."""
     numbers = np.arange(50)
     chunk = Chunk(

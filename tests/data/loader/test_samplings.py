@@ -64,13 +64,16 @@ def loader_of(options: dict[str, Any], shared: tuple[str, ...] = (), **places: A
         counts = np.bincount(rows["item_id"].values, minlength=ITEMS + 1) if config.frequency == "counted" else None
         sampler = MixedCandidates(MixedNegatives(ITEMS, EXTRA, config.batch_size, config.seed), counts)
     refresh = best if config.sampling == "hard" else None
-    return ChunkLoader(rows, schema(shared), config=config, items=ITEM_TABLE, negatives=sampler, refresh=refresh, **places)
+    return ChunkLoader(
+        rows, schema(shared), config=config, items=ITEM_TABLE, negatives=sampler, refresh=refresh, **places
+    )
 
 
 def equal(left: TowerBatch, right: TowerBatch) -> bool:
     names = ("dense", "labels", "weights", "total_weight", "log_q")
     return all(torch.equal(getattr(left, name), getattr(right, name)) for name in names) and (
-        torch.equal(left.sparse.values(), right.sparse.values()) and torch.equal(left.sparse.lengths(), right.sparse.lengths())
+        torch.equal(left.sparse.values(), right.sparse.values())
+        and torch.equal(left.sparse.lengths(), right.sparse.lengths())
     )
 
 
@@ -89,7 +92,9 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_in_this_epoch_and_the_nex
     list(epochs(first, 0, 2))
     first.set_epoch(2)
     batches = iter(first)
-    for _ in zip(range(min(stop + 1, 7)), batches, strict=False):  # a pipeline fetches ahead of the step that it has finished
+    for _ in zip(
+        range(min(stop + 1, 7)), batches, strict=False
+    ):  # a pipeline fetches ahead of the step that it has finished
         pass
     file = io.BytesIO()
     torch.save(first.state_dict(step=stop), file)
@@ -115,14 +120,18 @@ def test_each_epoch_but_the_first_draws_from_its_own_refresh() -> None:
         assert all(same) if epoch == 0 else not any(same)
         if epoch == 0:
             continue
-        users, items = (np.concatenate([batch.sparse[name].values() for batch in hard]) for name in ("user_id", "item_id"))
+        users, items = (
+            np.concatenate([batch.sparse[name].values() for batch in hard]) for name in ("user_id", "item_id")
+        )
         negative = np.concatenate([batch.labels[batch.weights > 0] for batch in hard]) == 0
         among = (best(epoch)(users) == items[:, None]).any(axis=1)
         assert among[negative].mean() > 0.8
     assert loader.state_dict()["sampler"]["refreshes"] == 2
 
 
-@pytest.mark.parametrize("shared", [(), ("user_id", "history", "row"), ("item_id", "kind")], ids=["alone", "users", "items"])
+@pytest.mark.parametrize(
+    "shared", [(), ("user_id", "history", "row"), ("item_id", "kind")], ids=["alone", "users", "items"]
+)
 @pytest.mark.parametrize("frequency", ["counted", "estimated"])
 def test_mixed_candidates_follow_the_positives_and_are_the_same_on_any_number_of_ranks(
     frequency: str, shared: tuple[str, ...]
@@ -130,7 +139,8 @@ def test_mixed_candidates_follow_the_positives_and_are_the_same_on_any_number_of
     streams = []
     for world_size in (1, 2, 3):
         loaders = [
-            loader_of(MIXED | {"frequency": frequency}, shared, rank=rank, world_size=world_size) for rank in range(world_size)
+            loader_of(MIXED | {"frequency": frequency}, shared, rank=rank, world_size=world_size)
+            for rank in range(world_size)
         ]
         queries = -(-8 // world_size)
         stream = []
@@ -154,7 +164,10 @@ def candidates(batch: TowerBatch, low: int, high: int) -> list[tuple[int, int, f
     rows = []
     for row in range(low, high):
         bags = {}
-        for part, at in ((batch.sparse, row), *([(batch.shared.sparse, int(batch.shared.index[row]))] if batch.shared else [])):
+        for part, at in (
+            (batch.sparse, row),
+            *([(batch.shared.sparse, int(batch.shared.index[row]))] if batch.shared else []),
+        ):
             bags |= {name: part[name].to_dense()[at].tolist() for name in part.keys()}  # noqa: SIM118
         if bags["item_id"]:
             (item,), (kind,) = bags["item_id"], bags["kind"]
@@ -183,7 +196,9 @@ def mixed_losses(runtime: Runtime) -> list[float]:
         who, what = (batch.sparse[name].to_padded_dense(1)[:, 0].long() for name in ("user_id", "item_id"))
         negatives = in_batch_negatives(items[what].double(), what, log_q=batch.log_q, queries=queries, rows=len(batch))
         weights, total = batch.weights[:queries], batch.total_weight
-        losses.append(float(in_batch_softmax(users[who[:queries]].double(), negatives, weights=weights, total_weight=total)))
+        losses.append(
+            float(in_batch_softmax(users[who[:queries]].double(), negatives, weights=weights, total_weight=total))
+        )
     return losses
 
 
@@ -242,7 +257,9 @@ def test_mixed_candidates_of_files_are_those_of_rows_in_memory(tmp_path: Path) -
     items = Chunk({"item_id": Column(np.arange(31))})
     config = LoaderConfig(batch_size=8, shuffle=False, prefetch=0, **MIXED)  # type: ignore[arg-type]
     sampler = MixedCandidates(MixedNegatives(30, EXTRA, 8), np.bincount(1 + numbers % 30, minlength=31))
-    memory, stream = (ChunkLoader(rows, stream_schema(), config=config, items=items, negatives=sampler) for rows in (chunk, source))
+    memory, stream = (
+        ChunkLoader(rows, stream_schema(), config=config, items=items, negatives=sampler) for rows in (chunk, source)
+    )
     assert all(equal(left, right) for left, right in zip(memory, stream, strict=True))
     with pytest.raises(ValueError, match="a frequency estimate with a source of rows: a rank sees its own rows only"):
         ChunkLoader(source, stream_schema(), config=config, items=items, negatives=MixedCandidates(sampler.mixed))
@@ -262,7 +279,9 @@ def test_generated_data_runs_through_the_training_loader(sampling: str) -> None:
         asked.append(epoch)
         return lambda users: np.ones((len(users), 1), dtype=np.int64)
 
-    loader = training_loader(DATA, schema_of(dict(DATA.vocab), DATA.dense), config, refresh=refresh, rank=1, world_size=2)
+    loader = training_loader(
+        DATA, schema_of(dict(DATA.vocab), DATA.dense), config, refresh=refresh, rank=1, world_size=2
+    )
     for batches in epochs(loader, 0, 2):
         assert len(batches) == len(loader)
         assert all(batch.log_q is not None for batch in batches)
@@ -281,17 +300,22 @@ def test_samplers_that_do_not_fit_are_refused() -> None:
         make(config, None)
     with pytest.raises(ValueError, match=r"sampling='mixed' with negatives=UniformNegatives: must be MixedCandidates"):
         make(config, uniform)
-    with pytest.raises(ValueError, match=r"sampling='uniform' with negatives=MixedCandidates: must be a sampler with draw"):
+    with pytest.raises(
+        ValueError, match=r"sampling='uniform' with negatives=MixedCandidates: must be a sampler with draw"
+    ):
         make(LoaderConfig(), mixed)
     with pytest.raises(ValueError, match=r"sampling='mixed' without items"):
         make(config, mixed, None)
     with pytest.raises(
-        ValueError, match=r"MixedNegatives\(extra=5, batch_size=8\) with loader\.shared_negatives=5 and loader\.batch_size=9"
+        ValueError,
+        match=r"MixedNegatives\(extra=5, batch_size=8\) with loader\.shared_negatives=5 and loader\.batch_size=9",
     ):
         make(LoaderConfig(batch_size=9, **MIXED), mixed)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"refresh with negatives=UniformNegatives: only HardNegatives are refreshed"):
         make(LoaderConfig(), uniform, refresh=best)
-    with pytest.raises(ValueError, match=r"device=cpu with loader\.sampling='mixed': its candidates are drawn on the host"):
+    with pytest.raises(
+        ValueError, match=r"device=cpu with loader\.sampling='mixed': its candidates are drawn on the host"
+    ):
         make(config, mixed, device="cpu")
     with pytest.raises(ValueError, match=r"loader\.sampling='hard' without refresh: nobody says which items are hard"):
         training_loader(DATA, schema(), LoaderConfig(sampling="hard"))

@@ -21,7 +21,11 @@ from torchrec_ext.schema import BatchSchema, DataError
 pytestmark = pytest.mark.unit
 ITEMS = 50
 SCHEMA = BatchSchema.from_tables(
-    [EmbeddingConfig(name="item_id", embedding_dim=4, num_embeddings=ITEMS + 1, feature_names=["session", "candidates"])],
+    [
+        EmbeddingConfig(
+            name="item_id", embedding_dim=4, num_embeddings=ITEMS + 1, feature_names=["session", "candidates"]
+        )
+    ],
     label_range=None,
 )
 
@@ -76,7 +80,9 @@ def test_any_number_of_ranks_sees_every_sequence_once(
         if world_size == 1:
             single = [batch for (batch,) in steps]
         for step, whole in zip(steps, single, strict=True):
-            assert sorted(row for batch in step for row in seen(batch)) == sorted(seen(whole)), "step by step the same ones"
+            assert sorted(row for batch in step for row in seen(batch)) == sorted(seen(whole)), (
+                "step by step the same ones"
+            )
             assert candidates(list(step)) == candidates([whole])
             assert len({len(batch) for batch in step}) == 1
             assert len({batch.sparse["candidates"].values().numel() for batch in step}) == 1
@@ -151,8 +157,14 @@ def test_a_state_of_another_stream_is_refused() -> None:
         ({"rank": 2, "world_size": 2}, "rank=2 of world_size=2: rank must be 0 to 1"),
         ({"label": "clicked", "negatives": 0}, "loader.label='clicked': sequences have no such column"),
         ({"weight": "weight"}, "loader.weight='weight': sequences have no such column"),
-        ({"sampling": "popularity"}, "loader.sampling='popularity': candidates that all targets share are drawn uniformly"),
-        ({"batch_size": 50, "drop_last": True}, "40 sequences with loader.batch_size=50 and loader.drop_last=True make no step"),
+        (
+            {"sampling": "popularity"},
+            "loader.sampling='popularity': candidates that all targets share are drawn uniformly",
+        ),
+        (
+            {"batch_size": 50, "drop_last": True},
+            "40 sequences with loader.batch_size=50 and loader.drop_last=True make no step",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(options: dict[str, Any], text: str) -> None:

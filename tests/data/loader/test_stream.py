@@ -44,7 +44,16 @@ def folder() -> Iterator[Path]:
     weight=st.sampled_from([None, "weight"]),
     drop_last=st.booleans(),
 )
-@example(sizes=[200] * 5 + [3], batch_size=64, lanes=8, buffer_rows=900, epoch=1, shuffle=True, weight="weight", drop_last=False)
+@example(
+    sizes=[200] * 5 + [3],
+    batch_size=64,
+    lanes=8,
+    buffer_rows=900,
+    epoch=1,
+    shuffle=True,
+    weight="weight",
+    drop_last=False,
+)
 @example(sizes=[91], batch_size=8, lanes=4, buffer_rows=900, epoch=0, shuffle=True, weight=None, drop_last=False)
 def test_any_number_of_ranks_sees_each_row_once_in_the_same_step(
     sizes: list[int],
@@ -59,17 +68,27 @@ def test_any_number_of_ranks_sees_each_row_once_in_the_same_step(
     size = sum(sizes)
     if drop_last and size < batch_size:
         return
-    options = {"batch_size": batch_size, "lanes": lanes, "buffer_rows": buffer_rows, "shuffle": shuffle, "weight": weight}
+    options = {
+        "batch_size": batch_size,
+        "lanes": lanes,
+        "buffer_rows": buffer_rows,
+        "shuffle": shuffle,
+        "weight": weight,
+    }
     streams = []
     with tempfile.TemporaryDirectory() as name:
         source = parquet(Path(name), sizes, files=2)
         for world_size in (1, 2, 3, 4):
-            loaders = [loader_of(source, rank, world_size, drop_last=drop_last, **options) for rank in range(world_size)]
+            loaders = [
+                loader_of(source, rank, world_size, drop_last=drop_last, **options) for rank in range(world_size)
+            ]
             for loader in loaders:
                 loader.set_epoch(epoch)
             ranks = [list(loader) for loader in loaders]
             assert {len(batches) for batches in ranks} == {len(loaders[0])}
-            assert {len(batch) for batches in ranks for batch in batches} == {-(-min(batch_size, sum(sizes)) // world_size)}
+            assert {len(batch) for batches in ranks for batch in batches} == {
+                -(-min(batch_size, sum(sizes)) // world_size)
+            }
             for step in zip(*ranks, strict=True):
                 share = sum(float(batch.weights.sum()) for batch in step) / world_size
                 assert [float(batch.total_weight) for batch in step] == pytest.approx([share] * world_size)
@@ -138,7 +157,8 @@ def test_a_buffer_that_holds_everything_permutes_all_rows(folder: Path) -> None:
     assert sorted(rows) == list(range(300))
     assert rows == order(0)
     assert rows not in (order(1), order(0, seed=1))
-    # Every tenth of the stream has rows of every tenth of the files: in 300 draws the chance that a cell is empty is below 1 %.
+    # Every tenth of the stream has rows of every tenth of the files: in 300 draws the chance that a cell is empty is
+    # below 1 %.
     counts = np.histogram2d(np.arange(300), rows, bins=3)[0]
     assert counts.min() > 15
 
@@ -150,7 +170,9 @@ def test_a_batch_is_mixed_from_as_many_row_groups_as_there_are_lanes(folder: Pat
         assert max(groups.values()) <= 4
 
 
-def test_a_rank_reads_only_its_share_where_the_ranks_divide_the_lanes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_only_its_share_where_the_ranks_divide_the_lanes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
     source = parquet(folder, [32] * 16)
     reader = source.read
@@ -160,12 +182,16 @@ def test_a_rank_reads_only_its_share_where_the_ranks_divide_the_lanes(folder: Pa
     assert sorted(read) == list(range(16))
 
 
-def test_a_row_group_larger_than_a_lane_s_share_is_decoded_once_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_group_larger_than_a_lane_s_share_is_decoded_once_in_parts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[tuple[int, int]] = []
     source = parquet(folder, [100] * 4)
     parts = source.parts
     monkeypatch.setattr(
-        source, "parts", lambda group, names, start, size: opened.append((group.number, size)) or parts(group, names, start, size)
+        source,
+        "parts",
+        lambda group, names, start, size: opened.append((group.number, size)) or parts(group, names, start, size),
     )
     monkeypatch.setattr(source, "read", lambda group, names: pytest.fail("a row group of 100 was read whole"))
     rows = [row for batch in loader_of(source, lanes=4, buffer_rows=40) for row in row_numbers(batch)]

@@ -28,14 +28,18 @@ def test_the_random_numbers_are_the_same(device: torch.device) -> None:
 @pytest.mark.usefixtures("known_by")
 @pytest.mark.parametrize("density", [0.0, 0.3, 0.97])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_hundred_thousand_draws_are_bit_for_bit_the_same(sampler: Sampler, density: float, device: torch.device) -> None:
+def test_a_hundred_thousand_draws_are_bit_for_bit_the_same(
+    sampler: Sampler, density: float, device: torch.device
+) -> None:
     users, items = random_pairs(50, 300, density)
     for seed in range(3):
         drawer = sampler(300, users, items, seed=seed)
         rows = np.arange(1000) * 7919
         who = rows % 53 - 1  # unknown users among them
         expected = drawer.draw(who, rows, seed, 100)
-        made = on_device(drawer, device).draw(torch.from_numpy(who).to(device), torch.from_numpy(rows).to(device), seed, 100)
+        made = on_device(drawer, device).draw(
+            torch.from_numpy(who).to(device), torch.from_numpy(rows).to(device), seed, 100
+        )
         assert np.array_equal(made.ids.cpu().numpy(), expected.ids)
         assert np.array_equal(made.log_q.cpu().numpy(), expected.log_q)
 
@@ -67,7 +71,9 @@ def test_a_draw_runs_the_same_ops_whatever_it_rejects_and_waits_for_none(sampler
 def test_known_pairs_agree(device: torch.device) -> None:
     known = KnownPairs(30, *random_pairs(6, 30, 0.5))
     users, items = np.arange(-1, 8), np.arange(1, 31)
-    made = DeviceKnownPairs(known, device).contains(torch.from_numpy(users).to(device)[:, None], torch.from_numpy(items).to(device))
+    made = DeviceKnownPairs(known, device).contains(
+        torch.from_numpy(users).to(device)[:, None], torch.from_numpy(items).to(device)
+    )
     assert np.array_equal(made.cpu().numpy(), known.contains(users[:, None], items))
 
 

@@ -68,7 +68,12 @@ def test_draws_follow_the_distribution_that_log_q_states(sampler: Sampler, densi
 
 
 @settings(max_examples=30, deadline=None)
-@given(cuts=st.lists(st.integers(0, 60), max_size=4), epoch=st.integers(0, 9), seed=st.integers(0, 1 << 70), n=st.integers(1, 5))
+@given(
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+    epoch=st.integers(0, 9),
+    seed=st.integers(0, 1 << 70),
+    n=st.integers(1, 5),
+)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_slices_draw_what_the_whole_draws(sampler: Sampler, cuts: list[int], epoch: int, seed: int, n: int) -> None:
     users, items = random_pairs(10, 20, 0.5)
@@ -165,7 +170,9 @@ def test_free_mass_covers_each_item_not_taken_by_its_own_weight(users: int, item
 
 
 @pytest.mark.parametrize("pairs", [1_000, 300_000])
-def test_a_filter_of_known_pairs_takes_a_bit_a_bit_while_it_is_made(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_of_known_pairs_takes_a_bit_a_bit_while_it_is_made(
+    pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the largest bitmap, 32 MB, and of the filter above it; in bytes it was eight times as much."""
     rng = np.random.default_rng(0)
     items = known_pairs.MOST_BITS // 4_001 - 1

@@ -66,16 +66,28 @@ def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "step", "message"),
     [
-        ([1.5], Categorify(column="x"), r"column 'x' is float64, Categorify\('x'\) takes int64, .*bucket a number with Bucketize"),
+        (
+            [1.5],
+            Categorify(column="x"),
+            r"column 'x' is float64, Categorify\('x'\) takes int64, .*bucket a number with Bucketize",
+        ),
         (["a"], Normalize(column="x"), r"column 'x' is string, Normalize\('x'\) takes float64, int64"),
         (["a"], TimeFeatures(column="x"), r"takes int64, timestamp\[ms\].*convert it to a timestamp"),
         ([1], Lists(column="x"), r"give separator to split a string"),
         ([1], FillMissing(column="x", value="y"), r"column 'x' is int64, FillMissing\('x'\) has value='y'"),
         ([1], FillMissing(column="x", value=2**63), r"value=9223372036854775808, which does not fit 64 bits"),
-        (pa.array([1], pa.uint64()), Categorify(column="x"), r"column 'x' is uint64, must be a bool, an integer of 64 signed bits"),
+        (
+            pa.array([1], pa.uint64()),
+            Categorify(column="x"),
+            r"column 'x' is uint64, must be a bool, an integer of 64 signed bits",
+        ),
         ([{"a": 1}], Categorify(column="x"), r"column 'x' is struct<a: int64>, must be"),
         ([None], Normalize(column="x"), r"column 'x' is null, must be"),
-        (pa.array([None], pa.float64()), Normalize(column="x"), r"Normalize\('x'\): every value is missing; leave the column out"),
+        (
+            pa.array([None], pa.float64()),
+            Normalize(column="x"),
+            r"Normalize\('x'\): every value is missing; leave the column out",
+        ),
         (pa.array([None], pa.float64()), Bucketize(column="x", quantiles=3), r"every value is missing"),
         ([1e308, -1e308, 1.7e308], Normalize(column="x"), r"Normalize\('x'\): .*beyond float64.*LogClip"),
     ],
@@ -96,7 +108,10 @@ def test_files(tmp_path: Path, good: Path) -> None:
         r"b\.parquet: column 'city' is int64, in .*good\.parquet it is string",
         [good, table(tmp_path / "b.parquet", city=[1], label=[1.0])],
     )
-    refuses(r"c\.parquet: column 'label' is missing, but .*good\.parquet has it", [good, table(tmp_path / "c.parquet", city=["a"])])
+    refuses(
+        r"c\.parquet: column 'label' is missing, but .*good\.parquet has it",
+        [good, table(tmp_path / "c.parquet", city=["a"])],
+    )
     refuses(r"s3x://bucket/a\.parquet: cannot be read", "s3x://bucket/a.parquet")
     refuses("no file was given", [])
 
@@ -110,7 +125,10 @@ def test_a_name_is_no_pattern(tmp_path: Path) -> None:
 
 
 def test_columns_that_an_engine_cannot_tell_apart(tmp_path: Path) -> None:
-    refuses(r"columns 'city' and 'City' differ in case alone", table(tmp_path / "a.parquet", city=["a"], City=["b"], label=[1.0]))
+    refuses(
+        r"columns 'city' and 'City' differ in case alone",
+        table(tmp_path / "a.parquet", city=["a"], City=["b"], label=[1.0]),
+    )
     refuses(
         r"column 'file_index': DuckDB has a column of that name",
         table(tmp_path / "b.parquet", city=["a"], label=[1.0], file_index=[1]),
@@ -150,12 +168,18 @@ def test_a_result_does_not_replace_its_source(tmp_path: Path, good: Path, fitted
 @pytest.mark.parametrize("unit", ["ms", "us", "ns"])
 @pytest.mark.parametrize("zone", [None, "Asia/Tokyo"])
 def test_times_of_any_unit_and_zone(tmp_path: Path, unit: str, zone: str | None) -> None:
-    moments = pa.array([-500, 1_582_977_600_250], pa.timestamp("ms")).cast(pa.timestamp(unit)).cast(pa.timestamp(unit, zone))
+    moments = (
+        pa.array([-500, 1_582_977_600_250], pa.timestamp("ms")).cast(pa.timestamp(unit)).cast(pa.timestamp(unit, zone))
+    )
     path = table(tmp_path / "a.parquet", t=moments)
     fitted = Preprocessor([TimeFeatures(column="t", features=("hour", "day"))], keep=("t",)).fit(path)
     fitted.transform(path, tmp_path / "out")
     made = read_parquet(tmp_path / "out/part-00000.parquet")
-    assert {name: made[name].values.tolist() for name in made} == {"t_hour": [24, 13], "t_day": [31, 29], "t": [-1, 1_582_977_600]}
+    assert {name: made[name].values.tolist() for name in made} == {
+        "t_hour": [24, 13],
+        "t_day": [31, 29],
+        "t": [-1, 1_582_977_600],
+    }
     same(fitted.online({"t": moments}), made)
 
 
@@ -164,7 +188,9 @@ def test_damage_in_the_middle_is_named(tmp_path: Path, good: Path, fitted: Fitte
     start = pq.ParquetFile(good).metadata.row_group(0).column(0).data_page_offset
     data[start : start + 12] = b"\xff" * 12
     (tmp_path / "damaged.parquet").write_bytes(data)
-    with pytest.raises(DataError, match=r"damaged\.parquet: row group 0, column 'city' cannot be read: the file is damaged"):
+    with pytest.raises(
+        DataError, match=r"damaged\.parquet: row group 0, column 'city' cannot be read: the file is damaged"
+    ):
         fitted.transform([good, tmp_path / "damaged.parquet"], tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged.parquet", "good.parquet"]
 
@@ -186,7 +212,9 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
         fitted.online({"price": [1e300]})
     label[5] = None  # type: ignore[call-overload]
     price[ROW_GROUP + 3] = 0.0
-    with pytest.raises(DataError, match=r"column 'label': the result of row 5 is missing.*it is kept as it is: fill it"):
+    with pytest.raises(
+        DataError, match=r"column 'label': the result of row 5 is missing.*it is kept as it is: fill it"
+    ):
         fitted.transform(table(tmp_path / "b.parquet", price=price, label=label), tmp_path / "out")
 
 
@@ -195,9 +223,12 @@ def test_a_list_longer_than_its_limit(tmp_path: Path) -> None:
     recent = Preprocessor([Lists(column="tags", max_length=2), Categorify(column="tags")]).fit(path)
     recent.transform(path, tmp_path / "out")
     assert read_parquet(tmp_path / "out/part-00000.parquet")["tags"].lengths.tolist() == [1, 2]
-    strict = Preprocessor([Lists(column="tags", max_length=2, too_long="error"), HashBucket(column="tags", buckets=9)]).fit(path)
+    strict = Preprocessor(
+        [Lists(column="tags", max_length=2, too_long="error"), HashBucket(column="tags", buckets=9)]
+    ).fit(path)
     with pytest.raises(
-        DataError, match=r"a\.parquet: column 'tags', row 1: \['a', None, 'b', 'c'\]: a list longer than max_length=2; cut it"
+        DataError,
+        match=r"a\.parquet: column 'tags', row 1: \['a', None, 'b', 'c'\]: a list longer than max_length=2; cut it",
     ):
         strict.transform(path, tmp_path / "strict")
     assert not (tmp_path / "strict").exists()
@@ -206,7 +237,9 @@ def test_a_list_longer_than_its_limit(tmp_path: Path) -> None:
 
 
 def test_another_type_than_in_fitting(tmp_path: Path, fitted: FittedPreprocessor) -> None:
-    with pytest.raises(DataError, match=r"b\.parquet: column 'city' is int64, in fitting it is string; write it with that type"):
+    with pytest.raises(
+        DataError, match=r"b\.parquet: column 'city' is int64, in fitting it is string; write it with that type"
+    ):
         fitted.transform(table(tmp_path / "b.parquet", city=[1], label=[1.0]), tmp_path / "out")
 
 
@@ -227,7 +260,12 @@ def test_an_order_by_a_column_that_is_not_there(tmp_path: Path, good: Path, fitt
     ],
 )
 def test_a_full_disk_leaves_the_old_output_and_nothing_else(
-    tmp_path: Path, good: Path, fitted: FittedPreprocessor, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+    tmp_path: Path,
+    good: Path,
+    fitted: FittedPreprocessor,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    message: str,
 ) -> None:
     fitted.transform(good, tmp_path / "out")
     before = (tmp_path / "out/part-00000.parquet").read_bytes()

@@ -78,7 +78,9 @@ def replace(out: str, in_one_step: bool) -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize("in_one_step", [True, False])
-def test_killed_at_any_moment_of_a_replacement_a_reader_finds_the_old_or_the_new_one(in_one_step: bool, tmp_path: Path) -> None:
+def test_killed_at_any_moment_of_a_replacement_a_reader_finds_the_old_or_the_new_one(
+    in_one_step: bool, tmp_path: Path
+) -> None:
     out, seen = tmp_path / "out", []
     write(out, "old")
     for _ in killed_everywhere(replace, str(out), in_one_step):
@@ -92,7 +94,9 @@ def test_killed_at_any_moment_of_a_replacement_a_reader_finds_the_old_or_the_new
     assert set(seen) == {"old", "new"}
 
 
-def test_what_killed_processes_left_is_removed_from_whatever_host_and_whoever_has_their_number_now(tmp_path: Path) -> None:
+def test_what_killed_processes_left_is_removed_from_whatever_host_and_whoever_has_their_number_now(
+    tmp_path: Path,
+) -> None:
     left = [f".out.partial-{host}-{process}" for host, process in (("another-host", 17), (_HOST, os.getppid()))]
     for name in left:
         (tmp_path / name / "train").mkdir(parents=True)
@@ -103,7 +107,9 @@ def test_what_killed_processes_left_is_removed_from_whatever_host_and_whoever_ha
 def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as staging:
         (staging / "part-0").write_text("first")
-        renamed = staging.rename(staging.with_name(".out.partial-another-host-17"))  # so would a process elsewhere call it
+        renamed = staging.rename(
+            staging.with_name(".out.partial-another-host-17")
+        )  # so would a process elsewhere call it
         write(tmp_path / "out", "second")
         assert (renamed / "part-0").read_text() == "first"
         renamed.rename(staging)
@@ -128,7 +134,9 @@ def test_what_is_never_replaced(tmp_path: Path) -> None:
         write(tmp_path / "out", "new")
     (tmp_path / "home").mkdir()
     (tmp_path / "home/thesis.tex").write_text("years of work")
-    with pytest.raises(DataError, match=r"home: is not the folder of an earlier result \(it has no part-\*\), and is not"):
+    with pytest.raises(
+        DataError, match=r"home: is not the folder of an earlier result \(it has no part-\*\), and is not"
+    ):
         write(tmp_path / "home", "new", overwrite=True)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", "new")
@@ -150,14 +158,19 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_an_error_of_reading_is_not_called_one_of_writing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"rates\.csv"), whole_folder(tmp_path / "out", overwrite=False, mark="part-*"):
+    with (
+        pytest.raises(FileNotFoundError, match=r"rates\.csv"),
+        whole_folder(tmp_path / "out", overwrite=False, mark="part-*"),
+    ):
         open("rates.csv")  # noqa: SIM115  (what a user's recipe may do)
 
 
 def test_the_message_has_the_name_that_the_folder_was_going_to_have(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
-        pytest.raises(DataError, match=rf"^{tmp_path}/out/train: the disk is full \([\d,]+ MiB are free in {tmp_path}/out/train, "),
+        pytest.raises(
+            DataError, match=rf"^{tmp_path}/out/train: the disk is full \([\d,]+ MiB are free in {tmp_path}/out/train, "
+        ),
         whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as outer,
         whole_folder(outer / "train", overwrite=False, mark="part-*") as inner,
         disk_errors(inner),

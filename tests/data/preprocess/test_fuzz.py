@@ -58,7 +58,9 @@ def edited(data: bytes, edits: list[tuple[int, bytes, int]]) -> bytes:
 
 
 def fuzzed(examples: int, strategy: Any, test: Any) -> None:
-    settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)(given(strategy)(test))()
+    settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)(
+        given(strategy)(test)
+    )()
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
@@ -115,6 +117,8 @@ def test_a_vocabulary_with_other_bytes_in_it(folder: Path, examples: int) -> Non
 
 def _holders(content: Any) -> Any:
     """(holder, key) of every value in a JSON."""
-    for key, value in content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ():
+    for key, value in (
+        content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    ):
         yield content, key
         yield from _holders(value)

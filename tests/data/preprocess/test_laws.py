@@ -38,7 +38,10 @@ def test_requests_agree_with_files_on_many_rows_in_their_order(duckdb: DuckDB, t
     requests = with_events(rows, rows)
     same(fitted.online(requests), whole)
     for at in (0, 17, 2999):
-        same(fitted.online({name: list(values)[at : at + 1] for name, values in requests.items()}), whole.slice(at, at + 1))
+        same(
+            fitted.online({name: list(values)[at : at + 1] for name, values in requests.items()}),
+            whole.slice(at, at + 1),
+        )
 
 
 def test_a_saved_preprocessor_is_the_same(duckdb: DuckDB, tmp_path: Path) -> None:
@@ -46,7 +49,12 @@ def test_a_saved_preprocessor_is_the_same(duckdb: DuckDB, tmp_path: Path) -> Non
     fitted = EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), engine=duckdb)
     fitted.save(tmp_path / "saved")
     loaded = type(fitted).load(tmp_path / "saved")
-    assert (loaded.vocab, loaded.outputs, loaded.dense, loaded.steps) == (fitted.vocab, fitted.outputs, fitted.dense, fitted.steps)
+    assert (loaded.vocab, loaded.outputs, loaded.dense, loaded.steps) == (
+        fitted.vocab,
+        fitted.outputs,
+        fitted.dense,
+        fitted.steps,
+    )
     same(loaded.online(with_events(rows, rows)), fitted.online(with_events(rows, rows)))
 
 
@@ -82,8 +90,16 @@ def test_histories_against_brute_force(duckdb: DuckDB, tmp_path: Path) -> None:
     rng = np.random.default_rng(8)
     size = 2000
     user, item, time = rng.integers(0, 20, size), rng.integers(0, 50, size), rng.integers(0, 40, size)
-    rows = {"user": user.tolist(), "item": [str(i) for i in item], "ts": time.tolist(), "label": rng.integers(0, 2, size).tolist()}
-    steps = [History(user="user", item="item", time="ts", length=4, where="label"), Categorify(column="item", also=("history",))]
+    rows = {
+        "user": user.tolist(),
+        "item": [str(i) for i in item],
+        "ts": time.tolist(),
+        "label": rng.integers(0, 2, size).tolist(),
+    }
+    steps = [
+        History(user="user", item="item", time="ts", length=4, where="label"),
+        Categorify(column="item", also=("history",)),
+    ]
     path = write(rows, tmp_path / "a.parquet")
     fitted = Preprocessor(steps).fit(path, engine=duckdb)
     fitted.transform(path, tmp_path / "out", engine=duckdb)
@@ -98,7 +114,9 @@ def test_histories_against_brute_force(duckdb: DuckDB, tmp_path: Path) -> None:
 def test_a_test_set_sees_the_training_events(duckdb: DuckDB, tmp_path: Path) -> None:
     base = {"user": [1, 1, 2], "item": ["a", "b", "c"], "ts": [1, 2, 3], "label": [1.0, 1.0, 1.0]}
     train = write(base, tmp_path / "train.parquet")
-    test = write({"user": [1, 2, 3], "item": ["d", "a", "a"], "ts": [2, 9, 9], "label": [1.0] * 3}, tmp_path / "test.parquet")
+    test = write(
+        {"user": [1, 2, 3], "item": ["d", "a", "a"], "ts": [2, 9, 9], "label": [1.0] * 3}, tmp_path / "test.parquet"
+    )
     steps = [History(user="user", item="item", time="ts", length=9), Categorify(column="item", also=("history",))]
     fitted = Preprocessor(steps).fit(train, engine=duckdb)
     fitted.transform(test, tmp_path / "out", engine=duckdb, events=[train, test])
@@ -108,7 +126,9 @@ def test_a_test_set_sees_the_training_events(duckdb: DuckDB, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("parts", [2, 7, 100])
-def test_quantiles_are_the_smallest_values_that_so_many_rows_do_not_exceed(duckdb: DuckDB, tmp_path: Path, parts: int) -> None:
+def test_quantiles_are_the_smallest_values_that_so_many_rows_do_not_exceed(
+    duckdb: DuckDB, tmp_path: Path, parts: int
+) -> None:
     values = np.random.default_rng(9).integers(0, 40, 100)
     path = write({"age": values.tolist()}, tmp_path / "a.parquet")
     fitted = Preprocessor([Bucketize(column="age", quantiles=parts)]).fit(path, engine=duckdb)

@@ -41,7 +41,9 @@ pytestmark = pytest.mark.unit
 
 
 def fitted(raw: Mapping[str, str], *pairs: tuple[Step, Any], keep: tuple[str, ...] = ()) -> FittedPreprocessor:
-    return FittedPreprocessor(steps=tuple(s for s, _ in pairs), keep=keep, raw=raw, states=tuple(state for _, state in pairs))
+    return FittedPreprocessor(
+        steps=tuple(s for s, _ in pairs), keep=keep, raw=raw, states=tuple(state for _, state in pairs)
+    )
 
 
 CITIES = Vocabulary(pa.array(["Rome", "Oslo"]), pa.array([3, 1]))
@@ -68,7 +70,13 @@ def test_the_zone_is_a_table_of_numbers() -> None:
     made = fitted({"t": "int64"}, (step, {"starts": starts, "offsets": offsets})).online({"t": times})
     for row, second in enumerate(times):
         local = datetime.datetime.fromtimestamp(second, zone)
-        expected = (local.hour + 1, local.isoweekday(), (local.isoweekday() - 1) * 24 + local.hour + 1, local.day, local.month)
+        expected = (
+            local.hour + 1,
+            local.isoweekday(),
+            (local.isoweekday() - 1) * 24 + local.hour + 1,
+            local.day,
+            local.month,
+        )
         assert tuple(int(made[f"t_{name}"].values[row]) for name in step.features) == expected
 
 
@@ -109,7 +117,9 @@ def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
         read_cells("x", [None, value], kind)
 
 
-@pytest.mark.parametrize("data", [[3.0, None], pa.array([3, None]), pa.chunked_array([[3], [None]]), (v for v in (3, None))])
+@pytest.mark.parametrize(
+    "data", [[3.0, None], pa.array([3, None]), pa.chunked_array([[3], [None]]), (v for v in (3, None))]
+)
 def test_what_stands_for_an_integer(data: Any) -> None:
     cells = read_cells("x", data, "int64")
     assert (cells.values[0], cells.values.dtype, cells.valid.tolist()) == (3, np.int64, [True, False])
@@ -131,8 +141,14 @@ def test_integers_beyond_64_bits_are_refused_and_within_are_unknown() -> None:
 
 def test_a_history_needs_a_time_for_each_item() -> None:
     raw = {"user": "int64", "item": "string", "t": "timestamp[us]"}
-    step = fitted(raw, (History(user="user", item="item", time="t", length=2), {}), (HashBucket(column="history", buckets=5), {}))
-    assert step.request_columns == {"t": "timestamp[us]", "history_items": "list<string>", "history_times": "list<timestamp[us]>"}
+    step = fitted(
+        raw, (History(user="user", item="item", time="t", length=2), {}), (HashBucket(column="history", buckets=5), {})
+    )
+    assert step.request_columns == {
+        "t": "timestamp[us]",
+        "history_items": "list<string>",
+        "history_times": "list<timestamp[us]>",
+    }
     day = [datetime.datetime(2024, 1, d, tzinfo=datetime.timezone.utc) for d in range(1, 6)]
     made = step.online({"t": [day[3]], "history_items": [["a", "b", "c", "d", "e"]], "history_times": [day[::-1]]})
     assert made["history"].lengths.tolist() == [2]
@@ -149,13 +165,22 @@ def test_a_history_needs_a_time_for_each_item() -> None:
         (lambda: Bucketize(column="x"), "either boundaries or quantiles"),
         (lambda: Bucketize(column="x", boundaries=(2, 1)), r"boundaries=\(2, 1\): must rise"),
         (lambda: FillMissing(column="x", value=float("nan")), "value=nan: must be finite"),
-        (lambda: FillMissing(column="x", statistic="mode"), "statistic='mode': must be one of mean, median, most_common"),  # type: ignore[arg-type]
+        (
+            lambda: FillMissing(column="x", statistic="mode"),
+            "statistic='mode': must be one of mean, median, most_common",
+        ),  # type: ignore[arg-type]
         (lambda: LogClip(column="x", low=2, high=1), "low=2, high=1"),
         (lambda: Lists(column="x", too_long="cut"), "too_long='cut': must be one of recent, error"),  # type: ignore[arg-type]
-        (lambda: TimeFeatures(column="x", zone="Europe/Berlim"), "there is no such time zone; did you mean 'Europe/Berlin'"),
+        (
+            lambda: TimeFeatures(column="x", zone="Europe/Berlim"),
+            "there is no such time zone; did you mean 'Europe/Berlin'",
+        ),
         (lambda: TimeFeatures(column="x", features=("minute",)), "choose from hour, weekday"),  # type: ignore[arg-type]
         (lambda: Preprocessor([Normalize(column="x")], keep=("x",)), r"keep=\['x'\]: a step writes these columns"),
-        (lambda: Preprocessor([Categorify(column="u"), History(user="u", item="i", time="t", length=1)]), "put it first"),
+        (
+            lambda: Preprocessor([Categorify(column="u"), History(user="u", item="i", time="t", length=1)]),
+            "put it first",
+        ),
         (lambda: Preprocessor([]), "give at least one"),
         (lambda: FillMissing(column="x", value=10**400), r"value=10+\.\.\. of 401 digits: must be finite"),
         (lambda: Preprocessor([Categorify(column="a"), Categorify(column="A")]), r"'A' and 'a' differ in case alone"),
@@ -175,7 +200,9 @@ def test_saving_and_loading(tmp_path: Path) -> None:
     ]
     loaded = FittedPreprocessor.load(tmp_path / "saved")
     assert loaded.online({"city": ["Oslo"]})["city"].values.tolist() == [2]
-    empty = fitted({"city": "string"}, (Categorify(column="city"), Vocabulary(pa.array([], pa.string()), pa.array([], pa.int64()))))
+    empty = fitted(
+        {"city": "string"}, (Categorify(column="city"), Vocabulary(pa.array([], pa.string()), pa.array([], pa.int64())))
+    )
     empty.save(tmp_path / "empty")
     assert FittedPreprocessor.load(tmp_path / "empty").online({"city": ["Oslo"]})["city"].values.tolist() == [0]
 
@@ -217,7 +244,9 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
         steps = json.loads((folder / "preprocessor.json").read_text())["steps"]
         steps[0] |= {"rows": len(values), "sha256": hashlib.sha256(data).hexdigest()}
         rewrite(folder, steps=steps)
-        refused(r"vocabulary-000\.parquet: [\d,]+ rows in [\d,]+ bytes, which unpack to more than the [\d,]+ that are read")
+        refused(
+            r"vocabulary-000\.parquet: [\d,]+ rows in [\d,]+ bytes, which unpack to more than the [\d,]+ that are read"
+        )
     (folder / "vocabulary-000.parquet").unlink()
     refused(r"vocabulary-000\.parquet: no such file, preprocessor\.json names it")
 
@@ -257,7 +286,14 @@ def test_pythons_numbers_are_the_cells_that_arrow_makes_of_them(raw: str, data: 
 
 @pytest.mark.parametrize(
     ("raw", "data"),
-    [("int64", [2**63]), ("int64", [1.5]), ("int64", [True]), ("float32", [2**24 + 1]), ("list<int64>", [1]), ("int64", [[1]])],
+    [
+        ("int64", [2**63]),
+        ("int64", [1.5]),
+        ("int64", [True]),
+        ("float32", [2**24 + 1]),
+        ("list<int64>", [1]),
+        ("int64", [[1]]),
+    ],
 )
 def test_what_a_type_does_not_hold_is_refused(raw: str, data: list[Any]) -> None:
     with pytest.raises(DataError, match=rf"column 'c', row 0: value .* is not {raw}"):

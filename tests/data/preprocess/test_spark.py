@@ -34,7 +34,11 @@ def session() -> Iterator[Any]:
     builder = builder.config("spark.sql.adaptive.enabled", "false")
     builder = builder.config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
     try:
-        found = builder.config("spark.sql.shuffle.partitions", "1").config("spark.sql.session.timeZone", "Asia/Tokyo").getOrCreate()
+        found = (
+            builder.config("spark.sql.shuffle.partitions", "1")
+            .config("spark.sql.session.timeZone", "Asia/Tokyo")
+            .getOrCreate()
+        )
     except (PySparkException, RuntimeError) as error:
         pytest.skip(f"needs Java 17 or newer to start Spark ({type(error).__name__})")
     yield found
@@ -52,7 +56,9 @@ def test_both_engines_agree_on_every_value(session: Any, tmp_path: Path) -> None
     for name, engine in (("duckdb", "duckdb"), ("spark", session)):
         fitted[name].save(tmp_path / f"saved_{name}")
         assert fitted["duckdb"].transform(other, tmp_path / name, engine=engine) == 400
-    assert (tmp_path / "saved_duckdb/preprocessor.json").read_bytes() == (tmp_path / "saved_spark/preprocessor.json").read_bytes()
+    assert (tmp_path / "saved_duckdb/preprocessor.json").read_bytes() == (
+        tmp_path / "saved_spark/preprocessor.json"
+    ).read_bytes()
     assert rows_of(tmp_path / "duckdb") == rows_of(tmp_path / "spark")
     assert session.conf.get("spark.sql.session.timeZone") == "Asia/Tokyo", "the session's settings are its owner's"
 
@@ -63,7 +69,9 @@ def test_spark_writes_row_groups_and_checksums_and_refuses_missing_values(sessio
     steps = Preprocessor([Categorify(column="item"), Normalize(column="price")])
     with Spark(session) as engine:
         fitted = steps.fit(write(rows, tmp_path / "a.parquet"), engine=engine)
-        with pytest.raises(DataError, match=r"column 'price': the result is missing.*put FillMissing\(column='price', ...\)"):
+        with pytest.raises(
+            DataError, match=r"column 'price': the result is missing.*put FillMissing\(column='price', ...\)"
+        ):
             fitted.transform(tmp_path / "a.parquet", tmp_path / "out", engine=engine)
         assert not list(tmp_path.glob("*out*"))
         rows["price"] = [value if value is not None and math.isfinite(value) else 0.0 for value in rows["price"]]
@@ -78,16 +86,22 @@ def test_spark_writes_row_groups_and_checksums_and_refuses_missing_values(sessio
 
 
 def test_an_unknown_engine_is_told() -> None:
-    with pytest.raises(DataError, match=r"engine='sprak': there is no such engine; write duckdb, spark or a Spark master URL"):
+    with pytest.raises(
+        DataError, match=r"engine='sprak': there is no such engine; write duckdb, spark or a Spark master URL"
+    ):
         Preprocessor([Categorify(column="item")]).fit("a.parquet", engine="sprak")
 
 
 def test_a_second_master_is_refused(session: Any) -> None:
-    with pytest.raises(DataError, match=r"engine='local\[3\]': a Spark session is active here with the master local\[1\]"):
+    with pytest.raises(
+        DataError, match=r"engine='local\[3\]': a Spark session is active here with the master local\[1\]"
+    ):
         Spark("local[3]")
 
 
-def test_rows_that_other_machines_kept_are_missed(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_other_machines_kept_are_missed(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where executors write to disks of their own, this machine sees fewer rows, or none."""
     path = write({"item": ["a", "b"]}, tmp_path / "a.parquet")
     fitted = Preprocessor([Categorify(column="item")]).fit(path, engine=session)

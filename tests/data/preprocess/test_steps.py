@@ -32,7 +32,11 @@ from torchrec_ext.data.preprocess.engines import DuckDB
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 STEPS: dict[str, list[Step]] = {
-    "Categorify": [Categorify(column="city"), Categorify(column="user", min_count=2), Categorify(column="prime", max_size=1)],
+    "Categorify": [
+        Categorify(column="city"),
+        Categorify(column="user", min_count=2),
+        Categorify(column="prime", max_size=1),
+    ],
     "Categorify of lists": [Categorify(column="tags", max_size=3), Categorify(column="shops", min_count=2)],
     "HashBucket": [
         HashBucket(column="user", buckets=7),

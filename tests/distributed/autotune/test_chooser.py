@@ -73,13 +73,16 @@ def placed(text: str) -> TowerPlacement:
 
 @unit
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    found = measured(cost(0.2), cost(0.1), all_to_all=Line(fixed=0.25, each=1e-3), all_reduce=Line(fixed=9.0, each=1e-6))
+    found = measured(
+        cost(0.2), cost(0.1), all_to_all=Line(fixed=0.25, each=1e-3), all_reduce=Line(fixed=9.0, each=1e-6)
+    )
     parts = foresee(placed("user:0,item:1"), found)
     # 50 less look-ups of 2, less 20 + 0.5 and 10 + 0.5 of the towers, less 2 MB of gradients at 1 ms for a MB
     assert parts.besides == pytest.approx(50 - 2 - 20.5 - 10.5 - 2)
     assert parts.towers == pytest.approx(200 * 0.2 + 1 + 0.5)
     assert parts.within == 0
-    # each rank sends 100 rows of 10 bytes and gets as many; outputs of 40 bytes go back and come back, and so do gradients
+    # each rank sends 100 rows of 10 bytes and gets as many; outputs of 40 bytes go back and come back, and so do
+    # gradients
     assert parts.between == pytest.approx(4 * 0.25 + 1e-3 * (2 * 100 * 10 + 2 * 2 * 100 * 40))
     assert parts.total == parts.besides + parts.towers + parts.between
     assert alone(found) == pytest.approx(2 * parts.besides + 200 * 0.3 + 2 * 1.5)
@@ -122,9 +125,12 @@ def chosen(found: Measurements, fits: Callable[[Candidate], str] = lambda one: "
         (measured(cost(0.1), cost(0.1), all_to_all=Line(fixed=0.0, each=1e-2)), "data_parallel"),
         # One tower is nearly all the work: apart, its rank would do both ranks' share of it.
         (measured(cost(0.3), cost(0.01)), "data_parallel"),
-        # A large tower of few gradients and a small one of many: the small one goes to one rank, the large one stays on both.
+        # A large tower of few gradients and a small one of many: the small one goes to one rank, the large one stays on
+        # both.
         (
-            measured(cost(0.2, dense_bytes=0), cost(0.001, dense_bytes=4_000_000), all_reduce=Line(fixed=0.0, each=5e-6)),
+            measured(
+                cost(0.2, dense_bytes=0), cost(0.001, dense_bytes=4_000_000), all_reduce=Line(fixed=0.0, each=5e-6)
+            ),
             "user:0-1,item:1",
         ),
     ],
@@ -149,7 +155,10 @@ def test_what_does_not_fit_is_refused_with_its_reason_and_the_next_is_taken() ->
 @unit
 def test_a_placement_that_cannot_be_tried_is_refused_with_its_reason() -> None:
     def failing(some: Sequence[Candidate]) -> list[float | str]:
-        return [one.ms if one.towers == "data_parallel" else "table 'a': 4 columns cannot be split over 2 ranks" for one in some]
+        return [
+            one.ms if one.towers == "data_parallel" else "table 'a': 4 columns cannot be split over 2 ranks"
+            for one in some
+        ]
 
     decision = choose(APART, "column_wise", try_out=failing, fits=lambda one: "")
     assert decision.taken.towers == "data_parallel"
@@ -178,7 +187,9 @@ def test_only_the_most_hopeful_are_tried_and_what_was_not_is_not_taken() -> None
     assert decision.taken.towers == "data_parallel"  # of 50 ms, though two placements are foreseen to be faster
     assert any(one.trial_ms is None and one.ms < 50 for one in decision.candidates)
     tried.clear()
-    choose(dataclasses.replace(APART, all_to_all=Line(fixed=500.0, each=0.0)), "auto", try_out=slower, fits=lambda one: "")
+    choose(
+        dataclasses.replace(APART, all_to_all=Line(fixed=500.0, each=0.0)), "auto", try_out=slower, fits=lambda one: ""
+    )
     assert tried == []
 
 
@@ -261,8 +272,15 @@ def test_all_ranks_decide_alike_and_train_by_it(two_ranks: list[dict[str, Any]])
     assert len(first["losses"]) == 3
     taken = first["candidates"][0]
     assert (first["config"].towers, first["config"].sharding) == (taken.towers, taken.sharding)
-    assert {one.towers for one in first["candidates"]} == {"data_parallel", "user:0,item:1", "user:1,item:0-1", "user:0-1,item:1"}
-    assert all(one.trial_ms is not None and one.trial_ms > 0 for one in first["candidates"] if one.towers == "data_parallel")
+    assert {one.towers for one in first["candidates"]} == {
+        "data_parallel",
+        "user:0,item:1",
+        "user:1,item:0-1",
+        "user:0-1,item:1",
+    }
+    assert all(
+        one.trial_ms is not None and one.trial_ms > 0 for one in first["candidates"] if one.towers == "data_parallel"
+    )
     assert taken.trial_ms is not None
 
 

@@ -34,7 +34,10 @@ EXCEPTIONS = OptimizerConfig(
 
 # Equal rates, which would put the tables into one kernel if their optimizers did not.
 MIXED = OptimizerConfig(
-    tables="sgd", tables_lr=0.05, per_table=("user_id=lazy_adam", "history=adam", "item_id=weight_decay=0.3"), dense="sgd"
+    tables="sgd",
+    tables_lr=0.05,
+    per_table=("user_id=lazy_adam", "history=adam", "item_id=weight_decay=0.3"),
+    dense="sgd",
 )
 
 
@@ -45,10 +48,18 @@ def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
         yield kind, PlanConfig(), OptimizerConfig(tables=kind, tables_lr=0.02)  # type: ignore[arg-type]
     for sharding in (*shardings, "data_parallel"):
         plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-        yield f"decay, {sharding}", plan, OptimizerConfig(tables_lr=0.1, tables_weight_decay=0.5, dense_weight_decay=1.0)
+        yield (
+            f"decay, {sharding}",
+            plan,
+            OptimizerConfig(tables_lr=0.1, tables_weight_decay=0.5, dense_weight_decay=1.0),
+        )
     for sharding in shardings:
         plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-        yield f"adam, {sharding}", plan, OptimizerConfig(tables="adam", tables_lr=0.02, tables_weight_decay=0.5, tables_l2=0.1)
+        yield (
+            f"adam, {sharding}",
+            plan,
+            OptimizerConfig(tables="adam", tables_lr=0.02, tables_weight_decay=0.5, tables_l2=0.1),
+        )
         yield f"mixed, {sharding}", plan, MIXED
     plan = PlanConfig(sharding="row_wise", tables=("user_id=data_parallel", "item_id=table_wise"))
     yield "exceptions", plan, EXCEPTIONS
@@ -109,14 +120,20 @@ def test_every_optimizer_learns_the_same_on_any_number_of_ranks_as_unsharded(lea
         expected = unsharded(optimizer)
         for key, value in expected.items():
             actual = by_case[name]["state"][key]
-            torch.testing.assert_close(actual, value, rtol=0, atol=1e-4, msg=lambda text, at=f"{name}, {key}": f"{at}: {text}")
+            torch.testing.assert_close(
+                actual, value, rtol=0, atol=1e-4, msg=lambda text, at=f"{name}, {key}": f"{at}: {text}"
+            )
 
 
 def test_what_no_cpu_kernel_runs_is_kept_on_every_rank_and_the_rest_is_sharded_as_asked(learned: Any) -> None:
     _, by_case = learned
     for kind in ("adam", "lazy_adam", "partial_row_wise_adam", "lamb"):
         assert set(by_case[kind]["kinds"].values()) == {"data_parallel"}
-    assert by_case["exceptions"]["kinds"] == {"user_id": "data_parallel", "history": "row_wise", "item_id": "table_wise"}
+    assert by_case["exceptions"]["kinds"] == {
+        "user_id": "data_parallel",
+        "history": "row_wise",
+        "item_id": "table_wise",
+    }
 
 
 def shrunk(runtime: Runtime, sharding: str) -> dict[str, Tensor]:
@@ -149,7 +166,9 @@ class Sequences(nn.Module):
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
-        config = EmbeddingConfig(name="item_rows", feature_names=["history", "item_id"], num_embeddings=ITEMS, embedding_dim=DIM)
+        config = EmbeddingConfig(
+            name="item_rows", feature_names=["history", "item_id"], num_embeddings=ITEMS, embedding_dim=DIM
+        )
         self.embeddings = EmbeddingCollection(tables=[config], device=device)
 
     def forward(self, batch: TowerBatch) -> Tensor:
@@ -195,7 +214,9 @@ def test_tables_that_are_read_id_by_id_learn_the_same_as_unsharded(world_size: i
             with torch.no_grad():
                 table[table.grad.ne(0).any(dim=1)] *= 1 - choice.lr * choice.weight_decay  # type: ignore[union-attr]
             plain.step()
-        torch.testing.assert_close(learned, table.detach(), rtol=0, atol=1e-4, msg=lambda text, at=choice: f"{at}: {text}")
+        torch.testing.assert_close(
+            learned, table.detach(), rtol=0, atol=1e-4, msg=lambda text, at=choice: f"{at}: {text}"
+        )
 
 
 def resumed(runtime: Runtime, folder: str) -> list[Tensor]:
@@ -207,7 +228,9 @@ def resumed(runtime: Runtime, folder: str) -> list[Tensor]:
         for stop in stops:
             model = Sequences(META)
             plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"))
-            parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=OptimizerConfig(tables="adam"), seed=7)
+            parallel, keyed = hybrid_parallel(
+                model, runtime, plan=plan, optimizer=OptimizerConfig(tables="adam"), seed=7
+            )
             whole = {"model": parallel.state_dict(), "optimizer": keyed.state_dict()}
             if done:
                 dcp.load(whole, checkpoint_id=folder)
@@ -280,7 +303,9 @@ def test_a_declared_optimizer_moves_its_tables_and_defaults_are_told() -> None:
     states = found["states"]
     for name, value in states["given"].items():
         for case in ("declared", "planned"):  # another sharding type rounds otherwise
-            torch.testing.assert_close(states[case][name], value, rtol=0, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}")
+            torch.testing.assert_close(
+                states[case][name], value, rtol=0, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
+            )
     assert not torch.equal(
         states["default"]["towers.user.embeddings.embedding_bags.user_id.weight"],
         states["given"]["towers.user.embeddings.embedding_bags.user_id.weight"],

@@ -36,29 +36,42 @@ def choice(kind: str) -> Choice:
 
 def test_of_several_exceptions_for_a_table_the_last_that_fits_wins_field_by_field() -> None:
     config = OptimizerConfig(
-        tables_lr=0.1, tables_weight_decay=0.5, per_table=("towers.user=sgd lr=0.2", "user_id=lr=0.3", "?tem_id=weight_decay=0")
+        tables_lr=0.1,
+        tables_weight_decay=0.5,
+        per_table=("towers.user=sgd lr=0.2", "user_id=lr=0.3", "?tem_id=weight_decay=0"),
     )
     chosen = {name: (c.kind, c.lr, c.weight_decay) for name, c in config.for_tables(small_model(META)).items()}
     assert chosen == {"user_id": ("sgd", 0.3, 0.5), "history": ("sgd", 0.2, 0.5), "item_id": ("adagrad", 0.1, 0.0)}
 
 
 def test_a_module_path_fits_the_layers_below_it_and_no_other() -> None:
-    names = ["towers.user.mlp.0.weight", "towers.user.mlp.0.bias", "towers.user_2.mlp.0.weight", "interaction.mlp.weight"]
+    names = [
+        "towers.user.mlp.0.weight",
+        "towers.user.mlp.0.bias",
+        "towers.user_2.mlp.0.weight",
+        "interaction.mlp.weight",
+    ]
     config = OptimizerConfig(dense_lr=0.1, per_layer=("towers.user=sgd lr=0.2", "*.bias=weight_decay=0.5"))
     chosen = {name: (c.kind, c.lr, c.weight_decay) for name, c in config.for_layers(names).items()}
-    assert chosen == dict(zip(names, [("sgd", 0.2, 0.0), ("sgd", 0.2, 0.5), ("adam", 0.1, 0.0), ("adam", 0.1, 0.0)], strict=True))
+    assert chosen == dict(
+        zip(names, [("sgd", 0.2, 0.0), ("sgd", 0.2, 0.5), ("adam", 0.1, 0.0), ("adam", 0.1, 0.0)], strict=True)
+    )
 
 
 def test_an_exception_that_fits_nothing_is_told_with_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"^per_table: 'item=sgd' fits no table of the model, which are user_id, hist"):
         OptimizerConfig(per_table=("item=sgd",)).for_tables(small_model(META))
-    with pytest.raises(ValueError, match=r"^per_layer: 'top=sgd' fits no dense layer of the model, which are a.weight, a.bias$"):
+    with pytest.raises(
+        ValueError, match=r"^per_layer: 'top=sgd' fits no dense layer of the model, which are a.weight, a.bias$"
+    ):
         OptimizerConfig(per_layer=("top=sgd",)).for_layers(["a.weight", "a.bias"])
 
 
 def test_l2_of_an_optimizer_that_does_not_move_every_row_is_refused_and_can_be_taken_back() -> None:
     config = OptimizerConfig(tables="adam", tables_l2=0.05, per_table=("history=adagrad", "item_id=l2=0"))
-    with pytest.raises(ValueError, match=r"^table 'history': l2=0.05 with the optimizer adagrad: .* choose adam, or weight_decay"):
+    with pytest.raises(
+        ValueError, match=r"^table 'history': l2=0.05 with the optimizer adagrad: .* choose adam, or weight_decay"
+    ):
         config.for_tables(small_model(META))
     chosen = OptimizerConfig(tables="adam", tables_l2=0.05, per_table=("history=adagrad l2=0", "item_id=l2=0.5"))
     assert [c.l2 for c in chosen.for_tables(small_model(META)).values()] == [0.05, 0.0, 0.5]
@@ -97,9 +110,13 @@ def test_an_optimizer_declared_by_apply_optimizer_in_backward_is_that_of_its_tab
 
 def test_a_declared_optimizer_beside_one_given_or_beyond_words_is_refused() -> None:
     model = declared_model(torch.optim.SGD, lr=0.3)
-    with pytest.raises(ValueError, match=r"optimizer= is given, but .* declared SGD\(lr=0.3\) for table 'user_id'; leave out one"):
+    with pytest.raises(
+        ValueError, match=r"optimizer= is given, but .* declared SGD\(lr=0.3\) for table 'user_id'; leave out one"
+    ):
         chosen_optimizer(model, OptimizerConfig())
-    with pytest.raises(ValueError, match=r"table 'user_id': .* SGD\(lr=0.3, momentum=0.9\), of which momentum=0.9 is not among"):
+    with pytest.raises(
+        ValueError, match=r"table 'user_id': .* SGD\(lr=0.3, momentum=0.9\), of which momentum=0.9 is not among"
+    ):
         chosen_optimizer(declared_model(torch.optim.SGD, lr=0.3, momentum=0.9), None)
     with pytest.raises(ValueError, match=r"table 'user_id': .* of which AdamW is not among sgd, adagrad"):
         chosen_optimizer(declared_model(torch.optim.AdamW), None)
@@ -115,7 +132,11 @@ def test_a_declared_optimizer_beside_one_given_or_beyond_words_is_refused() -> N
         ("per_table", "user_id=sgd lr=fast", "lr=fast: must be a number of 0 or more"),
         ("per_table", "user_id=sgd lr=-1", "lr=-1: must be a number of 0 or more"),
         ("per_table", "user_id=sgd lr=nan", "lr=nan: must be"),
-        ("per_table", "user_id=sgd momentum=1", "there is no setting 'momentum'; settings are lr, weight_decay, l2, eps"),
+        (
+            "per_table",
+            "user_id=sgd momentum=1",
+            "there is no setting 'momentum'; settings are lr, weight_decay, l2, eps",
+        ),
         ("per_layer", "towers=lamb", "the optimizer 'lamb' must be one of adam, adagrad, sgd"),
     ],
 )
@@ -145,11 +166,14 @@ def test_a_setting_out_of_range_is_refused_with_its_value(field: str, value: Any
 
 def test_exceptions_and_pairs_can_be_given_on_the_command_line() -> None:
     config = apply_overrides(
-        OptimizerConfig(), ["per_table=user_id=lazy_adam lr=0.01, towers.item=sgd:lr=1", "betas=0.8,0.99", "clip_norm=5"]
+        OptimizerConfig(),
+        ["per_table=user_id=lazy_adam lr=0.01, towers.item=sgd:lr=1", "betas=0.8,0.99", "clip_norm=5"],
     )
     assert config.per_table == ("user_id=lazy_adam lr=0.01", "towers.item=sgd:lr=1")
     assert (config.betas, config.clip_norm) == ((0.8, 0.99), 5.0)
-    with pytest.raises(ValueError, match=r"^--set per_table=user_id=adm: per_table: 'user_id=adm': the optimizer 'adm' must be"):
+    with pytest.raises(
+        ValueError, match=r"^--set per_table=user_id=adm: per_table: 'user_id=adm': the optimizer 'adm' must be"
+    ):
         apply_overrides(OptimizerConfig(), ["per_table=user_id=adm"])
 
 
@@ -171,8 +195,10 @@ def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(kind: str
     with pytest.raises(ValueError) as error:
         decided(kind, "row_wise", "cpu")
     assert str(error.value) == (
-        f"table 'item_id': FBGEMM has no kernel of {kind} for the cpu, so the table must be fp32 and on every rank, with "
-        "plan.tables=item_id=data_parallel; or choose adam or lazy_adam, fp32 too, or row_wise_adagrad, adagrad or sgd with "
+        f"table 'item_id': FBGEMM has no kernel of {kind} for the cpu, so the table must be fp32 and on every rank, "
+        "with "
+        "plan.tables=item_id=data_parallel; or choose adam or lazy_adam, fp32 too, or row_wise_adagrad, adagrad or sgd "
+        "with "
         "optimizer.per_table=item_id=adagrad"
     )
 
@@ -186,7 +212,9 @@ def test_large_tables_of_adam_are_left_to_the_planner_and_of_what_cannot_be_shar
 def test_adam_takes_every_sharding_but_no_half_precision() -> None:
     assert decided("adam", "row_wise", "cpu") == decided("adam", "row_wise", "cuda") == "row_wise"
     half = dataclasses.replace(TABLE, data_type=DataType.FP16)
-    with pytest.raises(ValueError, match=r"^table 'item_id': FBGEMM has no kernel of adam for the cpu, so the table must be fp32"):
+    with pytest.raises(
+        ValueError, match=r"^table 'item_id': FBGEMM has no kernel of adam for the cpu, so the table must be fp32"
+    ):
         decided("adam", "row_wise", "cpu", half)
 
 
@@ -262,11 +290,14 @@ def test_partial_row_wise_adam_has_one_second_moment_per_row_and_lamb_scales_by_
     )
     weight = torch.nn.Parameter(start.clone())
     moved = step_by_step(RowAdam([weight], lr=0.1, row_wise=True, eps=0.0), weight, [grad])
-    torch.testing.assert_close(moved, start - 0.1 * grad / torch.tensor([[5.0], [2.0]], dtype=torch.float64))  # sqrt((1 + 49) / 2)
+    torch.testing.assert_close(
+        moved, start - 0.1 * grad / torch.tensor([[5.0], [2.0]], dtype=torch.float64)
+    )  # sqrt((1 + 49) / 2)
 
     weight = torch.nn.Parameter(start.clone())
     moved = step_by_step(RowAdam([weight], lr=0.1, trust_ratio=True, eps=0.0), weight, [grad])
-    # Adam's first update is the sign, of norm sqrt(2); the first row's norm is 5, the second row's 0, which leaves it unscaled.
+    # Adam's first update is the sign, of norm sqrt(2); the first row's norm is 5, the second row's 0, which leaves it
+    # unscaled.
     torch.testing.assert_close(moved, start - 0.1 * torch.tensor([[5 / math.sqrt(2)], [1.0]], dtype=torch.float64))
 
 

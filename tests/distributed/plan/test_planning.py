@@ -45,7 +45,8 @@ def test_a_wrong_setting_is_named(arguments: dict[str, object], text: str) -> No
 @pytest.mark.unit
 def test_an_exception_for_a_table_that_is_not_there() -> None:
     with pytest.raises(
-        ValueError, match=r"tables: 'genre=row_wise' names no table of the model; its tables are user_id, history, item_id"
+        ValueError,
+        match=r"tables: 'genre=row_wise' names no table of the model; its tables are user_id, history, item_id",
     ):
         plan_sharding(small_model(META), CPU, PlanConfig(tables=("genre=row_wise",)))
 
@@ -111,7 +112,9 @@ def outcome(world_size: int, optimizer: OptimizerConfig, **config: object) -> st
     return "fits"
 
 
-@pytest.mark.parametrize(("optimizer", "fits", "refused_at"), [("adagrad", 24, 16), ("row_wise_adagrad", 12, 8), ("sgd", 12, 8)])
+@pytest.mark.parametrize(
+    ("optimizer", "fits", "refused_at"), [("adagrad", 24, 16), ("row_wise_adagrad", 12, 8), ("sgd", 12, 8)]
+)
 def test_the_state_of_the_optimizer_counts(optimizer: str, fits: int, refused_at: int) -> None:
     config = OptimizerConfig(tables=optimizer)  # type: ignore[arg-type]
     assert outcome(fits, config) == "fits"
@@ -133,19 +136,27 @@ def test_more_ranks_are_not_advised_where_they_cannot_help() -> None:
 def test_small_sizes_are_refused_in_numbers_too() -> None:
     with pytest.raises(PlanError) as error:
         plan_sharding(small_model(META), CPU, PlanConfig(memory_gb=0.00001))
-    assert "need 25.12 KiB over all ranks and 0.00 KiB on each; 1 rank(s) have 8.91 KiB for them each" in str(error.value)
+    assert "need 25.12 KiB over all ranks and 0.00 KiB on each; 1 rank(s) have 8.91 KiB for them each" in str(
+        error.value
+    )
 
 
 @pytest.mark.unit
 def test_columns_that_do_not_split_are_refused() -> None:
-    narrow = two_tower([EmbeddingBagConfig(name="a", feature_names=["a"], num_embeddings=9, embedding_dim=4)], [table("b", 9)])
-    with pytest.raises(PlanError, match="table 'a': 4 columns cannot be split over 2 ranks into equal parts of a multiple of 4"):
+    narrow = two_tower(
+        [EmbeddingBagConfig(name="a", feature_names=["a"], num_embeddings=9, embedding_dim=4)], [table("b", 9)]
+    )
+    with pytest.raises(
+        PlanError, match="table 'a': 4 columns cannot be split over 2 ranks into equal parts of a multiple of 4"
+    ):
         plan_sharding(narrow, TWO_RANKS, PlanConfig(sharding="column_wise"))
 
 
 @pytest.mark.unit
 def test_a_width_that_the_kernels_do_not_take_is_refused() -> None:
-    odd = two_tower([EmbeddingBagConfig(name="a", feature_names=["a"], num_embeddings=9, embedding_dim=30)], [table("b", 9)])
+    odd = two_tower(
+        [EmbeddingBagConfig(name="a", feature_names=["a"], num_embeddings=9, embedding_dim=30)], [table("b", 9)]
+    )
     with pytest.raises(PlanError, match="table 'a': embedding_dim=30 must be a multiple of 4"):
         plan_sharding(odd, CPU)
 

@@ -33,7 +33,11 @@ def compressing(device: torch.device | None = None) -> TowerModel:
             device=device,
         ),
         "item": Tower(
-            [table("item_id", ITEMS)], [], dense=["price"], compress=Compression(dim=4, per_feature=1, flat=0), device=device
+            [table("item_id", ITEMS)],
+            [],
+            dense=["price"],
+            compress=Compression(dim=4, per_feature=1, flat=0),
+            device=device,
         ),
     }
     return redrawn(TowerModel(towers, TopMLP([12, 5], [8])))

@@ -20,8 +20,8 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
-# Under Adagrad two updates of a row in one step would not equal one; under SGD, and with an eps like the gradients, errors of scale
-# show too.
+# Under Adagrad two updates of a row in one step would not equal one; under SGD, and with an eps like the gradients,
+# errors of scale show too.
 LEARNING = OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.1, eps=0.01)
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 STEPS = {"plain": 50, "shared": 8, "sequences": 8}
@@ -47,7 +47,9 @@ def trained(runtime: Runtime, kind: str, made: TowerModel, sharding: str) -> dic
         "saved": set(model_state(parallel, optimizer).tensors),
         "missed": unpipelined(pipeline, parallel),
         "calls": calls[1:-2],  # the first fills the pipeline, the last find no batch to begin
-        "embedded": {name: parallel.module.embed(name, batch(kind, 0, [runtime.rank])).detach() for name in made.towers},  # type: ignore[operator]
+        "embedded": {
+            name: parallel.module.embed(name, batch(kind, 0, [runtime.rank])).detach() for name in made.towers
+        },  # type: ignore[operator]
     }
 
 
@@ -136,4 +138,6 @@ def test_merged_and_sharded_equals_one_process(kind: str, shardings: tuple[str, 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(what, name): f"{at}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(what, name): f"{at}: {text}"
+        )

@@ -34,7 +34,9 @@ def model(kind: str, device: torch.device | None = None) -> TowerModel:
     """The features of :func:`batches`, and towers with all that a Tower can have: a normalisation, or tables of a precision."""
     options: dict[str, Any] = {"activation": "gelu", "normalization": kind, "residual": True, "device": device}
     if kind in ("FP16", "FP32"):
-        tables = [table(name, rows, data_type=DataType[kind]) for name, rows in (("user_id", USERS), ("history", ITEMS))]
+        tables = [
+            table(name, rows, data_type=DataType[kind]) for name, rows in (("user_id", USERS), ("history", ITEMS))
+        ]
         options |= {"normalization": "layer"}
     else:
         tables = [table("user_id", USERS), listed("history", ITEMS)]  # type: ignore[list-item]
@@ -95,7 +97,9 @@ def test_attention_residuals_and_normalisation_train_as_unsharded(kind: str, sha
     for rank in ranks:  # running statistics on every rank, since each rank evaluates with its own
         assert len(rank["buffers"]) == (10 if kind == "batch" else 0)
         for name, value in rank["buffers"].items():
-            torch.testing.assert_close(value, expected.pop(name) if rank is ranks[1] else expected[name], rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                value, expected.pop(name) if rank is ranks[1] else expected[name], rtol=0, atol=1e-4
+            )
     state = ranks[0]["state"]
     assert state.keys() == expected.keys()
     for name, value in expected.items():
@@ -122,7 +126,11 @@ def test_half_precision_tables_train_and_stay_half(sharding: str) -> None:
 @pytest.mark.parametrize(
     ("made", "sharding", "text"),
     [
-        (table("t", 9, data_type=DataType.BF16), "auto", "data_type=BF16: FBGEMM's kernels train FP32 and FP16 tables on a cpu"),
+        (
+            table("t", 9, data_type=DataType.BF16),
+            "auto",
+            "data_type=BF16: FBGEMM's kernels train FP32 and FP16 tables on a cpu",
+        ),
         (
             table("t", 9, data_type=DataType.INT8),
             "table_wise",
@@ -133,7 +141,11 @@ def test_half_precision_tables_train_and_stay_half(sharding: str) -> None:
             "data_parallel",
             "half precision, where eps=1e-8 is 0 and rows become NaN",
         ),
-        (listed("t"), "data_parallel", "it is read id by id, where FBGEMM's dense kernel adds up the ids of a row and then fails"),
+        (
+            listed("t"),
+            "data_parallel",
+            "it is read id by id, where FBGEMM's dense kernel adds up the ids of a row and then fails",
+        ),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_before_the_first_step(

@@ -89,7 +89,9 @@ def feed(kind: str, parts: list[int], count: int = STEPS) -> Iterator[TowerBatch
 def trio_batch(step: int, parts: list[int]) -> TowerBatch:
     """That of ``shared``, and a country in each row."""
     own = batch("shared", step, parts)
-    countries = [torch.randint(ITEMS, (ROWS,), generator=torch.Generator().manual_seed(10 * step + part)) for part in parts]
+    countries = [
+        torch.randint(ITEMS, (ROWS,), generator=torch.Generator().manual_seed(10 * step + part)) for part in parts
+    ]
     sparse: Any = own.sparse
     joined = type(sparse)(
         [*sparse.keys(), "country"],
@@ -146,7 +148,9 @@ def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
         "unpipelined": left,
         "paths": model_state(parallel, optimizer).paths,
         "logits": logits,
-        "shards": [(s.config.name, s.config.num_embeddings, s.row, s.column, s.tensor.clone()) for s in local_shards(parallel)],
+        "shards": [
+            (s.config.name, s.config.num_embeddings, s.row, s.column, s.tensor.clone()) for s in local_shards(parallel)
+        ],
         "dense": {name: value.detach() for name, value in parallel.module.named_parameters() if not is_table(name)},
         "embedded": embedded(parallel.module, case.model, parts),
     }
@@ -157,11 +161,17 @@ def auto(runtime: Runtime) -> dict[str, Any]:
     made = trio(META)
     (own,) = feed("trio", [runtime.rank], 1)
     config, decision = auto_plan(made, own, runtime, PlanConfig(towers="auto", sharding="table_wise"), SGD)
-    return {"config": config, "candidates": [one.towers for one in decision.candidates], "costs": list(decision.found.towers)}
+    return {
+        "config": config,
+        "candidates": [one.towers for one in decision.candidates],
+        "costs": list(decision.found.towers),
+    }
 
 
 def all_cases(runtime: Runtime) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    return [trained(runtime, case) for case in CASES[runtime.world_size]], auto(runtime) if runtime.world_size == 2 else None
+    return [trained(runtime, case) for case in CASES[runtime.world_size]], auto(
+        runtime
+    ) if runtime.world_size == 2 else None
 
 
 @cache
@@ -228,13 +238,15 @@ def test_auto_keeps_towers_together_that_share_a_table() -> None:
         (
             lambda: trio(META),
             "user:0,item:1,place:1",
-            "puts the towers 'user' on rank(s) 0 and 'item' on rank(s) 1, but they share table 'item', which has one place: give "
+            "puts the towers 'user' on rank(s) 0 and 'item' on rank(s) 1, but they share table 'item', which has one "
+            "place: give "
             "them the same ranks, as in plan.towers=user:0-1,item:0-1,place:1; or take plan.towers=auto",
         ),
         (
             lambda: model("shared", META),
             "tower_parallel",
-            "the towers user and item share table 'item', so that all towers have one set of ranks, and none runs beside another",
+            "the towers user and item share table 'item', so that all towers have one set of ranks, and none runs "
+            "beside another",
         ),
     ],
 )

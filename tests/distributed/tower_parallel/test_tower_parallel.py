@@ -73,7 +73,13 @@ def session(device: torch.device | None = None) -> TowerModel:
     items = EmbeddingConfig(name="item", feature_names=["history", "item_id"], num_embeddings=ITEMS, embedding_dim=DIM)
     towers = {
         "session": SessionTower(
-            [items], session=["history"], target=["item_id"], mlp_widths=[8], max_length=3, dense=["price"], device=device
+            [items],
+            session=["history"],
+            target=["item_id"],
+            mlp_widths=[8],
+            max_length=3,
+            dense=["price"],
+            device=device,
         ),
         "user": Tower([table("user_id", USERS)], [8], dense=["age"], device=device),
     }
@@ -205,7 +211,9 @@ def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
     first = shards(parallel)
     logits = [pipeline.progress(own).logits]
     norm = optimizer.gradient_norm
-    gradients = {name: value.grad.clone() for name, value in parallel.module.named_parameters() if value.grad is not None}
+    gradients = {
+        name: value.grad.clone() for name, value in parallel.module.named_parameters() if value.grad is not None
+    }
     second = shards(parallel)
     logits += [pipeline.progress(own).logits for _ in range(STEPS - 1)]
     modules = [type(module).__name__ for module in pipeline._pipelined_modules]
@@ -226,7 +234,8 @@ def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
 
 def shards(model: nn.Module) -> list[Any]:
     return [
-        (s.fqn, s.config.num_embeddings, s.config.embedding_dim, s.row, s.column, s.tensor.clone()) for s in local_shards(model)
+        (s.fqn, s.config.num_embeddings, s.config.embedding_dim, s.row, s.column, s.tensor.clone())
+        for s in local_shards(model)
     ]
 
 
@@ -251,7 +260,9 @@ def one(ranks: list[dict[str, Any]], part: str) -> dict[str, Tensor]:
 def close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def all_cases(runtime: Runtime) -> list[dict[str, Any]]:
@@ -267,7 +278,10 @@ def ranks_of(world_size: int) -> dict[Case, list[dict[str, Any]]]:
 
 SLOW_FROM_4: dict[int, list[pytest.MarkDecorator]] = {1: [], 2: [], 4: [pytest.mark.slow]}
 WITH_SGD = [
-    pytest.param(size, case, marks=SLOW_FROM_4[size]) for size, cases in CASES.items() for case in cases if case.optimizer is SGD
+    pytest.param(size, case, marks=SLOW_FROM_4[size])
+    for size, cases in CASES.items()
+    for case in cases
+    if case.optimizer is SGD
 ]
 
 
@@ -291,7 +305,12 @@ def test_a_placed_tower_embeds_rows_that_ranks_have_unequal_numbers_of(world_siz
 
 @pytest.mark.parametrize(
     ("world_size", "case"),
-    [pytest.param(size, case, marks=SLOW_FROM_4[size]) for size in (2, 4) for case in CASES[size] if case.optimizer is MANY],
+    [
+        pytest.param(size, case, marks=SLOW_FROM_4[size])
+        for size in (2, 4)
+        for case in CASES[size]
+        if case.optimizer is MANY
+    ],
 )
 def test_every_optimizer_moves_placed_towers_as_it_moves_the_flat_model(world_size: int, case: Case) -> None:
     """One norm of the gradient is limited, although no rank has all of it; settings by tower hold on ranks without the tower."""

@@ -31,7 +31,9 @@ GATHERED = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tenso
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("text", ["user:0,item:1", "user:0-2,item:3", "user:1,item:0-3", "user:0+2,item:1+3", "user:4,item:4"])
+@pytest.mark.parametrize(
+    "text", ["user:0,item:1", "user:0-2,item:3", "user:1,item:0-3", "user:0+2,item:1+3", "user:4,item:4"]
+)
 @pytest.mark.parametrize("rows", [0, 1, 6, 7])
 def test_each_row_goes_to_one_rank_of_a_tower_and_ranks_get_equally_many(text: str, rows: int) -> None:
     placement = TowerPlacement.parse(text, ["user", "item"], 5)
@@ -83,7 +85,9 @@ def test_a_config_refuses_what_no_model_could_mean() -> None:
         (lambda: small_model(META), "user:0,item:1", "rank 1, but the job has ranks 0 to 0"),
         (lambda: nn.Linear(2, 2), "tower_parallel", "plan.towers=tower_parallel: Linear has no Towers to place"),
         (
-            lambda: TowerModel({"user": Tower([table("bag", 9)], [4], weights={"bag": "ages"}, device=META)}, TopMLP([4], [4])),
+            lambda: TowerModel(
+                {"user": Tower([table("bag", 9)], [4], weights={"bag": "ages"}, device=META)}, TopMLP([4], [4])
+            ),
             "user:0",
             "table 'bag' of tower 'user' pools by weights",
         ),
@@ -120,7 +124,9 @@ def test_rows_survive_the_journey(features: int, dense: int) -> None:
 
 def on_two_ranks(runtime: Runtime) -> dict[str, Any]:
     """All that needs two processes, in one pair of them."""
-    found: dict[str, Any] = {"calls": {towers: calls_per_step(runtime, towers) for towers in ("data_parallel", "user:0,item:1")}}
+    found: dict[str, Any] = {
+        "calls": {towers: calls_per_step(runtime, towers) for towers in ("data_parallel", "user:0,item:1")}
+    }
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise", towers="user:0,item:1"))
     found["explained"] = explain(plan, model, 2)
@@ -138,7 +144,9 @@ def on_two_ranks(runtime: Runtime) -> dict[str, Any]:
     large = two_tower([table("user_id", USERS)], [table("item_id", 10_000)], device=META)
     found["too large"] = told(PlanError, lambda: plan_sharding(large, runtime, small))
     planning.draft_towers = failing  # type: ignore[assignment]
-    found["planner"] = told(RuntimeError, lambda: plan_sharding(small_model(META), runtime, PlanConfig(towers="user:0,item:1")))
+    found["planner"] = told(
+        RuntimeError, lambda: plan_sharding(small_model(META), runtime, PlanConfig(towers="user:0,item:1"))
+    )
     wrong = OptimizerConfig(per_layer=("towers.place=lr=1",))
     found["pattern"] = told(ValueError, lambda: hybrid_parallel(small_model(META), runtime, plan=plan, optimizer=wrong))
     return found

@@ -54,9 +54,14 @@ def test_two_hosts_of_one_rank() -> None:
         gradients=2 * ROWS * 4 * FEATURES * WIDTH,
         dense=2 * 4 * 100,
     )
-    placed = tower_traffic(towers(), cluster, TowerPlacement(ranks={"user": (0,), "item": (1,)}, world_size=2), IDS, dense=10)
+    placed = tower_traffic(
+        towers(), cluster, TowerPlacement(ranks={"user": (0,), "item": (1,)}, world_size=2), IDS, dense=10
+    )
     assert placed == Traffic(
-        rows=2 * ROWS * (4 * FEATURES + 8 * ids + 4), outputs=2 * ROWS * 4 * 20, gradients=2 * ROWS * 4 * 20, dense=2 * 4 * 10
+        rows=2 * ROWS * (4 * FEATURES + 8 * ids + 4),
+        outputs=2 * ROWS * 4 * 20,
+        gradients=2 * ROWS * 4 * 20,
+        dense=2 * 4 * 10,
     )
     assert str(placed).endswith("MB a step across hosts (rows 0.004, outputs 0.005, gradients 0.005, dense 0.000)")
 
@@ -71,7 +76,10 @@ def test_two_hosts_of_two_ranks_where_half_of_all_goes_across() -> None:
     assert found.dense == 2 * (2 * 3 / 4) * 4 * 100
     placement = TowerPlacement(ranks={"user": (0, 1), "item": (2, 3)}, world_size=4)
     assert tower_traffic(towers(), cluster, placement, IDS, dense=0).outputs == 4 * ROWS * 4 * 20
-    assert tower_traffic(towers(), Cluster(world_size=4, local_world_size=4, rows=ROWS), placement, IDS, dense=9).total == 0
+    assert (
+        tower_traffic(towers(), Cluster(world_size=4, local_world_size=4, rows=ROWS), placement, IDS, dense=9).total
+        == 0
+    )
 
 
 @pytest.mark.unit
@@ -122,7 +130,9 @@ def sent_by_a_rank(runtime: Runtime) -> dict[str, Any]:
             parallel(data)[0].backward()
         dist.all_to_all_single = real
         collections = {
-            name: module for name, module in get_unwrapped_module(parallel).named_modules() if name.endswith("embeddings")
+            name: module
+            for name, module in get_unwrapped_module(parallel).named_modules()
+            if name.endswith("embeddings")
         }
         plans = [plan.get_plan_for_module(name) or {} for name in collections]
         found[side] = {**seen, "owner": {table: own.ranks[0] for plan in plans for table, own in plan.items()}}

@@ -47,7 +47,12 @@ def bags(draw: Draw, name: str, width: int) -> EmbeddingBagConfig:
     pooling = draw(st.sampled_from(list(PoolingType)[:2]))
     kind = draw(st.sampled_from([DataType.FP32, DataType.FP16]))
     return EmbeddingBagConfig(
-        name=name, feature_names=[name], num_embeddings=draw(WIDTH), embedding_dim=width, pooling=pooling, data_type=kind
+        name=name,
+        feature_names=[name],
+        num_embeddings=draw(WIDTH),
+        embedding_dim=width,
+        pooling=pooling,
+        data_type=kind,
     )
 
 
@@ -60,12 +65,23 @@ def layers(draw: Draw) -> dict[str, Any]:
 
 
 def a_tower(draw: Draw) -> Tower:
-    compress = draw(st.sampled_from([None, Compression(kind="cross", dim=4, per_feature=1), Compression(dim=3, layers=2)]))
-    tables = [bags(draw, "a", 4), bags(draw, "b", 4), *([lists(draw, "listed")] if draw(st.booleans()) and not compress else [])]
+    compress = draw(
+        st.sampled_from([None, Compression(kind="cross", dim=4, per_feature=1), Compression(dim=3, layers=2)])
+    )
+    tables = [
+        bags(draw, "a", 4),
+        bags(draw, "b", 4),
+        *([lists(draw, "listed")] if draw(st.booleans()) and not compress else []),
+    ]
     residual = draw(st.booleans())
     widths = [8, 8, 8] if residual else draw(HIDDEN)
     return Tower(
-        tables, widths, dense=draw(st.sampled_from([(), ("x", "y")])), residual=residual, compress=compress, **layers(draw)
+        tables,
+        widths,
+        dense=draw(st.sampled_from([(), ("x", "y")])),
+        residual=residual,
+        compress=compress,
+        **layers(draw),
     )
 
 
@@ -106,12 +122,18 @@ MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
     DotProduct: lambda draw: DotProduct([draw(WIDTH)] * 2),
     Cosine: lambda draw: Cosine([draw(WIDTH)] * 2, temperature=0.3),
     GeneralizedMF: lambda draw: GeneralizedMF([draw(WIDTH)] * 2),
-    TopMLP: lambda draw: TopMLP([draw(WIDTH), draw(WIDTH)], draw(HIDDEN), activate_input=draw(st.booleans()), **layers(draw)),
+    TopMLP: lambda draw: TopMLP(
+        [draw(WIDTH), draw(WIDTH)], draw(HIDDEN), activate_input=draw(st.booleans()), **layers(draw)
+    ),
     MultiTaskTop: lambda draw: MultiTaskTop([draw(WIDTH)] * 3, draw(st.integers(2, 4)), draw(HIDDEN), **layers(draw)),
-    DeepCross: lambda draw: DeepCross([3, 4], draw(HIDDEN), layers=2, low_rank=draw(st.sampled_from([None, 2])), **layers(draw)),
+    DeepCross: lambda draw: DeepCross(
+        [3, 4], draw(HIDDEN), layers=2, low_rank=draw(st.sampled_from([None, 2])), **layers(draw)
+    ),
     FactorizationMachine: lambda draw: FactorizationMachine([draw(WIDTH)] * 3),
     DeepFM: lambda draw: DeepFM([draw(WIDTH)] * 2, draw(HIDDEN), **layers(draw)),
-    NCFHead: lambda draw: NCFHead(draw(WIDTH), draw(st.lists(WIDTH, min_size=1, max_size=3)), activation=draw(ACTIVATION)),
+    NCFHead: lambda draw: NCFHead(
+        draw(WIDTH), draw(st.lists(WIDTH, min_size=1, max_size=3)), activation=draw(ACTIVATION)
+    ),
     Reordered: lambda draw: Reordered(TopMLP([3, 4, 5]), [2, 0, 1], [4, 5, 3]),
 }
 
@@ -180,9 +202,15 @@ def test_a_class_of_ones_own_cannot_take_the_name_of_ours() -> None:
         ({"class": "Compression", "arguments": {}}, "describes no module"),
         ([1, 2], "describes no module"),
         ("DotProduct", "describes no module"),
-        ({"class": "TopMLP", "arguments": {"widths": [4, 4], "hidden": [2**40]}}, r"hidden=1,099,511,627,776 is beyond"),
+        (
+            {"class": "TopMLP", "arguments": {"widths": [4, 4], "hidden": [2**40]}},
+            r"hidden=1,099,511,627,776 is beyond",
+        ),
         ({"class": "TopMLP", "arguments": {"widths": [4, 4], "hidden": [1] * 5000}}, "a list of 5,000 entries"),
-        ({"class": "DeepCross", "arguments": {"widths": [4, 4], "layers": 10**6}}, "layers=1,000,000 is beyond the 256"),
+        (
+            {"class": "DeepCross", "arguments": {"widths": [4, 4], "layers": 10**6}},
+            "layers=1,000,000 is beyond the 256",
+        ),
         ({"class": "MultiTaskTop", "arguments": {"widths": [4, 4], "tasks": 10**9}}, "tasks=1,000,000,000 is beyond"),
         ({"class": "Cosine", "arguments": {"widths": [4, 4], "temperature": "0"}}, "Cosine cannot be made"),
         ({"class": "TopMLP", "arguments": {"widths": [4, 4], "activation": "exec"}}, "activation='exec'"),

@@ -79,12 +79,15 @@ def test_towers_and_top_nn_of_the_bundle_give_the_logits_of_the_model(bundle: Bu
 
 def test_the_store_holds_what_the_candidate_tower_makes_of_the_catalogue(bundle: Bundle) -> None:
     features = contents()["catalogue"].features.to_pydict()
-    torch.testing.assert_close(bundle.store.rows(torch.arange(ITEMS - 1)), bundle.embed_candidates(features), rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        bundle.store.rows(torch.arange(ITEMS - 1)), bundle.embed_candidates(features), rtol=0, atol=1e-7
+    )
     assert bundle.store.ids.positions([1, ITEMS - 1, ITEMS]).tolist() == [0, ITEMS - 2, -1]
 
 
 @pytest.mark.parametrize(
-    ("interaction", "metric"), [("dot", "dot"), ("cosine", "cosine"), ("gmf", "top_nn"), ("dcn", "top_nn"), ("deepfm", "top_nn")]
+    ("interaction", "metric"),
+    [("dot", "dot"), ("cosine", "cosine"), ("gmf", "top_nn"), ("dcn", "top_nn"), ("deepfm", "top_nn")],
 )
 def test_the_metric_is_that_of_the_loss(interaction: Any, metric: str, tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path / "bundle", interaction)
@@ -137,13 +140,22 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"tables/001\.safetensors: the manifest lists it.*missing",
     ),
     "table cut": (lambda b: cut(b, "tables/000.safetensors"), r"tables/000\.safetensors: .* bytes.*cut or changed"),
-    "table, one bit": (lambda b: flip(b, "tables/000.safetensors"), r"tables/000\.safetensors: does not have the SHA-256"),
+    "table, one bit": (
+        lambda b: flip(b, "tables/000.safetensors"),
+        r"tables/000\.safetensors: does not have the SHA-256",
+    ),
     "tables swapped": (
-        lambda b: (rename(b, "tables/000.safetensors", "x"), rename(b, "tables/002.safetensors", "tables/000.safetensors")),
+        lambda b: (
+            rename(b, "tables/000.safetensors", "x"),
+            rename(b, "tables/002.safetensors", "tables/000.safetensors"),
+        ),
         r"tables/002\.safetensors: the manifest lists it.*'x' is there.*renamed",
     ),
     "tower dropped": (lambda b: (b / "towers/000.safetensors").unlink(), r"towers/000\.safetensors: .*missing"),
-    "tower, one bit": (lambda b: flip(b, "towers/001.safetensors"), r"towers/001\.safetensors: does not have the SHA-256"),
+    "tower, one bit": (
+        lambda b: flip(b, "towers/001.safetensors"),
+        r"towers/001\.safetensors: does not have the SHA-256",
+    ),
     "top NN cut": (lambda b: cut(b, "interaction.safetensors"), r"interaction\.safetensors: .* bytes"),
     "top NN, one bit": (lambda b: flip(b, "interaction.safetensors"), r"interaction\.safetensors: does not have"),
     "architecture changed": (lambda b: flip(b, "architecture.json", 40), r"architecture\.json: does not have"),
@@ -168,7 +180,10 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda b: change(b, "manifest.json", lambda m: m["certificate"]["parity"].update(greatest_difference=0)),
         r"manifest\.json: its certificate does not have its seal",
     ),
-    "manifest: another format": (lambda b: change(b, "manifest.json", lambda m: m.update(format=99)), r"format 99.*reads 1"),
+    "manifest: another format": (
+        lambda b: change(b, "manifest.json", lambda m: m.update(format=99)),
+        r"format 99.*reads 1",
+    ),
     "manifest: no JSON": (lambda b: (b / "manifest.json").write_text("{"), r"manifest\.json: is no JSON"),
     "manifest: of a checkpoint": (
         lambda b: (b / "manifest.json").write_text('{"format": 1, "content": {}, "files": {}}'),
@@ -203,7 +218,9 @@ def sealed(folder: Path, edit: Callable[[dict[str, Any]], None] | None = None) -
     Manifest(content=content, certificate=manifest.certificate).save(folder)
 
 
-def store_with(folder: Path, change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]], **options: Any) -> None:
+def store_with(
+    folder: Path, change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]], **options: Any
+) -> None:
     """The store written again with other ids or vectors, under the same tower's name."""
     store = EmbeddingStore.open(folder / "store")
     ids, vectors = change(store.ids.ids(), store.rows(torch.arange(len(store))).numpy())
@@ -229,11 +246,17 @@ SWAPS: dict[str, tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], N
         r"store: was made by tower .* another model, or of other preprocessing",
     ),
     "the same under this tower's name": (
-        lambda b, s: store_with(b, lambda ids, v: (ids, EmbeddingStore.open(s / "store").rows(torch.arange(ITEMS - 1)).numpy())),
+        lambda b, s: store_with(
+            b, lambda ids, v: (ids, EmbeddingStore.open(s / "store").rows(torch.arange(ITEMS - 1)).numpy())
+        ),
         None,
         r"store: the vectors of 256 audited items differ",
     ),
-    "ids shifted by one": (lambda b, s: store_with(b, lambda ids, v: (ids + 1, v)), None, r"store: item \d+ is at position"),
+    "ids shifted by one": (
+        lambda b, s: store_with(b, lambda ids, v: (ids + 1, v)),
+        None,
+        r"store: item \d+ is at position",
+    ),
     "vectors shifted by one": (
         lambda b, s: store_with(b, lambda ids, v: (ids, np.roll(v, 1, axis=0))),
         None,
@@ -244,8 +267,16 @@ SWAPS: dict[str, tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], N
         lambda content: content["store"].update(dtype="fp32"),
         r"store: dtype fp16, this bundle needs fp32",
     ),
-    "a smaller catalogue": (lambda b, s: store_with(b, lambda ids, v: (ids[:-1], v[:-1])), None, r"different catalogues"),
-    "narrower vectors": (lambda b, s: store_with(b, lambda ids, v: (ids, v[:, :4])), None, r"store: width 4, this bundle needs 8"),
+    "a smaller catalogue": (
+        lambda b, s: store_with(b, lambda ids, v: (ids[:-1], v[:-1])),
+        None,
+        r"different catalogues",
+    ),
+    "narrower vectors": (
+        lambda b, s: store_with(b, lambda ids, v: (ids, v[:, :4])),
+        None,
+        r"store: width 4, this bundle needs 8",
+    ),
     "the towers of another model": (
         lambda b, s: shutil.copyfile(s / "towers/000.safetensors", b / "towers/000.safetensors"),
         None,
@@ -261,7 +292,11 @@ SWAPS: dict[str, tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], N
         None,
         r"(the audit batch: 256 logits differ|projected: was made by)",
     ),
-    "an index of another metric": (lambda b, s: None, lambda c: c["index"].update(metric="dot"), r"of metric dot over store"),
+    "an index of another metric": (
+        lambda b, s: None,
+        lambda c: c["index"].update(metric="dot"),
+        r"of metric dot over store",
+    ),
     "an index over another store": (
         lambda b, s: None,
         lambda c: c["index"].update(store="0" * 64),
@@ -270,7 +305,9 @@ SWAPS: dict[str, tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], N
     "another metric": (lambda b, s: None, lambda c: c.update(metric="dot"), r"the manifest names .* metric dot"),
     "another candidate": (lambda b, s: None, lambda c: c.update(candidate="user"), r"the manifest names the towers"),
     "a table of another type": (
-        lambda b, s: save_file({"weight": load_file(b / "tables/000.safetensors")["weight"].half()}, b / "tables/000.safetensors"),
+        lambda b, s: save_file(
+            {"weight": load_file(b / "tables/000.safetensors")["weight"].half()}, b / "tables/000.safetensors"
+        ),
         lambda c: c.update(towers=c["towers"]),
         r"(is not that of the manifest|or was cast)",
     ),
@@ -373,7 +410,8 @@ VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] 
     "an item taken by a user beyond the catalogue": (
         lambda b: other_tables(b, "users/items.arrow", lambda table: lists(table, "seen", 3, [2, ITEMS - 1])),
         None,
-        rf"users: column 'seen', users 0 to {USERS - 2}: positions \d+ to {ITEMS - 1} and 0 nulls; must be 0 to {ITEMS - 2}",
+        rf"users: column 'seen', users 0 to {USERS - 2}: positions \d+ to {ITEMS - 1} and 0 nulls; must be 0 to "
+        rf"{ITEMS - 2}",
     ),
     "an item liked at -1": (
         lambda b: other_tables(b, "users/items.arrow", lambda table: lists(table, "liked", 3, [-1])),
@@ -381,14 +419,17 @@ VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] 
         r"users: column 'liked', .*: positions -1 to",
     ),
     "positions of another type": (
-        lambda b: other_tables(b, "users/items.arrow", lambda t: t.set_column(0, "seen", t["seen"].cast(pa.list_(pa.float64())))),
+        lambda b: other_tables(
+            b, "users/items.arrow", lambda t: t.set_column(0, "seen", t["seen"].cast(pa.list_(pa.float64())))
+        ),
         None,
         r"users/items\.arrow: column 'seen' is list<.*double>, must be lists of positions",
     ),
     "a user's number of NaN": (
         lambda b: other_tables(b, "users/features.arrow", lambda table: lists(table, "age", 3, float("nan"))),
         None,
-        r"users: user 4 \(row 3\): column 'age', row 0: value nan is not finite; .*a request for such a user would be refused",
+        r"users: user 4 \(row 3\): column 'age', row 0: value nan is not finite; .*a request for such a user would be "
+        r"refused",
     ),
     "a user's number that is null": (
         lambda b: other_tables(b, "users/features.arrow", lambda table: lists(table, "age", 5, None)),
@@ -396,7 +437,9 @@ VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] 
         r"users: user 6 \(row 5\): column 'age', row 0: there is no value",
     ),
     "what is known of nobody is infinite": (
-        lambda b: other_tables(b, "users/features.arrow", lambda table: lists(table, "age", len(table) - 1, float("inf"))),
+        lambda b: other_tables(
+            b, "users/features.arrow", lambda table: lists(table, "age", len(table) - 1, float("inf"))
+        ),
         None,
         r"users: the user of whom nothing is known: column 'age'",
     ),
@@ -442,7 +485,9 @@ VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] 
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_that_cannot_be_served_is_refused_though_every_digest_fits(name: str, pristine: Path, tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_served_is_refused_though_every_digest_fits(
+    name: str, pristine: Path, tmp_path: Path
+) -> None:
     mutate, edit, message = VALUES[name]
     folder = shutil.copytree(pristine, tmp_path / "bundle")
     mutate(folder)
@@ -487,7 +532,9 @@ CRAFTED: dict[str, tuple[str, bytes]] = {
     "a tensor beyond the file": (
         "tables/000.safetensors",
         (64).to_bytes(8, "little")
-        + json.dumps({"weight": {"dtype": "F32", "shape": [10**6, 10], "data_offsets": [0, 4 * 10**7]}}).encode()[:64].ljust(64),
+        + json.dumps({"weight": {"dtype": "F32", "shape": [10**6, 10], "data_offsets": [0, 4 * 10**7]}})
+        .encode()[:64]
+        .ljust(64),
     ),
     "a pickle for a tower": ("towers/000.safetensors", pickle.dumps(Boom())),
     "no Arrow file": ("items.arrow", b"ARROW1\0\0" + b"\xff" * 64),
@@ -532,7 +579,9 @@ def test_a_crafted_file_is_refused_and_runs_no_code(name: str, pristine: Path, t
 
 
 @pytest.mark.parametrize("name", NO_MANIFESTS)
-def test_a_manifest_that_is_no_plain_file_of_some_size_is_refused_at_once(name: str, pristine: Path, tmp_path: Path) -> None:
+def test_a_manifest_that_is_no_plain_file_of_some_size_is_refused_at_once(
+    name: str, pristine: Path, tmp_path: Path
+) -> None:
     make, message = NO_MANIFESTS[name]
     folder = shutil.copytree(pristine, tmp_path / "bundle")
     (folder / "manifest.json").unlink()
@@ -636,7 +685,9 @@ def test_the_audit_is_measured_and_not_assumed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         LiveModel, "of_tower", lambda self, name, dense: {k: v * 1.001 for k, v in honest(self, name, dense).items()}
     )
-    with pytest.raises(BundleError, match="the towers of the bundle and the model that was trained: 256 logits differ by up to"):
+    with pytest.raises(
+        BundleError, match="the towers of the bundle and the model that was trained: 256 logits differ by up to"
+    ):
         export(model_of(), tmp_path / "bundle", **contents())
     assert list(tmp_path.iterdir()) == []
 
@@ -673,15 +724,21 @@ def test_each_file_is_readable_by_whom_the_umask_lets_read(umask: int, tmp_path:
         export(model_of(), tmp_path / "bundle", **contents())
     finally:
         os.umask(before)
-    found = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in (tmp_path / "bundle").rglob("*")}
+    found = {
+        path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in (tmp_path / "bundle").rglob("*")
+    }
     wanted = {name: (0o777 if (tmp_path / name).is_dir() else 0o666) & ~umask for name in found}
     assert found == wanted
 
 
 def test_every_trained_id_must_be_servable(tmp_path: Path) -> None:
     short = contents(items=ITEMS - 5)
-    everything = Catalogue(ids=short["catalogue"].ids, features=short["catalogue"].features, trained=np.arange(1, ITEMS))
-    with pytest.raises(BundleError, match=f"catalogue: 4 ids of the training rows are not in it, {ITEMS - 4} among them"):
+    everything = Catalogue(
+        ids=short["catalogue"].ids, features=short["catalogue"].features, trained=np.arange(1, ITEMS)
+    )
+    with pytest.raises(
+        BundleError, match=f"catalogue: 4 ids of the training rows are not in it, {ITEMS - 4} among them"
+    ):
         export(model_of(), tmp_path / "bundle", **{**short, "catalogue": everything})
 
 
@@ -714,6 +771,10 @@ def test_an_index_of_faiss_says_its_recall_and_belongs_to_its_store(kind: Any, t
     assert bundle.index.metric == "dot"
     found = bundle.index.search(bundle.embed_query(ROWS), 3)[1]
     assert found.shape == (2, 3)
-    flip(bundle.folder, next(path.relative_to(bundle.folder).as_posix() for path in (bundle.folder / "index").iterdir()), 30)
+    flip(
+        bundle.folder,
+        next(path.relative_to(bundle.folder).as_posix() for path in (bundle.folder / "index").iterdir()),
+        30,
+    )
     with pytest.raises(BundleError, match="does not have the SHA-256"):
         Bundle.load(bundle.folder)

@@ -51,7 +51,9 @@ def columns(features: list[str], rows: int) -> tuple[dict[str, Jagged], dict[str
 def test_it_equals_the_tower(name: str, rows: int) -> None:
     tables, options = TOWERS[name]
     torch.manual_seed(0)
-    tower = Tower(tables, options.get("widths", (16, 16, 4)), dense=["age"], **{k: v for k, v in options.items() if k != "widths"})
+    tower = Tower(
+        tables, options.get("widths", (16, 16, 4)), dense=["age"], **{k: v for k, v in options.items() if k != "widths"}
+    )
     tower = tower.eval().requires_grad_(False)
     schema = BatchSchema.from_tables(tables, dense=["age"])
     sparse, dense = columns(schema.keys, rows)

@@ -55,7 +55,9 @@ def fitted(log: Path) -> FittedPreprocessor:
 def model_of(fitted: FittedPreprocessor) -> TowerModel:
     def table(name: str) -> EmbeddingBagConfig:
         rows = fitted.vocab[name]
-        return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=4, pooling=PoolingType.MEAN)
+        return EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=4, pooling=PoolingType.MEAN
+        )
 
     torch.manual_seed(0)
     users = [table("user"), table("history"), table("time_weekday")]
@@ -81,7 +83,11 @@ def bundle(fitted: FittedPreprocessor, log: Path, tmp_path_factory: pytest.TempP
     asked = pa.table(requests(log))
     ids = np.unique(pq.read_table(log)["item"].to_numpy())
     export(
-        model_of(fitted), folder, catalogue=Catalogue(ids=ids, features=pa.table({"item": ids})), queries=asked, preprocessor=fitted
+        model_of(fitted),
+        folder,
+        catalogue=Catalogue(ids=ids, features=pa.table({"item": ids})),
+        queries=asked,
+        preprocessor=fitted,
     )
     return Bundle.load(folder)
 
@@ -103,7 +109,9 @@ def test_a_request_is_embedded_as_the_row_of_the_file(
     torch.testing.assert_close(bundle.embed_query(requests(log)), user, rtol=0, atol=1e-6)
     items = pq.read_table(log)["item"].to_numpy()
     torch.testing.assert_close(bundle.embed_candidates({"item": items}), item, rtol=0, atol=1e-6)
-    torch.testing.assert_close(bundle.store.rows(torch.from_numpy(bundle.store.ids.positions(items))), item, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        bundle.store.rows(torch.from_numpy(bundle.store.ids.positions(items))), item, rtol=0, atol=1e-6
+    )
 
 
 def test_neither_side_asks_for_the_columns_of_the_other(bundle: Bundle) -> None:
@@ -112,7 +120,13 @@ def test_neither_side_asks_for_the_columns_of_the_other(bundle: Bundle) -> None:
 
 
 def test_names_that_were_never_seen_are_said(bundle: Bundle) -> None:
-    row = {"user": ["stranger"], "time": [880_000_000], "age": [30.0], "history_items": [[100, 999]], "history_times": [[1, 2]]}
+    row = {
+        "user": ["stranger"],
+        "time": [880_000_000],
+        "age": [30.0],
+        "history_items": [[100, 999]],
+        "history_times": [[1, 2]],
+    }
     assert {name: bool(found[0]) for name, found in bundle.unknown(row).items()} == {
         "user": True,
         "history": True,
@@ -130,7 +144,9 @@ def test_another_preprocessing_is_refused(fitted: FittedPreprocessor, log: Path,
 
     ids = np.unique(pq.read_table(log)["item"].to_numpy())
     catalogue = Catalogue(ids=ids, features=pa.table({"item": ids}))
-    export(model_of(fitted), tmp_path / "bundle", catalogue=catalogue, queries=pa.table(requests(log)), preprocessor=fitted)
+    export(
+        model_of(fitted), tmp_path / "bundle", catalogue=catalogue, queries=pa.table(requests(log)), preprocessor=fitted
+    )
     pq.write_table(pq.read_table(log).slice(ROWS // 2), tmp_path / "half.parquet")
     other = Preprocessor(fitted.steps, keep=["label"]).fit(str(tmp_path / "half.parquet"))
     shutil.rmtree(tmp_path / "bundle/preprocessor")
@@ -152,7 +168,9 @@ def test_users_of_a_preprocessed_bundle_are_raw_rows(fitted: FittedPreprocessor,
     ids = np.unique(pq.read_table(log)["item"].to_numpy())
     none = pa.array([[]] * 8, type=pa.list_(pa.int64()))
     nobody = {"user": "", "time": 880_000_000, "age": 30.0, "history_items": [], "history_times": []}
-    users = Users(key="user", ids=np.array([f"p{at}" for at in range(8)]), features=asked, unknown=nobody, seen=none, liked=none)
+    users = Users(
+        key="user", ids=np.array([f"p{at}" for at in range(8)]), features=asked, unknown=nobody, seen=none, liked=none
+    )
     catalogue = Catalogue(ids=ids, features=pa.table({"item": ids}))
     export(model_of(fitted), tmp_path / "bundle", catalogue=catalogue, users=users, preprocessor=fitted)
     bundle = Bundle.load(tmp_path / "bundle")

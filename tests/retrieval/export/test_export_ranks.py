@@ -57,7 +57,14 @@ def next_items(runtime: Runtime, folder: Path) -> str:
     items, users = np.arange(1, ITEMS), np.arange(3)
     session = pa.array([[1, 2, 3], [4], [5, 6]], type=pa.list_(pa.int64()))
     none = pa.array([[], [], []], type=pa.list_(pa.int64()))
-    known = Users(key="user_id", ids=users, features=pa.table({"session": session}), unknown={"session": []}, seen=none, liked=none)
+    known = Users(
+        key="user_id",
+        ids=users,
+        features=pa.table({"session": session}),
+        unknown={"session": []},
+        seen=none,
+        liked=none,
+    )
     catalogue = Catalogue(ids=items, features=pa.table({"candidates": items}))
     return export(sharded, folder / f"session-{runtime.world_size}", catalogue=catalogue, users=known).digest
 
@@ -73,7 +80,11 @@ def refused(runtime: Runtime, folder: Path) -> str:
 
 
 def everything(runtime: Runtime, folder: Path) -> dict[str, Any]:
-    return {"digests": exported(runtime, folder), "session": next_items(runtime, folder), "refused": refused(runtime, folder)}
+    return {
+        "digests": exported(runtime, folder),
+        "session": next_items(runtime, folder),
+        "refused": refused(runtime, folder),
+    }
 
 
 @pytest.fixture(scope="module")

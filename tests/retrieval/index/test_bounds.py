@@ -38,7 +38,11 @@ def both(rows: Tensor, metric: str) -> tuple[ExactIndex, ExactIndex]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 9999), queries=st.integers(1, 5), k=st.integers(1, 9), values=st.integers(1, 40), filters=st.integers(0, 3)
+    seed=st.integers(0, 9999),
+    queries=st.integers(1, 5),
+    k=st.integers(1, 9),
+    values=st.integers(1, 40),
+    filters=st.integers(0, 3),
 )
 def test_finds_what_all_scores_say_to_the_last_tie(seed: int, queries: int, k: int, values: int, filters: int) -> None:
     """Of small whole numbers, whose products are exact: scores are equal, and so are the positions."""

@@ -23,7 +23,9 @@ def clustered(rows: int = 3_000, width: int = 16, seed: int = 0) -> torch.Tensor
     """Rows around 40 centres, which are the same for every seed."""
     centres = torch.randn(40, width, generator=torch.Generator().manual_seed(9))
     generator = torch.Generator().manual_seed(seed)
-    return centres[torch.randint(40, (rows,), generator=generator)] + 0.4 * torch.randn(rows, width, generator=generator)
+    return centres[torch.randint(40, (rows,), generator=generator)] + 0.4 * torch.randn(
+        rows, width, generator=generator
+    )
 
 
 def of_many_norms(rows: int, seed: int = 0) -> torch.Tensor:
@@ -44,7 +46,9 @@ def test_recall_as_measured_scores_as_exact_and_saved(kind: str, metric: str, tm
     exact = ExactIndex(rows, metric)
     assert index.measured_recall >= 0.9
     held_out = rows[torch.linspace(0, len(rows) - 1, 512).long()][1::2]
-    assert recall(exact.search(held_out, 20)[1], index.search(held_out, 20)[1]) == pytest.approx(index.measured_recall, abs=1e-6)
+    assert recall(exact.search(held_out, 20)[1], index.search(held_out, 20)[1]) == pytest.approx(
+        index.measured_recall, abs=1e-6
+    )
     scores, positions = index.search(fresh, 20)
     assert recall(exact.search(fresh, 20)[1], positions) > 0.8
     true, _ = exact.search(fresh, len(rows))
@@ -69,7 +73,9 @@ def test_filters_inside_the_search(kind: str) -> None:
         found = index.search(queries, 20, allowed=allowed, excluded=excluded)[1]
         assert bool((found >= 0).all())
         assert allowed is None or bool(allowed[found].all())
-        assert excluded is None or not any(set(out.tolist()) & set(row.tolist()) for out, row in zip(taken, found, strict=True))
+        assert excluded is None or not any(
+            set(out.tolist()) & set(row.tolist()) for out, row in zip(taken, found, strict=True)
+        )
         assert recall(exact.search(queries, 20, allowed=allowed, excluded=excluded)[1], found) > 0.7
     assert torch.equal(index.search(queries, 20, allowed=rare)[1], exact.search(queries, 20, allowed=rare)[1])
     assert bool((index.search(queries, 20, allowed=rare)[1][:, 10:] == -1).all())
@@ -80,7 +86,10 @@ def test_nearest_of_the_lifted_are_those_of_the_greatest_products() -> None:
     index = faiss.IndexFlatL2(17)
     index.add(lifted(rows.numpy(), norm=float(rows.norm(dim=1).max())))
     assert (
-        recall(ExactIndex(rows, "dot").search(queries, 50)[1], torch.from_numpy(index.search(lifted(queries.numpy()), 50)[1]))
+        recall(
+            ExactIndex(rows, "dot").search(queries, 50)[1],
+            torch.from_numpy(index.search(lifted(queries.numpy()), 50)[1]),
+        )
         > 0.999
     )
 
@@ -171,6 +180,8 @@ def test_refreshed_beside_the_live_one() -> None:
 
 def test_without_faiss_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ValueError, match=r"needs the package faiss: pip install 'torchrec-ext\[retrieval\]'; ExactIndex"):
+    with pytest.raises(
+        ValueError, match=r"needs the package faiss: pip install 'torchrec-ext\[retrieval\]'; ExactIndex"
+    ):
         FaissIndex.build(clustered(10), "dot")
     assert ExactIndex(clustered(10), "dot").search(clustered(1), 3)[1].shape == (1, 3)

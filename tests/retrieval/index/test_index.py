@@ -20,7 +20,9 @@ from torchrec_ext.retrieval.store.writer import write_store
 pytestmark = pytest.mark.unit
 
 
-def by_sorting(scores: Tensor, k: int, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None) -> list[list[int]]:
+def by_sorting(
+    scores: Tensor, k: int, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
+) -> list[list[int]]:
     """Positions by score, then by position; -1 where none is left."""
     found = []
     for row, one in enumerate(scores):
@@ -111,11 +113,23 @@ def test_refused() -> None:
     refused = [
         ("queries: shape", lambda: index.search(torch.ones(2), 1)),
         ("must be \\(Q, D\\) finite numbers", lambda: index.search(torch.tensor([[1.0, torch.nan]]), 1)),
-        ("queries: 3 wide, the stored vectors are 2|queries: 3 wide, stored are 2", lambda: index.search(torch.ones(1, 3), 1)),
+        (
+            "queries: 3 wide, the stored vectors are 2|queries: 3 wide, stored are 2",
+            lambda: index.search(torch.ones(1, 3), 1),
+        ),
         ("k=0: must be 1 or more", lambda: index.search(ones, 0)),
-        (r"allowed: shape \(3,\) of torch.bool; must be \(4,\) bool", lambda: index.search(ones, 1, allowed=torch.ones(3).bool())),
-        ("excluded: 2 sets of positions for 1 queries", lambda: index.search(ones, 1, excluded=[torch.tensor([0])] * 2)),
-        ("excluded: -1 is no position .*; leave unknown ids", lambda: index.search(ones, 1, excluded=[torch.tensor([2, -1])])),
+        (
+            r"allowed: shape \(3,\) of torch.bool; must be \(4,\) bool",
+            lambda: index.search(ones, 1, allowed=torch.ones(3).bool()),
+        ),
+        (
+            "excluded: 2 sets of positions for 1 queries",
+            lambda: index.search(ones, 1, excluded=[torch.tensor([0])] * 2),
+        ),
+        (
+            "excluded: -1 is no position .*; leave unknown ids",
+            lambda: index.search(ones, 1, excluded=[torch.tensor([2, -1])]),
+        ),
         ("metric='l2': must be dot or cosine", lambda: ExactIndex(torch.ones(1, 1), "l2")),
         ("a top NN is searched by ScoredIndex", lambda: ExactIndex(torch.ones(1, 1), "top_nn")),
         (

@@ -30,7 +30,9 @@ def whole(interaction: nn.Module, query: Tensor, candidates: Tensor, widths: lis
     return interaction.eval()([*towers, candidates])
 
 
-def assert_equal(interaction: nn.Module, widths: list[int], projected: bool | None = None, within: float = 1e-6) -> None:
+def assert_equal(
+    interaction: nn.Module, widths: list[int], projected: bool | None = None, within: float = 1e-6
+) -> None:
     """One query and several at once, and in double precision to the last digits."""
     for dtype, tolerance in ((torch.float32, within), (torch.float64, 1e-6 * within)):
         interaction = interaction.to(dtype)
@@ -69,7 +71,11 @@ def test_the_top_nn_scores_from_its_halves(data: st.DataObject) -> None:
             module.running_var.uniform_(0.5, 2)
             nn.init.normal_(module.bias)
     # A layer's norm over two or three numbers that are nearly equal makes their last digits many times larger.
-    within = 1e-3 if any(isinstance(module, nn.LayerNorm) and module.normalized_shape[0] < 4 for module in top.modules()) else 1e-6
+    within = (
+        1e-3
+        if any(isinstance(module, nn.LayerNorm) and module.normalized_shape[0] < 4 for module in top.modules())
+        else 1e-6
+    )
     assert_equal(top, widths, projected=[*hidden, 1][0] <= widths[-1], within=within)
 
 

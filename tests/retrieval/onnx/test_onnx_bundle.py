@@ -133,10 +133,15 @@ def test_weights_attention_fp16_and_a_table_of_two_towers_are_equal(tmp_path: Pa
     shared = EmbeddingConfig(name="film", feature_names=["history"], num_embeddings=ITEMS, embedding_dim=DIM)
     genres = table("genres", 9, pooling=PoolingType.SUM)
     user = Tower(
-        [shared, genres, table("user_id", USERS, data_type=DataType.FP16)], [8], dense=["age"], weights={"genres": "shares"}
+        [shared, genres, table("user_id", USERS, data_type=DataType.FP16)],
+        [8],
+        dense=["age"],
+        weights={"genres": "shares"},
     )
     again = EmbeddingBagConfig(name="tag", feature_names=["history"], num_embeddings=ITEMS, embedding_dim=DIM)
-    context = Tower([again, table("hour", 24)], [4], compress=Compression(dim=4, per_feature=1, flat=1), normalization="layer")
+    context = Tower(
+        [again, table("hour", 24)], [4], compress=Compression(dim=4, per_feature=1, flat=1), normalization="layer"
+    )
     item = Tower([table("item_id", ITEMS)], [8], dense=["price"])
     model = TowerModel({"user": user, "context": context, "item": item}, TopMLP([8, 4, 8], [8]))
     for weight in model.parameters():
@@ -176,7 +181,9 @@ def test_large_tables_stand_beside_their_file(tmp_path: Path, monkeypatch: pytes
 def test_refused(made: tuple[Bundle, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, folder = made
     towers = {"session": "NextItemTower", "item": "Tower"}
-    with pytest.raises(ExportError, match=r"tower 'session': a NextItemTower cannot .* leave it out by name \(--onnx-skip session"):
+    with pytest.raises(
+        ExportError, match=r"tower 'session': a NextItemTower cannot .* leave it out by name \(--onnx-skip session"
+    ):
         check_exportable(towers)
     check_exportable(towers, ["session"])
     with pytest.raises(ValueError, match="'sesion' is none of session, item, top"):

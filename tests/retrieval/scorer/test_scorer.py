@@ -16,7 +16,13 @@ from tests.examples import ITEMS, USERS
 from tests.retrieval.served import FIRST_ITEM, FIRST_USER, Made
 from torchrec_ext.models.tower_model import Interaction
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import EmbedRequest, RecommendRequest, RequestError, ScoreRequest, UnavailableError
+from torchrec_ext.retrieval.scorer.requests import (
+    EmbedRequest,
+    RecommendRequest,
+    RequestError,
+    ScoreRequest,
+    UnavailableError,
+)
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.scorer.user_vectors import RemoteVectors, StoredVectors
 from torchrec_ext.retrieval.store.writer import write_store
@@ -56,7 +62,10 @@ def test_scores_are_the_whole_models_on_100_000_random_pairs(interaction: Intera
     made, random = Made(tmp_path / "bundle", interaction=interaction), np.random.default_rng(0)
     users = random.integers(FIRST_USER, USERS, 500)
     items = random.integers(FIRST_ITEM, FIRST_ITEM + ITEMS - 1, (500, 200))
-    asked = [ScoreRequest(user={"user_id": user}, items=own) for user, own in zip(users.tolist(), items.tolist(), strict=True)]
+    asked = [
+        ScoreRequest(user={"user_id": user}, items=own)
+        for user, own in zip(users.tolist(), items.tolist(), strict=True)
+    ]
     scores = torch.tensor([cast(Any, one).scores for one in Scorer(made.bundle).answer(asked)])
     whole = made.logits(users.repeat(200), items.reshape(-1)).view(500, 200)
     assert (scores - whole).abs().max() <= 1e-5
@@ -98,7 +107,9 @@ def test_filters_hold_inside_the_search_and_among_candidates(
     assert cast(Any, other).items == scorer.recommend(plain).items
 
 
-def test_a_first_stage_by_products_hands_on_what_the_top_nn_ranks_and_says_what_it_misses(made: Made, dot: Made) -> None:
+def test_a_first_stage_by_products_hands_on_what_the_top_nn_ranks_and_says_what_it_misses(
+    made: Made, dot: Made
+) -> None:
     bundle, staged = made.bundle, Scorer(made.bundle, stage="dot", retrieve=12)
     answer = staged.recommend(RecommendRequest(user={"user_id": USER}, k=4, retrieve=9, exclude_seen=False))
     vector = bundle.embed_query({"user_id": [USER], "age": [made.ages[USER]], "history": [made.histories[USER]]})
@@ -118,7 +129,9 @@ def test_a_first_stage_by_products_hands_on_what_the_top_nn_ranks_and_says_what_
 @pytest.mark.slow
 def test_a_compiled_top_nn_ranks_alike(made: Made, scorer: Scorer) -> None:
     asked = ScoreRequest(user={"user_id": USER}, items=ALL.tolist())
-    np.testing.assert_allclose(Scorer(made.bundle, compile="auto").score(asked).scores, scorer.score(asked).scores, atol=1e-5)
+    np.testing.assert_allclose(
+        Scorer(made.bundle, compile="auto").score(asked).scores, scorer.score(asked).scores, atol=1e-5
+    )
 
 
 def test_features_of_the_request_take_precedence_over_known_ones(made: Made, scorer: Scorer) -> None:
@@ -165,7 +178,10 @@ def test_an_unknown_candidate_is_ranked_by_its_own_id_as_the_unknown_item(made: 
         (lambda: RecommendRequest(user={"user_id": 1}, k=0), "k: 0: must be 1 or more"),
         (lambda: RecommendRequest(user={"user_id": 1}, candidates=[]), "candidates: the list is empty"),
         (lambda: RecommendRequest(user={"user_id": 1}, allowed=[]), "allowed: the list is empty"),
-        (lambda: RecommendRequest(user={"user_id": 1}, candidates=[1_001, 1_002, 1_001]), "candidates: 1001 more than once"),
+        (
+            lambda: RecommendRequest(user={"user_id": 1}, candidates=[1_001, 1_002, 1_001]),
+            "candidates: 1001 more than once",
+        ),
         (
             lambda: RecommendRequest(user={"user_id": 1}, candidates=["a", "b"]),
             "candidates: 'a' is a string; ids here are whole numbers",
@@ -174,7 +190,10 @@ def test_an_unknown_candidate_is_ranked_by_its_own_id_as_the_unknown_item(made: 
             lambda: RecommendRequest(user={"user_id": 1}, categories=["Western"]),
             "'Western' is no category of this catalogue; it has",
         ),
-        (lambda: RecommendRequest(user={"user_id": "anna"}), "user.user_id: 'anna' is a string; ids here are whole numbers"),
+        (
+            lambda: RecommendRequest(user={"user_id": "anna"}),
+            "user.user_id: 'anna' is a string; ids here are whole numbers",
+        ),
         (lambda: RecommendRequest(user={"user_id": [1]}), "user.user_id: list is no id"),
         (
             lambda: RecommendRequest(user={"user_id": 1, "agee": 1}),
@@ -191,7 +210,9 @@ def test_an_unknown_candidate_is_ranked_by_its_own_id_as_the_unknown_item(made: 
         (lambda: EmbedRequest(rows=[]), "rows: the list is empty"),
     ],
 )
-def test_a_request_that_cannot_be_answered_is_told_and_troubles_no_other(scorer: Scorer, request_: Any, told: str) -> None:
+def test_a_request_that_cannot_be_answered_is_told_and_troubles_no_other(
+    scorer: Scorer, request_: Any, told: str
+) -> None:
     good = RecommendRequest(user={"user_id": USER}, k=3)
     try:
         first, error, last = scorer.answer([good, request_(), good])
@@ -255,7 +276,9 @@ def stored(folder: Path, bundle: Bundle, tower: str) -> StoredVectors:
     return StoredVectors(write_store(folder, [(np.array([USER, USER + 1]), vectors)], tower=tower))
 
 
-def test_stored_vectors_are_taken_where_no_feature_is_given_and_only_of_the_same_tower(made: Made, tmp_path: Path) -> None:
+def test_stored_vectors_are_taken_where_no_feature_is_given_and_only_of_the_same_tower(
+    made: Made, tmp_path: Path
+) -> None:
     bundle, request = made.bundle, RecommendRequest(user={"user_id": USER}, k=3)
     ours = Scorer(bundle, vectors=[stored(tmp_path / "a", bundle, bundle.query_digest)])
     vector = 2 * bundle.embed_query({"user_id": [USER], "age": [made.ages[USER]], "history": [made.histories[USER]]})

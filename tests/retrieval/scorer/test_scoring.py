@@ -97,7 +97,9 @@ def test_compiled_code_is_loaded_from_a_folder_of_this_user_alone(
 ) -> None:
     cache = tmp_path / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, **__: pytest.fail("it compiles all the same"))
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package", lambda *_, **__: pytest.fail("it compiles all the same")
+    )
     interaction, _, _, store = case("top", tmp_path / "store")
     named = cache if planted == "parent" else cache / "torchrec_ext"
     named.mkdir(parents=True)
@@ -111,7 +113,9 @@ def test_compiled_code_is_loaded_from_a_folder_of_this_user_alone(
         monkeypatch.setattr(os, "geteuid", lambda: 12_345)
     else:
         named.chmod(0o777)
-    with pytest.warns(UserWarning, match=f"compiled code is not loaded from '{named}': it is user .* remove it, or name another"):
+    with pytest.warns(
+        UserWarning, match=f"compiled code is not loaded from '{named}': it is user .* remove it, or name another"
+    ):
         scorer = CandidateScorer(projection(interaction, 16), store, compile="auto")
     assert not scorer.compiled
 

@@ -21,7 +21,9 @@ from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.jobs.training import run
 
-pytestmark = pytest.mark.skipif("TORCHREC_EXT_DATA" not in os.environ, reason="needs MovieLens 100K in $TORCHREC_EXT_DATA")
+pytestmark = pytest.mark.skipif(
+    "TORCHREC_EXT_DATA" not in os.environ, reason="needs MovieLens 100K in $TORCHREC_EXT_DATA"
+)
 
 
 def trained(folder: Path, *changes: str) -> dict[str, Any]:

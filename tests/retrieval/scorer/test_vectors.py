@@ -47,7 +47,9 @@ def test_where_a_server_looks(tmp_path: Path) -> None:
     folder = written(tmp_path / "users", 1.0)
     assert user_vectors(None, None, "ours") == []
     assert [one.source for one in user_vectors(folder, None, "ours")] == ["store"]
-    with pytest.raises(ValueError, match=r"--vectors .*users: made by tower ours, this bundle's query is by theirs; embed the"):
+    with pytest.raises(
+        ValueError, match=r"--vectors .*users: made by tower ours, this bundle's query is by theirs; embed the"
+    ):
         user_vectors(folder, None, "theirs")
     with pytest.raises(ValueError, match="holds no embedding store"):
         user_vectors(tmp_path / "nowhere", None, "ours")

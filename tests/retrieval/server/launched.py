@@ -48,7 +48,11 @@ def launched(log: Path, *flags: str, begun: Callable[[int], object] = id, **envi
     command = [sys.executable, "-m", "torchx_apps.serve", *flags, "--port=0"]
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environ}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         )
     try:
         begun(process.pid)

@@ -107,12 +107,27 @@ def test_score_and_embed(running: Running) -> None:
         ("recommend", {"user": {"user_id": USER}, "k": 21}, 422, "k: 21; the limit is 20: ask for fewer"),
         ("recommend", {"user": {"user_id": USER}, "candidates": []}, 422, "candidates: the list is empty"),
         ("recommend", {"user": {"user_id": USER}, "candidates": [1_001] * 2}, 422, "candidates: 1001 more than once"),
-        ("recommend", {"user": {"user_id": USER}, "candidates": list(range(31))}, 422, "31 entries; the limit is 30: send fewer"),
-        ("recommend", {"user": {"user_id": USER}, "candidates": [1, "2"]}, 422, "must be ids, all whole numbers or all strings"),
+        (
+            "recommend",
+            {"user": {"user_id": USER}, "candidates": list(range(31))},
+            422,
+            "31 entries; the limit is 30: send fewer",
+        ),
+        (
+            "recommend",
+            {"user": {"user_id": USER}, "candidates": [1, "2"]},
+            422,
+            "must be ids, all whole numbers or all strings",
+        ),
         ("recommend", {"user": {"user_id": USER}, "candidates": [1.5]}, 422, "candidates: it holds a number"),
         ("recommend", {"user": {"user_id": USER}, "candidates": [2**63]}, 422, "an id is beyond 64 bits"),
         ("recommend", {"user": {"user_id": USER}, "candidates": ["a"]}, 422, "candidates: 'a' is a string"),
-        ("recommend", {"user": {"user_id": USER}, "categories": ["Western"]}, 422, "'Western' is no category of this catalogue"),
+        (
+            "recommend",
+            {"user": {"user_id": USER}, "categories": ["Western"]},
+            422,
+            "'Western' is no category of this catalogue",
+        ),
         (
             "recommend",
             {"user": {"user_id": USER}, "exclude_seen": 1},
@@ -120,7 +135,12 @@ def test_score_and_embed(running: Running) -> None:
             "exclude_seen: it is a whole number; must be true or false",
         ),
         ("recommend", {"user": {"user_id": USER}, "vector": "old"}, 422, "vector: 'old'; must be 'auto' or 'live'"),
-        ("embed", {"rows": [{"user_id": USER}], "side": ["query"]}, 422, "side: it is a list; must be 'query' or 'candidate'"),
+        (
+            "embed",
+            {"rows": [{"user_id": USER}], "side": ["query"]},
+            422,
+            "side: it is a list; must be 'query' or 'candidate'",
+        ),
         ("recommend", {"user": {"user_id": USER, "age": {}}}, 422, "user.age: must be a value or a list of values"),
         ("recommend", {"user": {"age": 0.5}}, 422, "user.history: it is missing"),
         (
@@ -153,7 +173,12 @@ def test_a_mistake_is_told_with_its_status(running: Running, path: str, body: An
 
 def test_a_limit_is_told_with_its_name_and_value(running: Running) -> None:
     answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}, "k": 21})
-    assert answer.json["error"] == {"code": "over_limit", "message": answer.told, "field": "k", "limit": {"name": "k", "value": 20}}
+    assert answer.json["error"] == {
+        "code": "over_limit",
+        "message": answer.told,
+        "field": "k",
+        "limit": {"name": "k", "value": 20},
+    }
 
 
 def test_pages_that_are_not_there_and_methods_that_are_not_allowed(running: Running) -> None:
@@ -214,7 +239,9 @@ def test_a_full_queue_is_429_and_what_waits_is_answered(running: Running, monkey
     assert [answer.status for answer in first + rest] == [200, 200, 200]
 
 
-def test_searches_are_admitted_by_what_they_cost_and_run_in_slices(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_are_admitted_by_what_they_cost_and_run_in_slices(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(bundle, limits=Limits(time_ms=20_000)) as running:
         monkeypatch.setattr(running.service.scorer._serving, "search_s", 6.0, raising=False)
         slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}, "k": 3}
@@ -244,7 +271,10 @@ def test_searches_are_admitted_by_what_they_cost_and_run_in_slices(bundle: Bundl
         monkeypatch.setattr(running.service.scorer._serving, "search_s", 21.0, raising=False)
         too_long = running.client().post("/v1/recommend", asked)
         assert (too_long.status, too_long.json["error"]["limit"]) == (413, {"name": "time_ms", "value": 20_000})
-        assert "a search of all 49 items takes 21,000 ms here, and the limit is 20000 ms; name `candidates`" in too_long.told
+        assert (
+            "a search of all 49 items takes 21,000 ms here, and the limit is 20000 ms; name `candidates`"
+            in too_long.told
+        )
 
 
 def test_a_client_that_goes_away_leaves_the_queue(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +305,9 @@ def test_a_store_that_is_cut_off_under_the_service_is_503_and_ends_nothing(tmp_p
         assert running.client().get("/healthz").status == 200
 
 
-def test_what_takes_too_long_is_503_and_a_body_that_never_ends_408(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_is_503_and_a_body_that_never_ends_408(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(bundle, limits=Limits(time_ms=50)) as running:
         slow = Slow(running, monkeypatch)
         answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}})
@@ -345,16 +377,26 @@ def test_a_host_of_another_name_is_refused(bundle: Bundle, host: str, status: in
 
 def test_ready_says_what_is_served_and_what_was_refused(running: Running, bundle: Bundle) -> None:
     client = running.client()
-    assert client.get("/readyz").json == {"status": "ready", "bundle": bundle.manifest.digest, "refused": None, "vectors": {}}
+    assert client.get("/readyz").json == {
+        "status": "ready",
+        "bundle": bundle.manifest.digest,
+        "refused": None,
+        "vectors": {},
+    }
     running.service.refuse("/srv/bundle/store: of another tower")
     refused = client.get("/readyz", Authorization="Bearer None").json["refused"]
-    assert refused == "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
+    assert (
+        refused
+        == "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
+    )
     assert client.post("/v1/recommend", {"user": {"user_id": USER}}).status == 200
     running.service.serve(running.service.scorer.bundle)
     assert client.get("/readyz").json["refused"] is None
 
 
-def test_a_drain_refuses_new_requests_and_finishes_those_it_has(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_refuses_new_requests_and_finishes_those_it_has(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(bundle) as running:
         slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}}
         answers, threads = in_background(running, asked)
@@ -371,7 +413,9 @@ def test_a_drain_refuses_new_requests_and_finishes_those_it_has(bundle: Bundle, 
 
 def samples(running: Running) -> dict[str, float]:
     lines = running.client().get("/metrics").content.decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+    return {
+        name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    }
 
 
 def test_metrics_count_what_was_asked(running: Running) -> None:
@@ -387,7 +431,9 @@ def test_metrics_count_what_was_asked(running: Running) -> None:
     assert after['serve_request_seconds_count{route="/v1/recommend"}'] >= 3
 
 
-def test_an_error_of_ours_is_500_and_told_in_the_log_without_its_words(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_ours_is_500_and_told_in_the_log_without_its_words(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(requests: Sequence[Any]) -> Any:
         raise KeyError("user 4711")
 

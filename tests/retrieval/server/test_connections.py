@@ -100,7 +100,9 @@ def test_sockets_that_are_silent_or_never_end_a_head_are_closed_and_others_go_on
             b"POST /v1/score HTTP/1.1\r\nContent-Length: 9\r\n\r\n",
             b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET",
         ]
-        sockets = [stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=20)) for _ in begun]
+        sockets = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=20)) for _ in begun
+        ]
         for raw, data in zip(sockets, begun, strict=True):
             raw.sendall(data)
         for raw in sockets:
@@ -153,5 +155,7 @@ def test_a_worker_may_open_a_file_for_each_connection_or_says_why_not(monkeypatc
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 1_024))
-    with pytest.raises(ValueError, match=r"--max-connections 1000: a process here may open 1024 files, 256 of which .*; give 768"):
+    with pytest.raises(
+        ValueError, match=r"--max-connections 1000: a process here may open 1024 files, 256 of which .*; give 768"
+    ):
         allow_files(1_000)

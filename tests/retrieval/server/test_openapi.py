@@ -43,7 +43,11 @@ def fuzz(running: Running, examples: int) -> int:
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis import GenerationMode
     from schemathesis.checks import not_a_server_error
-    from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
 
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     url = f"http://127.0.0.1:{running.port}"

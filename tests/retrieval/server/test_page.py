@@ -41,13 +41,19 @@ def shown(running: Running, path: str, profile: Path) -> str:
     url = f"http://127.0.0.1:{running.port}{path}"
     done = subprocess.run([str(CHROMIUM), *flags, url], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "status of 4" not in line and "[DOM]" not in line]
+    console = [
+        line
+        for line in done.stderr.splitlines()
+        if "CONSOLE" in line and "status of 4" not in line and "[DOM]" not in line
+    ]
     assert console == []
     return done.stdout
 
 
 def texts(dom: str, name: str) -> list[str]:
-    return [unescape(re.sub(r"<[^>]*>", "", found)) for found in re.findall(rf'<span class="{name}"[^>]*>(.*?)</span>', dom)]
+    return [
+        unescape(re.sub(r"<[^>]*>", "", found)) for found in re.findall(rf'<span class="{name}"[^>]*>(.*?)</span>', dom)
+    ]
 
 
 def test_a_user_sees_what_was_liked_and_what_is_recommended(running: Running, tmp_path: Path) -> None:

@@ -71,7 +71,9 @@ def test_a_malformed_value_is_a_miss_of_its_user_alone(tmp_path: Path) -> None:
     users = list(range(1, 9))
     whole = bundle.embed_query(bundle.users.rows(list(range(8))))
     size = 4 * bundle.query_width
-    patient = RemoteVectors(lambda tower, width: RedisStore(redis.url, tower=tower, width=width, timeout_s=10), (StoreError,))
+    patient = RemoteVectors(
+        lambda tower, width: RedisStore(redis.url, tower=tower, width=width, timeout_s=10), (StoreError,)
+    )
     try:
         redis.start()
         store = RedisStore(redis.url, tower=bundle.query_digest, timeout_s=10)
@@ -93,7 +95,9 @@ def test_a_malformed_value_is_a_miss_of_its_user_alone(tmp_path: Path) -> None:
             assert together == ["live"] * 6 + ["redis"] * 2
             assert ask(8) == (200, "redis")
             page = running.client().get("/metrics").content.decode()
-            assert 'serve_malformed_vectors_total{source="redis"} 10.0' in page, "5 of them, twice: nothing is no vector, but none"
+            assert 'serve_malformed_vectors_total{source="redis"} 10.0' in page, (
+                "5 of them, twice: nothing is no vector, but none"
+            )
             assert running.client().get("/readyz").json["vectors"] == {"redis": True}
             assert running.log.getvalue().count("vectors_malformed") == 1
     finally:

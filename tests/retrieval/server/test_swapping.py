@@ -124,7 +124,9 @@ def test_a_running_server_takes_bundles_of_other_shapes_or_says_why_not_and_goes
     assert {digest for _, digest in answers} <= served
 
 
-def test_a_pointer_that_moves_on_while_the_first_bundle_loads_is_seen(bundles: dict[str, Bundle], tmp_path: Path) -> None:
+def test_a_pointer_that_moves_on_while_the_first_bundle_loads_is_seen(
+    bundles: dict[str, Bundle], tmp_path: Path
+) -> None:
     from torchrec_ext.retrieval.server.worker import identity
 
     pointer = tmp_path / "pointer"

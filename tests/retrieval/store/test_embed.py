@@ -32,7 +32,15 @@ def over_ranks(folder: Path, blocks: list[Any], world_size: int, **options: Any)
 
     def run(rank: int) -> None:
         try:
-            embed(tower, blocks[rank::world_size], folder, rank=rank, world_size=world_size, barrier=barrier.wait, **options)
+            embed(
+                tower,
+                blocks[rank::world_size],
+                folder,
+                rank=rank,
+                world_size=world_size,
+                barrier=barrier.wait,
+                **options,
+            )
         except BaseException as error:
             failures.append(error)
             barrier.abort()

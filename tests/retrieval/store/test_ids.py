@@ -16,7 +16,9 @@ BORDERS = [-(2**63), -1, 0, 2**63 - 1]
 
 
 @settings(max_examples=60, deadline=None)
-@given(ids=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), unique=True), asked=st.lists(st.integers(-9, 20)))
+@given(
+    ids=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), unique=True), asked=st.lists(st.integers(-9, 20))
+)
 def test_integers_as_a_dict_has_them(ids: list[int], asked: list[int]) -> None:
     where = {own: position for position, own in enumerate(ids)}
     made = IdMap.build(np.array(ids, np.int64))
@@ -58,7 +60,8 @@ def test_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under seed 0 all strings have one hash; the next seed parts them."""
     real = hashed
     monkeypatch.setattr(
-        "torchrec_ext.retrieval.store.ids.hashed", lambda o, c, seed: real(o, c, seed) if seed else np.zeros(len(o) - 1, np.uint64)
+        "torchrec_ext.retrieval.store.ids.hashed",
+        lambda o, c, seed: real(o, c, seed) if seed else np.zeros(len(o) - 1, np.uint64),
     )
     made = IdMap.build(["a", "b", "c"])
     assert made.seed == 1

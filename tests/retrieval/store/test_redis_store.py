@@ -79,7 +79,12 @@ def test_refused(server: RedisServer) -> None:
         store(server, "t", timeout_s=0)
     with pytest.raises(ValueError, match="url='nowhere': "):
         RedisStore("nowhere", tower="t")
-    for url in ("http://me:secret@host/0", "redis://:se/cret@host", "redis://:se?cret@host:x", "redis://host:x?password=a@secret"):
+    for url in (
+        "http://me:secret@host/0",
+        "redis://:se/cret@host",
+        "redis://:se?cret@host:x",
+        "redis://host:x?password=a@secret",
+    ):
         with pytest.raises(ValueError, match=r"url='(http|redis)://[a-z./0:]*': is no address of a Redis") as error:
             RedisStore(url, tower="t")
         assert "cret" not in str(error.value)

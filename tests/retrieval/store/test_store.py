@@ -133,7 +133,10 @@ def test_refresh_refuses_what_does_not_belong(tmp_path: Path) -> None:
         ("deleted: 2 is not in the store", lambda: refresh_store(tmp_path, [1], vectors(1), deleted=[2])),
         ("deleted: 1 is also among the ids to write", lambda: refresh_store(tmp_path, [1], vectors(1), deleted=[1])),
         ("ids: 5 stands at rows 0 and 1", lambda: refresh_store(tmp_path, [5, 5], vectors(2))),
-        (r"vectors: shape \(1, 3\); 1 ids of this store need \(1, 12\)", lambda: refresh_store(tmp_path, [1], np.ones((1, 3)))),
+        (
+            r"vectors: shape \(1, 3\); 1 ids of this store need \(1, 12\)",
+            lambda: refresh_store(tmp_path, [1], np.ones((1, 3))),
+        ),
         ("is str, this|are str, this", lambda: refresh_store(tmp_path, ["a"], vectors(1))),
     ]
     for message, call in refused:
@@ -146,7 +149,10 @@ def test_refresh_refuses_what_does_not_belong(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ([(np.array([1, 2]), np.ones((1, 3)))], r"vectors: shape \(1, 3\) for 2 ids"),
-        ([(np.array([1]), np.ones((1, 3))), (np.array([2]), np.ones((1, 4)))], "vectors: 4 wide from row 1 on, 3 before"),
+        (
+            [(np.array([1]), np.ones((1, 3))), (np.array([2]), np.ones((1, 4)))],
+            "vectors: 4 wide from row 1 on, 3 before",
+        ),
         (
             [(np.array([1]), np.ones((1, 2))), (np.array([2]), np.array([[1, np.nan]]))],
             "row 0, column 1 is nan; must be fin.*row 1",
@@ -172,7 +178,11 @@ def test_numbers_beyond_fp16_and_wrong_dtypes_are_refused(tmp_path: Path) -> Non
 
 def test_an_empty_catalogue(tmp_path: Path) -> None:
     store = write_store(tmp_path, [])
-    assert (len(store), store.ids.positions([1]).tolist(), store.rows(torch.zeros(0, dtype=torch.int64)).shape) == (0, [-1], (0, 0))
+    assert (len(store), store.ids.positions([1]).tolist(), store.rows(torch.zeros(0, dtype=torch.int64)).shape) == (
+        0,
+        [-1],
+        (0, 0),
+    )
 
 
 def test_disk_full_is_told_and_the_version_before_stays(tmp_path: Path) -> None:
@@ -181,7 +191,9 @@ def test_disk_full_is_told_and_the_version_before_stays(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
     try:
-        with pytest.raises(StoreError, match=r"v00000002.partial' cannot be written: .* \(.* MiB are free there\)") as error:
+        with pytest.raises(
+            StoreError, match=r"v00000002.partial' cannot be written: .* \(.* MiB are free there\)"
+        ) as error:
             written(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -222,8 +234,12 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert "manifest.json' is damaged: its content does not fit" in damaged(edited)
     assert "live.npy' cannot be read: No such file" in damaged(lambda at: (at / "live.npy").unlink())
     assert "was removed or never finished" in damaged(lambda at: (at / "manifest.json").unlink())
-    assert "CURRENT' is damaged: it names 'nonsense'" in damaged(lambda at: (at.parent / "CURRENT").write_text("nonsense"))
-    with pytest.raises(StoreError, match="holds no embedding store: it has no file CURRENT; write one with write_store"):
+    assert "CURRENT' is damaged: it names 'nonsense'" in damaged(
+        lambda at: (at.parent / "CURRENT").write_text("nonsense")
+    )
+    with pytest.raises(
+        StoreError, match="holds no embedding store: it has no file CURRENT; write one with write_store"
+    ):
         EmbeddingStore.open(tmp_path / "nowhere")
 
 

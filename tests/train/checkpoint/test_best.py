@@ -96,7 +96,9 @@ def run(
                 evaluate=evaluate,
                 log=logged.append,
                 sync=sync,
-                checkpoints=RunCheckpoints(checkpointer, saves or CheckpointConfig(), resume=begin) if checkpointer else None,
+                checkpoints=RunCheckpoints(checkpointer, saves or CheckpointConfig(), resume=begin)
+                if checkpointer
+                else None,
                 stop=lambda: asked,
             )
         except RunStoppedError as error:
@@ -175,7 +177,10 @@ def test_a_run_stopped_inside_an_evaluation_is_saved_on_every_rank_and_evaluates
 ) -> None:
     ranks = run_ranks(stopped, world_size, str(tmp_path), timeout_s=300)
     for whole, cut, again in ranks:
-        assert cut["message"] == "stopped by a signal in the evaluation after epoch 2, which is saved; go on with --resume auto"
+        assert (
+            cut["message"]
+            == "stopped by a signal in the evaluation after epoch 2, which is saved; go on with --resume auto"
+        )
         assert cut["evaluations"] + again["evaluations"] == whole["evaluations"] + 1
         assert again["history"] == whole["history"]
         if whole["end"] is not None:

@@ -139,7 +139,9 @@ def test_a_crafted_tensor_runs_nothing(two: Path, tmp_path: Path, monkeypatch: p
             for stored in index.storage_data.values():
                 file.seek(stored.offset)
                 file.write(pickle.dumps(Bomb()).ljust(stored.length, b"."))
-    with pytest.raises(CheckpointError, match=r"step-0000000002' could not be read: UnpicklingError: Weights only load failed"):
+    with pytest.raises(
+        CheckpointError, match=r"step-0000000002' could not be read: UnpicklingError: Weights only load failed"
+    ):
         checkpointer.load(path, model_state(filled(0)))
     assert not (tmp_path / "exploded").exists()
 
@@ -161,7 +163,9 @@ def test_any_bytes_are_refused_in_words(noise: bytes, place: int, byte: int) -> 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("name", NO_MANIFESTS)
-def test_what_is_no_plain_file_of_some_size_is_named_and_the_one_before_used(name: str, two: Path, tmp_path: Path) -> None:
+def test_what_is_no_plain_file_of_some_size_is_named_and_the_one_before_used(
+    name: str, two: Path, tmp_path: Path
+) -> None:
     make, message = NO_MANIFESTS[name]
     folder = shutil.copytree(two, tmp_path / "run")
     newest = folder / "step-0000000002"
@@ -175,7 +179,9 @@ def test_what_is_no_plain_file_of_some_size_is_named_and_the_one_before_used(nam
         part = next(path for path in (folder / "step-0000000001").iterdir() if path.suffix == ".distcp")
         part.unlink()
         make(part)
-        assert re.search(rf"distcp cannot be read: {message}", str(damage(str(folder / "step-0000000001"), Together(HERE))))
+        assert re.search(
+            rf"distcp cannot be read: {message}", str(damage(str(folder / "step-0000000001"), Together(HERE)))
+        )
     checkpointer.close()
 
 
@@ -213,7 +219,9 @@ def _set_aside(folder: str) -> None:
     checkpointer.branch({"step": 1, "format": 1}, None, say=lambda _: None)
 
 
-def test_killed_at_any_moment_of_a_rollback_all_that_lay_ahead_is_there_or_nothing_is_resumed(two: Path, tmp_path: Path) -> None:
+def test_killed_at_any_moment_of_a_rollback_all_that_lay_ahead_is_there_or_nothing_is_resumed(
+    two: Path, tmp_path: Path
+) -> None:
     shutil.copytree(two, tmp_path / "whole")
     saved(tmp_path / "whole", 3)
     folder, seen = tmp_path / "run", []
@@ -288,7 +296,9 @@ def test_killed_while_a_step_is_saved_again_the_first_or_the_second_one_is_there
     assert seen[-1] == {4.0}
 
 
-def test_a_step_saved_again_behind_an_address_stays_until_the_second_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_saved_again_behind_an_address_stays_until_the_second_one_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     checkpointer = Checkpointer("memory://checkpoints/again", HERE)
     for value in (1, 2, 3):
         checkpointer.save(7, model_state(filled(value)))
@@ -323,7 +333,9 @@ def test_a_file_system_without_locks_is_told_as_that(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(folder_module.fcntl, "flock", refuse)
-    with pytest.raises(CheckpointError, match=r"cannot be locked \(No locks available\): .*its file system offers none.*--run-dir"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be locked \(No locks available\): .*its file system offers none.*--run-dir"
+    ):
         Checkpointer(str(tmp_path), HERE)
 
 
@@ -353,7 +365,9 @@ def test_a_full_disk_is_told_in_bytes_and_the_one_before_stays(tmp_path: Path, m
     checkpointer = Checkpointer(str(tmp_path), HERE)
     needed = sum(parameter.numel() * 4 for parameter in filled(0).parameters())
     checkpointer.save(2, model_state(filled(2)))
-    with pytest.raises(CheckpointError, match=f"no space left for checkpoint .*step-0000000002'.*needs {size_text(needed)}"):
+    with pytest.raises(
+        CheckpointError, match=f"no space left for checkpoint .*step-0000000002'.*needs {size_text(needed)}"
+    ):
         checkpointer.wait()
     assert checkpointer.last_good() == path
 
@@ -410,5 +424,7 @@ def test_killed_at_any_moment_the_former_or_the_new_one_is_there(tmp_path: Path)
 @pytest.mark.parametrize("address", ["nope://x/y", "s3://a-bucket/x"])
 def test_an_address_without_a_driver_is_refused_in_one_line(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(CheckpointError, match=f"^checkpoint folder '{address}' cannot be opened .*check the address, its driver"):
+    with pytest.raises(
+        CheckpointError, match=f"^checkpoint folder '{address}' cannot be opened .*check the address, its driver"
+    ):
         CheckpointFolder(address)

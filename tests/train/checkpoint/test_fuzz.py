@@ -65,7 +65,8 @@ CRAFTED = {
     "a name far away": b"\x80\x04\x8c\x01ar" + struct.pack("<I", 2**31 - 1) + b".",
     "an array of a terabyte": b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"x.",
     "bytes of a terabyte": b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.",
-    "a class that is changed": b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n}\x8c\x08__init__K\x01s\x86" + b"b.",
+    "a class that is changed": b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n}\x8c\x08__init__K\x01s\x86"
+    + b"b.",
     "a deep tuple": b"\x80\x04" + b")" + b"\x85" * 200_000 + b".",
     "an extension": b"\x80\x02\x82\x01.",
 }
@@ -151,7 +152,9 @@ def bombs(path: Path) -> Iterator[Path]:
         file = path / f"bomb{suffix}"
         content = np.array([Bomb()], dtype=object)
         with file.open("wb") as stream:
-            (np.save if suffix == ".npy" else lambda s, c, **k: np.savez(s, vectors=c))(stream, content, allow_pickle=True)
+            (np.save if suffix == ".npy" else lambda s, c, **k: np.savez(s, vectors=c))(
+                stream, content, allow_pickle=True
+            )
         yield file
 
 

@@ -51,7 +51,11 @@ class Noted:
                 users, items = (batch.bags(name).to_dense() for name in ("user_id", "item_id"))
                 owners = batch.shared.index.tolist() if batch.shared is not None else range(len(batch))
                 rows = zip(owners, items, batch.labels.tolist(), batch.weights.tolist(), strict=True)
-                own = [(*users[owner].tolist(), *item.tolist(), int(label)) for owner, item, label, weight in rows if weight]
+                own = [
+                    (*users[owner].tolist(), *item.tolist(), int(label))
+                    for owner, item, label, weight in rows
+                    if weight
+                ]
                 file.write(json.dumps([state["epoch"], step, own]) + "\n")
                 file.flush()
                 yield batch
@@ -99,7 +103,11 @@ def run(
         TrainConfig(epochs=epochs, log_every=LOGGED, compile="off"),
         checkpoints=RunCheckpoints(checkpointer, CONFIG, resume=path),
     )
-    return {"losses": {record["step"]: record["loss"] for record in history}, "state": gather_state(parallel), "steps": len(loader)}
+    return {
+        "losses": {record["step"]: record["loss"] for record in history},
+        "state": gather_state(parallel),
+        "steps": len(loader),
+    }
 
 
 def rank(number: int, world_size: int, folder: Path, name: str, plan: str, options: dict[str, Any]) -> None:
@@ -156,9 +164,13 @@ class Attempt:
         found: list[dict[Step, Any]] = []
         for number in range(self.world_size):
             lines = (self.folder / f"{self.name}-{number}.jsonl").read_text().splitlines(keepends=True)
-            found.append({(epoch, step): own for epoch, step, own in (json.loads(line) for line in lines if line.endswith("\n"))})
+            found.append(
+                {(epoch, step): own for epoch, step, own in (json.loads(line) for line in lines if line.endswith("\n"))}
+            )
         return {
-            step: sorted(tuple(row) for own in found for row in own[step]) for step in found[0] if all(step in own for own in found)
+            step: sorted(tuple(row) for own in found for row in own[step])
+            for step in found[0]
+            if all(step in own for own in found)
         }
 
     def __enter__(self) -> "Attempt":
@@ -207,14 +219,19 @@ def test_killed_at_a_random_moment_and_resumed_on_other_ranks_nothing_differs(tm
         lineage = {step: rows for step, rows in lost.items() if step < begin} | gone_on
         assert digest(lineage) == digest(seen), (trial, before, after, plans, begin)
         assert found["losses"].keys() == expected["losses"].keys()
-        since = begin[0] * expected["steps"] + begin[1] + LOGGED  # on other ranks a record begins anew where it was cut off
+        since = (
+            begin[0] * expected["steps"] + begin[1] + LOGGED
+        )  # on other ranks a record begins anew where it was cut off
         for step, loss in expected["losses"].items():
             if step >= since:
                 assert found["losses"][step] == pytest.approx(loss, rel=1e-4), (trial, before, after, plans, begin)
         for name, value in expected["state"].items():
             torch.testing.assert_close(found["state"][name], value, rtol=0, atol=1e-4)
         kills += 1
-        print(f"{kills}: {before} ranks, {plans[0]}, killed; {after} ranks, {plans[1]}, from step {begin}: the same", flush=True)
+        print(
+            f"{kills}: {before} ranks, {plans[0]}, killed; {after} ranks, {plans[1]}, from step {begin}: the same",
+            flush=True,
+        )
         if kills == TRIALS:
             break
     assert kills == TRIALS

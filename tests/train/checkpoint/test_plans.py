@@ -30,7 +30,9 @@ def made(runtime: Runtime, sharding: str, kind: str) -> Any:
     optimizer = OptimizerConfig(tables=kind, tables_lr=0.05)  # type: ignore[arg-type]
     config, copies = PlanConfig(sharding=sharding) if sharding in SHARDINGS else PlanConfig(sharding="row_wise"), 1  # type: ignore[arg-type]
     if sharding == "placed towers":
-        config = PlanConfig(sharding="row_wise", towers="user:0,item:1" if runtime.world_size == 2 else "user:0-2,item:3")
+        config = PlanConfig(
+            sharding="row_wise", towers="user:0,item:1" if runtime.world_size == 2 else "user:0-2,item:3"
+        )
     if sharding == "two copies":
         copies = 2
     plan = plan_sharding(model, runtime, config, optimizer=optimizer, table_copies=copies)
@@ -146,7 +148,9 @@ def assert_loaded(source: str, target: str, saved: Any, loaded: Any) -> None:
         assert torch.equal(after[name], expected), (source, target, name)
     if source == target:
         assert found_losses == next_losses, (source, target)
-    elif not split and ("two copies" in source) == ("two copies" in target):  # of copies, Adagrad's sums are means of two
+    elif not split and ("two copies" in source) == (
+        "two copies" in target
+    ):  # of copies, Adagrad's sums are means of two
         assert found_losses == pytest.approx(next_losses, abs=1e-5), (source, target)
 
 

@@ -94,7 +94,11 @@ def run(
 
     schedule = Schedule(kind="cosine", warmup=2)
     settings = TrainConfig(
-        epochs=EPOCHS, log_every=3, dense_schedule=schedule, early_stop=EarlyStop(metric="hr", patience=9), compile="off"
+        epochs=EPOCHS,
+        log_every=3,
+        dense_schedule=schedule,
+        early_stop=EarlyStop(metric="hr", patience=9),
+        compile="off",
     )
     message, history = "", []
     try:
@@ -112,7 +116,13 @@ def run(
         message = str(stopped)
     for record in history:
         record.pop("rows_per_s", None)
-    return {"history": history, "state": gather_state(parallel), "rows": loader.rows, "message": message, "steps": steps}
+    return {
+        "history": history,
+        "state": gather_state(parallel),
+        "rows": loader.rows,
+        "message": message,
+        "steps": steps,
+    }
 
 
 def gather_all(model: Any) -> float:
@@ -159,7 +169,12 @@ def rolled_back(runtime: Runtime, folder: str, steps: list[int]) -> dict[str, An
             run(runtime, folder, CheckpointFolder(folder).path(step), stop_after=4, saving=saving)
         kept.append(CheckpointFolder(folder).steps())
     dist.barrier()
-    return {"length": length, "kept": kept, "output": output.getvalue(), **run(runtime, folder, resume=True, saving=saving)}
+    return {
+        "length": length,
+        "kept": kept,
+        "output": output.getvalue(),
+        **run(runtime, folder, resume=True, saving=saving),
+    }
 
 
 def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(tmp_path: Path) -> None:
@@ -172,12 +187,16 @@ def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(
     back = last - 6
     assert second[0] == back + 4, "what the branch saved is newest, and was not pruned"
     assert not [step for step in second if step > back + 4]
-    assert sorted(path.name for path in folder.glob("set-aside-1/step-*")) == [f"step-{s:010d}" for s in sorted(first) if s > back]
+    assert sorted(path.name for path in folder.glob("set-aside-1/step-*")) == [
+        f"step-{s:010d}" for s in sorted(first) if s > back
+    ]
     assert "set aside: the checkpoints of step " in outcome["output"]
     assert outcome["history"] == whole["history"]
     for name, value in whole["state"].items():
         assert torch.equal(outcome["state"][name], value), name
-    manifests = {step: read_manifest(CheckpointFolder(str(folder)).path(step)) for step in CheckpointFolder(str(folder)).steps()}
+    manifests = {
+        step: read_manifest(CheckpointFolder(str(folder)).path(step)) for step in CheckpointFolder(str(folder)).steps()
+    }
     for content in manifests.values():
         if content["parent"]["step"] in manifests:
             assert content["parent"]["sha256"] == manifest.digest_of(manifests[content["parent"]["step"]])
@@ -193,7 +212,9 @@ def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:
         for step in own:
             assert step not in seen, "a step was made twice"
             seen[step] = [row for rank in ranks for row in rank["rows"][step]]
-    assert digest(seen) == digest({step: [row for rank in whole for row in rank["rows"][step]] for step in whole[0]["rows"]})
+    assert digest(seen) == digest(
+        {step: [row for rank in whole for row in rank["rows"][step]] for step in whole[0]["rows"]}
+    )
     for name, value in whole[0]["state"].items():
         torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=1e-5)
 

@@ -67,5 +67,7 @@ def test_an_address_that_cannot_be_written_is_refused_before_the_first_step(monk
         raise RuntimeError("AccessDenied")  # as a driver's own error, which is no OSError
 
     monkeypatch.setattr(MemoryFileSystem, "_open", refuse)
-    with pytest.raises(CheckpointError, match=r"^folder 'memory://x' cannot be written: RuntimeError\(AccessDenied\); check the "):
+    with pytest.raises(
+        CheckpointError, match=r"^folder 'memory://x' cannot be written: RuntimeError\(AccessDenied\); check the "
+    ):
         Checkpointer("memory://x", Runtime())

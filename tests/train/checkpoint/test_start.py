@@ -72,7 +72,9 @@ def begun(runtime: Runtime, path: str, sharding: str) -> Any:
 
 
 @pytest.mark.parametrize(("before", "after"), [("column_wise", "row_wise"), ("row_wise", "data_parallel")])
-def test_new_rows_begin_as_the_row_for_unknown_ids_and_old_ones_as_they_were(before: str, after: str, tmp_path: Path) -> None:
+def test_new_rows_begin_as_the_row_for_unknown_ids_and_old_ones_as_they_were(
+    before: str, after: str, tmp_path: Path
+) -> None:
     was, _ = run_ranks(saved, 2, str(tmp_path), before)[0]
     path = str(tmp_path / "step-0000000005")
     found = run_ranks(begun, 2, path, after)[0]
@@ -88,14 +90,18 @@ def test_new_rows_begin_as_the_row_for_unknown_ids_and_old_ones_as_they_were(bef
     name = next(name for name in found["first"] if name.endswith("country.weight"))
     assert torch.equal(found["state"]["tables.country.weight"], found["first"][name])
     assert torch.equal(found["state"]["dense.interaction.mlp.0.weight"], was["dense.interaction.mlp.0.weight"])
-    assert all(torch.equal(value, found["untouched"][key]) for key, value in found["first"].items()), "a refusal wrote something"
+    assert all(torch.equal(value, found["untouched"][key]) for key, value in found["first"].items()), (
+        "a refusal wrote something"
+    )
     said = found["refusals"]
     assert "tables.user_id.weight is (131, 16) and was saved as (101, 16)" in said[()]
     assert "start.allow=fewer_tables,more_rows,new_tables" in said[()]
     assert "tables.history.weight is not in this model" in said["more_rows", "new_tables"]
 
 
-def test_a_published_file_is_the_unsharded_models_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_published_file_is_the_unsharded_models_state_dict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, trained = run_ranks(saved, 2, str(tmp_path / "run" / "checkpoints"), "column_wise")[0]
     file = tmp_path / "model.safetensors"
     assert main([str(tmp_path / "run"), "--out", str(file)]) == 0
@@ -112,7 +118,9 @@ def test_a_published_file_is_the_unsharded_models_state_dict(tmp_path: Path, cap
 def test_publishing_holds_one_block_at_a_time(tmp_path: Path) -> None:
     rows = 2_000_000
     model = torch.nn.Module()
-    model.towers = two_tower([table("user_id", rows, pooling=PoolingType.SUM)], [table("item_id", 10)], device=torch.device("cpu"))
+    model.towers = two_tower(
+        [table("user_id", rows, pooling=PoolingType.SUM)], [table("item_id", 10)], device=torch.device("cpu")
+    )
     checkpointer = Checkpointer(str(tmp_path), Runtime())
     checkpointer.save(1, model_state(model))
     checkpointer.close()

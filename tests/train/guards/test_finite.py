@@ -23,7 +23,8 @@ NAN, INF = float("nan"), float("inf")
 
 IN_DATA = {
     "label": "the label is nan in row 3 and 1 more of the batch on rank 1; nothing was written by this step; mend the column",
-    "dense column": "the dense column 'price' is inf in row 2 of the batch on rank 1; nothing was written by this step; mend",
+    "dense "
+    "column": "the dense column 'price' is inf in row 2 of the batch on rank 1; nothing was written by this step; mend",
     "weight": "the weight is nan in row 0 of the batch on rank 1; nothing was written by this step; mend the column",
 }
 IN_WEIGHTS = {
@@ -57,7 +58,8 @@ def spoiled(runtime: Runtime) -> dict[str, Any]:
     """What is told, recorded and left in the weights where rank 1 has what is no number at step 3, for each fault."""
     told = {}
     for fault in [*IN_DATA, *IN_WEIGHTS]:
-        # Rows of other ranks too would take up a bad gradient where tables are sharded; replicas let rank 1 alone have bad weights.
+        # Rows of other ranks too would take up a bad gradient where tables are sharded; replicas let rank 1 alone have
+        # bad weights.
         parallel, optimizer = made(runtime, "row_wise" if fault in IN_DATA else "data_parallel")
         loader = Batches(runtime, 4 if fault in IN_DATA else 2)
         if fault in IN_DATA and runtime.rank == 1:
@@ -71,7 +73,12 @@ def spoiled(runtime: Runtime) -> dict[str, Any]:
 
         with pytest.raises(TrainingDivergedError) as error:
             train(parallel, optimizer, loader, runtime, TrainConfig(epochs=3), evaluate=between, log=records.append)
-        told[fault] = {"told": str(error.value), "step": error.value.step, "records": records, "state": gather_state(parallel)}
+        told[fault] = {
+            "told": str(error.value),
+            "step": error.value.step,
+            "records": records,
+            "state": gather_state(parallel),
+        }
     parallel, optimizer = made(runtime, "row_wise")
     train(parallel, optimizer, Batches(runtime, 2), runtime, TrainConfig(epochs=1))
     return {**told, "after two good steps": gather_state(parallel)}
@@ -155,7 +162,8 @@ class MeanLabel(nn.Module):
 def test_an_answer_that_is_read_late_still_names_its_own_step() -> None:
     first, second = run_ranks(late, 2)
     message = (
-        "the loss is nan on rank(s) [0] at step 4 of epoch 2: the label is nan in row 1 of the batch on rank 0; the update of this "
+        "the loss is nan on rank(s) [0] at step 4 of epoch 2: the label is nan in row 1 of the batch on rank 0; the "
+        "update of this "
         "step was written; mend the column, or fill its missing values in preprocessing"
     )
     assert first == second == [(4, 4, message), (4, 4, message)]
@@ -190,7 +198,9 @@ def test_a_skipped_step_is_as_if_its_batch_were_not_there() -> None:
         skipped = [record for record in with_it["history"] if record["kind"] == "left_out"]
         assert [record["step"] for record in skipped] == [3, 7]
         assert IN_DATA["label"] in skipped[0]["message"]
-        assert all(torch.isfinite(torch.tensor(record["loss"])) for record in with_it["history"] if record["kind"] == "train")
+        assert all(
+            torch.isfinite(torch.tensor(record["loss"])) for record in with_it["history"] if record["kind"] == "train"
+        )
 
 
 @pytest.mark.unit

@@ -37,8 +37,15 @@ STOPS: list[Case] = [
     ("row_wise", "adagrad", SEMI),
     ("row_wise", "adagrad", COPIES),
 ]
-SKIPS: list[Case] = [("row_wise", "adam", SyncConfig()), ("mixed", "adagrad", SyncConfig()), ("placed", "adagrad", SyncConfig())]
-ALL_SKIPS: list[Case] = [*((plan, kind, SyncConfig()) for plan in PLANS for kind in OPTIMIZERS), ("row_wise", "adagrad", COPIES)]
+SKIPS: list[Case] = [
+    ("row_wise", "adam", SyncConfig()),
+    ("mixed", "adagrad", SyncConfig()),
+    ("placed", "adagrad", SyncConfig()),
+]
+ALL_SKIPS: list[Case] = [
+    *((plan, kind, SyncConfig()) for plan in PLANS for kind in OPTIMIZERS),
+    ("row_wise", "adagrad", COPIES),
+]
 
 
 def made(runtime: Runtime, case: Case) -> Any:
@@ -75,7 +82,9 @@ def trained(runtime: Runtime, case: Case, bad: int, where: str, count: int, **se
         spoil(parallel, bad, where)
     told, history = "", []
     try:
-        history = train(parallel, optimizer, Batches(runtime, count), runtime, TrainConfig(epochs=1, **settings), sync=case[2])
+        history = train(
+            parallel, optimizer, Batches(runtime, count), runtime, TrainConfig(epochs=1, **settings), sync=case[2]
+        )
     except TrainingDivergedError as error:
         told = str(error)
     shards = [shard.tensor.clone() for shard in local_shards(parallel)]
@@ -134,9 +143,13 @@ EITHER = [(1, "vectors"), (3, "layer"), (3, "vectors")]
 
 
 @pytest.mark.parametrize(
-    ("cases", "bad_steps"), [(SKIPS, EITHER[2:]), pytest.param(ALL_SKIPS, EITHER, marks=pytest.mark.slow)], ids=["some", "all"]
+    ("cases", "bad_steps"),
+    [(SKIPS, EITHER[2:]), pytest.param(ALL_SKIPS, EITHER, marks=pytest.mark.slow)],
+    ids=["some", "all"],
 )
-def test_a_step_that_is_left_out_is_as_if_its_batch_were_not_there(cases: list[Case], bad_steps: list[tuple[int, str]]) -> None:
+def test_a_step_that_is_left_out_is_as_if_its_batch_were_not_there(
+    cases: list[Case], bad_steps: list[tuple[int, str]]
+) -> None:
     first, second = run_ranks(skipped, 2, cases, bad_steps)
     for key, (with_it, without) in first.items():
         assert not with_it["told"], key

@@ -36,7 +36,9 @@ def trained(runtime: Runtime, **options: Any) -> tuple[Any, list[float]]:
     model, optimizer = made(runtime)
     given = Twice(list(batches(30, rank=runtime.rank, world_size=runtime.world_size)))
     config = TrainConfig(epochs=1, log_every=10, **{"compile": "off", **options})
-    return gather_state(model), [one["loss"] for one in train(model, optimizer, given, runtime, config) if one["kind"] == "train"]
+    return gather_state(model), [
+        one["loss"] for one in train(model, optimizer, given, runtime, config) if one["kind"] == "train"
+    ]
 
 
 def overflown(runtime: Runtime) -> tuple[float, float, float]:
@@ -62,7 +64,13 @@ def refused(runtime: Runtime) -> list[str]:
         ("data_parallel", {"compile": "require"}, SyncConfig()),
     ):
         with pytest.raises((ValueError, CannotCaptureError)) as told:
-            train(*made(runtime, sharding), Twice(list(batches(2))), runtime, TrainConfig(amp="fp16", **options), sync=sync)  # type: ignore[arg-type]
+            train(
+                *made(runtime, sharding),
+                Twice(list(batches(2))),
+                runtime,
+                TrainConfig(amp="fp16", **options),
+                sync=sync,
+            )  # type: ignore[arg-type]
         found.append(str(told.value))
     return found
 

@@ -23,9 +23,16 @@ LOCAL = SyncConfig(mode="local_sgd", every=5)
 
 def all_laws(runtime: Runtime) -> dict[str, Any]:
     faults = {
-        f"{fault}, {sharding}": spoiled(runtime, fault, sharding) for fault in ("label", "gradient") for sharding in SHARDINGS
+        f"{fault}, {sharding}": spoiled(runtime, fault, sharding)
+        for fault in ("label", "gradient")
+        for sharding in SHARDINGS
     }
-    return {**faults, "evaluated": evaluated(runtime), "uneven": uneven(runtime), "own loop": own_loop(runtime)} | clipped(runtime)
+    return {
+        **faults,
+        "evaluated": evaluated(runtime),
+        "uneven": uneven(runtime),
+        "own loop": own_loop(runtime),
+    } | clipped(runtime)
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +61,15 @@ def spoiled(runtime: Runtime, fault: str, sharding: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_a_label_that_is_no_number_on_one_rank_ends_all_before_it_is_written(two_ranks: list[Any], sharding: str) -> None:
+def test_a_label_that_is_no_number_on_one_rank_ends_all_before_it_is_written(
+    two_ranks: list[Any], sharding: str
+) -> None:
     first, second = (rank[f"label, {sharding}"] for rank in two_ranks)
     assert first == second
     assert (first["step"], first["finite"]) == (4, True)
     assert first["told"].startswith(
-        "the loss is nan on rank(s) [1] at step 4 of epoch 1: the label is nan in row 0 and 1 more of the batch on rank 1; "
+        "the loss is nan on rank(s) [1] at step 4 of epoch 1: the label is nan in row 0 and 1 more of the batch on "
+        "rank 1; "
         "nothing was written by this step; "
     )
 
@@ -69,7 +79,9 @@ def test_a_gradient_that_is_no_number_on_one_rank_ends_all_and_names_it(two_rank
     first, second = (rank[f"gradient, {sharding}"] for rank in two_ranks)
     assert first == second
     assert (first["step"], first["finite"]) == (4, True)
-    assert first["told"].startswith("the gradient of towers.user.mlp.0.bias is not finite on rank 1 at step 4 of epoch 1; no")
+    assert first["told"].startswith(
+        "the gradient of towers.user.mlp.0.bias is not finite on rank 1 at step 4 of epoch 1; no"
+    )
 
 
 def evaluated(runtime: Runtime) -> list[list[Tensor]]:
@@ -82,7 +94,15 @@ def evaluated(runtime: Runtime) -> list[list[Tensor]]:
         return {}
 
     config = TrainConfig(epochs=3, eval_every=2)
-    train(parallel, optimizer, Batches(runtime, 7), runtime, config, evaluate=look, sync=SyncConfig(mode="diloco", every=4))
+    train(
+        parallel,
+        optimizer,
+        Batches(runtime, 7),
+        runtime,
+        config,
+        evaluate=look,
+        sync=SyncConfig(mode="diloco", every=4),
+    )
     return [*seen, whole(parallel, optimizer)]
 
 
@@ -107,7 +127,9 @@ def test_loaders_of_unequal_length_are_told_on_every_rank_before_the_first_step(
     first, second = (rank["uneven"] for rank in two_ranks)
     assert first == second
     for told in first.values():
-        assert told.startswith("loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4: every rank must")
+        assert told.startswith(
+            "loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4: every rank must"
+        )
 
 
 def own_loop(runtime: Runtime) -> str:
@@ -125,7 +147,9 @@ def own_loop(runtime: Runtime) -> str:
 
 def test_unequal_steps_of_a_loop_of_ones_own_are_told_where_ranks_meet(two_ranks: list[Any]) -> None:
     for rank in two_ranks:
-        assert rank["own loop"].startswith("ranks have taken unequal numbers of steps, rank 0: 5, rank 1: 7: every rank's loader")
+        assert rank["own loop"].startswith(
+            "ranks have taken unequal numbers of steps, rank 0: 5, rank 1: 7: every rank's loader"
+        )
 
 
 def clipped(runtime: Runtime) -> dict[str, Any]:

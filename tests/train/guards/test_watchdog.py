@@ -29,7 +29,9 @@ def test_a_rank_that_hangs_names_its_line_and_leaves_its_stacks(tmp_path: Path) 
     with Watchdog(3, 0.2, tmp_path, ends.put) as watchdog:
         watchdog.beat("step 7 of epoch 0")
         said = stuck_in_a_loader(ends)
-    assert said.startswith("rank 3 has made no step for 0 s since step 7 of epoch 0: it waits for no other rank; its last line is ")
+    assert said.startswith(
+        "rank 3 has made no step for 0 s since step 7 of epoch 0: it waits for no other rank; its last line is "
+    )
     assert "in stuck_in_a_loader" in said
     assert "stuck_in_a_loader" in (tmp_path / "stacks-rank3.txt").read_text()
 
@@ -99,4 +101,6 @@ def test_the_rank_that_others_wait_for_is_the_first_to_say_so(tmp_path: Path) ->
     assert "it waits for other ranks in all_reduce" in other
     seconds = [int(said.split("no step for ")[1].split(" s")[0]) for said in (cause, other)]
     assert seconds[0] + 1 <= seconds[1], "its report comes when the cause has been told"
-    assert in_pause.startswith("rank 1 has stood still for 2 s since step 1 of epoch 0: it waits for other ranks in all_reduce")
+    assert in_pause.startswith(
+        "rank 1 has stood still for 2 s since step 1 of epoch 0: it waits for other ranks in all_reduce"
+    )

@@ -29,7 +29,9 @@ QUERIES, ITEMS, NEGATIVES = 21, 30, 9
 @pytest.mark.unit
 def test_ranks_by_hand(device: torch.device) -> None:
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 1, 2], [5, 6, -1, -1], [0, 7, 8, 7]], device=device)
-    scores = torch.tensor([[1.0, 2.0, 1.0, 0.0], [3.0, 9.0, 3.0, 9.0], [2.0, 2.0, 2.0, 9.0], [0.5, 0.6, 0.4, 0.7]], device=device)
+    scores = torch.tensor(
+        [[1.0, 2.0, 1.0, 0.0], [3.0, 9.0, 3.0, 9.0], [2.0, 2.0, 2.0, 9.0], [0.5, 0.6, 0.4, 0.7]], device=device
+    )
     better, ties, queries = ranks_among(scores, ids)
     assert better.tolist() == [1, 1, 0, 1], "an id that repeats counts once, an absent one not at all"
     assert ties.tolist() == [1, 0, 1, 0], "the target does not tie with itself"
@@ -87,7 +89,8 @@ def ranked(runtime: Runtime, towers: tuple[str, ...]) -> list[list[list[int]]]:
     """Among given candidates, and among all."""
     users, items, ids = drawn()
     parts = [
-        [(Vectors(rows[share.rows]), share.keep) for share in own_share(len(rows), runtime, block=4)] for rows in (users, items)
+        [(Vectors(rows[share.rows]), share.keep) for share in own_share(len(rows), runtime, block=4)]
+        for rows in (users, items)
     ]
     among = candidate_ranks(Lookup(), runtime, *parts, ids, towers=towers)  # type: ignore[arg-type]
     nothing = torch.zeros(0, dtype=torch.int64)
@@ -117,7 +120,9 @@ def test_too_few_queries_are_told() -> None:
     question = Question(targets=ids[:, 0], seen_rows=nothing, seen_items=nothing)
     few, all_items = [(Vectors(users[:20]), 20)], [(Vectors(items), ITEMS)]
     for function, asked in ((candidate_ranks, ids), (catalogue_ranks, question)):
-        with pytest.raises(ValueError, match=r"queries: 20 rows on rank 0, must be 21 of 21; make a batch for each share"):
+        with pytest.raises(
+            ValueError, match=r"queries: 20 rows on rank 0, must be 21 of 21; make a batch for each share"
+        ):
             function(Lookup(), Runtime(), few, all_items, asked)  # type: ignore[operator]
 
 
@@ -134,7 +139,9 @@ def test_popularity_on_the_split_of_the_ncf_paper() -> None:
     """Published: .4531 and .2542. The paper's evaluator lists the target last, so it loses every tie."""
     folder = Path(os.environ.get("TORCHREC_EXT_DATA") or "") / "ml-1m-ncf"
     if not os.environ.get("TORCHREC_EXT_DATA") or not (folder / "test_negatives.parquet").exists():
-        pytest.skip("needs the split of MovieLens 1M: set TORCHREC_EXT_DATA to a folder with ml-1m-ncf/test_negatives.parquet")
+        pytest.skip(
+            "needs the split of MovieLens 1M: set TORCHREC_EXT_DATA to a folder with ml-1m-ncf/test_negatives.parquet"
+        )
     train, test, negatives = (pq.read_table(folder / f"{name}.parquet") for name in ("train", "test", "test_negatives"))
     targets = test["item"].to_numpy()
     drawn = negatives["negative"].to_numpy().reshape(len(targets), 99)
@@ -143,7 +150,9 @@ def test_popularity_on_the_split_of_the_ncf_paper() -> None:
     popularity = torch.from_numpy(np.bincount(train["item"].to_numpy(), minlength=3706))
     ids = torch.from_numpy(np.concatenate([targets[:, None], drawn], axis=1)).long()
     ranks = ranks_among(popularity[ids], ids)
-    lost, shared, won = (ranking_metrics(r) for r in (ranks.ties_lost(), ranks, Ranks(ranks.better, torch.zeros_like(ranks.ties))))
+    lost, shared, won = (
+        ranking_metrics(r) for r in (ranks.ties_lost(), ranks, Ranks(ranks.better, torch.zeros_like(ranks.ties)))
+    )
     assert lost == pytest.approx({"hr@10": 0.4531, "ndcg@10": 0.2541}, abs=1e-4)
     assert shared == pytest.approx({"hr@10": 0.45348, "ndcg@10": 0.25427}, abs=1e-5)
     assert all(lost[name] < shared[name] < won[name] for name in shared)

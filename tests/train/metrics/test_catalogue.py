@@ -22,7 +22,15 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
-from torchrec_ext.train.metrics import Coverage, Question, catalogue, own_share, popularity_ranks, ranking_metrics, ranks_of
+from torchrec_ext.train.metrics import (
+    Coverage,
+    Question,
+    catalogue,
+    own_share,
+    popularity_ranks,
+    ranking_metrics,
+    ranks_of,
+)
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
 NOTHING = torch.zeros(0, dtype=torch.int64)
@@ -31,8 +39,11 @@ NOTHING = torch.zeros(0, dtype=torch.int64)
 @pytest.mark.unit
 def test_ranks_by_hand() -> None:
     scores = torch.tensor([[9.0, 1.0, 2.0, 3.0, 3.0], [9.0, 1.0, 1.0, 1.0, 8.0], [9.0, 5.0, 4.0, 3.0, 2.0]])
-    # The first leaves out item 4, which ties with its target; the last has its target among what it has seen, which still counts.
-    question = Question(targets=torch.tensor([3, 2, 2]), seen_rows=torch.tensor([0, 2, 2]), seen_items=torch.tensor([4, 2, 1]))
+    # The first leaves out item 4, which ties with its target; the last has its target among what it has seen, which
+    # still counts.
+    question = Question(
+        targets=torch.tensor([3, 2, 2]), seen_rows=torch.tensor([0, 2, 2]), seen_items=torch.tensor([4, 2, 1])
+    )
     better, ties, queries = ranks_of(scores, question)
     assert queries is None
     assert better.tolist() == [0, 1, 0], "item 0 is unknown and never ranked"
@@ -66,7 +77,9 @@ def test_several_targets_are_candidates_of_each_other(device: torch.device) -> N
 @given(data=st.data())
 def test_any_targets_and_any_block_like_a_plain_loop(data: st.DataObject) -> None:
     rows, items = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 7))
-    scores = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=rows * items, max_size=rows * items))).view(rows, items)
+    scores = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=rows * items, max_size=rows * items))).view(
+        rows, items
+    )
     own = [data.draw(st.sets(st.integers(0, items - 1), min_size=1)) for _ in range(rows)]
     seen = [data.draw(st.sets(st.integers(0, items - 1))) for _ in range(rows)]
     question = Question(
@@ -153,7 +166,9 @@ def test_the_shares_of_the_ranks_hold_every_row_once_and_in_order(total: int, wo
     kept = [row for share in shares for rows, keep in share for row in list(range(total))[rows][:keep]]
     assert kept == list(range(total))
     assert len({len(share) for share in shares}) == 1, "a look-up is collective, so every rank makes as many"
-    assert all(1 <= len(range(total)[rows]) <= block for share in shares for rows, _ in share), "never a look-up of nothing"
+    assert all(1 <= len(range(total)[rows]) <= block for share in shares for rows, _ in share), (
+        "never a look-up of nothing"
+    )
 
 
 def small() -> InteractionData:
@@ -180,7 +195,8 @@ def ranked(runtime: Runtime, interaction: str, sharding: str) -> dict[str, Any]:
     block = 8
     rows_of = data.test.slice
     users = [
-        (builder.user_batch(rows_of(rows.start, rows.stop)), keep) for rows, keep in own_share(data.test.num_rows, runtime, block)
+        (builder.user_batch(rows_of(rows.start, rows.stop)), keep)
+        for rows, keep in own_share(data.test.num_rows, runtime, block)
     ]
     ids = data.items["item_id"].values
     items = [(builder.item_batch(ids[rows]), keep) for rows, keep in own_share(len(ids), runtime, block)]
@@ -222,7 +238,9 @@ def test_any_number_of_ranks_ranks_like_a_plain_loop(interaction: str, sharding:
         outcomes = run_ranks(ranked, world_size, interaction, sharding)
         covered = {"coverage@3": len(shown(outcomes[0]["scores"], question, 3)) / 53}
         better, ties = outcomes[0]["ranks"]
-        assert all(torch.equal(other, mine) for o in outcomes for other, mine in zip(o["ranks"], (better, ties), strict=True))
+        assert all(
+            torch.equal(other, mine) for o in outcomes for other, mine in zip(o["ranks"], (better, ties), strict=True)
+        )
         # Candidates closer than this may change places, since sums are taken in another order.
         most, least = (torch.tensor(places(outcomes[0]["scores"], question, margin)) for margin in (-1e-6, 1e-6))
         assert bool(((least <= better) & (better + ties <= most)).all())
@@ -255,4 +273,6 @@ def test_the_figures_of_recbole_on_its_own_split() -> None:
     ease = ranking_metrics(ranks_of((taken @ weights)[users], question), 10, ("recall", "ndcg"))
     assert ease == pytest.approx({"recall@10": 0.2808, "ndcg@10": 0.3309}, abs=5e-5)
     popular = ranking_metrics(popularity_ranks(taken.sum(0), question), 10, ("recall", "ndcg"))
-    assert popular == pytest.approx({"recall@10": 0.1274, "ndcg@10": 0.1416}, abs=5e-4), "counts tie, and RecBole favours some"
+    assert popular == pytest.approx({"recall@10": 0.1274, "ndcg@10": 0.1416}, abs=5e-4), (
+        "counts tie, and RecBole favours some"
+    )

@@ -58,7 +58,10 @@ def test_the_exact_auc_counts_pairs_of_all_ranks_and_no_padding() -> None:
 @pytest.mark.unit
 @given(
     st.lists(
-        st.tuples(st.sampled_from([-3.0, -0.5, -0.0, 0.0, 0.5, 200.0]), st.sampled_from([0, 0.3, 1]), st.integers(0, 2)), min_size=1
+        st.tuples(
+            st.sampled_from([-3.0, -0.5, -0.0, 0.0, 0.5, 200.0]), st.sampled_from([0, 0.3, 1]), st.integers(0, 2)
+        ),
+        min_size=1,
     )
 )
 def test_auc_by_definition(drawn: list[tuple[float, float, int]]) -> None:
@@ -99,7 +102,9 @@ def test_log_loss_entropy_and_calibration_by_definition() -> None:
     assert found["ne"] == pytest.approx(loss / entropy, rel=1e-12)
     assert found["calibration"] == pytest.approx(float((w * p).sum() / (w * y).sum()), rel=1e-12)
     states = get_ne_states(y[None], p[None].clone(), w[None], 1e-12)
-    theirs = compute_ne(*(states[n] for n in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")), 1e-12)
+    theirs = compute_ne(
+        *(states[n] for n in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")), 1e-12
+    )
     assert found["ne"] == pytest.approx(float(theirs), rel=1e-9)
     assert float(states["cross_entropy_sum"] / w.sum()) * math.log(2) == pytest.approx(loss, rel=1e-9)
     assert found["calibration"] == pytest.approx(
@@ -193,9 +198,15 @@ def test_grouped_auc_at_its_ends() -> None:
     ("options", "message"),
     [
         ({"logits": torch.zeros(4, 1)}, r"logits \(4, 1\), labels \(4,\), weights \(4,\): must all be \(B,\)"),
-        ({"logits": torch.tensor([0, torch.nan, 0, 0])}, r"logits: nan in 1 of 4 rows; must be finite: has training diverged"),
+        (
+            {"logits": torch.tensor([0, torch.nan, 0, 0])},
+            r"logits: nan in 1 of 4 rows; must be finite: has training diverged",
+        ),
         ({"logits": torch.tensor([0, torch.inf, 0, torch.inf])}, r"logits: inf in 2 of 4 rows"),
-        ({"labels": torch.tensor([0.0, 1.0, 5.0, 3.0])}, r"labels: 5.0 in 2 of 4 rows; must be 0 to 1: turn ratings into 0 and 1"),
+        (
+            {"labels": torch.tensor([0.0, 1.0, 5.0, 3.0])},
+            r"labels: 5.0 in 2 of 4 rows; must be 0 to 1: turn ratings into 0 and 1",
+        ),
         ({"weights": torch.tensor([1.0, -1.0, 1.0, 1.0])}, r"weights: -1.0 in 1 of 4 rows; must be 0 or more"),
     ],
 )

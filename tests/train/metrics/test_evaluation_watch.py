@@ -25,7 +25,9 @@ class Clock:
         return found
 
 
-def test_a_long_evaluation_is_foreseen_after_its_first_block_and_told_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_evaluation_is_foreseen_after_its_first_block_and_told_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     clock = Clock(monkeypatch, 4.0)
     with watching(EvaluationWatch(Runtime(), say=said.append)):

@@ -78,10 +78,14 @@ def plain(order: list[bool], k: int) -> tuple[float, ...]:
 
 @pytest.mark.unit
 @given(
-    candidates=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6).filter(lambda c: any(r for _, r in c)),
+    candidates=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6).filter(
+        lambda c: any(r for _, r in c)
+    ),
     k=st.integers(1, 5),
 )
-def test_several_relevant_items_count_as_the_mean_over_all_orders_of_the_ties(candidates: list[tuple[int, bool]], k: int) -> None:
+def test_several_relevant_items_count_as_the_mean_over_all_orders_of_the_ties(
+    candidates: list[tuple[int, bool]], k: int
+) -> None:
     scores = [score for score, _ in candidates]
     own = [score for score, relevant in candidates if relevant]
     ranks = Ranks(
@@ -89,7 +93,9 @@ def test_several_relevant_items_count_as_the_mean_over_all_orders_of_the_ties(ca
         torch.tensor([scores.count(score) - 1 for score in own]),
         torch.zeros(len(own), dtype=torch.int64),
     )
-    orders = [order for order in itertools.permutations(candidates) if [s for s, _ in order] == sorted(scores, reverse=True)]
+    orders = [
+        order for order in itertools.permutations(candidates) if [s for s, _ in order] == sorted(scores, reverse=True)
+    ]
     each = [plain([relevant for _, relevant in order], k) for order in orders]
     expected = [sum(values) / len(each) for values in zip(*each, strict=True)]
     assert list(ranking_metrics(ranks, k, ALL).values()) == pytest.approx(expected)
@@ -107,7 +113,9 @@ def test_several_k_are_those_of_each() -> None:
     found = ranking_metrics(some_ranks(), (1, 5, 20), ALL)
     assert len(found) == 15
     for k in (1, 5, 20):
-        assert {name: value for name, value in found.items() if name.endswith(f"@{k}")} == ranking_metrics(some_ranks(), k, ALL)
+        assert {name: value for name, value in found.items() if name.endswith(f"@{k}")} == ranking_metrics(
+            some_ranks(), k, ALL
+        )
     assert found["recall@1"] < found["recall@5"] < found["recall@20"] == 1.0
 
 
@@ -146,7 +154,9 @@ def test_wrong_arguments_are_named() -> None:
         ranking_metrics(some_ranks(), 5, ("map",))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"k=\[5, 0\]"):
         RankingMetrics((5, 0))
-    with pytest.raises(ValueError, match=r"queries: given; ties can only be lost where each query has one relevant item"):
+    with pytest.raises(
+        ValueError, match=r"queries: given; ties can only be lost where each query has one relevant item"
+    ):
         some_ranks().ties_lost()
 
 

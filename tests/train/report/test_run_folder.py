@@ -35,7 +35,9 @@ def test_a_run_can_be_read_back(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a" / "b", {"seed": 3, "path": Path("x")})
     for record in RECORDS:
         folder.log(record)
-        assert json.loads((folder.path / "metrics.jsonl").read_text().splitlines()[-1]) == record, "not later than it is known"
+        assert json.loads((folder.path / "metrics.jsonl").read_text().splitlines()[-1]) == record, (
+            "not later than it is known"
+        )
     folder.write("plan.txt", "every rank")
     picture = folder.close({"hr@10": 0.1})
     assert json.loads((folder.path / "config.json").read_text()) == {"seed": 3, "path": "x"}
@@ -61,7 +63,10 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_flag(tmp_path: Path) -> 
     file.write_text("")
     with pytest.raises(RunFolderError) as error:
         RunFolder(file / "run", {})
-    assert str(error.value) == f"run folder '{file / 'run'}' cannot be written: Not a directory; choose another with --run-dir"
+    assert (
+        str(error.value)
+        == f"run folder '{file / 'run'}' cannot be written: Not a directory; choose another with --run-dir"
+    )
 
 
 def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:

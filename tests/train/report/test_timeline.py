@@ -39,7 +39,9 @@ MS = 1000.0
 STEPS = 3
 
 
-def rank(busy: list[Interval], exchange: list[Interval] = [], **towers: tuple[list[Interval], list[Interval]]) -> RankSpans:  # noqa: B006
+def rank(
+    busy: list[Interval], exchange: list[Interval] = [], **towers: tuple[list[Interval], list[Interval]]
+) -> RankSpans:
     forward, backward = ({name: ways[way] for name, ways in towers.items()} for way in (0, 1))
     return RankSpans(forward=forward, backward=backward, busy=busy, exchange=exchange)
 
@@ -65,7 +67,9 @@ def test_a_rank_that_waits_in_a_tower_does_not_count() -> None:
     assert overlap([rank([])]) == {}
 
 
-sets_of = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=8)
+sets_of = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 6)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=8
+)
 
 
 @pytest.mark.unit
@@ -78,7 +82,9 @@ def test_time_shared_by_sets_is_what_counting_moments_gives(sets: list[list[Inte
     assert length(union(sets[0])) == length(both(apart[0], [(0, 40)]))
 
 
-def op(name: str, ts: float, dur: float, number: int | None = None, thread: int = 0, cat: str = "cpu_op") -> dict[str, Any]:
+def op(
+    name: str, ts: float, dur: float, number: int | None = None, thread: int = 0, cat: str = "cpu_op"
+) -> dict[str, Any]:
     args = {} if number is None else {"Sequence number": number, "Fwd thread id": thread}
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 7, "tid": 7, "args": args}
 
@@ -207,7 +213,9 @@ def test_the_traces_of_real_ranks_become_one_file_with_a_lane_for_each(real: tup
     assert {event["pid"] for event in events} == {0, 1}
     for number in (0, 1):
         spans = [event["name"] for event in events if event["pid"] == number and event.get("cat") == "tower"]
-        assert sorted(spans) == sorted([f"{tower} {way}" for tower in ("user", "item") for way in ("forward", "backward")] * STEPS)
+        assert sorted(spans) == sorted(
+            [f"{tower} {way}" for tower in ("user", "item") for way in ("forward", "backward")] * STEPS
+        )
         assert any(event["name"].startswith("gloo:") for event in events if event["pid"] == number)
     starts = [event["ts"] for event in events if event["ph"] == "X"]
     assert min(starts) == pytest.approx(0, abs=1)

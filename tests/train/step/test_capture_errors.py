@@ -61,7 +61,9 @@ def breaking(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
     return once
 
 
-def end_of(runtime: Runtime, model: nn.Module, engine: Engine, compile_: str, sizes: list[int] = SIZES) -> tuple[str, Any, str]:
+def end_of(
+    runtime: Runtime, model: nn.Module, engine: Engine, compile_: str, sizes: list[int] = SIZES
+) -> tuple[str, Any, str]:
     """The error that ended a run, if any, the weights, and what was said."""
     steps.PAYS_S, steps.WATCHED, steps.PATIENCE = {"cpu": 0.0}, 2, 0
     steps.engine_for = lambda _: (engine, "capturing")
@@ -79,7 +81,11 @@ def user_errors(runtime: Runtime) -> list[tuple[str, str]]:
     """Of a shape that comes first, and later, to a captured step; of a step that has run already."""
     found = []
     for compile_ in ("auto", "require"):
-        for engine, size, sizes in ((tracing, 24, [12, 12, 24]), (tracing, 12, SIZES), (breaking, 12, [24, 24, 24, 12])):
+        for engine, size, sizes in (
+            (tracing, 24, [12, 12, 24]),
+            (tracing, 12, SIZES),
+            (breaking, 12, [24, 24, 24, 12]),
+        ):
             error, _, said = end_of(runtime, strict(size), engine, compile_, sizes)
             found.append((error, said))
     return found
@@ -104,8 +110,12 @@ def test_an_error_of_the_capture_alone_is_told_with_its_line_and_no_step_is_left
     assert all(torch.equal(refused[1][name], value) for name, value in plain[1].items())
     assert refused[2].count("not captured: RuntimeError at ") == 1
     assert "this engine takes nothing; training goes on without" in refused[2]
-    assert required[0].startswith("CannotCaptureError: train.compile=require: the training step cannot be captured: RuntimeError")
-    assert broken[0] == "RuntimeError: index out of bounds: 0 <= tmp7 < 654"  # the model itself has nothing against the batch
+    assert required[0].startswith(
+        "CannotCaptureError: train.compile=require: the training step cannot be captured: RuntimeError"
+    )
+    assert (
+        broken[0] == "RuntimeError: index out of bounds: 0 <= tmp7 < 654"
+    )  # the model itself has nothing against the batch
 
 
 def sometimes(size: int) -> nn.Module:
@@ -128,7 +138,10 @@ def once(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
 
 
 def uneven(runtime: Runtime) -> list[tuple[str, Any, str]]:
-    return [end_of(runtime, sometimes(12), engine, way) for engine, way in ((as_it_is, "off"), (once, "auto"), (once, "require"))]
+    return [
+        end_of(runtime, sometimes(12), engine, way)
+        for engine, way in ((as_it_is, "off"), (once, "auto"), (once, "require"))
+    ]
 
 
 def test_a_step_after_which_parameters_stand_apart_ends_the_capture_and_not_the_run() -> None:

@@ -39,7 +39,16 @@ from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step import choose as steps
-from torchrec_ext.train.step.captured import MOST_GRAPHS, CapturedStep, Engine, as_it_is, cuda_graph, engine_for, inductor, traced
+from torchrec_ext.train.step.captured import (
+    MOST_GRAPHS,
+    CapturedStep,
+    Engine,
+    as_it_is,
+    cuda_graph,
+    engine_for,
+    inductor,
+    traced,
+)
 from torchrec_ext.train.step.lowering import CannotCaptureError, Packer, lowered, static_bags
 
 KINDS: list[tuple[str, str, dict[str, Any]]] = [
@@ -67,7 +76,9 @@ def stepped(model: nn.Module, optimizer: Any, batch: TowerBatch) -> Tensor:
     return loss.detach()  # type: ignore[no-any-return]
 
 
-def differences(runtime: Runtime, kind: tuple[str, str, dict[str, Any]], engine: Engine, count: int) -> list[dict[str, float]]:
+def differences(
+    runtime: Runtime, kind: tuple[str, str, dict[str, Any]], engine: Engine, count: int
+) -> list[dict[str, float]]:
     """After ``count`` steps, of tables moved whole and row by row: how far loss, weights and state are from the sharded model's."""
     given = [batch.to(runtime.device) for batch in batches(count)]
     model, optimizer = sharded(runtime, *kind)
@@ -100,7 +111,11 @@ def farthest(before: dict[str, Tensor] | None, after: dict[str, Tensor] | None) 
 
 
 def whole(state: Any) -> Tensor:
-    return state.local_shards()[0].tensor if hasattr(state, "local_shards") else torch.as_tensor(state, dtype=torch.float32)
+    return (
+        state.local_shards()[0].tensor
+        if hasattr(state, "local_shards")
+        else torch.as_tensor(state, dtype=torch.float32)
+    )
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -130,8 +145,8 @@ def check(kind: tuple[str, str, dict[str, Any]], ways: list[dict[str, float]]) -
 
 @pytest.mark.slow
 def test_200_compiled_steps_equal_200_of_the_sharded_model() -> None:
-    # At a rate at which two eager runs stay together too: at .01 on labels drawn at random, weights that begin 3e-4 apart are .27
-    # apart after 200 steps, whoever takes them.
+    # At a rate at which two eager runs stay together too: at .01 on labels drawn at random, weights that begin 3e-4
+    # apart are .27 apart after 200 steps, whoever takes them.
     kind: tuple[str, str, dict[str, Any]] = ("adam", "auto", {"tables_lr": 1e-3, "dense_lr": 1e-3})
     (found,) = run_ranks(differences, 1, kind, inductor, 200, timeout_s=1800)
     check(kind, found)
@@ -141,7 +156,9 @@ def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
     """A small network over 90 positives with 2 negatives, resident, in steps of 16: the last one has 10."""
     generator = np.random.default_rng(0)
     users, items = generator.integers(0, 20, 90), generator.integers(1, 31, 90)
-    chunk = Chunk({"user_id": Column(users), "item_id": Column(items), "age": Column(generator.random(90, dtype=np.float32))})
+    chunk = Chunk(
+        {"user_id": Column(users), "item_id": Column(items), "age": Column(generator.random(90, dtype=np.float32))}
+    )
     model = ContextualNCF(20, 31, context_dense=["age"], shared=("user",), device=META)
     torch.manual_seed(0)
     loader = ChunkLoader(
@@ -166,7 +183,9 @@ def runs(runtime: Runtime, engine: Engine, **options: Any) -> dict[str, Any]:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             config = TrainConfig(epochs=3, log_every=4, compile=compile_, **options)  # type: ignore[arg-type]
-            history = train(model, optimizer, loader, runtime, config, evaluate=lambda model=model: {"sum": total(model)})
+            history = train(
+                model, optimizer, loader, runtime, config, evaluate=lambda model=model: {"sum": total(model)}
+            )
         found[compile_] = {"state": gather_state(model), "history": history, "said": said.getvalue()}
     return found
 
@@ -200,7 +219,9 @@ def test_mixed_precision_keeps_weights_in_float32_and_learns_nearly_the_same_cap
     for way in ("off", "require"):
         assert {value.dtype for value in mixed[way]["state"].values()} == {torch.float32}
         assert farthest(plain[way]["state"], mixed[way]["state"]) > 0
-        losses = [[record["loss"] for record in run[way]["history"] if record["kind"] == "train"] for run in (plain, mixed)]
+        losses = [
+            [record["loss"] for record in run[way]["history"] if record["kind"] == "train"] for run in (plain, mixed)
+        ]
         assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
@@ -337,7 +358,9 @@ def shapes(runtime: Runtime) -> tuple[dict[str, int], str, Any]:
     states, counts = [], {}
     steps.PAYS_S, steps.WATCHED, steps.PATIENCE = {"cpu": 0.0}, 2, 1
     for compile_ in ("off", "require", "auto"):
-        model, optimizer = hybrid_parallel(small_model(META), runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01))
+        model, optimizer = hybrid_parallel(
+            small_model(META), runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
+        )
         said = io.StringIO()
         count = 0
 
@@ -358,7 +381,8 @@ def shapes(runtime: Runtime) -> tuple[dict[str, int], str, Any]:
 def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
     ((counts, told, (before, after, patient)),) = run_ranks(shapes, 1)
     assert told.endswith(
-        "a captured step of 20 rows moves only the rows it reads of tables with more than 5 rows per look-up (user_id), the others "
+        "a captured step of 20 rows moves only the rows it reads of tables with more than 5 rows per look-up "
+        "(user_id), the others "
         "as a whole (history, item_id)"
     )
     assert 2 <= counts["require"] <= MOST_GRAPHS
@@ -379,7 +403,9 @@ def test_a_missing_compiler_is_told() -> None:
 def test_a_compile_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(CannotCaptureError, match=r"the compile cache '.*file/cache' cannot be written .*TORCHINDUCTOR_CACHE_DIR"):
+    with pytest.raises(
+        CannotCaptureError, match=r"the compile cache '.*file/cache' cannot be written .*TORCHINDUCTOR_CACHE_DIR"
+    ):
         engine_for(torch.device("cpu"))
 
 
@@ -432,7 +458,8 @@ def of_layers(runtime: Runtime) -> list[dict[str, float]]:
     for make in (with_noise_and_statistics, over_a_batch):
         made = []
         for _ in range(2):
-            # A softmax over the batch says nothing of the items' last bias: Adam would make steps of that nothing's rounding.
+            # A softmax over the batch says nothing of the items' last bias: Adam would make steps of that nothing's
+            # rounding.
             optimizer = OptimizerConfig(tables="adagrad", tables_lr=0.01, dense="sgd", dense_lr=0.1)
             model = redrawn(make())
             plan = plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"), optimizer=optimizer)
@@ -452,7 +479,9 @@ def of_layers(runtime: Runtime) -> list[dict[str, float]]:
         far["weights"] = farthest(gather_state(model), gather_state(other))
         one, two = (dict(each.named_buffers()) for each in (model, other))
         far["statistics"] = max((distance(one[name].float(), two[name].float()) for name in one), default=0.0)
-        far["moved"] = max((float(value.float().abs().max()) for name, value in two.items() if "running_mean" in name), default=1.0)
+        far["moved"] = max(
+            (float(value.float().abs().max()) for name, value in two.items() if "running_mean" in name), default=1.0
+        )
         found.append(far)
     return found
 

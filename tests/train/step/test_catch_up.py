@@ -64,7 +64,8 @@ def rate_of(schedule: Schedule) -> Callable[[int], float]:
 
 @pytest.mark.parametrize("share", [0.05, 0.01])
 @pytest.mark.parametrize(
-    "schedule", [Schedule(kind="cosine", warmup=50), Schedule(kind="step", every=100), Schedule(kind="inverse_sqrt", warmup=20)]
+    "schedule",
+    [Schedule(kind="cosine", warmup=50), Schedule(kind="step", every=100), Schedule(kind="inverse_sqrt", warmup=20)],
 )
 def test_skipped_steps_count_at_their_own_rates_under_a_schedule(share: float, schedule: Schedule) -> None:
     assert distance(share, (0.9, 0.999), 1e-8, rate_of(schedule)) < 1e-4

@@ -78,7 +78,9 @@ def runs(runtime: Runtime) -> tuple[list[Any], int, list[str]]:
 
     steps.engine_for = lambda _: (counting, "capturing")
     for compile_ in ("off", "require", "auto"):
-        model, optimizer = hybrid_parallel(small_model(META), runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01))
+        model, optimizer = hybrid_parallel(
+            small_model(META), runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
+        )
         spoken = io.StringIO()
         with contextlib.redirect_stdout(spoken):
             train(model, optimizer, Growing(40), runtime, TrainConfig(epochs=2, compile=compile_))  # type: ignore[arg-type]

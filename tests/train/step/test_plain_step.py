@@ -59,7 +59,9 @@ def weighted_batches(count: int) -> Iterator[TowerBatch]:
     for batch in batches(count):
         sparse = batch.sparse
         weights = torch.rand(sparse.values().shape, generator=generator)
-        batch.weighted = type(sparse)(keys=sparse.keys(), values=sparse.values(), lengths=sparse.lengths(), weights=weights)
+        batch.weighted = type(sparse)(
+            keys=sparse.keys(), values=sparse.values(), lengths=sparse.lengths(), weights=weights
+        )
         yield batch
 
 

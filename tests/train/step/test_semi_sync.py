@@ -69,13 +69,21 @@ def semi_sync(runtime: Runtime) -> dict[str, Any]:
         model = small_model(META)
         plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=OPTIMIZERS[kind])
         parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=OPTIMIZERS[kind], seed=7)
-        pipeline = make_pipeline(parallel, keyed, runtime.device, sync=SyncConfig(mode="semi_sync", stash_gradients=stash))
+        pipeline = make_pipeline(
+            parallel, keyed, runtime.device, sync=SyncConfig(mode="semi_sync", stash_gradients=stash)
+        )
         own = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
         logits = [pipeline.progress(own).logits for _ in range(STEPS)]
-        found[name] = {"logits": logits, "state": gather_state(parallel), "unpipelined": unpipelined(pipeline, parallel)}
+        found[name] = {
+            "logits": logits,
+            "state": gather_state(parallel),
+            "unpipelined": unpipelined(pipeline, parallel),
+        }
         found[name]["dense"] = [parameter.detach().clone() for parameter in keyed.dense_parameters]
     model = small_model(META)
-    replicated, keyed = hybrid_parallel(model, runtime, plan=plan_sharding(model, runtime, PlanConfig(sharding="data_parallel")))
+    replicated, keyed = hybrid_parallel(
+        model, runtime, plan=plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"))
+    )
     with pytest.raises(ValueError, match="semi_sync: table") as refused:
         make_pipeline(replicated, keyed, runtime.device, sync=SyncConfig(mode="semi_sync"))
     sharded, keyed = hybrid_parallel(small_model(META), runtime, plan=plan, optimizer=OPTIMIZERS["adam"])

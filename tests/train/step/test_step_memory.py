@@ -28,7 +28,12 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        in_place = func._schema.name.endswith("_") or func._schema.is_mutable or not isinstance(made, Tensor) or made._is_view()
+        in_place = (
+            func._schema.name.endswith("_")
+            or func._schema.is_mutable
+            or not isinstance(made, Tensor)
+            or made._is_view()
+        )
         if not in_place and made.dim() == 2:
             self.rows = max(self.rows, len(made))
         return made
@@ -79,7 +84,10 @@ def scheduled(runtime: Runtime, schedule: Schedule) -> float:
 
 
 def under_schedules(runtime: Runtime) -> list[float]:
-    return [scheduled(runtime, each) for each in (Schedule(), Schedule(kind="step", every=10), Schedule(kind="cosine", warmup=5))]
+    return [
+        scheduled(runtime, each)
+        for each in (Schedule(), Schedule(kind="step", every=10), Schedule(kind="cosine", warmup=5))
+    ]
 
 
 def test_rows_that_are_seldom_read_end_where_dense_adam_ends_under_a_schedule() -> None:

@@ -23,7 +23,9 @@ def _restore() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("given", [2, 5, 400])
-def test_every_item_is_trained_on_once_in_order_and_the_fastest_number_stays(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_item_is_trained_on_once_in_order_and_the_fastest_number_stays(
+    given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
 
     def run(items: Iterable[int]) -> Iterator[int]:
@@ -61,6 +63,10 @@ def test_processes_of_a_host_are_pinned_to_cores_of_their_own() -> None:
 def test_an_epoch_that_is_over_before_anything_was_measured_leaves_the_number_as_it_was() -> None:
     torch.set_num_threads(2)
     said: list[str] = []
-    assert list(with_best_threads(iter(range(3)), iter, Runtime(), said.append)) == [0, 1, 2]  # what is slow once takes them all
+    assert list(with_best_threads(iter(range(3)), iter, Runtime(), said.append)) == [
+        0,
+        1,
+        2,
+    ]  # what is slow once takes them all
     assert torch.get_num_threads() == 2
     assert said[0].startswith("threads: 2 (as before: the epoch was over before a step could be measured)")

@@ -19,14 +19,18 @@ from torchrec_ext.train.step.captured import as_it_is
 MS = r"[\d.e+]+ ms"
 
 
-def told(runtime: Runtime, *, pays: float = 60.0, count: int = 40, sync: SyncConfig | None = None, **options: Any) -> list[Any]:
+def told(
+    runtime: Runtime, *, pays: float = 60.0, count: int = 40, sync: SyncConfig | None = None, **options: Any
+) -> list[Any]:
     """The records of kind ``steps``."""
     steps.PAYS_S, steps.engine_for = {"cpu": pays}, lambda _: (as_it_is, "capturing")
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"))
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
     logged: list[Any] = []
-    train(parallel, optimizer, Few([24] * count), runtime, TrainConfig(epochs=1, **options), sync=sync, log=logged.append)
+    train(
+        parallel, optimizer, Few([24] * count), runtime, TrainConfig(epochs=1, **options), sync=sync, log=logged.append
+    )
     return [record for record in logged if record["kind"] == "steps"]
 
 

@@ -85,7 +85,8 @@ def verify(path: Path, source: Download) -> None:
     found = sha256(path)
     if found != source.sha256:
         raise DataError(
-            f"{path}: {path.stat().st_size:,} bytes with sha256 {found}, the publisher's file has {source.size:,} bytes with "
+            f"{path}: {path.stat().st_size:,} bytes with sha256 {found}, the publisher's file has {source.size:,} "
+            "bytes with "
             f"sha256 {source.sha256}; delete it and get it again from {source.url}"
         )
 
@@ -129,20 +130,21 @@ class DataConfig:
     """Which set to load.
 
     Args:
-        name: ``ml-100k``, ``ml-1m-ncf``, generated data (``planted``, ``checkerboard``), or that of a folder of your own in one of
-            the layouts of :data:`torchrec_ext.data.datasets.folder.LAYOUTS`.
+        name: ``ml-100k``, ``ml-1m-ncf``, generated data (``planted``, ``checkerboard``), or that of a folder of your
+            own in one of the layouts of :data:`torchrec_ext.data.datasets.folder.LAYOUTS`.
         history_length: how many earlier items of the user a row holds at most.
         folder: where real sets lie, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         offline: never download.
         users: how many users to generate; the generator's own default where not given. For generated sets only.
         items: how many items to generate.
         seed: of the generator, and of what is held out for validation where no time says which.
-        split: of ml-100k: ``last_item`` of each user for test and the one before it for validation; ``recbole``, the default of
-            RecBole 1.2.1, all held-out items of a user found in one ranking; ``tfrs``, a random fifth for test, ranked among all
-            titles, those that the user has taken before too, as in TensorFlow Recommenders' tutorial.
-        context: of a folder of your own, columns of its interactions that say in what context an item was taken, such as
-            ``hour,device``, and are known when it is asked for: a rating is not. Text and whole numbers become ids, fractions
-            numbers; negatives have the context of their positive. All recipes but ``session`` read them.
+        split: of ml-100k: ``last_item`` of each user for test and the one before it for validation; ``recbole``, the
+            default of RecBole 1.2.1, all held-out items of a user found in one ranking; ``tfrs``, a random fifth for
+            test, ranked among all titles, those that the user has taken before too, as in TensorFlow Recommenders'
+            tutorial.
+        context: of a folder of your own, columns of its interactions that say in what context an item was taken, such
+            as ``hour,device``, and are known when it is asked for: a rating is not. Text and whole numbers become ids,
+            fractions numbers; negatives have the context of their positive. All recipes but ``session`` read them.
         validation: hold rows out for validation; False trains on them, for a last run with settings chosen before. For
             ``ml-1m-ncf`` and folders like it, and ``tfrs``.
     """
@@ -167,19 +169,24 @@ class DataConfig:
         if self.split not in get_args(Split100K):
             raise ValueError(f"data.split={self.split!r}: must be one of {', '.join(get_args(Split100K))}")
         if not self.validation and (self.name in GENERATED or (self.name == "ml-100k" and self.split != "tfrs")):
-            raise ValueError(f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out")
+            raise ValueError(
+                f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out"
+            )
         if self.split != "last_item" and self.name != "ml-100k":
             raise ValueError(f"data.split={self.split!r}: a split of ml-100k; leave it out with data.name={self.name}")
         if self.context and self.name in NAMES:
             raise ValueError(
-                f"data.context={','.join(self.context)}: of a folder of your own; the rows of {self.name} have none: leave it out"
+                f"data.context={','.join(self.context)}: of a folder of your own; the rows of {self.name} have none: "
+                "leave it out"
             )
         if self.history_length < 0:
             raise ValueError(f"data.history_length={self.history_length}: must be 0 or more")
         for key in ("users", "items"):
             value = getattr(self, key)
             if value is not None and self.name not in GENERATED:
-                raise ValueError(f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name=planted")
+                raise ValueError(
+                    f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name=planted"
+                )
             if value is not None and value < 1:
                 raise ValueError(f"data.{key}={value}: must be 1 or more")
 
@@ -231,8 +238,8 @@ def load(
 def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData:
     """Loads the set that ``config`` names.
 
-    A real set is looked for in ``<folder>/<name>/`` (parquet files, or the publisher's zip), then in the user's cache, then it is
-    downloaded there. Several processes may call this at once: one of them downloads.
+    A real set is looked for in ``<folder>/<name>/`` (parquet files, or the publisher's zip), then in the user's cache,
+    then it is downloaded there. Several processes may call this at once: one of them downloads.
 
     Args:
         config: which set.
@@ -278,7 +285,8 @@ def _recbole(config: DataConfig, ratings: Chunk) -> Protocol:
     if folder is None or not (folder / "recbole_split.parquet").exists():
         raise DatasetUnavailable(
             f"data.split=recbole needs recbole_split.parquet (user_id, item_id, split: train, valid or test), and "
-            f"{folder or f'neither data.folder nor {FOLDER_VARIABLE} is given'}{' has none' if folder else ''}; write what RecBole "
+            f"{folder or f'neither data.folder nor {FOLDER_VARIABLE} is given'}{' has none' if folder else ''}; write "
+            "what RecBole "
             "1.2.1 makes of ml-100k by its defaults there"
         )
     return recbole(ratings, folder / "recbole_split.parquet", config.history_length)
@@ -290,13 +298,16 @@ def _from_folder(config: DataConfig) -> InteractionData:
         looked = folder or f"nowhere, since neither data.folder nor {FOLDER_VARIABLE} is given"
         if config.name not in NAMES:
             raise DataError(
-                f"data.name={config.name!r}: there is no such set; choose one of {', '.join(NAMES)}, or give a folder of that name "
+                f"data.name={config.name!r}: there is no such set; choose one of {', '.join(NAMES)}, or give a folder "
+                "of that name "
                 f"with {LAYOUTS} (looked in {looked})"
             )
         raise DatasetUnavailable(
             f"set '{config.name}' is not on this machine (looked in {looked}); put the publisher's ml-1m.train.rating, "
-            "ml-1m.test.rating and ml-1m.test.negative there (github.com/hexiangnan/neural_collaborative_filtering, Data), or the "
-            "same as train.parquet (user, item), test.parquet (user, item) and test_negatives.parquet (user, negative), with "
+            "ml-1m.test.rating and ml-1m.test.negative there (github.com/hexiangnan/neural_collaborative_filtering, "
+            "Data), or the "
+            "same as train.parquet (user, item), test.parquet (user, item) and test_negatives.parquet (user, "
+            "negative), with "
             "users.parquet and items.parquet for features, or use generated data: data.name=planted"
         )
     published = config.name == "ml-1m-ncf"
@@ -367,5 +378,6 @@ def _warn_if_other(folder: Path) -> None:
         path = folder / name
         if path.exists() and (found := sha256(path)) != known:
             warnings.warn(
-                f"{path}: sha256 is {found}, the known file has {known}; figures may differ from published ones", stacklevel=4
+                f"{path}: sha256 is {found}, the known file has {known}; figures may differ from published ones",
+                stacklevel=4,
             )

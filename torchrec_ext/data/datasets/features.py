@@ -1,6 +1,7 @@
 """RowContext: context of rows (hour, device, price) and what is known of users and items, the same in files and in requests.
 
-What is known of each user or item -> columns by id, with a vocabulary for each, without being told what the columns are.
+What is known of each user or item -> columns by id, with a vocabulary for each, without being told what the columns
+are.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class RowContext:
     """How columns become ids and numbers: those of context, fitted on training rows, or of users and items, on all there are.
 
     Args:
-        vocabularies: by column of text or whole numbers, the values from row 1 on; a value that is not among them is row 0.
+        vocabularies: by column of text or whole numbers, the values from row 1 on; a value that is not among them is
+            row 0.
         scales: by column of fractions, mean and standard deviation.
         separators: by column of texts that hold lists, what stands between two values.
         types: by column its raw type, where it is not that of the values; see ``data.preprocess.column_types``.
@@ -49,9 +51,13 @@ class RowContext:
     def fit(cls, rows: Chunk) -> RowContext:
         """Of the columns of ``rows``, as :func:`read_context` gives them."""
         dense = {name: column.values for name, column in rows.items() if column.values.dtype.kind == "f"}
-        found = {name: np.unique(column.values, return_counts=True) for name, column in rows.items() if name not in dense}
+        found = {
+            name: np.unique(column.values, return_counts=True) for name, column in rows.items() if name not in dense
+        }
         return cls(
-            vocabularies={name: Vocabulary(pa.array(values), pa.array(counts)) for name, (values, counts) in found.items()},
+            vocabularies={
+                name: Vocabulary(pa.array(values), pa.array(counts)) for name, (values, counts) in found.items()
+            },
             scales={name: (float(values.mean()), float(values.std()) or 1.0) for name, values in dense.items()},
         )
 
@@ -87,7 +93,9 @@ class RowContext:
         """The type in which a file or a request has it."""
         if name in self.scales:
             return "float64"
-        return self.types.get(name) or ("string" if name in self.separators else str(self.vocabularies[name].values.type))
+        return self.types.get(name) or (
+            "string" if name in self.separators else str(self.vocabularies[name].values.type)
+        )
 
     def joined(self, other: RowContext) -> RowContext:
         """Both, of different columns."""
@@ -99,7 +107,9 @@ class RowContext:
         if name not in self.separators:
             return words.cast(pa.bool_()) if self.types.get(name) == "bool" else words
         ends = np.cumsum(column.lengths)
-        lists = pa.ListArray.from_arrays(pa.array(np.concatenate([[0], ends]).astype(np.int32)), words.fill_null(UNKNOWN))
+        lists = pa.ListArray.from_arrays(
+            pa.array(np.concatenate([[0], ends]).astype(np.int32)), words.fill_null(UNKNOWN)
+        )
         return pc.binary_join(lists, self.separators[name])
 
 
@@ -116,14 +126,17 @@ def read_context(path: Path, names: Sequence[str], ids: Sequence[str]) -> Chunk:
     """
     if taken := [name for name in names if name in ids]:
         raise DataError(
-            f"data.context names {taken}: {', '.join(ids)} have a meaning of their own; name other columns of {path.name}"
+            f"data.context names {taken}: {', '.join(ids)} have a meaning of their own; name other columns of "
+            f"{path.name}"
         )
     chunk = read_parquet(path, list(names))
     made = {}
     for name, column in chunk.items():
         values = column.values
         if column.ragged:
-            raise DataError(f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context")
+            raise DataError(
+                f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context"
+            )
         check_finite(path, name, values)
         made[name] = Column(as_int64(str(path), name, column)) if values.dtype.kind in "iub" else column
     return Chunk(made)
@@ -142,13 +155,16 @@ def check_finite(path: Path, name: str, values: Array) -> None:
     if bad.any():
         row = int(bad.argmax())
         raise DataError(
-            f"{path}: column '{name}', row {row}: {values[row]}; must be a finite number of 32 bits ({int(bad.sum()):,} rows are "
+            f"{path}: column '{name}', row {row}: {values[row]}; must be a finite number of 32 bits "
+            f"({int(bad.sum()):,} rows are "
             "not): fill it, drop the row, or leave the column out"
         )
 
 
 SEPARATOR = "|"
-MOST_DISTINCT = 0.5  # share of distinct values from which on a column names its row, as a title does, and says nothing of another
+MOST_DISTINCT = (
+    0.5  # share of distinct values from which on a column names its row, as a title does, and says nothing of another
+)
 
 
 class SideFeatures(NamedTuple):
@@ -171,11 +187,12 @@ class SideFeatures(NamedTuple):
 def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | None = None) -> SideFeatures:
     """Text and whole numbers become ids from 1, in sorted order, text with ``|`` in it a list of ids; fractions become dense.
 
-    A dense column is scaled to mean 0 and standard deviation 1. Left out are columns whose values are nearly all distinct, such as
-    titles and postal codes, which name a row and do not describe it.
+    A dense column is scaled to mean 0 and standard deviation 1. Left out are columns whose values are nearly all
+    distinct, such as titles and postal codes, which name a row and do not describe it.
 
     Args:
-        ids: (B,) from 1 to ``size - 1``: which row of the result each row of ``table`` describes; one that none describes is 0.
+        ids: (B,) from 1 to ``size - 1``: which row of the result each row of ``table`` describes; one that none
+            describes is 0.
         table: B rows.
         size: rows of the result.
         columns: which columns of ``table``, instead of all that are not left out.
@@ -199,7 +216,9 @@ def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | 
             made[name], vocabularies[name] = _lists(ids, values, size)
             separators[name] = SEPARATOR
         else:
-            distinct, places = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
+            distinct, places = np.unique(
+                values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True
+            )
             made[name], vocabularies[name] = _by_id(ids, places + 1, size), vocabulary_of(distinct)
             if values.dtype.kind == "b":
                 types[name] = "bool"
@@ -224,7 +243,8 @@ def check_described(path: Path, key: str, ids: Int64, table: Chunk) -> None:
     if len(twice):
         first, second = order[twice[0]], order[twice[0] + 1]
         raise DataError(
-            f"{path}: column '{key}', rows {first} and {second}: both describe id {ids[first]} ({len(twice):,} rows more than "
+            f"{path}: column '{key}', rows {first} and {second}: both describe id {ids[first]} ({len(twice):,} rows "
+            "more than "
             "there are ids); keep one row for each id"
         )
     for name, column in table.items():
@@ -253,7 +273,9 @@ def _lists(ids: Int64, texts: Array, size: int) -> tuple[Column, Vocabulary]:
         words[row] = [word for word in str(text).split(SEPARATOR) if word]
     flat = np.array([word for row in words for word in row])
     distinct, places = np.unique(flat, return_inverse=True)
-    return Column.from_lengths(places.astype(np.int64) + 1, np.array([len(row) for row in words])), vocabulary_of(distinct)
+    return Column.from_lengths(places.astype(np.int64) + 1, np.array([len(row) for row in words])), vocabulary_of(
+        distinct
+    )
 
 
 def _scaled(ids: Int64, values: Array, size: int) -> tuple[Column, tuple[float, float]]:

@@ -45,8 +45,8 @@ def ncf_files(folder: Path) -> tuple[Path, Path, Path] | None:
 def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
     """(train, test, negatives), with ``user_id`` and ``item_id`` or ``negative``.
 
-    A line of ratings is ``user item rating time``, one of negatives ``(user,item) negative negative ...``, each as many; tabs
-    between. Of the ratings only user and item are read.
+    A line of ratings is ``user item rating time``, one of negatives ``(user,item) negative negative ...``, each as
+    many; tabs between. Of the ratings only user and item are read.
 
     Raises:
         DataError: a line has another form.
@@ -77,20 +77,30 @@ def _lines(file: Path) -> list[str]:
 def _numbers(file: Path, rows: list[list[str]], width: int) -> Int64:
     for number, fields in enumerate(rows, start=1):
         if len(fields) != width or not all(field.isdecimal() for field in fields):
-            raise DataError(f"{file}: line {number} has {fields[:4]}, must have {width} ids of 0 or more; copy the file again")
+            raise DataError(
+                f"{file}: line {number} has {fields[:4]}, must have {width} ids of 0 or more; copy the file again"
+            )
     return np.array(rows, dtype=np.int64).reshape(len(rows), width)
 
 
 LAYOUTS = (
-    "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and test.parquet (user, "
-    "item), with validation.parquet where it is given and with test_negatives.parquet (user, negative) where each test item is "
-    "ranked among its own candidates, or the text files NAME.train.rating, NAME.test.rating and NAME.test.negative of the NCF "
-    "paper; with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them, and columns of context "
+    "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and "
+    "test.parquet (user, "
+    "item), with validation.parquet where it is given and with test_negatives.parquet (user, negative) where each test "
+    "item is "
+    "ranked among its own candidates, or the text files NAME.train.rating, NAME.test.rating and NAME.test.negative of "
+    "the NCF "
+    "paper; with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them, and columns of "
+    "context "
     "beside the pairs, named in data.context"
 )
 PREPROCESSOR = "preprocessor"  # the folder that `rec.data.preprocess` writes beside the rows, whose id 0 is the unknown
 _NAMES = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
-_SPELLINGS = {"user_id": ("user_id", "user"), "item_id": ("item_id", "item"), "negative": ("negative", "item_id", "item")}
+_SPELLINGS = {
+    "user_id": ("user_id", "user"),
+    "item_id": ("item_id", "item"),
+    "negative": ("negative", "item_id", "item"),
+}
 
 
 def is_folder_of_interactions(folder: Path) -> bool:
@@ -112,12 +122,13 @@ def from_folder(
 ) -> InteractionData:
     """The set in ``folder``, whose layout is one of :data:`LAYOUTS`.
 
-    Where neither times nor a file says what is for validation, one training item of each user is, drawn at random; where test items
-    have candidates of their own, it gets as many, drawn uniformly from what the user has not taken. Without candidates all held-out
-    items of a user are found in one ranking of the whole catalogue.
+    Where neither times nor a file says what is for validation, one training item of each user is, drawn at random;
+    where test items have candidates of their own, it gets as many, drawn uniformly from what the user has not taken.
+    Without candidates all held-out items of a user are found in one ranking of the whole catalogue.
 
-    The catalogue are the items of the training rows and those of ``items.parquet``, whatever numbers they have. A held-out item
-    that is among neither can be recommended to nobody: it counts as missed, or as the unknown item among candidates of its own.
+    The catalogue are the items of the training rows and those of ``items.parquet``, whatever numbers they have. A
+    held-out item that is among neither can be recommended to nobody: it counts as missed, or as the unknown item among
+    candidates of its own.
 
     Args:
         folder: with the files.
@@ -125,19 +136,21 @@ def from_folder(
         history_length: greatest length of a history, or of a profile where no times are known.
         validation: hold rows out for validation; False trains on them.
         seed: of what is held out.
-        columns: by ``users`` and ``items``, the columns to read of these files, all that describe (see :func:`side_features`) where
-            not given.
+        columns: by ``users`` and ``items``, the columns to read of these files, all that describe (see
+            :func:`side_features`) where not given.
         context: columns of the interactions that say in what context an item was taken.
         licence: what the publisher asks.
 
     Raises:
-        DataError: a file or a column is missing or damaged, an id is below 0, or a training row has the id that the preprocessor
-            in the folder writes for the unknown.
+        DataError: a file or a column is missing or damaged, an id is below 0, or a training row has the id that the
+            preprocessor in the folder writes for the unknown.
     """
     columns = columns or {}
     negatives, part, evaluation, trained = None, None, Evaluation(), [TRAIN]
     if context and ncf_files(folder) is not None:
-        raise DataError(f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out")
+        raise DataError(
+            f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out"
+        )
     if (folder / "inter.parquet").exists():
         pairs = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp")
         rows = _context([folder / "inter.parquet"], context)
@@ -158,7 +171,8 @@ def from_folder(
     features = items[0].with_columns({"item_id": Column(np.where(numbers < catalogue, numbers, 0))})
     if taken := [word for word in context if word in users[0] or word in items[0]]:
         raise DataError(
-            f"{folder}: data.context names {taken}, which users.parquet or items.parquet has too; rename one of the columns"
+            f"{folder}: data.context names {taken}, which users.parquet or items.parquet has too; rename one of the "
+            "columns"
         )
     data = from_ratings(
         name=name,
@@ -190,8 +204,8 @@ def from_folder(
 class _Ids(NamedTuple):
     """What the files call the user and the item of each row of our tables.
 
-    ``users`` (rows,) ascend from row 1 on, and so do the items of the catalogue in ``items`` (rows,) and, after these, the
-    ``outside`` others. Row 0 is the unknown one, which the files call nothing: -1.
+    ``users`` (rows,) ascend from row 1 on, and so do the items of the catalogue in ``items`` (rows,) and, after these,
+    the ``outside`` others. Row 0 is the unknown one, which the files call nothing: -1.
     """
 
     users: Int64
@@ -211,11 +225,15 @@ def _numbered(
     folder: Path, pairs: Chunk, split: Split, trained: Sequence[int], negatives: Chunk | None
 ) -> tuple[_Ids, Chunk, Split]:
     """Rows in place of the ids of ``pairs`` and of the histories; ``trained`` are the parts whose items are in the catalogue."""
-    described = {key: _ids_in(folder / f"{file}.parquet", key) for key, file in (("user_id", "users"), ("item_id", "items"))}
+    described = {
+        key: _ids_in(folder / f"{file}.parquet", key) for key, file in (("user_id", "users"), ("item_id", "items"))
+    }
     users = np.unique(np.concatenate([pairs["user_id"].values, described["user_id"]]))
     item = pairs["item_id"].values
     catalogue = np.unique(np.concatenate([item[split.rows[np.isin(split.part, trained)]], described["item_id"]]))
-    outside = np.setdiff1d(np.concatenate([item, *([] if negatives is None else [negatives["negative"].values])]), catalogue)
+    outside = np.setdiff1d(
+        np.concatenate([item, *([] if negatives is None else [negatives["negative"].values])]), catalogue
+    )
     ids = _Ids(np.concatenate([[-1], users]), np.concatenate([[-1], catalogue, outside]), len(outside))
     windows = split.history.windows
     assert windows is not None, "a history is ragged"
@@ -239,8 +257,10 @@ def _check_placeholder(folder: Path, trained: Chunk) -> None:
         count = int((trained[name].values == 0).sum())
         if count:
             raise DataError(
-                f"{folder}: {count:,} training rows have {name} 0, which the {PREPROCESSOR} there writes for a value that it does "
-                "not know: such a row is a positive of nobody or of nothing; leave these rows out, or lower its min_count"
+                f"{folder}: {count:,} training rows have {name} 0, which the {PREPROCESSOR} there writes for a value "
+                "that it does "
+                "not know: such a row is a positive of nobody or of nothing; leave these rows out, or lower its "
+                "min_count"
             )
 
 
@@ -251,11 +271,16 @@ def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
         return {TRAIN: train, TEST: test}, negatives
     if "label" in _names_in(folder / "train.parquet"):
         raise DataError(
-            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled rows, "
+            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled "
+            "rows, "
             "such as contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
         )
     files_of = {part: folder / f"{name}.parquet" for part, name in _NAMES.items()}
-    parts = {part: _read(file, "user_id", "item_id") for part, file in files_of.items() if part != VALIDATION or file.exists()}
+    parts = {
+        part: _read(file, "user_id", "item_id")
+        for part, file in files_of.items()
+        if part != VALIDATION or file.exists()
+    }
     candidates = folder / "test_negatives.parquet"
     return parts, _read(candidates, "user_id", "negative") if candidates.exists() else None
 
@@ -279,10 +304,13 @@ def _context(files: Sequence[Path], names: Sequence[str]) -> Chunk | None:
     reserved = ("timestamp", "history", *(word for words in _SPELLINGS.values() for word in words))
     chunks = [read_context(file, names, sorted(set(reserved))) for file in files]
     for file, chunk in zip(files, chunks, strict=True):
-        other = next((name for name in names if chunk[name].values.dtype.kind != chunks[0][name].values.dtype.kind), None)
+        other = next(
+            (name for name in names if chunk[name].values.dtype.kind != chunks[0][name].values.dtype.kind), None
+        )
         if other is not None:
             raise DataError(
-                f"{file}: column '{other}' is {chunk[other].values.dtype}, in {files[0].name} {chunks[0][other].values.dtype}; "
+                f"{file}: column '{other}' is {chunk[other].values.dtype}, in {files[0].name} "
+                f"{chunks[0][other].values.dtype}; "
                 "write one type to all files"
             )
     return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]})
@@ -296,7 +324,9 @@ def _read(path: Path, *names: str) -> Chunk:
     values = {name: as_int64(str(path), word, chunk[word]) for name, word in spelled.items()}
     for name, column in values.items():
         if name in _SPELLINGS and column.min() < 0:
-            raise DataError(f"{path}: column '{spelled[name]}', row {int(column.argmin())}: id {column.min()}; must be 0 or more")
+            raise DataError(
+                f"{path}: column '{spelled[name]}', row {int(column.argmin())}: id {column.min()}; must be 0 or more"
+            )
     return Chunk({name: Column(column) for name, column in values.items()})
 
 
@@ -371,7 +401,9 @@ def _by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64) -> Int64
     starts, stops = owners.searchsorted(users), owners.searchsorted(users, side="right")
     if (starts == stops).any():
         row = int((starts == stops).argmax())
-        raise DataError(f"test negatives: user {ids[users[row]]}, who has a test item, has no row; write the candidates")
+        raise DataError(
+            f"test negatives: user {ids[users[row]]}, who has a test item, has no row; write the candidates"
+        )
     places = starts[:, None] + np.arange(int((stops - starts).max()))
     inside = places < stops[:, None]
     return np.where(inside, items[np.where(inside, places, 0)], -1)

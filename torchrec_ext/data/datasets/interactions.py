@@ -38,10 +38,10 @@ class Split(NamedTuple):
 def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: int) -> Split:
     """Splits by time per user: the last item is for test, the one before it for validation, the rest for training.
 
-    Equal times keep the order of the input. Of a pair that occurs more than once only the first is kept, so that no held-out pair
-    is also a training pair. A user with fewer than 3 interactions has all of them in training. The history of a row holds the
-    user's most recent ``history_length`` items with a *strictly* earlier time than the row's own: of what happened in the same
-    second nothing is known to have come first.
+    Equal times keep the order of the input. Of a pair that occurs more than once only the first is kept, so that no
+    held-out pair is also a training pair. A user with fewer than 3 interactions has all of them in training. The
+    history of a row holds the user's most recent ``history_length`` items with a *strictly* earlier time than the row's
+    own: of what happened in the same second nothing is known to have come first.
 
     Args:
         user: (B,) ids.
@@ -55,7 +55,9 @@ def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: in
     user, item, timestamp = user[rows], item[rows], timestamp[rows]
     first, past_last = _runs(user)
     from_end = past_last - np.arange(len(rows))
-    part = np.where(past_last - first < 3, TRAIN, np.where(from_end == 1, TEST, np.where(from_end == 2, VALIDATION, TRAIN)))
+    part = np.where(
+        past_last - first < 3, TRAIN, np.where(from_end == 1, TEST, np.where(from_end == 2, VALIDATION, TRAIN))
+    )
     same_time, _ = _runs(user, timestamp)
     history = Column.from_windows(item, Windows(np.maximum(first, same_time - history_length), same_time))
     return Split(rows, part.astype(np.int8), history)
@@ -66,9 +68,9 @@ def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int,
 
     Of a pair that occurs more than once in a part only one is kept.
 
-    In the place of a history each row has a profile: at most ``length`` of its user's training items in a random order, never the
-    row itself. Of held-out rows nothing is in any profile. Rows of a user stand in that order, so that the profile of a training
-    row is the ``length`` rows after it, those before the first following the last::
+    In the place of a history each row has a profile: at most ``length`` of its user's training items in a random order,
+    never the row itself. Of held-out rows nothing is in any profile. Rows of a user stand in that order, so that the
+    profile of a training row is the ``length`` rows after it, those before the first following the last::
 
         user's training items  5 2 9    rows: 5 knows [2, 9], 2 knows [9, 5], 9 knows [5, 2]; held-out rows know [5, 2, 9]
 
@@ -119,10 +121,11 @@ class Evaluation:
     Args:
         at: numbers of places that are looked at, K.
         figures: ``hr``, ``recall``, ``ndcg``, ``mrr``.
-        by: ``row``: each held-out row is a question of its own; ``user``: all held-out items of a user are the answers to one.
+        by: ``row``: each held-out row is a question of its own; ``user``: all held-out items of a user are the answers
+            to one.
         keep_seen: rank what the user has taken before too.
-        candidates: by part, (rows of the part, N) item ids, below 0 for none: each row's item is ranked among its own N and nothing
-            else. Where a part is not named, the candidates are the whole catalogue.
+        candidates: by part, (rows of the part, N) item ids, below 0 for none: each row's item is ranked among its own N
+            and nothing else. Where a part is not named, the candidates are the whole catalogue.
     """
 
     at: tuple[int, ...] = (10,)
@@ -155,26 +158,30 @@ class InteractionData:
 
     Args:
         name: what it was loaded by.
-        train: one row per positive: ``user_id``, ``item_id``, the user's features, ``history`` (ragged item ids, oldest first,
-            where the times are known) and ``timestamp`` (likewise).
+        train: one row per positive: ``user_id``, ``item_id``, the user's features, ``history`` (ragged item ids, oldest
+            first, where the times are known) and ``timestamp`` (likewise).
         validation: held-out rows: where the set is split by time, the last row but one of each user. May have no rows.
         test: held-out rows, likewise the last of each user.
-        items: row i holds the item-side features of item i, its ``item_id`` = i among them; row 0 is the unknown item. The last
-            ``outside`` rows are of items that are not in the catalogue: their ``item_id`` is 0, as that of any unknown item.
+        items: row i holds the item-side features of item i, its ``item_id`` = i among them; row 0 is the unknown item.
+            The last ``outside`` rows are of items that are not in the catalogue: their ``item_id`` is 0, as that of any
+            unknown item.
         vocab: rows that the table of each sparse feature needs; row 0 is always the unknown value.
         dense: names of the dense columns.
         known: the pairs of ``train``: what negatives must avoid and an evaluation masks.
         liked: row u holds the items that user u rated 4 or higher before the test item, oldest first; for display.
         titles: by item id, or None.
         categories: by item id the names of what it is one of, such as genres; or None.
-        user_ids: (users + 1,) int64, what the files call the user of each row; None where that is the row's number. [0] is unused.
+        user_ids: (users + 1,) int64, what the files call the user of each row; None where that is the row's number. [0]
+            is unused.
         item_ids: (rows of ``items``,) int64, what the files call the item of each row, in the same way.
-        outside: how many of the last rows of ``items`` are held-out items or candidates that are neither trained nor described.
+        outside: how many of the last rows of ``items`` are held-out items or candidates that are neither trained nor
+            described.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible ranking where they are known (generated data), such as ``HR@10``.
         evaluation: how its publishers rank the held-out items.
         context: columns of each row that are neither the user's nor the item's; they are among ``vocab`` and ``dense``.
-        sides: how the features of users and items were made of what the files say; those that are not among them are as there.
+        sides: how the features of users and items were made of what the files say; those that are not among them are as
+            there.
     """
 
     name: str
@@ -256,8 +263,8 @@ def from_ratings(
 
     Args:
         name: of the set.
-        ratings: columns ``user_id``, ``item_id``, ``timestamp`` and, where known, ``rating``; every row is a positive, whatever its
-            stars. ``timestamp`` is not needed with ``split``.
+        ratings: columns ``user_id``, ``item_id``, ``timestamp`` and, where known, ``rating``; every row is a positive,
+            whatever its stars. ``timestamp`` is not needed with ``split``.
         users: row u holds the features of user u, ``user_id`` among them; row 0 is the unknown user.
         items: row i holds the features of item i; row 0 is the unknown item.
         vocab: rows by sparse feature.
@@ -321,7 +328,8 @@ def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
     if bad.any():
         row = int(bad.argmax())
         raise DataError(
-            f"set '{name}': {column} {ids[row]} in row {row} of the ratings is not described (known ids: 1 to {size - 1}; "
+            f"set '{name}': {column} {ids[row]} in row {row} of the ratings is not described (known ids: 1 to "
+            f"{size - 1}; "
             f"{int(bad.sum())} such rows); drop these rows or add the missing description"
         )
 
@@ -329,7 +337,8 @@ def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
 def labelled_rows(data: InteractionData, part: str = "validation", *, negatives: int = 4, seed: int = 0) -> Chunk:
     """The positives of a part with negatives, the same at every call, and a ``label`` column: rows for AUC and log loss.
 
-    Negatives avoid all pairs of the set, held-out ones too. To be loaded with ``LoaderConfig(negatives=0, label="label")``.
+    Negatives avoid all pairs of the set, held-out ones too. To be loaded with ``LoaderConfig(negatives=0,
+    label="label")``.
 
     Args:
         data: the set.

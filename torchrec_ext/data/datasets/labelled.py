@@ -19,14 +19,21 @@ from torchrec_ext.schema import DataError
 
 PARTS = ("train", "validation", "test")
 LAYOUT = (
-    "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user, item and, of any other name, the "
+    "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user, item and, of any other "
+    "name, the "
     "context: whole numbers from 0 are ids, of which those of the training rows are known, fractions are dense columns"
 )
-_FILES = {"train": ("train.parquet", "train_resampled.parquet"), "validation": ("validation.parquet",), "test": ("test.parquet",)}
+_FILES = {
+    "train": ("train.parquet", "train_resampled.parquet"),
+    "validation": ("validation.parquet",),
+    "test": ("test.parquet",),
+}
 _NAMES = {"user": "user_id", "item": "item_id"}
 FRAPPE_LICENCE = (
-    "Frappe: research use only, no redistribution without permission, no commercial use. Cite: L. Baltrunas, K. Church, "
-    "A. Karatzoglou and N. Oliver (2015), Frappe: Understanding the Usage and Perception of Mobile App Recommendations In-The-Wild."
+    "Frappe: research use only, no redistribution without permission, no commercial use. Cite: L. Baltrunas, K. "
+    "Church, "
+    "A. Karatzoglou and N. Oliver (2015), Frappe: Understanding the Usage and Perception of Mobile App Recommendations "
+    "In-The-Wild."
 )
 
 
@@ -35,14 +42,16 @@ class LabelledConfig:
     """Which labelled rows to load.
 
     Args:
-        name: ``frappe``, generated data (``planted``), or that of a folder of your own in the same layout (:data:`LAYOUT`).
+        name: ``frappe``, generated data (``planted``), or that of a folder of your own in the same layout
+            (:data:`LAYOUT`).
         context: False gives every row the same context, id 0 and 0.0: what the model can do without it.
         folder: where real sets lie, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         seed: of generated data.
     """
 
     name: str = field(
-        default="frappe", metadata={"doc": f"frappe, generated data (planted), or a folder of your own, named so, with {LAYOUT}."}
+        default="frappe",
+        metadata={"doc": f"frappe, generated data (planted), or a folder of your own, named so, with {LAYOUT}."},
     )
     context: bool = True
     folder: str | None = None
@@ -63,9 +72,10 @@ class LabelledData:
         dense: names of the dense columns, all of them context.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible prediction where they are known (generated data).
-        words: how the dense columns were scaled, and which row each id of a column has whose ids are other than 0 to N - 1.
-        oov_ids: by sparse column the row of an id that no training row has; where not given row 0 of the columns that ``words``
-            maps, and the last row of the others.
+        words: how the dense columns were scaled, and which row each id of a column has whose ids are other than 0 to N
+            - 1.
+        oov_ids: by sparse column the row of an id that no training row has; where not given row 0 of the columns that
+            ``words`` maps, and the last row of the others.
     """
 
     name: str
@@ -112,8 +122,8 @@ def load_labelled(config: LabelledConfig) -> LabelledData:
 def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, seed: int = 0) -> LabelledData:
     """Clicks whose log-odds are a user's taste for an item's kind, moved by the hour of the day; the weekday is noise.
 
-    The answer: no score can order the rows better than the log-odds themselves, whose AUC and log loss on the test rows are in
-    ``best``.
+    The answer: no score can order the rows better than the log-odds themselves, whose AUC and log loss on the test rows
+    are in ``best``.
 
     Args:
         rows: of all parts together, eight tenths for training and one for each other part.
@@ -154,7 +164,8 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
     if missing := [part for part, file in files.items() if file is None]:
         raise DatasetUnavailable(
             f"set '{config.name}' is not on this machine: no rows for {', '.join(missing)} in "
-            f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put {LAYOUT} there, or use generated data: "
+            f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put {LAYOUT} there, or use generated "
+            "data: "
             "data.name=planted"
         )
     chunks = {part: _read(file) for part, file in files.items() if file is not None}

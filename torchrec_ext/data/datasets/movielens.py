@@ -30,19 +30,18 @@ from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.schema import DataError
 
 LICENCE = (
-    "MovieLens 100K (c) GroupLens, University of Minnesota: research use only, no redistribution without permission, no commercial "
+    "MovieLens 100K (c) GroupLens, University of Minnesota: research use only, no redistribution without permission, "
+    "no commercial "
     "use. Cite: F. M. Harper and J. A. Konstan (2015), The MovieLens Datasets: History and Context, ACM TiiS 5(4), 19."
 )
 LICENCE_1M = LICENCE.replace("100K", "1M")
 # In the order of u.item's flags. The publisher's first flag, `unknown`, is id 0.
 GENRES = tuple(
-    "Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical Mystery Romance "  # noqa: SIM905
-    "Sci-Fi Thriller War Western".split()
+    ["Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"]
 )
 GENDERS = ("M", "F")
 OCCUPATIONS = tuple(
-    "administrator artist doctor educator engineer entertainment executive healthcare homemaker lawyer librarian "  # noqa: SIM905
-    "marketing none other programmer retired salesman scientist student technician writer".split()
+    ["administrator", "artist", "doctor", "educator", "engineer", "entertainment", "executive", "healthcare", "homemaker", "lawyer", "librarian", "marketing", "none", "other", "programmer", "retired", "salesman", "scientist", "student", "technician", "writer"]
 )
 DIGITS = "0123456789"
 CANADA = len(DIGITS) + 1  # 18 of the 943 users gave a Canadian code, which starts with a letter
@@ -57,7 +56,8 @@ def movielens_100k(
     """The set as interactions, every rating a positive.
 
     User side: ``user_id``, ``gender``, ``occupation``, ``zip_prefix`` (first digit; one id for Canada), dense ``age`` =
-    (years - 35) / 15, ``history``. Item side: ``item_id``, ``release_year`` (an id per year), ``genres`` (ragged). Id 0 is unknown.
+    (years - 35) / 15, ``history``. Item side: ``item_id``, ``release_year`` (an id per year), ``genres`` (ragged). Id 0
+    is unknown.
 
     Args:
         tables: (ratings, users, items) as :func:`from_parquet` and :func:`from_zip` read them.
@@ -68,11 +68,14 @@ def movielens_100k(
     ratings, people, movies = tables
     described = {"user_id": np.unique(people["user_id"].values), "item_id": np.unique(movies["item_id"].values)}
     ratings = ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings})
-    ratings = ratings.with_columns({name: Column(_rows(name, ids, ratings[name].values)) for name, ids in described.items()})
+    ratings = ratings.with_columns(
+        {name: Column(_rows(name, ids, ratings[name].values)) for name, ids in described.items()}
+    )
     if split is not None:
         split = split._replace(history=_rows_of_lists(described["item_id"], split.history))
     parsed = [
-        split_title(title, year) for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)
+        split_title(title, year)
+        for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)
     ]
     item_ids = described["item_id"].searchsorted(movies["item_id"].values) + 1
     years = np.array([year for _, year in parsed], dtype=np.int64)
@@ -93,10 +96,12 @@ def movielens_100k(
         categories[item] = text.split()
     words = {"gender": GENDERS, "occupation": OCCUPATIONS, "zip_prefix": [*DIGITS, "Canada"]}
     of_users = RowContext(
-        vocabularies={name: vocabulary_of(values) for name, values in words.items()}, scales={"age": (AGE_CENTRE, AGE_SCALE)}
+        vocabularies={name: vocabulary_of(values) for name, values in words.items()},
+        scales={"age": (AGE_CENTRE, AGE_SCALE)},
     )
     of_items = RowContext(
-        vocabularies={"release_year": vocabulary_of(known_years), "genres": vocabulary_of(GENRES)}, separators={"genres": " "}
+        vocabularies={"release_year": vocabulary_of(known_years), "genres": vocabulary_of(GENRES)},
+        separators={"genres": " "},
     )
     return from_ratings(
         name="ml-100k",
@@ -168,13 +173,16 @@ def from_parquet(folder: Path) -> Tables:
     Raises:
         DataError: a file or a column is missing or damaged, or a user or an item is described twice.
     """
-    ratings = read_parquet(folder / "inter.parquet", {"user_id": "int", "item_id": "int", "rating": "int", "timestamp": "int"})
+    ratings = read_parquet(
+        folder / "inter.parquet", {"user_id": "int", "item_id": "int", "rating": "int", "timestamp": "int"}
+    )
     users = read_parquet(
         folder / "users.parquet",
         {"user_id": "int", "age": "int", "gender": "string", "occupation": "string", "zip_code": "string"},
     )
     items = read_parquet(
-        folder / "items.parquet", {"item_id": "int", "movie_title": "string", "release_year": "string", "class": "string"}
+        folder / "items.parquet",
+        {"item_id": "int", "movie_title": "string", "release_year": "string", "class": "string"},
     )
     check_described(folder / "users.parquet", "user_id", users["user_id"].values, users)
     check_described(folder / "items.parquet", "item_id", items["item_id"].values, items)
@@ -193,7 +201,9 @@ def from_zip(path: Path) -> Tables:
                 _lines(archive, name, sep) for name, sep in (("u.data", "\t"), ("u.user", "|"), ("u.item", "|"))
             )
     except (zipfile.BadZipFile, KeyError) as error:
-        raise DataError(f"{path}: not the publisher's ml-100k.zip ({error}); delete it and download it again") from error
+        raise DataError(
+            f"{path}: not the publisher's ml-100k.zip ({error}); delete it and download it again"
+        ) from error
     _check_fields(path, "u.data", ratings, 4)
     _check_fields(path, "u.user", people, 5)
     _check_fields(path, "u.item", movies, 5 + 1 + len(GENRES))
@@ -201,7 +211,9 @@ def from_zip(path: Path) -> Tables:
     flags = np.array([fields[5:] for fields in movies]) == "1"
     titles = [split_title(title) for title in _texts(movies, 1)]
     return (
-        Chunk({name: Column(_ints(ratings, at)) for at, name in enumerate(("user_id", "item_id", "rating", "timestamp"))}),
+        Chunk(
+            {name: Column(_ints(ratings, at)) for at, name in enumerate(("user_id", "item_id", "rating", "timestamp"))}
+        ),
         Chunk(
             {"user_id": Column(_ints(people, 0)), "age": Column(_ints(people, 1))}
             | {name: Column(_texts(people, at)) for at, name in ((2, "gender"), (3, "occupation"), (4, "zip_code"))}
@@ -226,7 +238,8 @@ def _check_fields(path: Path, name: str, rows: Sequence[Sequence[str]], wanted: 
     for number, fields in enumerate(rows, start=1):
         if len(fields) != wanted:
             raise DataError(
-                f"{path}: {name} line {number} has {len(fields)} fields, must have {wanted}; delete the file and download it again"
+                f"{path}: {name} line {number} has {len(fields)} fields, must have {wanted}; delete the file and "
+                "download it again"
             )
 
 
@@ -249,7 +262,8 @@ def _rows(name: str, described: Int64, ids: Int64) -> Int64:
     if bad.any():
         row = int(bad.argmax())
         raise DataError(
-            f"set 'ml-100k': {name} {ids[row]} in row {row} of the ratings is not described ({int(bad.sum())} such rows); drop "
+            f"set 'ml-100k': {name} {ids[row]} in row {row} of the ratings is not described ({int(bad.sum())} such "
+            "rows); drop "
             "these rows or add the missing description"
         )
     return rows.astype(np.int64) + 1
@@ -325,11 +339,15 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
     """
     table = read_parquet(file, {"user_id": "int", "item_id": "int", "split": "string"})
     many = int(max(ratings["item_id"].values.max(), table["item_id"].values.max())) + 1
-    wanted, found = (chunk["user_id"].values.astype(np.int64) * many + chunk["item_id"].values for chunk in (ratings, table))
+    wanted, found = (
+        chunk["user_id"].values.astype(np.int64) * many + chunk["item_id"].values for chunk in (ratings, table)
+    )
     order = np.argsort(found)
     places = order[np.minimum(found[order].searchsorted(wanted), len(found) - 1)]
     if len(found) != len(wanted) or not np.array_equal(found[places], wanted):
-        raise DataError(f"{file}: {len(found):,} pairs, which are not the {len(wanted):,} of the ratings, each once; get both anew")
+        raise DataError(
+            f"{file}: {len(found):,} pairs, which are not the {len(wanted):,} of the ratings, each once; get both anew"
+        )
     part = np.array([_PARTS[str(name)] for name in table["split"].values], dtype=np.int8)[places]
     split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length)
     return Protocol(ratings, split, Evaluation(figures=("recall", "ndcg"), by="user"))
@@ -338,8 +356,8 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
 def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation: bool, seed: int = 42) -> Protocol:
     """TensorFlow Recommenders' retrieval tutorial: 80,000 random ratings train, 20,000 test; movies are known by their title.
 
-    Movies of one title are one, that of the smallest id. Each test rating is ranked among all titles, those that the user has taken
-    before too. TensorFlow's shuffle cannot be repeated without it: ``seed`` is numpy's.
+    Movies of one title are one, that of the smallest id. Each test rating is ranked among all titles, those that the
+    user has taken before too. TensorFlow's shuffle cannot be repeated without it: ``seed`` is numpy's.
 
     Args:
         tables: ratings, users and movies.
@@ -348,7 +366,10 @@ def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation:
         seed: of the split.
     """
     ratings, _, movies = tables
-    titles = [f"{title} {year}" for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)]
+    titles = [
+        f"{title} {year}"
+        for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)
+    ]
     _, first, of_title = np.unique(np.array(titles), return_index=True, return_inverse=True)
     ids = movies["item_id"].values.astype(np.int64)
     by_id = np.zeros(ids.max() + 1, dtype=np.int64)

@@ -70,19 +70,23 @@ class SequenceData:
         if self.max_length < 1:
             raise ValueError(f"max_length={self.max_length}: must be 1 or more")
         if not self.sequences.ragged or not len(self.sequences):
-            raise DataError(f"set '{self.name}': sequences must be a ragged column of 1 or more users, got {self.sequences}")
+            raise DataError(
+                f"set '{self.name}': sequences must be a ragged column of 1 or more users, got {self.sequences}"
+            )
         lengths = self.sequences.lengths
         if not lengths.all():
             user = int((lengths == 0).argmax())
             raise DataError(
-                f"set '{self.name}': {self._user(user)} has an empty sequence ({int((lengths == 0).sum())} such users); drop them"
+                f"set '{self.name}': {self._user(user)} has an empty sequence ({int((lengths == 0).sum())} such "
+                "users); drop them"
             )
         values = self.sequences.values
         bad = (values < 1) | (values > self.num_items)
         if bad.any():
             place = int(bad.argmax())
             raise DataError(
-                f"set '{self.name}': item {values[place]} of {self._user(*self._at(place))} is not in the catalogue (ids 1 to "
+                f"set '{self.name}': item {values[place]} of {self._user(*self._at(place))} is not in the catalogue "
+                "(ids 1 to "
                 f"{self.num_items}; {int(bad.sum())} such ids); fix the data, or num_items"
             )
         if self.times is not None:
@@ -90,14 +94,17 @@ class SequenceData:
 
     def _check_times(self, times: Column) -> None:
         if not times.ragged or not np.array_equal(times.lengths, self.sequences.lengths):
-            raise DataError(f"set '{self.name}': times are {times}; must be ragged, one for each item of {self.sequences}")
+            raise DataError(
+                f"set '{self.name}': times are {times}; must be ragged, one for each item of {self.sequences}"
+            )
         values, (_, steps) = times.values, _rows_and_steps(times.lengths)
         falls = np.zeros(len(values), dtype=bool)
         falls[1:] = (values[1:] < values[:-1]) & (steps[1:] > 0)
         if falls.any():
             place = int(falls.argmax())
             raise DataError(
-                f"set '{self.name}': time {values[place]} of {self._user(*self._at(place))} is before {values[place - 1]}, that of "
+                f"set '{self.name}': time {values[place]} of {self._user(*self._at(place))} is before "
+                f"{values[place - 1]}, that of "
                 f"the item before it ({int(falls.sum())} such places); sort each user's items by time"
             )
 
@@ -129,7 +136,9 @@ class SequenceData:
         users = np.flatnonzero(self.sequences.lengths >= LEAST)
         windows = self._windows()
         starts, stops = windows.starts[users], windows.stops[users] - HELD_OUT[part]
-        return HeldOut(users, Column.from_windows(self.sequences.pool, Windows(starts, stops)), self.sequences.pool[stops])
+        return HeldOut(
+            users, Column.from_windows(self.sequences.pool, Windows(starts, stops)), self.sequences.pool[stops]
+        )
 
     def popularity(self) -> Int64:
         """(num_items + 1,) how often each item is in :meth:`training`."""
@@ -144,8 +153,8 @@ class SequenceData:
 def training_windows(sequences: Column, max_targets: int) -> Column:
     """Cuts sequences so that each item but a user's first is a target exactly once, after at most ``max_targets`` - 1 others.
 
-    Pieces are cut from the end, so the last ones are whole, and overlap by one item, the first input of the next. Users with a
-    single item have no target and no piece.
+    Pieces are cut from the end, so the last ones are whole, and overlap by one item, the first input of the next. Users
+    with a single item have no target and no piece.
 
     Args:
         sequences: ragged.
@@ -163,7 +172,9 @@ def training_windows(sequences: Column, max_targets: int) -> Column:
     pieces = -(-targets // max_targets)
     rows, nth = _rows_and_steps(pieces)
     stops = windows.stops[rows] - (pieces[rows] - 1 - nth) * max_targets
-    return Column.from_windows(sequences.pool, Windows(np.maximum(windows.starts[rows], stops - max_targets - 1), stops))
+    return Column.from_windows(
+        sequences.pool, Windows(np.maximum(windows.starts[rows], stops - max_targets - 1), stops)
+    )
 
 
 def most_recent(sequences: Column, limit: int) -> Column:
@@ -171,7 +182,9 @@ def most_recent(sequences: Column, limit: int) -> Column:
     windows = sequences.windows
     if windows is None or limit < 1:
         raise ValueError(f"limit={limit} of {sequences}: must be 1 or more, of a ragged column")
-    return Column.from_windows(sequences.pool, Windows(np.maximum(windows.starts, windows.stops - limit), windows.stops))
+    return Column.from_windows(
+        sequences.pool, Windows(np.maximum(windows.starts, windows.stops - limit), windows.stops)
+    )
 
 
 def from_rows(
@@ -220,7 +233,9 @@ def time_gap_ids(gaps: NDArray[np.integer], buckets: int = 32) -> Int64:
     """
     if len(gaps) and int(gaps.min()) < 0:
         place = int((gaps < 0).argmax())
-        raise DataError(f"time gap {gaps[place]} at place {place}: must be 0 or more; a session holds what came before its target")
+        raise DataError(
+            f"time gap {gaps[place]} at place {place}: must be 0 or more; a session holds what came before its target"
+        )
     return np.minimum(np.frexp(gaps.astype(np.float64))[1], buckets - 1).astype(np.int64)
 
 
@@ -250,7 +265,8 @@ PLANTED = "planted"
 LONGEST = 20  # of planted sequences
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id"), "order": ("position", "timestamp", "time")}
 LAYOUT = (
-    "one file *sequences.parquet or inter.parquet with a row per event: user (or user_id), item (or item_id), and position, "
+    "one file *sequences.parquet or inter.parquet with a row per event: user (or user_id), item (or item_id), and "
+    "position, "
     "timestamp or time"
 )
 
@@ -271,7 +287,9 @@ class SequenceConfig:
 
     name: str = field(
         default="amazon-beauty-sequences",
-        metadata={"doc": f"amazon-beauty-sequences, generated data (planted), or a folder of your own, named so, with {LAYOUT}."},
+        metadata={
+            "doc": f"amazon-beauty-sequences, generated data (planted), or a folder of your own, named so, with {LAYOUT}."
+        },
     )
     max_length: int = 50
     folder: str | None = None
@@ -285,7 +303,9 @@ class SequenceConfig:
         for key in ("users", "items"):
             value = getattr(self, key)
             if value is not None and self.name != PLANTED:
-                raise ValueError(f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}")
+                raise ValueError(
+                    f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}"
+                )
 
 
 def load_sequences(config: SequenceConfig) -> SequenceData:
@@ -318,7 +338,9 @@ def read_sequences(path: Path, *, name: str) -> SequenceData:
     rows = read_parquet(path, list(spelled.values()))
     for column in rows:
         if rows[column].ragged:
-            raise DataError(f"{path}: column '{column}' holds lists, must hold one value per row; write a row for each event")
+            raise DataError(
+                f"{path}: column '{column}' holds lists, must hold one value per row; write a row for each event"
+            )
         check_finite(path, column, rows[column].values)
     columns = (rows[spelled[role]].values for role in ("user", "item", "order"))
     return from_rows(name, *columns, times=spelled["order"] != "position")
@@ -328,15 +350,21 @@ def _file_in(folder: Path, name: str) -> Path:
     files = sorted(folder.glob("*sequences.parquet")) or sorted(folder.glob("inter.parquet"))
     if len(files) == 1:
         return files[0]
-    what = f"has {', '.join(file.name for file in files)}" if files else ("has no such file" if folder.exists() else "is not there")
-    raise DatasetUnavailable(f"set '{name}': {folder} {what}; it must hold {LAYOUT}; or use generated data: data.name={PLANTED}")
+    what = (
+        f"has {', '.join(file.name for file in files)}"
+        if files
+        else ("has no such file" if folder.exists() else "is not there")
+    )
+    raise DatasetUnavailable(
+        f"set '{name}': {folder} {what}; it must hold {LAYOUT}; or use generated data: data.name={PLANTED}"
+    )
 
 
 def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) -> SequenceData:
     """Each item has a successor, drawn once: with probability .7 a user takes it next, else any item; none is taken twice.
 
-    The answer: to rank the successor of the last item first, if it has not been taken, and the others in any order. ``best`` is
-    what that reaches on the test items, the others found as often as by chance. Popularity knows nothing.
+    The answer: to rank the successor of the last item first, if it has not been taken, and the others in any order.
+    ``best`` is what that reaches on the test items, the others found as often as by chance. Popularity knows nothing.
 
     Args:
         users: how many.
@@ -344,7 +372,9 @@ def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) ->
         seed: of everything.
     """
     if users < 1 or items < LONGEST + 10:
-        raise ValueError(f"planted sequences of users={users}, items={items}: needs at least 1 user and {LONGEST + 10} items")
+        raise ValueError(
+            f"planted sequences of users={users}, items={items}: needs at least 1 user and {LONGEST + 10} items"
+        )
     rng = np.random.default_rng([seed, users, items])
     rows, successor = np.arange(users), rng.permutation(items)
     lengths = rng.integers(4, LONGEST + 1, users)

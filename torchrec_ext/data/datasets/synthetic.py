@@ -22,8 +22,9 @@ MOST_CELLS = 100_000_000  # users x items; planted() holds one float64 for each
 def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, seed: int = 0) -> InteractionData:
     """User u takes item i if and only if u + i is even, in a random order; the side features are noise.
 
-    The answer: once a user's training and validation items are masked, the test item is the only one of the right colour that is
-    left, so the best HR@k and NDCG@k are exactly 1 for every k, and popularity knows nothing. After implicit's test data.
+    The answer: once a user's training and validation items are masked, the test item is the only one of the right
+    colour that is left, so the best HR@k and NDCG@k are exactly 1 for every k, and popularity knows nothing. After
+    implicit's test data.
 
     Args:
         users: how many, ids from 1.
@@ -61,12 +62,13 @@ def planted(
 ) -> InteractionData:
     """Users of latent tastes take items of latent kinds, in the proportions of :func:`planted_preferences`.
 
-    Each user takes 15 to 45 different items, drawn one after the other in proportion to the preferences among those not yet taken.
-    The signal is in the ids, in ``occupation`` (the taste, right 9 times of 10), ``age`` (noisily), ``genres`` (the kind) and the
-    histories; ``gender``, ``zip_prefix`` and ``release_year`` are noise. Some times tie.
+    Each user takes 15 to 45 different items, drawn one after the other in proportion to the preferences among those not
+    yet taken. The signal is in the ids, in ``occupation`` (the taste, right 9 times of 10), ``age`` (noisily),
+    ``genres`` (the kind) and the histories; ``gender``, ``zip_prefix`` and ``release_year`` are noise. Some times tie.
 
-    The answer: no ranking can expect more of the test items than the preferences themselves, over the items not yet taken; their
-    expected HR@k and NDCG@k are in ``best``. A model has to learn the preferences from a sample, so it stays below.
+    The answer: no ranking can expect more of the test items than the preferences themselves, over the items not yet
+    taken; their expected HR@k and NDCG@k are in ``best``. A model has to learn the preferences from a sample, so it
+    stays below.
 
     Args:
         users: how many, ids from 1.
@@ -85,7 +87,9 @@ def planted(
     data = from_ratings(
         name="planted",
         ratings=ratings,
-        users=_users(rng, users, occupation=seen_as, age=(taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users)),
+        users=_users(
+            rng, users, occupation=seen_as, age=(taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users)
+        ),
         items=_items(rng, items, genre=kind[1:] + 1),
         vocab=_vocab(users, items),
         dense=("age",),
@@ -98,11 +102,13 @@ def planted(
 def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int = 12, seed: int = 0) -> Floats:
     """(users + 1, items + 1) probabilities with which :func:`planted` draws a user's first item; row 0 and column 0 are 0.
 
-    An item's weight falls as 1 / rank**0.7 within its kind, times 60 where its kind is the user's taste and 10 in the next kind.
+    An item's weight falls as 1 / rank**0.7 within its kind, times 60 where its kind is the user's taste and 10 in the
+    next kind.
     """
     if not 2 <= clusters <= GENRES or items < 50 or users < 1 or users * items > MOST_CELLS:
         raise ValueError(
-            f"planted of users={users}, items={items}, clusters={clusters}: needs 2 to {GENRES} clusters, at least 50 items, and "
+            f"planted of users={users}, items={items}, clusters={clusters}: needs 2 to {GENRES} clusters, at least 50 "
+            "items, and "
             f"users x items of at most {MOST_CELLS:,}"
         )
     taste, kind = _clusters(users, items, clusters, seed)
@@ -155,7 +161,9 @@ def _best(preferences: Floats, data: InteractionData) -> Mapping[str, float]:
 
 
 def _ratings(user: Int64, item: Int64, time: Int64, rating: Int64) -> Chunk:
-    return Chunk({"user_id": Column(user), "item_id": Column(item), "timestamp": Column(time), "rating": Column(rating)})
+    return Chunk(
+        {"user_id": Column(user), "item_id": Column(item), "timestamp": Column(time), "rating": Column(rating)}
+    )
 
 
 def _users(rng: np.random.Generator, users: int, *, occupation: Int64, age: Floats) -> Chunk:

@@ -43,8 +43,8 @@ class ColumnRules:
     """What the values of a source's columns may be.
 
     Args:
-        fill: by column, the value that stands for null; nulls are refused where not given. In a list column it stands for null
-            elements, and a null list is empty.
+        fill: by column, the value that stands for null; nulls are refused where not given. In a list column it stands
+            for null elements, and a null list is empty.
         max_length: by list column, the most values that a row may have.
     """
 
@@ -89,8 +89,10 @@ class ColumnRules:
             return
         row = int((lengths > most).argmax())
         raise DataError(
-            f"{where}, column '{name}', row {first + row}: a list of {lengths[row]} values ({int((lengths > most).sum())} of the "
-            f"{len(lengths)} rows read have more than max_length={most}); cut the lists where they are written, or raise max_length"
+            f"{where}, column '{name}', row {first + row}: a list of {lengths[row]} values "
+            f"({int((lengths > most).sum())} of the "
+            f"{len(lengths)} rows read have more than max_length={most}); cut the lists where they are written, or "
+            "raise max_length"
         )
 
 
@@ -120,7 +122,8 @@ def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
 
 def _null(where: str, name: str, array: pa.Array, row: int) -> DataError:
     return DataError(
-        f"{where}, column '{name}', row {row}: value is null ({array.null_count} nulls in the rows read), nulls are not allowed "
+        f"{where}, column '{name}', row {row}: value is null ({array.null_count} nulls in the rows read), nulls are "
+        "not allowed "
         f"here; fill them where the file is written, or pass fill={{'{name}': ...}}"
     )
 

@@ -51,7 +51,9 @@ class DataFile:
         try:
             now = _stamp(self.path)
         except OSError as error:
-            raise DataError(f"{self.name}: the file vanished while it was in use ({error}); put it back, or start anew") from error
+            raise DataError(
+                f"{self.name}: the file vanished while it was in use ({error}); put it back, or start anew"
+            ) from error
         if now != self.stamp:
             raise DataError(
                 f"{self.name}: the file changed while it was in use, {self.stamp[0]} bytes became {now[0]}; "
@@ -63,14 +65,17 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
     """The files, sorted within each folder and pattern.
 
     Args:
-        paths: local files, folders (read with all that lie below them), patterns, or addresses such as ``s3://bucket/day=*/``.
+        paths: local files, folders (read with all that lie below them), patterns, or addresses such as
+            ``s3://bucket/day=*/``.
         endings: which files of a folder are data; ``_`` and ``.`` in front of a name mean that a file is not.
 
     Raises:
         DataError: a path names nothing, or cannot be read.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found = [file for path in given for file in (_remote if "://" in os.fspath(path) else _local)(os.fspath(path), endings)]
+    found = [
+        file for path in given for file in (_remote if "://" in os.fspath(path) else _local)(os.fspath(path), endings)
+    ]
     if not found:
         raise DataError("no file was given; name at least one")
     return found
@@ -82,7 +87,8 @@ def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
         found = [DataFile(name, name, _partitions(name), None, _stamp(name)) for name in names]
     except OSError as error:
         raise DataError(
-            f"{error.filename or path}: cannot be read ({error.strerror or error}), and the rows there would be missing; give this "
+            f"{error.filename or path}: cannot be read ({error.strerror or error}), and the rows there would be "
+            "missing; give this "
             "user the right to read it, or name the files to read"
         ) from error
     if not found:
@@ -132,13 +138,17 @@ def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
     try:
         system, inner = fsspec.core.url_to_fs(path)
         if isinstance(system, fsspec.implementations.local.LocalFileSystem):
-            return [replace(file, name=system.unstrip_protocol(file.path), remote=system) for file in _local(inner, endings)]
+            return [
+                replace(file, name=system.unstrip_protocol(file.path), remote=system) for file in _local(inner, endings)
+            ]
         matches = system.glob(inner) if glob.has_magic(inner) else [inner]
         names = sorted({name for match in matches for name in _below_remote(system, match, endings)})
     except DataError:
         raise
     except Exception as error:  # each file system has its own: no such bucket, no right, no network, no driver
-        raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}); check address, rights and network") from error
+        raise DataError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); check address, rights and network"
+        ) from error
     if not names:
         raise DataError(f"{path}: no file that ends in {' or '.join(endings)}; check the address")
     return [DataFile(system.unstrip_protocol(name), name, _partitions(name), system) for name in names]

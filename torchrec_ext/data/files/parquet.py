@@ -28,18 +28,18 @@ def read_parquet(
 ) -> Chunk:
     """Reads whole files, one after the other.
 
-    Numbers without nulls are views of Arrow's memory where a column lies in one piece. Strings are object arrays, lists ragged
-    columns.
+    Numbers without nulls are views of Arrow's memory where a column lies in one piece. Strings are object arrays, lists
+    ragged columns.
 
     Args:
         paths: one file or several with the same columns.
-        columns: names, or names with the kind that each must have (``float`` takes integers as well; None takes any); all columns
-            where not given.
+        columns: names, or names with the kind that each must have (``float`` takes integers as well; None takes any);
+            all columns where not given.
         fill: by column, the value that stands for null in a scalar column; nulls are refused where not given.
 
     Raises:
-        DataError: a file is missing, is not parquet, is cut short or damaged, has no rows, lacks a column, has one of another type,
-            or holds a null.
+        DataError: a file is missing, is not parquet, is cut short or damaged, has no rows, lacks a column, has one of
+            another type, or holds a null.
 
     Example:
         >>> read_parquet("ratings.parquet", {"user_id": "int"})
@@ -54,7 +54,9 @@ def read_parquet(
     if wrong:
         raise ValueError(f"columns asks for the kinds {wrong}; a kind is one of {', '.join(get_args(Kind))}")
     chunks = [_read_file(file, kinds, fill or {}) for file in files]
-    chunk = Chunk({name: concatenate([_same_kind(name, files, chunks, at) for at in range(len(files))]) for name in chunks[0]})
+    chunk = Chunk(
+        {name: concatenate([_same_kind(name, files, chunks, at) for at in range(len(files))]) for name in chunks[0]}
+    )
     if not chunk.num_rows:
         raise DataError(f"{', '.join(map(str, files))}: zero rows; write at least one, or leave the file out")
     return chunk
@@ -85,7 +87,9 @@ def _open(path: Path) -> pq.ParquetFile:
                 begun = stream.read(4) == b"PAR1"
             size = path.stat().st_size
         except OSError as cause:
-            raise DataError(f"{path}: cannot be read ({cause.strerror or cause}); check the file and its rights") from cause
+            raise DataError(
+                f"{path}: cannot be read ({cause.strerror or cause}); check the file and its rights"
+            ) from cause
         rule = (
             f"starts as parquet, but its footer is missing or damaged ({size} bytes): it was cut short"
             if begun
@@ -100,8 +104,12 @@ def _read_group(path: Path, file: pq.ParquetFile, group: int, names: list[str], 
     except (pa.ArrowException, OSError) as error:
         column = next((name for name in names if not _readable(file, group, name)), None)
         where = f"row group {group}" + (f", column '{column}'" if column else "")
-        raise DataError(f"{path}: {where} cannot be read: the file is damaged or cut; copy or write it again ({error})") from error
-    return pa.table({name: _without_nulls(f"{path}: row group {group}", name, table.column(name), fill) for name in names})
+        raise DataError(
+            f"{path}: {where} cannot be read: the file is damaged or cut; copy or write it again ({error})"
+        ) from error
+    return pa.table(
+        {name: _without_nulls(f"{path}: row group {group}", name, table.column(name), fill) for name in names}
+    )
 
 
 def _readable(file: pq.ParquetFile, group: int, name: str) -> bool:
@@ -130,9 +138,14 @@ def _without_nulls(where: str, name: str, data: pa.ChunkedArray, fill: Mapping[s
     inside = sum(chunk.flatten().null_count for chunk in data.chunks) if hasattr(data.type, "value_type") else 0
     if not data.null_count and not inside:
         return data
-    row = data.is_null().index(True).as_py() if data.null_count else next(at for at, ids in enumerate(data) if None in ids.as_py())
+    row = (
+        data.is_null().index(True).as_py()
+        if data.null_count
+        else next(at for at, ids in enumerate(data) if None in ids.as_py())
+    )
     raise DataError(
-        f"{where}, column '{name}', row {row}: value is null ({data.null_count or inside} nulls in this row group), nulls are not "
+        f"{where}, column '{name}', row {row}: value is null ({data.null_count or inside} nulls in this row group), "
+        "nulls are not "
         f"allowed here; fill them where the file is written, or pass fill={{'{name}': ...}} for a scalar column"
     )
 
@@ -140,7 +153,9 @@ def _without_nulls(where: str, name: str, data: pa.ChunkedArray, fill: Mapping[s
 def _same_kind(name: str, files: Sequence[Path], chunks: Sequence[Chunk], at: int) -> Column:
     first, column = (chunks[index].get(name) for index in (0, at))
     if column is None or first is None:
-        raise DataError(f"{files[at]}: column '{name}' is missing, but {files[0]} has it; give files with the same columns")
+        raise DataError(
+            f"{files[at]}: column '{name}' is missing, but {files[0]} has it; give files with the same columns"
+        )
     if column.values.dtype.kind != first.values.dtype.kind or column.ragged != first.ragged:
         raise DataError(
             f"{files[at]}: column '{name}' is {column.values.dtype}, in {files[0]} it is {first.values.dtype}; "

@@ -2,7 +2,8 @@
 
 FileSource: files of one format as row groups, checked before the first is read, with every fault named by its place.
 
-Whether a damaged file would be found out: said once of a run's first file of each kind that would be read with other values.
+Whether a damaged file would be found out: said once of a run's first file of each kind that would be read with other
+values.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from torchrec_ext.schema.features import element_of
 ARRAYS: tuple[Kind, ...] = ("floats", "ints")
 _WHOLE_FOOTERS = 8  # footers read at a time: each waits for the disk or the network
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
-HEAVY = 256 << 20  # bytes that reading a part may hold before it is told; a group of a million rows of 41 columns holds 80 MB
+HEAVY = (
+    256 << 20
+)  # bytes that reading a part may hold before it is told; a group of a million rows of 41 columns holds 80 MB
 
 
 class FileSource(ABC):
@@ -102,12 +105,14 @@ class FileSource(ABC):
         found = kind_of(types[0])
         if found is None or found not in kinds:
             raise DataError(
-                f"{self.files[0].name}: column '{name}' is {types[0]}, must be {' or '.join(kinds)}; convert it where it is written"
+                f"{self.files[0].name}: column '{name}' is {types[0]}, must be {' or '.join(kinds)}; convert it where "
+                "it is written"
             )
         other = next((at for at, dtype in enumerate(types) if dtype != types[0]), None)
         if other is not None:
             raise DataError(
-                f"{self.files[other].name}: column '{name}' is {types[other]}, in {self.files[0].name} it is {types[0]}; "
+                f"{self.files[other].name}: column '{name}' is {types[other]}, in {self.files[0].name} it is "
+                f"{types[0]}; "
                 "give files with the same types"
             )
         return found
@@ -125,15 +130,24 @@ class FileSource(ABC):
         if name in schema.names:
             return schema.field(name).type
         near = difflib.get_close_matches(name, schema.names, n=1)
-        elsewhere = next((file.name for file, other in zip(self.files, self._schemas, strict=True) if name in other.names), None)
-        hint = f"{elsewhere} has it" if elsewhere else f"did you mean '{near[0]}'?" if near else "rename the column, or write it"
+        elsewhere = next(
+            (file.name for file, other in zip(self.files, self._schemas, strict=True) if name in other.names), None
+        )
+        hint = (
+            f"{elsewhere} has it"
+            if elsewhere
+            else f"did you mean '{near[0]}'?"
+            if near
+            else "rename the column, or write it"
+        )
         raise DataError(f"{self.files[at].name}: column '{name}' is missing, the file has {schema.names}; {hint}")
 
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
         """See :meth:`Source.read`.
 
         Raises:
-            DataError: the file is gone, changed or damaged, or a value breaks a rule: named by file, row group, column and row.
+            DataError: the file is gone, changed or damaged, or a value breaks a rule: named by file, row group, column
+                and row.
         """
         return self._chunk(group, names, lambda stored: self._read(group, stored))
 
@@ -156,7 +170,8 @@ class FileSource(ABC):
     def _warn_if_heavy(self, group: RowGroup, size: int, held: int) -> None:
         if held > HEAVY:
             warnings.warn(
-                f"{group.name}: {group.rows:,} rows, of which {size:,} at a time are read, but with them {held / 2**20:,.0f} MB of "
+                f"{group.name}: {group.rows:,} rows, of which {size:,} at a time are read, but with them "
+                f"{held / 2**20:,.0f} MB of "
                 f"the row group are held; {self.remedy.format(size=size)}",
                 stacklevel=2,
             )
@@ -164,7 +179,9 @@ class FileSource(ABC):
     def _stored(self, names: Sequence[str]) -> list[str]:
         return list(dict.fromkeys(self._column(name) for name in names if name not in self._partitions))
 
-    def _chunk(self, part: RowGroup, names: Sequence[str], read: Callable[[list[str]], pa.Table | pa.RecordBatch]) -> Chunk:
+    def _chunk(
+        self, part: RowGroup, names: Sequence[str], read: Callable[[list[str]], pa.Table | pa.RecordBatch]
+    ) -> Chunk:
         file, stored = self.files[part.file], self._stored(names)
         file.check_unchanged()
         try:
@@ -175,8 +192,14 @@ class FileSource(ABC):
                 raise
             column = next((name for name in stored if not self._readable(part, name)), None)
             where = part.name + (f", column '{column}'" if column else "")
-            raise DataError(f"{where} cannot be read: the file is damaged or cut; copy or write it again ({error})") from error
-        columns = {name: self.rules.column(part.name, name, table.column(name), part.first) for name in stored if table is not None}
+            raise DataError(
+                f"{where} cannot be read: the file is damaged or cut; copy or write it again ({error})"
+            ) from error
+        columns = {
+            name: self.rules.column(part.name, name, table.column(name), part.first)
+            for name in stored
+            if table is not None
+        }
         chunk = Chunk(columns | {name: self._partition(part, name) for name in names if name in self._partitions})
         return with_elements(chunk, names, part.name, part.first)
 
@@ -244,8 +267,10 @@ def _warn(kind: str, what: str) -> None:
         return
     _told.add(kind)
     warnings.warn(
-        f"{what}: a bit that flips on a disk or on its way is read as another value, and nobody is told; pyarrow writes parquet "
-        "with checksums by write_page_checksum=True, as rec.data.preprocess does (.06 % of size), and they are verified here",
+        f"{what}: a bit that flips on a disk or on its way is read as another value, and nobody is told; pyarrow "
+        "writes parquet "
+        "with checksums by write_page_checksum=True, as rec.data.preprocess does (.06 % of size), and they are "
+        "verified here",
         stacklevel=3,
     )
 
@@ -269,7 +294,9 @@ def _has_checksum(header: bytes) -> bool:
     return False
 
 
-_KEPT_FOOTERS = 64  # parsed footers held; a set of many files parses them anew for each row group rather than fill the memory
+_KEPT_FOOTERS = (
+    64  # parsed footers held; a set of many files parses them anew for each row group rather than fill the memory
+)
 # Where a row group is read in parts:
 _AHEAD, _AHEAD_REMOTE = 1 << 16, 1 << 20  # bytes of each column read at a time
 _PIECE = 16_384  # rows decoded at a time; Arrow keeps the last ones, 22 MB for 65,536 of 41 columns
@@ -281,8 +308,8 @@ class ParquetSource(FileSource):
     Page checksums are verified where the files have them (write with ``write_page_checksum=True``: 0.06 % of size).
 
     Args:
-        paths: files, folders, patterns, or addresses such as ``s3://bucket/clicks/day=*/`` (through fsspec, with its driver
-            installed). Hive partitions (``day=3/``) are columns, integers if all their values are.
+        paths: files, folders, patterns, or addresses such as ``s3://bucket/clicks/day=*/`` (through fsspec, with its
+            driver installed). Hive partitions (``day=3/``) are columns, integers if all their values are.
         fill: by column, the value that stands for null, see :class:`ColumnRules`.
         max_length: by list column, the most values of a row.
 
@@ -319,7 +346,9 @@ class ParquetSource(FileSource):
                 metadata=self._footers.get(file.path),
                 page_checksum_verification=True,
                 pre_buffer=file.remote is not None and not in_parts,  # fewer and larger requests
-                buffer_size=(_AHEAD_REMOTE if file.remote else _AHEAD) if in_parts else 0,  # 0 reads a column's bytes at once
+                buffer_size=(_AHEAD_REMOTE if file.remote else _AHEAD)
+                if in_parts
+                else 0,  # 0 reads a column's bytes at once
             )
         except Exception as error:
             raise _unreadable(file, b"PAR1", "parquet", error) from error
@@ -342,18 +371,21 @@ class ParquetSource(FileSource):
 class ArrowSource(FileSource):
     """Arrow IPC files (also called Feather), memory-mapped: without a shuffle nothing is copied before the batch.
 
-    Takes what :class:`ParquetSource` takes; a record batch is a row group. Files behind an address are read and not mapped.
+    Takes what :class:`ParquetSource` takes; a record batch is a row group. Files behind an address are read and not
+    mapped.
 
     Args:
         paths: see :class:`ParquetSource`.
-        memory_map: the operating system kills a process (SIGBUS) that reads a mapped file while another cuts it in place. Files
-            that are only ever deleted or replaced as a whole are safe; set False, and pay a copy, for those that are not.
+        memory_map: the operating system kills a process (SIGBUS) that reads a mapped file while another cuts it in
+            place. Files that are only ever deleted or replaced as a whole are safe; set False, and pay a copy, for
+            those that are not.
         options: see :class:`ParquetSource`.
     """
 
     endings = (".arrow", ".feather", ".ipc")
     remedy = (
-        "write smaller record batches, writer.write_table(table, max_chunksize={size}), or local files without compression, which "
+        "write smaller record batches, writer.write_table(table, max_chunksize={size}), or local files without "
+        "compression, which "
         "are mapped"
     )
 
@@ -404,8 +436,14 @@ def _unreadable(file: DataFile, magic: bytes, form: str, error: Exception) -> Da
             begun = stream.read(len(magic)) == magic
             size = stream.seek(0, 2)
     except Exception as cause:
-        return DataError(f"{file.name}: cannot be read ({type(cause).__name__}: {cause}); check the path, rights and network")
+        return DataError(
+            f"{file.name}: cannot be read ({type(cause).__name__}: {cause}); check the path, rights and network"
+        )
     if not size:
         return DataError(f"{file.name}: is empty (0 bytes); copy or write it again")
-    rule = f"starts as {form}, but its footer is missing or damaged ({size} bytes): it was cut short" if begun else f"is not {form}"
+    rule = (
+        f"starts as {form}, but its footer is missing or damaged ({size} bytes): it was cut short"
+        if begun
+        else f"is not {form}"
+    )
     return DataError(f"{file.name}: {rule}; copy or write it again ({error})")

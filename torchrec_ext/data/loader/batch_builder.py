@@ -22,13 +22,13 @@ class BatchBuilder:
 
     The features of shared towers stand once per user; the user side of the others is repeated beside each candidate.
 
-    TorchRec's sharded modules fix the keys at their first call, so a batch of users only or of items only carries the other side's
-    features as empty bags and zeros.
+    TorchRec's sharded modules fix the keys at their first call, so a batch of users only or of items only carries the
+    other side's features as empty bags and zeros.
 
     Args:
         schema: the columns that the model reads.
-        items: row i holds the features of item i, as in ``InteractionData.items``; what it names is the item side, all else the
-            user side. None where the rows hold everything themselves.
+        items: row i holds the features of item i, as in ``InteractionData.items``; what it names is the item side, all
+            else the user side. None where the rows hold everything themselves.
     """
 
     def __init__(self, schema: BatchSchema, items: Chunk | None) -> None:
@@ -65,7 +65,8 @@ class BatchBuilder:
 
         Args:
             users: B rows with the user side.
-            candidates: (B, N) item ids. None: the rows hold the item side themselves, or name it by their own ``item_id``.
+            candidates: (B, N) item ids. None: the rows hold the item side themselves, or name it by their own
+                ``item_id``.
             labels: (B, N); zeros where not given.
             weights: (B, N); ones where not given.
             log_q: (B, N).
@@ -186,7 +187,8 @@ class BatchBuilder:
         if not np.array_equal(ids.lengths, weights.lengths):
             row = int((ids.lengths != weights.lengths).argmax())
             raise DataError(
-                f"column '{feature.weights}', row {row} of the batch: {weights.lengths[row]} weights for the {ids.lengths[row]} "
+                f"column '{feature.weights}', row {row} of the batch: {weights.lengths[row]} weights for the "
+                f"{ids.lengths[row]} "
                 f"ids of '{name}'; give one for each id"
             )
         return _jagged(name, columns[name], weights.values, pad)
@@ -214,7 +216,9 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
     return Jagged(values, _padded(lengths, pad), weighing)
 
 
-def _repeat_rows(lengths: Tensor, values: Tensor, weights: Tensor | None, times: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _repeat_rows(
+    lengths: Tensor, values: Tensor, weights: Tensor | None, times: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """FBGEMM copies row by row, which is several times faster than a gather through an index for every value."""
     rows = torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(times))
     return torch.ops.fbgemm.permute_1D_sparse_data(rows, lengths, values, weights, len(values) * times)  # type: ignore[no-any-return]
@@ -224,7 +228,9 @@ def _numbers(name: str, column: Column) -> Array:
     values = column.pool
     if column.ragged or values.dtype.kind not in "fiub":
         found = "ragged" if column.ragged else str(values.dtype)
-        raise DataError(f"column '{name}' is {found}, must be one number per row; read it as a sparse feature, or convert it")
+        raise DataError(
+            f"column '{name}' is {found}, must be one number per row; read it as a sparse feature, or convert it"
+        )
     return values
 
 
@@ -253,7 +259,8 @@ def _unknown_item(
     row = at if row_numbers is None else int(row_numbers[at // width])
     return DataError(
         f"feature 'item_id'{readers}: id {item_ids[at]} in row {row} has no features (known items: 0 to {size - 1}; "
-        f"{int(bad.sum())} such ids in this batch); fix the data, or set out_of_range='oov' to use item {oov_id} for them"
+        f"{int(bad.sum())} such ids in this batch); fix the data, or set out_of_range='oov' to use item {oov_id} for "
+        "them"
     )
 
 
@@ -279,6 +286,8 @@ def known_items(schema: BatchSchema, num_rows: int, ids: Int64, numbers: Int64) 
     readers = f" of table {feature.readers}" if feature else ""
     at = int(bad.argmax())
     raise DataError(
-        f"feature 'item_id'{readers}: id {ids[at]} in row {numbers[at]} has no features (known items: 0 to {num_rows - 1}; "
-        f"{int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use item {oov_id} for them"
+        f"feature 'item_id'{readers}: id {ids[at]} in row {numbers[at]} has no features (known items: 0 to "
+        f"{num_rows - 1}; "
+        f"{int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use item {oov_id} for "
+        "them"
     )

@@ -1,7 +1,7 @@
 """Blocks of rows in memory: which columns they hold, how values are checked, and the memory that they are written to.
 
-Ids and numbers are checked here, a column of a row group at a time, which costs a tenth of checking them in each batch and knows
-file and row group.
+Ids and numbers are checked here, a column of a row group at a time, which costs a tenth of checking them in each batch
+and knows file and row group.
 
 Slices of blocks -> one TowerBatch: every value is copied once, into its place in the KeyedJaggedTensor.
 """
@@ -57,7 +57,9 @@ class Layout:
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, schema: BatchSchema, ids: Sequence[str], floats: tuple[str | None, str | None], without: Sequence[str]) -> Layout:
+    def of(
+        cls, schema: BatchSchema, ids: Sequence[str], floats: tuple[str | None, str | None], without: Sequence[str]
+    ) -> Layout:
         """The layout for the schema's columns but ``without``, further ids, and ``floats``: the label and the weight."""
         labels = [name for name in (floats[0], *schema.tasks) if name]
         bounds = dict.fromkeys(labels, schema.label_range) if schema.label_range else {}
@@ -69,7 +71,11 @@ class Layout:
             features={name: feature for name, feature in features.items() if name not in without},
             floats=tuple(name for name in dense if name not in without),
             out_of_range=schema.out_of_range,
-            weights={feature.name: feature.weights for feature in schema.sparse if feature.weights and feature.name not in without},
+            weights={
+                feature.name: feature.weights
+                for feature in schema.sparse
+                if feature.weights and feature.name not in without
+            },
             bounds=bounds,
         )
 
@@ -109,7 +115,9 @@ class Layout:
             row = int(((floats < low) | (floats > high)).argmax())
             limits = f"from {low:g} to {high:g}; for other labels make the schema with label_range=None"
             limits = f"{low:g} or more" if math.isinf(high) else limits
-            raise DataError(f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]:g} must be {limits}")
+            raise DataError(
+                f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]:g} must be {limits}"
+            )
         return floats
 
     def _ids(self, group: RowGroup, name: str, column: Column, feature: SparseFeature | None) -> Column:
@@ -133,7 +141,8 @@ def _out_of_range(group: RowGroup, feature: SparseFeature, column: Column, value
     row = int(np.searchsorted(np.cumsum(column.lengths), first, side="right"))
     tables = ", ".join(f"'{table}'" for table in feature.tables)
     return DataError(
-        f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table {tables} (valid ids: "
+        f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table {tables} "
+        "(valid ids: "
         f"0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in the {group.rows} rows read); "
         f"{feature.remedy(int(values.max()))}"
     )
@@ -157,7 +166,8 @@ def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
     if not np.array_equal(lengths, ids):
         row = int((lengths != ids).argmax())
         raise DataError(
-            f"{group.name}, column '{column}', row {group.first + row}: {lengths[row]} weights for the {ids[row]} ids of '{name}'; "
+            f"{group.name}, column '{column}', row {group.first + row}: {lengths[row]} weights for the {ids[row]} ids "
+            f"of '{name}'; "
             "give one for each id"
         )
     values = chunk[column].values.astype(np.float32, copy=False)
@@ -174,8 +184,8 @@ def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
 class Memory:
     """The matrices of blocks, used again.
 
-    Fresh pages cost as much as the shuffle, and in malloc's heap, between many short-lived arrays, blocks leave holes by which a
-    process grew by some 400 MB.
+    Fresh pages cost as much as the shuffle, and in malloc's heap, between many short-lived arrays, blocks leave holes
+    by which a process grew by some 400 MB.
     """
 
     def __init__(self) -> None:
@@ -210,7 +220,12 @@ class Rows:
     """
 
     def __init__(
-        self, scalars: Vectors, ragged: Mapping[str, Column], floats: Vectors, float_names: Sequence[str], numbers: Int64
+        self,
+        scalars: Vectors,
+        ragged: Mapping[str, Column],
+        floats: Vectors,
+        float_names: Sequence[str],
+        numbers: Int64,
     ) -> None:
         self.scalars = scalars
         self.floats = floats
@@ -240,7 +255,9 @@ class Assembler:
         weight: a float column; all weights are 1 where not given.
     """
 
-    def __init__(self, schema: BatchSchema, layout: Layout, ragged: frozenset[str], label: str | None, weight: str | None) -> None:
+    def __init__(
+        self, schema: BatchSchema, layout: Layout, ragged: frozenset[str], label: str | None, weight: str | None
+    ) -> None:
         self.schema = schema
         self._layout = layout
         self._scalar = {name: at for at, name in enumerate(name for name in layout.features if name not in ragged)}
@@ -272,7 +289,9 @@ class Assembler:
             targets=self._matrix(slices, size, self.schema.tasks) if self.schema.tasks else None,
             shared=shared,
             joint=self._keyed(slices, size, self.schema.joint_keys) if self.schema.joint else None,
-            weighted=self._keyed(slices, size, self.schema.weighted_keys, weighted=True) if self.schema.weighted else None,
+            weighted=self._keyed(slices, size, self.schema.weighted_keys, weighted=True)
+            if self.schema.weighted
+            else None,
             users=users,
             items=items,
             queries=size if self.schema.candidate else None,
@@ -312,7 +331,9 @@ class Assembler:
         self._fill(slices, names, values.numpy(), lengths.numpy(), count)
         stride = size * len(names) // len(keys.keys) if names else size
         weights = torch.from_numpy(self._weights(slices, keys, totals)) if weighted else None
-        return KeyedJaggedTensor(keys=list(keys.keys), values=values, weights=weights, lengths=lengths.view(-1), stride=stride)
+        return KeyedJaggedTensor(
+            keys=list(keys.keys), values=values, weights=weights, lengths=lengths.view(-1), stride=stride
+        )
 
     def _weights(self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]) -> Array:
         """(sum of lengths,) those of the ids of each bag; 1 where a feature has none."""
@@ -328,7 +349,9 @@ class Assembler:
             return count if name else 0
         return sum(_values(piece, name).size for piece in slices)
 
-    def _fill(self, slices: Sequence[Slice], names: Sequence[str | None], values: Int64, lengths: Array, count: int) -> None:
+    def _fill(
+        self, slices: Sequence[Slice], names: Sequence[str | None], values: Int64, lengths: Array, count: int
+    ) -> None:
         place = 0
         for run in _runs(names, self._scalar):
             if run.first is not None:
@@ -360,7 +383,9 @@ class Assembler:
             vector[: _count(slices)] = 1
         else:
             for at, piece in _places(slices):
-                vector.numpy()[at : at + piece.stop - piece.start] = piece.rows.floats[self._float[name]][piece.start : piece.stop]
+                vector.numpy()[at : at + piece.stop - piece.start] = piece.rows.floats[self._float[name]][
+                    piece.start : piece.stop
+                ]
         return vector
 
 
@@ -374,7 +399,9 @@ class _Run(NamedTuple):
 
 def _runs(names: Sequence[str | None], places: Mapping[str, int]) -> Iterator[_Run]:
     """The longest runs."""
-    numbered = [(places[name] - at if name and name in places else -1 - at - len(places), at) for at, name in enumerate(names)]
+    numbered = [
+        (places[name] - at if name and name in places else -1 - at - len(places), at) for at, name in enumerate(names)
+    ]
     for _, run in groupby(numbered, key=lambda pair: pair[0]):
         found = [at for _, at in run]
         yield _Run(found[0], places.get(names[found[0]] or ""), [names[at] for at in found])
@@ -415,11 +442,15 @@ def _fill_ragged(slices: Sequence[Slice], name: str, values: Int64, place: int, 
 
 
 def _joined(slices: Sequence[Slice], at: int) -> Array:
-    return np.concatenate([piece.rows.floats[at][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.float32)])
+    return np.concatenate(
+        [piece.rows.floats[at][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.float32)]
+    )
 
 
 def _joined_ids(slices: Sequence[Slice], at: int) -> Array:
-    return np.concatenate([piece.rows.scalars[at][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.int64)])
+    return np.concatenate(
+        [piece.rows.scalars[at][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.int64)]
+    )
 
 
 def _joined_ragged(slices: Sequence[Slice], name: str) -> Column:

@@ -2,7 +2,8 @@
 
 SharedCandidates: a step's positives, and after them extra candidates that all queries of the batch share.
 
-MixedCandidates: the extra candidates of each step, and how likely each item is to stand among all candidates of a batch.
+MixedCandidates: the extra candidates of each step, and how likely each item is to stand among all candidates of a
+batch.
 """
 
 from __future__ import annotations
@@ -61,11 +62,14 @@ def identified(
         width: rows of the batch for each of ``rows``.
         candidates: item ids in the order of the batch; those of ``rows`` where not given.
     """
-    found: dict[str, Int64] = {name: rows.chunk[name].values.repeat(width) for name in schema.identities if name in rows.chunk}
+    found: dict[str, Int64] = {
+        name: rows.chunk[name].values.repeat(width) for name in schema.identities if name in rows.chunk
+    }
     if candidates is not None:
         found["item_id"] = candidates.reshape(-1)
     users, items = (
-        _padded_ids(schema, name, found[name], len(batch)) if name in found else None for name in (schema.query, schema.candidate)
+        _padded_ids(schema, name, found[name], len(batch)) if name in found else None
+        for name in (schema.query, schema.candidate)
     )
     return dataclasses.replace(batch, users=users, items=items, queries=len(batch) if schema.candidate else None)
 
@@ -146,25 +150,28 @@ _BUCKETS = 8  # per item: with two hash functions one item in 70 shares both of 
 class MixedCandidates:
     """Draws by :class:`MixedNegatives`, corrected by counts, or by an estimate of them made while the rows go by.
 
-    An estimate takes each global batch before that batch is corrected. What is saved is its state at the start of an epoch: the
-    loader shows the items of the steps before the one where it resumes once more, so that a state is the same whatever a prefetch
-    thread has built.
+    An estimate takes each global batch before that batch is corrected. What is saved is its state at the start of an
+    epoch: the loader shows the items of the steps before the one where it resumes once more, so that a state is the
+    same whatever a prefetch thread has built.
 
     Args:
         mixed: draws the candidates that the steps share.
-        counts: (num_items + 1,) training rows by item; None estimates, which takes rows in memory, since a rank must see the items
-            of all ranks.
+        counts: (num_items + 1,) training rows by item; None estimates, which takes rows in memory, since a rank must
+            see the items of all ranks.
     """
 
     def __init__(self, mixed: MixedNegatives, counts: Int64 | None = None) -> None:
         if counts is not None and (counts.shape != (mixed.num_items + 1,) or not counts[1:].sum() > 0):
             raise ValueError(
-                f"counts: shape {counts.shape} with sum {counts.sum()}, must be (num_items + 1,) = ({mixed.num_items + 1},) with a "
+                f"counts: shape {counts.shape} with sum {counts.sum()}, must be (num_items + 1,) = "
+                f"({mixed.num_items + 1},) with a "
                 "count above 0: row i counts the training rows of item i"
             )
         self.mixed = mixed
         self._log_p = None if counts is None else torch.from_numpy(np.maximum(counts, 0) / counts[1:].sum()).log()
-        self._frequency = StreamingFrequency(_BUCKETS * (mixed.num_items + 1), seed=mixed.seed) if counts is None else None
+        self._frequency = (
+            StreamingFrequency(_BUCKETS * (mixed.num_items + 1), seed=mixed.seed) if counts is None else None
+        )
         self._epoch, self._counts = 0, False
         self._saved = None if self._frequency is None else self._frequency.state_dict()
         self._after: dict[str, Any] | None = None  # at its end, which a prefetch thread reaches before the caller
@@ -238,8 +245,8 @@ class SharedCandidates:
         positives, padding up to ceil(batch_size / R) | extra candidates, padding
 
     Extra candidates have item features only, label and weight 0, and the log q of the mixture, as the positives have:
-    ``in_batch_negatives(..., queries=ceil(batch_size / R))``. Where the user's features are shared they stand once for each
-    positive, and the extra candidates point at the first user, who is not asked about them.
+    ``in_batch_negatives(..., queries=ceil(batch_size / R))``. Where the user's features are shared they stand once for
+    each positive, and the extra candidates point at the first user, who is not asked about them.
 
     Args:
         schema: the columns of the batch.
@@ -251,7 +258,9 @@ class SharedCandidates:
 
     ids = ("item_id",)
 
-    def __init__(self, schema: BatchSchema, config: LoaderConfig, items: Chunk, candidates: MixedCandidates, share: Share) -> None:
+    def __init__(
+        self, schema: BatchSchema, config: LoaderConfig, items: Chunk, candidates: MixedCandidates, share: Share
+    ) -> None:
         self._schema, self._config, self._items = schema, config, items
         self._candidates, self._share = candidates, share
         self._alone = any(name in schema.shared for name in items)  # then each row needs a shared row of its own
@@ -280,7 +289,9 @@ class SharedCandidates:
             weights=_spread(np.ones(len(positives)) if rows.weights is None else rows.weights, size),
             log_q=_spread(self._candidates.log_q(ids), size, places),
             total_weight=rows.total / self._share.world_size,
-            index=torch.arange(size) if self._alone else torch.from_numpy(np.arange(size) * (np.arange(size) < queries)),
+            index=torch.arange(size)
+            if self._alone
+            else torch.from_numpy(np.arange(size) * (np.arange(size) < queries)),
             shared_rows=_numbers(rows.numbers, size if self._alone else queries),
         )
         batch = identified(batch, self._schema, rows, candidates=items)

@@ -24,17 +24,20 @@ class LoaderConfig:
     """How rows become batches.
 
     Args:
-        batch_size: positives per step *over all ranks*, so that a result does not depend on the number of ranks. A rank's batch has
-            ceil(batch_size / R) x (1 + negatives) rows, or what an epoch has where that is fewer.
-        negatives: drawn per positive; 0 for rows with labels of their own, or for losses that take negatives from the batch.
-        sampling: how negatives are drawn: ``uniform``, ``popularity``, ``hard`` (:class:`HardNegatives`), or ``mixed``: positives
-            with candidates that all queries of a step share (:class:`MixedNegatives`), for a softmax over the batch.
+        batch_size: positives per step *over all ranks*, so that a result does not depend on the number of ranks. A
+            rank's batch has ceil(batch_size / R) x (1 + negatives) rows, or what an epoch has where that is fewer.
+        negatives: drawn per positive; 0 for rows with labels of their own, or for losses that take negatives from the
+            batch.
+        sampling: how negatives are drawn: ``uniform``, ``popularity``, ``hard`` (:class:`HardNegatives`), or ``mixed``:
+            positives with candidates that all queries of a step share (:class:`MixedNegatives`), for a softmax over the
+            batch.
         popularity_exponent: see :class:`PopularityNegatives`.
         hard_k: of ``hard``, see :class:`HardNegatives`.
         hard_share: of ``hard``, likewise.
-        shared_negatives: of ``mixed``, with ``negatives=0``: candidates drawn for each step over all ranks, beside its positives.
-        frequency: of ``mixed``: how likely a batch holds an item is ``counted`` in the training rows, or ``estimated`` while they
-            go by (:class:`StreamingFrequency`).
+        shared_negatives: of ``mixed``, with ``negatives=0``: candidates drawn for each step over all ranks, beside its
+            positives.
+        frequency: of ``mixed``: how likely a batch holds an item is ``counted`` in the training rows, or ``estimated``
+            while they go by (:class:`StreamingFrequency`).
         shuffle: a new order each epoch; else the order of the rows.
         drop_last: leave out the last step if it is not full. Else its missing rows are rows of weight 0.
         prefetch: batches built ahead by a thread; 0 builds them in the caller's.
@@ -42,16 +45,17 @@ class LoaderConfig:
         seed: of the order and the negatives.
         label: the column with the labels, for ``negatives=0``; all labels are 1 where not given.
         weight: the column with a weight for each row; all weights are 1 where not given.
-        lanes: files only. A batch is mixed from so many places of the data, and each rank reads only its share of them if this is a
-            multiple of the number of ranks; see :class:`StreamPlan`. The order depends on it. On a click log of 40 columns
-            (benchmarks/loader.py) 4 and 8 were equally fast, and a process took 730 MB at its peak with 4 and 880 MB with 8, of
-            which 410 MB are torch and TorchRec; with 4 and row groups of a million rows, each lane holding 65 MB of one, 960 MB.
-        buffer_rows: files only. Rows held for shuffling, over all lanes and ranks. A row group that is larger than a lane's share
-            is read in parts, in its order. The order of the rows depends on it.
-        device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, gather and draw there; see :class:`ChunkLoader`. A
-            captured step then makes its batches itself.
-        read_ahead: files only. Parts of the buffer (``buffer_rows / lanes`` rows) read and shuffled ahead by a thread; 0 reads in
-            the thread that builds the batches.
+        lanes: files only. A batch is mixed from so many places of the data, and each rank reads only its share of them
+            if this is a multiple of the number of ranks; see :class:`StreamPlan`. The order depends on it. On a click
+            log of 40 columns (benchmarks/loader.py) 4 and 8 were equally fast, and a process took 730 MB at its peak
+            with 4 and 880 MB with 8, of which 410 MB are torch and TorchRec; with 4 and row groups of a million rows,
+            each lane holding 65 MB of one, 960 MB.
+        buffer_rows: files only. Rows held for shuffling, over all lanes and ranks. A row group that is larger than a
+            lane's share is read in parts, in its order. The order of the rows depends on it.
+        device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, gather and draw there; see
+            :class:`ChunkLoader`. A captured step then makes its batches itself.
+        read_ahead: files only. Parts of the buffer (``buffer_rows / lanes`` rows) read and shuffled ahead by a thread;
+            0 reads in the thread that builds the batches.
     """
 
     batch_size: int = 1024
@@ -82,33 +86,42 @@ class LoaderConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"loader.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         if self.device not in (None, "cpu", "cuda"):
-            raise ValueError(f"loader.device={self.device!r}: must be cpu or cuda, the device that trains, or be left out")
+            raise ValueError(
+                f"loader.device={self.device!r}: must be cpu or cuda, the device that trains, or be left out"
+            )
         if not 0 < self.hard_share < 1:
-            raise ValueError(f"loader.hard_share={self.hard_share}: must be above 0 and below 1, so that every item can be drawn")
+            raise ValueError(
+                f"loader.hard_share={self.hard_share}: must be above 0 and below 1, so that every item can be drawn"
+            )
         mixed = self.sampling == "mixed"
         if mixed and (self.negatives or not self.shared_negatives):
             raise ValueError(
                 f"loader.sampling='mixed' with loader.negatives={self.negatives} and loader.shared_negatives="
-                f"{self.shared_negatives}: candidates are shared by the queries; set negatives=0 and shared_negatives to 1 or more"
+                f"{self.shared_negatives}: candidates are shared by the queries; set negatives=0 and shared_negatives "
+                "to 1 or more"
             )
         if self.shared_negatives and not mixed:
             raise ValueError(
-                f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set sampling='mixed'"
+                f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set "
+                "sampling='mixed'"
             )
         if self.sampling in ("popularity", "hard") and not self.negatives:
             raise ValueError(
-                f"loader.sampling={self.sampling!r} with loader.negatives=0: no negatives are drawn, so it would do nothing; leave "
+                f"loader.sampling={self.sampling!r} with loader.negatives=0: no negatives are drawn, so it would do "
+                "nothing; leave "
                 "loader.sampling out, or set loader.negatives to 1 or more"
             )
         on_host = {"hard": "the model ranks items", "mixed": "candidates are drawn"}
         if self.device and self.sampling in on_host:
             raise ValueError(
-                f"loader.device={self.device!r} with loader.sampling={self.sampling!r}: {on_host[self.sampling]} on the host; "
+                f"loader.device={self.device!r} with loader.sampling={self.sampling!r}: {on_host[self.sampling]} on "
+                "the host; "
                 "leave loader.device out, or choose loader.sampling=uniform or popularity"
             )
         drawn = "shared_negatives" if mixed else "negatives"
         if self.label and getattr(self, drawn):
             raise ValueError(
-                f"loader.label={self.label!r} with loader.{drawn}={getattr(self, drawn)}: drawn negatives have label 0 and their "
+                f"loader.label={self.label!r} with loader.{drawn}={getattr(self, drawn)}: drawn negatives have label 0 "
+                "and their "
                 "positives label 1; set one of the two"
             )

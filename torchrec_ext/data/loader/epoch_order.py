@@ -1,19 +1,20 @@
 """StreamPlan: which rows of which row groups make which step, computed by every rank alone from the groups' row counts.
 
-A stream that is shuffled as a whole would make every rank decode everything. Here an epoch is S *lanes*, and a global batch of B
-rows has S blocks of b = B / S slots, one for each lane::
+A stream that is shuffled as a whole would make every rank decode everything. Here an epoch is S *lanes*, and a global
+batch of B rows has S blocks of b = B / S slots, one for each lane::
 
     row groups in the order of the epoch   | 7  . . . | 2  . . | 5 . . . . . | 0 . .   (cut where a lane ends, also inside a group)
     lanes                                  | lane 0       | lane 1         | lane 2 ...
     global batch                           [ b of lane 0 | b of lane 1 | ... ]
     rank r of R takes the slots            r B / R  to  (r + 1) B / R
 
-A lane is read block by block: row groups of at least ``part_rows`` rows together, shuffled as one. So a batch is mixed from S
-places, and a rank reads only the lanes that its slots touch: 1 / R of the data where R divides S. Nothing but the last line knows
-R, so the rows of each step are the same on any number of ranks.
+A lane is read block by block: row groups of at least ``part_rows`` rows together, shuffled as one. So a batch is mixed
+from S places, and a rank reads only the lanes that its slots touch: 1 / R of the data where R divides S. Nothing but
+the last line knows R, so the rows of each step are the same on any number of ranks.
 
-A row group that is larger than a block is read in parts, in their order, so that a block stays small. A lane that begins inside one
-decodes what lies before it for nothing: half a row group for a lane on average, little beside many row groups.
+A row group that is larger than a block is read in parts, in their order, so that a block stays small. A lane that
+begins inside one decodes what lies before it for nothing: half a row group for a lane on average, little beside many
+row groups.
 """
 
 from __future__ import annotations
@@ -129,7 +130,10 @@ class StreamPlan:
         order = self._random(epoch, 0, 0).permutation(count) if self.shuffle else np.arange(count)
         starts = np.concatenate([[0], np.cumsum(np.array(self.group_rows)[order])])
         least = self.part_rows if self.shuffle else 1
-        return [_lane(lane, *ends, order, starts, least, self.part_rows) for lane, ends in enumerate(pairwise(self.lane_ends))]
+        return [
+            _lane(lane, *ends, order, starts, least, self.part_rows)
+            for lane, ends in enumerate(pairwise(self.lane_ends))
+        ]
 
     def pieces(
         self, lanes: Sequence[Sequence[Block]], step: int, rank: int, world_size: int, *, everyone: bool = False
@@ -173,7 +177,9 @@ def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: i
         segments.append(Segment(int(order[at]), place - first, stop - first))
         place, at = stop, at + (stop == past_last)
         if place - start >= least or place == end:
-            blocks.append(Block(lane=lane, number=len(blocks), start=start - begin, stop=place - begin, segments=tuple(segments)))
+            blocks.append(
+                Block(lane=lane, number=len(blocks), start=start - begin, stop=place - begin, segments=tuple(segments))
+            )
             segments, start = [], place
     return blocks
 

@@ -37,7 +37,9 @@ class Share:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} of world_size={self.world_size}: rank must be 0 to {self.world_size - 1}")
+            raise ValueError(
+                f"rank={self.rank} of world_size={self.world_size}: rank must be 0 to {self.world_size - 1}"
+            )
 
     def part(self, count: int) -> slice:
         """Its places in a global batch of ``count`` rows."""
@@ -55,8 +57,8 @@ _END = object()
 def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
     """What ``source`` yields, in the same order, up to ``depth`` elements ahead of the caller.
 
-    An exception in the thread is raised in the caller, in its place in the order and without waiting for a timeout. The thread ends
-    when the iterator is exhausted, closed or garbage-collected.
+    An exception in the thread is raised in the caller, in its place in the order and without waiting for a timeout. The
+    thread ends when the iterator is exhausted, closed or garbage-collected.
 
     Args:
         source: is advanced in the thread only.
@@ -115,7 +117,8 @@ class Epochs(ABC):
         self._epoch = self._step = self._start = 0
         if not len(self):
             raise DataError(
-                f"{count} {what} with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} make no step; "
+                f"{count} {what} with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} "
+                "make no step; "
                 f"give more {what} or a smaller batch_size, or keep the last batch"
             )
 
@@ -155,8 +158,8 @@ class Epochs(ABC):
         """Where the stream stands: numbers, texts and tensors.
 
         Args:
-            step: steps of this epoch that the caller has finished. A pipeline that fetches ahead must say it; where not given, it
-                is the number of batches handed out (what the prefetch thread has built does not count).
+            step: steps of this epoch that the caller has finished. A pipeline that fetches ahead must say it; where not
+                given, it is the number of batches handed out (what the prefetch thread has built does not count).
         """
         return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
 
@@ -167,9 +170,13 @@ class Epochs(ABC):
             ValueError: the state is of another stream, so the remaining samples would not be those that are missing.
         """
         mine = self._stream()
-        different = {name: (value, mine.get(name)) for name, value in state["stream"].items() if value != mine.get(name)}
+        different = {
+            name: (value, mine.get(name)) for name, value in state["stream"].items() if value != mine.get(name)
+        }
         if different:
             parts = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in different.items())
-            raise ValueError(f"cannot resume in the middle of an epoch: {parts}; restore these settings, or start a new epoch")
+            raise ValueError(
+                f"cannot resume in the middle of an epoch: {parts}; restore these settings, or start a new epoch"
+            )
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
         self._start = self._step

@@ -4,8 +4,8 @@ Stream: the rows of each step of an epoch, from blocks that a thread reads ahead
 
 Segments of row groups -> blocks of rows in memory, checked and shuffled column by column.
 
-A block has the size of the cache: taking 65,536 int64 of one column in random order stays in the second level, where taking whole
-rows from a buffer of several row groups would go to main memory for each.
+A block has the size of the cache: taking 65,536 int64 of one column in random order stays in the second level, where
+taking whole rows from a buffer of several row groups would go to main memory for each.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
     rows = Rows(
         _ordered(scalars, np.int64, order, memory, buffers),
         {name: _reordered(concatenate(columns), order) for name, columns in ids.items() if columns[0].ragged},
-        _ordered([[part[1][name] for part in parts] for name in lane.layout.floats], np.float32, order, memory, buffers),
+        _ordered(
+            [[part[1][name] for part in parts] for name in lane.layout.floats], np.float32, order, memory, buffers
+        ),
         lane.layout.floats,
         numbers if order is None else numbers.take(order),
     )
@@ -95,7 +97,11 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
 
 
 def _ordered(
-    columns: Sequence[Sequence[Array]], dtype: type[np.generic], order: Int64 | None, memory: Memory, buffers: list[Array]
+    columns: Sequence[Sequence[Array]],
+    dtype: type[np.generic],
+    order: Int64 | None,
+    memory: Memory,
+    buffers: list[Array],
 ) -> Vectors:
     whole = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in columns]
     if order is None:
@@ -137,14 +143,23 @@ class Stream:
         source: of the row groups.
         layout: the columns.
         plan: the rows of each step.
-        weight: the column of weights; a rank reads it for all rows, since every rank divides by the weight of the global batch.
+        weight: the column of weights; a rank reads it for all rows, since every rank divides by the weight of the
+            global batch.
         read_ahead: blocks read ahead.
         rank: r.
         world_size: R.
     """
 
     def __init__(
-        self, source: Source, layout: Layout, plan: StreamPlan, *, weight: str | None, read_ahead: int, rank: int, world_size: int
+        self,
+        source: Source,
+        layout: Layout,
+        plan: StreamPlan,
+        *,
+        weight: str | None,
+        read_ahead: int,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.plan = plan
         self._source, self._layout, self._weight = source, layout, weight
@@ -189,7 +204,9 @@ class Stream:
             for block in dict.fromkeys(piece.block for piece in self._pieces(lanes, step)):
                 if last.get(block.lane, -1) < block.number:
                     last[block.lane] = block.number
-                    yield load_block(readers[block.lane], block, self.plan.permutation(epoch, block), self._firsts, memory)
+                    yield load_block(
+                        readers[block.lane], block, self.plan.permutation(epoch, block), self._firsts, memory
+                    )
 
     def _reader(self, lane: int) -> LaneReader:
         mine = self._weight is None or self._reads(lane)
@@ -216,7 +233,13 @@ class StreamedRows:
     ahead = True
 
     def __init__(
-        self, source: Source, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, pairing: Pairing | None, share: Share
+        self,
+        source: Source,
+        schema: BatchSchema,
+        config: LoaderConfig,
+        items: Chunk | None,
+        pairing: Pairing | None,
+        share: Share,
     ) -> None:
         without = [name for name in items or () if name != "item_id"]
         layout = Layout.of(schema, pairing.ids if pairing else (), (config.label, config.weight), without)
@@ -258,5 +281,7 @@ class StreamedRows:
 
     def _columns(self, step: Step, total: float) -> StepRows:
         chunk, weight = self._assembler.chunk(step.mine), self._config.weight
-        numbers = np.concatenate([np.zeros(0, np.int64), *(piece.rows.numbers[piece.start : piece.stop] for piece in step.mine)])
+        numbers = np.concatenate(
+            [np.zeros(0, np.int64), *(piece.rows.numbers[piece.start : piece.stop] for piece in step.mine)]
+        )
         return StepRows(chunk, numbers, chunk[weight].values if weight else None, total)

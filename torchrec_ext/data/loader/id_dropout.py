@@ -41,14 +41,15 @@ class ResumableLoader(Protocol):
 class IdDropout:
     """A loader whose batches lack some ids: whole bags of the named features become the feature's out-of-vocabulary row.
 
-    With the id gone, the other features must carry the score, and the out-of-vocabulary row is trained beside them: an item never
-    seen, looked up by that row, gets a vector from its features (DropoutNet, Volkovs et al. 2017). It has to happen here, in the
-    batch: TorchRec's pipelines send ids to their shards before the model's forward runs. Wrap the training loader only.
+    With the id gone, the other features must carry the score, and the out-of-vocabulary row is trained beside them: an
+    item never seen, looked up by that row, gets a vector from its features (DropoutNet, Volkovs et al. 2017). It has to
+    happen here, in the batch: TorchRec's pipelines send ids to their shards before the model's forward runs. Wrap the
+    training loader only.
 
-    What is dropped is a function of (seed, epoch, the row's ids), so it is the same on any number of ranks, at any batch size and
-    after a resume; a user shared by 1 + N candidates is dropped for all of them or none. ``batch.users`` and
-    ``batch.items`` stay: in losses over the batch a dropped candidate is the item that was sampled, a negative of the other
-    queries with its own log q, and only its vector is that of the out-of-vocabulary row.
+    What is dropped is a function of (seed, epoch, the row's ids), so it is the same on any number of ranks, at any
+    batch size and after a resume; a user shared by 1 + N candidates is dropped for all of them or none. ``batch.users``
+    and ``batch.items`` stay: in losses over the batch a dropped candidate is the item that was sampled, a negative of
+    the other queries with its own log q, and only its vector is that of the out-of-vocabulary row.
 
     Args:
         loader: of the training batches.
@@ -64,16 +65,21 @@ class IdDropout:
         loader = IdDropout(training_loader(data, schema, config), schema, {"item_id": 0.2}, seed=job.train.seed)
     """
 
-    def __init__(self, loader: ResumableLoader, schema: BatchSchema, rates: Mapping[str, float], *, seed: int = 0) -> None:
+    def __init__(
+        self, loader: ResumableLoader, schema: BatchSchema, rates: Mapping[str, float], *, seed: int = 0
+    ) -> None:
         if rates and isinstance(loader, SessionLoader):
             feature, rate = next(iter(rates.items()))
             raise ValueError(
-                f"id_dropout={feature}={rate} with a SessionLoader: its items are ids alone, without features that could stand "
+                f"id_dropout={feature}={rate} with a SessionLoader: its items are ids alone, without features that "
+                "could stand "
                 "for one that is dropped, and unknown items are no targets; leave id_dropout out"
             )
         for name, rate in rates.items():
             if schema.feature(name) is None:
-                raise ValueError(f"rates names '{name}', which is no sparse feature; the features are {list(schema.keys)}")
+                raise ValueError(
+                    f"rates names '{name}', which is no sparse feature; the features are {list(schema.keys)}"
+                )
             if not 0 <= rate < 1:
                 raise ValueError(f"rates: {name}={rate}: must be at least 0 and below 1; 0.1 to 0.3 is usual")
         self._loader, self._schema = loader, schema
@@ -131,9 +137,9 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
 def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
     """``rows`` in which the ids of ``feature`` that ``train`` does not hold are its out-of-vocabulary row.
 
-    For evaluation and serving: the row of an id that was never trained holds its first random values, or was only ever pushed
-    down, as a negative. The out-of-vocabulary row is trained where ids of the feature are dropped; else it holds its first values
-    too, but the same for all such ids, which so are ranked by their other features.
+    For evaluation and serving: the row of an id that was never trained holds its first random values, or was only ever
+    pushed down, as a negative. The out-of-vocabulary row is trained where ids of the feature are dropped; else it holds
+    its first values too, but the same for all such ids, which so are ranked by their other features.
     """
     seen = np.zeros(feature.num_embeddings, dtype=bool)
     trained = train[feature.name].values

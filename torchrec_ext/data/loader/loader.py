@@ -48,8 +48,8 @@ class Stateful(Protocol):
 def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pairs | None = None) -> Sampler | None:
     """The sampler that ``config`` asks for, which avoids the training pairs; None for ``negatives=0`` unless it is ``mixed``.
 
-    Held-out pairs may be drawn in training: to avoid them would tell the model which they are. Candidates of ``mixed`` avoid
-    nothing: ``is_known`` of :func:`in_batch_negatives` excludes a user's own.
+    Held-out pairs may be drawn in training: to avoid them would tell the model which they are. Candidates of ``mixed``
+    avoid nothing: ``is_known`` of :func:`in_batch_negatives` excludes a user's own.
 
     Args:
         data: the set.
@@ -59,11 +59,15 @@ def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pa
     pairs = avoid or data.known
     if config.sampling == "mixed":
         mixed = MixedNegatives(data.num_items, config.shared_negatives, config.batch_size, config.seed)
-        return MixedCandidates(mixed, data.popularity()[: data.num_items + 1] if config.frequency == "counted" else None)
+        return MixedCandidates(
+            mixed, data.popularity()[: data.num_items + 1] if config.frequency == "counted" else None
+        )
     if not config.negatives:
         return None
     if config.sampling == "popularity":
-        return PopularityNegatives(data.num_items, pairs.users, pairs.items, config.seed, exponent=config.popularity_exponent)
+        return PopularityNegatives(
+            data.num_items, pairs.users, pairs.items, config.seed, exponent=config.popularity_exponent
+        )
     uniform = UniformNegatives(data.num_items, pairs.users, pairs.items, config.seed)
     return HardNegatives(uniform, k=config.hard_k, share=config.hard_share) if config.sampling == "hard" else uniform
 
@@ -80,14 +84,19 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
         raise ValueError(f"{asked}, but no sampler was given; pass negatives=, or set it to 0")
     if sampler is not None and isinstance(sampler, MixedCandidates) != mixed:
         needed = "MixedCandidates" if mixed else "a sampler with draw(users, positions, epoch, n)"
-        raise ValueError(f"loader.sampling={config.sampling!r} with negatives={type(sampler).__name__}: must be {needed}")
+        raise ValueError(
+            f"loader.sampling={config.sampling!r} with negatives={type(sampler).__name__}: must be {needed}"
+        )
     if mixed and not has_items:
-        raise ValueError("loader.sampling='mixed' without items: the features of extra candidates are looked up there; pass items=")
+        raise ValueError(
+            "loader.sampling='mixed' without items: the features of extra candidates are looked up there; pass items="
+        )
     if isinstance(sampler, MixedCandidates):
         given = (sampler.mixed.extra, sampler.mixed.batch_size)
         if given != (config.shared_negatives, config.batch_size):
             raise ValueError(
-                f"MixedNegatives(extra={given[0]}, batch_size={given[1]}) with loader.shared_negatives={config.shared_negatives} "
+                f"MixedNegatives(extra={given[0]}, batch_size={given[1]}) with "
+                f"loader.shared_negatives={config.shared_negatives} "
                 f"and loader.batch_size={config.batch_size}: log_q would be that of other batches; give both the same"
             )
 
@@ -95,7 +104,8 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
 class Batches(Protocol):
     """Where a rank's batches come from: :class:`MemoryRows`, :class:`StreamedRows` or :class:`ResidentRows`.
 
-    ``num_rows`` are those of all ranks; ``ahead`` says whether a thread may build batches and whether they are then pinned.
+    ``num_rows`` are those of all ranks; ``ahead`` says whether a thread may build batches and whether they are then
+    pinned.
     """
 
     num_rows: int
@@ -109,7 +119,12 @@ class Batches(Protocol):
 
 
 def on_host(
-    chunk: Chunk | Source, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, sampler: Sampler | None, share: Share
+    chunk: Chunk | Source,
+    schema: BatchSchema,
+    config: LoaderConfig,
+    items: Chunk | None,
+    sampler: Sampler | None,
+    share: Share,
 ) -> Batches:
     """The batches of rows in memory or of a source.
 
@@ -126,7 +141,8 @@ def on_host(
         return MemoryRows(chunk, schema, config, pairing, share, estimator)
     if estimator:
         raise ValueError(
-            "a frequency estimate with a source of rows: a rank sees its own rows only; give MixedCandidates the counts of the "
+            "a frequency estimate with a source of rows: a rank sees its own rows only; give MixedCandidates the "
+            "counts of the "
             "items, or rows in memory"
         )
     as_they_are = items is None and not config.negatives
@@ -177,35 +193,38 @@ _STREAM = (  # settings that change which samples a step has
 class ChunkLoader(Epochs):
     """An epoch of TowerBatches from rows in memory, or from files of any size.
 
-    The order and the negatives are functions of (seed, epoch). Each global step takes the next ``batch_size`` rows; rank r of R
-    takes a contiguous part of them. All ranks take the same number of steps with batches of the same shape: what is missing are
-    rows of weight 0 with empty bags, so every sample counts exactly once. With N negatives, a positive (label 1) is followed by its
-    own N (label 0); candidates that all queries share come after the positives, see :class:`SharedCandidates`.
+    The order and the negatives are functions of (seed, epoch). Each global step takes the next ``batch_size`` rows;
+    rank r of R takes a contiguous part of them. All ranks take the same number of steps with batches of the same shape:
+    what is missing are rows of weight 0 with empty bags, so every sample counts exactly once. With N negatives, a
+    positive (label 1) is followed by its own N (label 0); candidates that all queries share come after the positives,
+    see :class:`SharedCandidates`.
 
-    Rows in memory are shuffled as a whole. Files are read while the epoch runs: :class:`StreamPlan` says in which order, and what
-    each rank reads.
+    Rows in memory are shuffled as a whole. Files are read while the epoch runs: :class:`StreamPlan` says in which
+    order, and what each rank reads.
 
     Args:
         chunk: all rows, the same on every rank; or a :class:`Source` of them, such as :class:`ParquetSource`.
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
-        negatives: draws the negatives; must be given if ``config`` asks for some. A row's place in ``chunk`` is its position. Where
-            its draws depend on more than seed, epoch and position, its state is part of the loader's.
-        refresh: from an epoch to an index of each user's best items, for :class:`HardNegatives`: called when :meth:`set_epoch`
-            begins an epoch other than the first, on every rank, so that it may use collectives. All draws of the first epoch are
-            uniform.
+        negatives: draws the negatives; must be given if ``config`` asks for some. A row's place in ``chunk`` is its
+            position. Where its draws depend on more than seed, epoch and position, its state is part of the loader's.
+        refresh: from an epoch to an index of each user's best items, for :class:`HardNegatives`: called when
+            :meth:`set_epoch` begins an epoch other than the first, on every rank, so that it may use collectives. All
+            draws of the first epoch are uniform.
         rank: r.
         world_size: R.
-        device: hold all rows and items as tensors on this device, and gather and draw there, in the order of rows in memory and
-            with the same draws (uniform and by popularity); for a set that fits. ``config.device`` where not given.
+        device: hold all rows and items as tensors on this device, and gather and draw there, in the order of rows in
+            memory and with the same draws (uniform and by popularity); for a set that fits. ``config.device`` where not
+            given.
 
     Raises:
-        DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of ``chunk``, or
-            file, row group and row.
+        DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of
+            ``chunk``, or file, row group and row.
 
     Example:
-        Hard negatives from the model's own towers; ``embed_all`` gathers their output for all users or items from all ranks::
+        Hard negatives from the model's own towers; ``embed_all`` gathers their output for all users or items from all
+        ranks::
 
             def refresh(epoch: int) -> Index:
                 return ExactTopK(embed_all("user"), embed_all("item"), sampler.easy.known, k=200)
@@ -229,7 +248,9 @@ class ChunkLoader(Epochs):
         share = Share(rank=rank, world_size=world_size)
         check_sampler(config, negatives, has_items=items is not None)
         if refresh is not None and not isinstance(negatives, HardNegatives):
-            raise ValueError(f"refresh with negatives={type(negatives).__name__}: only HardNegatives are refreshed; leave it out")
+            raise ValueError(
+                f"refresh with negatives={type(negatives).__name__}: only HardNegatives are refreshed; leave it out"
+            )
         self._sampler, self._refresh = negatives, refresh
         device = device or config.device
         chunk = with_elements(chunk, schema.dense) if isinstance(chunk, Chunk) else chunk
@@ -267,7 +288,9 @@ class ChunkLoader(Epochs):
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """See :meth:`Epochs.state_dict`; with the sampler's state, where it has one."""
         state = super().state_dict(step=step)
-        return state | ({"sampler": self._sampler.state_dict(self._epoch)} if isinstance(self._sampler, Stateful) else {})
+        return state | (
+            {"sampler": self._sampler.state_dict(self._epoch)} if isinstance(self._sampler, Stateful) else {}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Epochs.load_state_dict`."""
@@ -275,7 +298,9 @@ class ChunkLoader(Epochs):
         if isinstance(self._sampler, Stateful):
             self._sampler.load_state_dict(state["sampler"])
         if isinstance(self._sampler, MixedCandidates) and self._start == len(self):
-            deque(self._rows.batches(self._epoch, self._start), maxlen=0)  # an estimate counts the epoch, if it was not yet over
+            deque(
+                self._rows.batches(self._epoch, self._start), maxlen=0
+            )  # an estimate counts the epoch, if it was not yet over
 
     def _stream(self) -> dict[str, Any]:
         """What the stream of samples depends on beside the epoch and the sampler's state."""

@@ -55,7 +55,9 @@ class DeviceTable:
         device: where the tensors are.
     """
 
-    def __init__(self, ids: Mapping[str, Column], floats: Mapping[str, Array], num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, ids: Mapping[str, Column], floats: Mapping[str, Array], num_rows: int, device: torch.device
+    ) -> None:
         self.num_rows, self._device = num_rows, device
         self._scalar = {name: at for at, name in enumerate(name for name in ids if not ids[name].ragged)}
         self._float = {name: at for at, name in enumerate(floats)}
@@ -139,7 +141,8 @@ class DeviceCandidates:
         device: where it works.
 
     Raises:
-        DataError: an item without features, a feature that is out of range, or a user of ``rows`` who has taken every item.
+        DataError: an item without features, a feature that is out of range, or a user of ``rows`` who has taken every
+            item.
         ValueError: a sampler that has no form in torch.
     """
 
@@ -210,8 +213,8 @@ class _Place(NamedTuple):
 class ResidentRows:
     """See :class:`Batches`. The batches are those of :class:`MemoryRows`, bit for bit.
 
-    From the host come an epoch's order, its number of steps and the number of ids in each step's bags, which a pass over the epoch
-    counts before its first step: a step waits for nothing.
+    From the host come an epoch's order, its number of steps and the number of ids in each step's bags, which a pass
+    over the epoch counts before its first step: a step waits for nothing.
 
     Args:
         rows: all rows; checked here, once.
@@ -346,7 +349,9 @@ class ResidentRows:
             targets=self._targets(own, users) if self._schema.tasks else None,
             shared=shared,
             joint=self._keyed(bags, self._schema.joint_keys, *halves) if self._schema.joint else None,
-            weighted=self._keyed(bags, self._schema.weighted_keys, *halves, weighted=True) if self._schema.weighted else None,
+            weighted=self._keyed(bags, self._schema.weighted_keys, *halves, weighted=True)
+            if self._schema.weighted
+            else None,
             users=whose,
             items=which,
             queries=users * width if self._schema.candidate else None,
@@ -355,7 +360,9 @@ class ResidentRows:
     def _identities(self, place: _Place, rows: Tensor, drawn: Drawn | None) -> tuple[Tensor | None, Tensor | None]:
         """(B,) whose row each of the batch is, and which item, where the schema asks for that; 0 for padding."""
         size = self._share.rows(self._config.batch_size) * self._width
-        repeated = rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
+        repeated = (
+            rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
+        )
         single = [name for name in self._schema.identities if name not in place.rows.ragged]
         found = {name: bags.values for name, bags in place.rows.bags(repeated, single, {}).items()}
         if drawn is not None:
@@ -376,10 +383,14 @@ class ResidentRows:
     ) -> tuple[dict[str, Bags], dict[str, Tensor], Tensor | None]:
         """(bags, numbers, log_q) of a batch before its padding: those of the rows, and of their candidates."""
         names, shared = [*self._schema.keys, *self._schema.weight_columns], self._schema.shared
-        repeated = rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
+        repeated = (
+            rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
+        )
         bags = place.rows.bags(repeated, [name for name in names if name not in shared], totals)
         bags |= place.rows.bags(rows, [name for name in names if name in shared], totals) if shared else {}
-        numbers = place.rows.numbers(repeated) | {name: v for name, v in place.rows.numbers(rows).items() if name in shared}
+        numbers = place.rows.numbers(repeated) | {
+            name: v for name, v in place.rows.numbers(rows).items() if name in shared
+        }
         if drawn is None or place.items is None:
             return bags, numbers, None
         ids = drawn.ids.reshape(-1)
@@ -398,7 +409,9 @@ class ResidentRows:
                 found, own = bags[feature.name]
                 values.append(found)
                 counts[at // len(rows)] += len(found)
-                weights.append(bags[feature.weights].values if feature.weights else torch.ones_like(found, dtype=torch.float32))
+                weights.append(
+                    bags[feature.weights].values if feature.weights else torch.ones_like(found, dtype=torch.float32)
+                )
                 lengths[start : start + len(found if own is None else own)] = 1 if own is None else own
             start += size
         return KeyedJaggedTensor(
@@ -421,7 +434,9 @@ def _padded(rows: Tensor, size: int) -> Tensor:
     return rows if len(rows) == size else torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
 
 
-def read_all(source: Source, schema: BatchSchema, config: LoaderConfig, ids: Sequence[str], without: Sequence[str]) -> Chunk:
+def read_all(
+    source: Source, schema: BatchSchema, config: LoaderConfig, ids: Sequence[str], without: Sequence[str]
+) -> Chunk:
     """All rows of a source that fits in memory.
 
     Args:

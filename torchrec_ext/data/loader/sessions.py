@@ -21,15 +21,15 @@ from torchrec_ext.schema import BatchSchema, DataError, Jagged
 class SessionLoader(Epochs):
     """An epoch of batches with the features ``session`` and ``candidates``, in which every sequence counts exactly once.
 
-    The order and the candidates are functions of (seed, epoch), whatever the number of ranks. Each global step takes the next
-    ``batch_size`` sequences, deals them out so that the ranks get almost equally many items, and pads every rank's share with empty
-    rows of weight 0 to the same shape. All ranks take the same number of steps.
+    The order and the candidates are functions of (seed, epoch), whatever the number of ranks. Each global step takes
+    the next ``batch_size`` sequences, deals them out so that the ranks get almost equally many items, and pads every
+    rank's share with empty rows of weight 0 to the same shape. All ranks take the same number of steps.
 
     Args:
         sequences: ragged, each of 2 or more items, of which all but the first are targets; the same on every rank.
         schema: of the model.
-        config: ``batch_size`` sequences over all ranks; ``negatives`` N makes batch_size x N candidates, drawn uniformly and shared
-            by all targets of a step, and 0 makes the whole catalogue the candidates.
+        config: ``batch_size`` sequences over all ranks; ``negatives`` N makes batch_size x N candidates, drawn
+            uniformly and shared by all targets of a step, and 0 makes the whole catalogue the candidates.
         num_items: items of the catalogue, ids 1 to num_items.
         rank: r.
         world_size: R.
@@ -54,7 +54,8 @@ class SessionLoader(Epochs):
         if len(sequences) and int(self._lengths.min()) < 2:
             row = int((self._lengths < 2).argmax())
             raise DataError(
-                f"sequence {row} has {self._lengths[row]} items, must have 2 or more: the first is an input, the others are "
+                f"sequence {row} has {self._lengths[row]} items, must have 2 or more: the first is an input, the "
+                "others are "
                 "targets; cut sequences with training_windows()"
             )
         self._sequences, self._schema, self._num_items = sequences, schema, num_items
@@ -84,7 +85,9 @@ class SessionLoader(Epochs):
         candidates = self._candidates(epoch, step)
         return self._schema.assemble(
             {
-                "session": Jagged(torch.from_numpy(self._sequences.take(mine).values), _padded(self._lengths[mine], size).int()),
+                "session": Jagged(
+                    torch.from_numpy(self._sequences.take(mine).values), _padded(self._lengths[mine], size).int()
+                ),
                 "candidates": Jagged(torch.from_numpy(candidates), _spread(len(candidates), size)),
             },
             labels=torch.ones(size),
@@ -143,11 +146,14 @@ def _check(config: LoaderConfig) -> None:
             raise ValueError(f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out")
     if config.sampling != "uniform":
         raise ValueError(
-            f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn uniformly; leave loader.sampling "
+            f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn uniformly; leave "
+            "loader.sampling "
             "out, and set loader.negatives=0 where the whole catalogue should be the candidates"
         )
     if config.device:
-        raise ValueError(f"loader.device={config.device!r}: sequences are dealt out on the host; leave loader.device out")
+        raise ValueError(
+            f"loader.device={config.device!r}: sequences are dealt out on the host; leave loader.device out"
+        )
 
 
 class SessionBatches:
@@ -170,7 +176,8 @@ class SessionBatches:
         if not lengths.all():
             row = int((lengths == 0).argmax())
             raise DataError(
-                f"session {row} is empty ({int((lengths == 0).sum())} of {len(lengths)}); rank by popularity where nothing is known"
+                f"session {row} is empty ({int((lengths == 0).sum())} of {len(lengths)}); rank by popularity where "
+                "nothing is known"
             )
         return self._batch("session", sessions.values, lengths)
 
@@ -181,5 +188,7 @@ class SessionBatches:
     def _batch(self, feature: str, values: Int64, lengths: Int64) -> TowerBatch:
         size = len(lengths)
         empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(size, dtype=torch.int32))
-        columns = dict.fromkeys(self._schema.keys, empty) | {feature: Jagged(torch.from_numpy(values), torch.from_numpy(lengths))}
+        columns = dict.fromkeys(self._schema.keys, empty) | {
+            feature: Jagged(torch.from_numpy(values), torch.from_numpy(lengths))
+        }
         return self._schema.assemble(columns, labels=torch.zeros(size))

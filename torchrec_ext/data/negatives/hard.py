@@ -24,9 +24,9 @@ class HardNegatives:
     With T_u the K best of the items that the user is not known to have taken, q(i) = share / K if i is in T_u, plus
     (1 - share) / (number not taken). Before the first refresh, and for users it did not cover, all draws are uniform.
 
-    Draws are functions of (seed, epoch, position) and of the last refresh. To keep ranks and restarts alike, refresh between epochs
-    (a loader that prefetches has drawn ahead), on every rank from the same embeddings, and save :meth:`state_dict`. The loader does
-    both: see ``refresh`` of :class:`ChunkLoader`.
+    Draws are functions of (seed, epoch, position) and of the last refresh. To keep ranks and restarts alike, refresh
+    between epochs (a loader that prefetches has drawn ahead), on every rank from the same embeddings, and save
+    :meth:`state_dict`. The loader does both: see ``refresh`` of :class:`ChunkLoader`.
 
     Args:
         easy: draws the uniform part, and knows what each user has taken; its seed is used here too.
@@ -38,7 +38,9 @@ class HardNegatives:
         if k < 1:
             raise ValueError(f"k={k}: must be 1 or more")
         if not 0 < share < 1:
-            raise ValueError(f"share={share}: must be above 0 and below 1, so that every item can be drawn and has a log_q")
+            raise ValueError(
+                f"share={share}: must be above 0 and below 1, so that every item can be drawn and has a log_q"
+            )
         self.easy, self.k, self.share = easy, k, share
         nothing = np.zeros(0, dtype=np.int64)
         self._hard = KnownPairs(easy.known.num_items, nothing, nothing)
@@ -48,8 +50,9 @@ class HardNegatives:
         """Asks for each user's best items anew.
 
         Args:
-            index: from users (B,) to (B, K') items, best first, such as :class:`ExactTopK` or a search in a FAISS index; ids below
-                1 are places without an item, known items are dropped, so an index that does not know them should return more.
+            index: from users (B,) to (B, K') items, best first, such as :class:`ExactTopK` or a search in a FAISS
+                index; ids below 1 are places without an item, known items are dropped, so an index that does not know
+                them should return more.
             users: (U,) all known users where not given.
             block: B, users asked for at once.
 
@@ -99,11 +102,14 @@ class HardNegatives:
         found = np.asarray(index(users), dtype=np.int64)
         num_items = self.easy.known.num_items
         if found.ndim != 2 or len(found) != len(users):
-            raise DataError(f"the index returned shape {found.shape} for {len(users)} users; it must return (B, K) items")
+            raise DataError(
+                f"the index returned shape {found.shape} for {len(users)} users; it must return (B, K) items"
+            )
         if (found > num_items).any():
             row, place = np.argwhere(found > num_items)[0]
             raise DataError(
-                f"the index returned item {found[row, place]} for user {users[row]}; items are 1 to {num_items}: return the ids of "
+                f"the index returned item {found[row, place]} for user {users[row]}; items are 1 to {num_items}: "
+                "return the ids of "
                 "the data, not places in the index, and 0 where there is none"
             )
         good = (found > 0) & ~self.easy.known.contains(users[:, None], np.maximum(found, 0))
@@ -127,7 +133,12 @@ class ExactTopK:
                 f"items: shape {tuple(items.shape)} with queries {tuple(queries.shape)}; must be (num_items + 1, D) = "
                 f"({known.num_items + 1}, {queries.shape[-1]}), row i for item i"
             )
-        self._queries, self._items, self._known, self._k = queries.detach(), items.detach(), known, min(k, known.num_items)
+        self._queries, self._items, self._known, self._k = (
+            queries.detach(),
+            items.detach(),
+            known,
+            min(k, known.num_items),
+        )
 
     def __call__(self, users: Int64) -> Int64:
         """(B, K) the best items of ``users`` (B,), best first, 0 where there are fewer."""

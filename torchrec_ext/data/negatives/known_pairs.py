@@ -13,7 +13,9 @@ from torchrec_ext.schema import DataError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _AT_ONCE = 1 << 18  # places whose copies a bitmap is made from: they stay in the cache
-_ROW_BYTES = 32  # of a user: where the pairs start, how many items are free, the logarithm of that, and one while it is made
+_ROW_BYTES = (
+    32  # of a user: where the pairs start, how many items are free, the logarithm of that, and one while it is made
+)
 MOST_BITS = 1 << 28  # a bitmap of users x items up to 32 MB; above it, a search in the sorted pairs
 
 
@@ -41,7 +43,10 @@ class KnownPairs:
 
     def __init__(self, num_items: int, users: Int64, items: Int64) -> None:
         _check(num_items, users, items)
-        users, items = users.astype(np.int64, copy=False), items.astype(np.int64, copy=False)  # a narrower key would overflow
+        users, items = (
+            users.astype(np.int64, copy=False),
+            items.astype(np.int64, copy=False),
+        )  # a narrower key would overflow
         self.num_items = num_items
         self.num_users = int(users.max(initial=-1)) + 1
         self._width = num_items + 1
@@ -53,7 +58,8 @@ class KnownPairs:
         self._free = num_items - counts
         self._log_free = np.log(self._free, where=self._free > 0, out=np.full(len(counts), -np.inf))
         owners = self._keys // self._width
-        # For each pair the number of not taken items below it: ascending within a user, so a search finds the r-th one not taken.
+        # For each pair the number of not taken items below it: ascending within a user, so a search finds the r-th one
+        # not taken.
         self._below = self._keys - 1 - (np.arange(len(self._keys)) - self._starts[owners])
         small = (self.num_users + 1) * self._width <= MOST_BITS
         self._bitmap = bitmap(self._keys, (self.num_users + 1) * self._width) if small else None
@@ -67,7 +73,9 @@ class KnownPairs:
     def place(self, users: Int64) -> Int64:
         """The row of each user in a table of ``num_users`` + 1 rows, the last of which is for unknown users."""
         # A negative id is a large one without its sign: one pass in place of four.
-        places: Int64 = np.minimum(users.astype(np.int64, copy=False).view(np.uint64), np.uint64(self.num_users)).view(np.int64)
+        places: Int64 = np.minimum(users.astype(np.int64, copy=False).view(np.uint64), np.uint64(self.num_users)).view(
+            np.int64
+        )
         return places
 
     def free(self, users: Int64) -> Int64:
@@ -163,8 +171,10 @@ def _check_users(num_users: int, width: int) -> None:
     needed = num_users * _ROW_BYTES
     if needed > memory or num_users * width > np.iinfo(np.int64).max:
         raise DataError(
-            f"known pairs: the greatest user id is {num_users - 1:,}, and each id up to it has a row: {needed / 1e9:,.1f} GB, "
-            f"this machine has {memory / 1e9:,.1f}; give the rows of users in place of their ids, by rec.data.preprocess "
+            f"known pairs: the greatest user id is {num_users - 1:,}, and each id up to it has a row: "
+            f"{needed / 1e9:,.1f} GB, "
+            f"this machine has {memory / 1e9:,.1f}; give the rows of users in place of their ids, by "
+            "rec.data.preprocess "
             "(Categorify) or np.unique(users, return_inverse=True)"
         )
 
@@ -175,7 +185,9 @@ def bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
     for start in range(0, len(places), _AT_ONCE):
         some = places[start : start + _AT_ONCE]
         bytes_, bits = some >> 3, (some & 7).astype(np.uint8)
-        for bit in range(8):  # one at a time, since a byte that stands twice in an assignment takes the last value alone
+        for bit in range(
+            8
+        ):  # one at a time, since a byte that stands twice in an assignment takes the last value alone
             made[bytes_[bits == bit]] |= np.uint8(1 << bit)
     return made
 

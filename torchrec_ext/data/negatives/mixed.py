@@ -21,8 +21,9 @@ from torchrec_ext.data.negatives.samplers import SHARED
 class MixedNegatives:
     """N uniform candidates for each step, shared by all queries of all ranks (Yang et al. 2020).
 
-    They are appended to the positives of a rank as rows without a query (``in_batch_negatives(..., queries=B)``), which also
-    excludes a user's known items among them, and corrected together with them by the mixture that :meth:`log_q` states.
+    They are appended to the positives of a rank as rows without a query (``in_batch_negatives(..., queries=B)``), which
+    also excludes a user's known items among them, and corrected together with them by the mixture that :meth:`log_q`
+    states.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -62,11 +63,13 @@ _SIGNED = 1 << 63
 class StreamingFrequency:
     """Estimates with which probability a batch holds an item, from the steps between its appearances, in fixed memory.
 
-    Per hash function and bucket it keeps A, the step of the last appearance, and B, the moving average of the gap; the estimate is
-    1 / B. Items that share a bucket look too frequent, so of several hash functions the greatest gap counts. All ops run on the
-    device without a wait. With ids of all ranks (``InBatch.ids``) every rank holds the same state.
+    Per hash function and bucket it keeps A, the step of the last appearance, and B, the moving average of the gap; the
+    estimate is 1 / B. Items that share a bucket look too frequent, so of several hash functions the greatest gap
+    counts. All ops run on the device without a wait. With ids of all ranks (``InBatch.ids``) every rank holds the same
+    state.
 
-    The relative spread of an estimate is about sqrt(rate / 2), and it follows a change within about 1 / rate appearances.
+    The relative spread of an estimate is about sqrt(rate / 2), and it follows a change within about 1 / rate
+    appearances.
 
     Args:
         buckets: H per hash function; several times the number of items that come by.
@@ -96,7 +99,9 @@ class StreamingFrequency:
             raise ValueError(f"initial_gap={initial_gap}: must be 1 step or more")
         self._settings = {"buckets": buckets, "rate": rate, "initial_gap": initial_gap, "hashes": hashes, "seed": seed}
         keys = [stream(seed, number) for number in range(hashes)]
-        self._keys = torch.tensor([key - 2 * _SIGNED if key >= _SIGNED else key for key in keys], device=device)[:, None]
+        self._keys = torch.tensor([key - 2 * _SIGNED if key >= _SIGNED else key for key in keys], device=device)[
+            :, None
+        ]
         self._rows = torch.arange(hashes, device=device)[:, None]
         # One bucket more, for what is not to be counted.
         self.last = torch.zeros(hashes, buckets + 1, dtype=torch.int64, device=device)
@@ -111,7 +116,9 @@ class StreamingFrequency:
         self.gap[self._rows, places] = (1 - rate) * self.gap[self._rows, places] + rate * (
             self.step - self.last[self._rows, places]
         )
-        self.last[self._rows, places] = torch.full_like(places, self.step)  # a number of the host's would be copied first
+        self.last[self._rows, places] = torch.full_like(
+            places, self.step
+        )  # a number of the host's would be copied first
 
     def log_q(self, ids: Tensor) -> Tensor:
         """(C,) float32 log of the estimated probability that a batch holds each item: what a softmax over the batch subtracts."""
@@ -129,8 +136,12 @@ class StreamingFrequency:
         """
         different = {name: value for name, value in state["settings"].items() if value != self._settings.get(name)}
         if different:
-            parts = ", ".join(f"{name} was {value} and is {self._settings.get(name)}" for name, value in different.items())
-            raise ValueError(f"the frequencies were estimated with other settings: {parts}; restore these, or start anew")
+            parts = ", ".join(
+                f"{name} was {value} and is {self._settings.get(name)}" for name, value in different.items()
+            )
+            raise ValueError(
+                f"the frequencies were estimated with other settings: {parts}; restore these, or start anew"
+            )
         self.last.copy_(state["last"])
         self.gap.copy_(state["gap"])
         self.step = int(state["step"])

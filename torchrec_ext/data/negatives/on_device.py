@@ -1,8 +1,8 @@
 """DeviceNegatives: the samplers of :mod:`negatives` as torch ops, for rows that already are on the device.
 
-Ids and log_q are, in eager mode, bit for bit those of the numpy samplers, so a run may move between the two. A draw launches a
-fixed number of kernels and never waits for the device: what is left after a rejection is computed for every draw, and a mask says
-where to take it. On a CPU that is several times the work of the numpy samplers.
+Ids and log_q are, in eager mode, bit for bit those of the numpy samplers, so a run may move between the two. A draw
+launches a fixed number of kernels and never waits for the device: what is left after a rejection is computed for every
+draw, and a mask says where to take it. On a CPU that is several times the work of the numpy samplers.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class DeviceKnownPairs:
 class KnownItems(nn.Module):
     """Which items users are known to have taken, for losses over the batch, as a module that moves with its model.
 
-    Up to ``MOST_BITS`` users x items it reads a bitmap, a row for each user, and a step with it can be captured. Above, it
-    looks for each user's list among the items: that takes time by the items taken, and its shapes depend on the users.
+    Up to ``MOST_BITS`` users x items it reads a bitmap, a row for each user, and a step with it can be captured. Above,
+    it looks for each user's list among the items: that takes time by the items taken, and its shapes depend on the
+    users.
 
     Args:
         known: the pairs.
@@ -110,7 +111,9 @@ class KnownItems(nn.Module):
     def _looked_for(self, rows: Tensor, items: Tensor) -> Tensor:
         counts = self.starts[rows + 1] - self.starts[rows]
         owners = torch.repeat_interleave(counts)
-        taken = self.taken[torch.arange(len(owners), device=rows.device) + (self.starts[rows] - counts.cumsum(0) + counts)[owners]]
+        taken = self.taken[
+            torch.arange(len(owners), device=rows.device) + (self.starts[rows] - counts.cumsum(0) + counts)[owners]
+        ]
         ordered = items.sort().values
         places = torch.searchsorted(ordered, taken)
         there = ordered[places.clamp(max=len(ordered) - 1)] == taken
@@ -140,8 +143,8 @@ class DeviceNegatives(ABC):
     def draw(self, users: Tensor, positions: Tensor, epoch: int, n: int) -> DeviceSample:
         """N = ``n`` items for each of B rows: see :meth:`Negatives.draw`.
 
-        A user without a negative who was not among the ``users`` of :func:`on_device` gets item 0, since to raise would take a
-        synchronisation.
+        A user without a negative who was not among the ``users`` of :func:`on_device` gets item 0, since to raise would
+        take a synchronisation.
 
         Args:
             users: (B,) int64 ids on the device.
@@ -183,7 +186,11 @@ class _Popularity(DeviceNegatives):
         mass = sampler.free_mass
         self._log_p, self._log_left = self._copied(sampler.log_p), self._copied(sampler.log_left)
         self._accept, self._alias = self._copied(sampler.accept), self._copied(sampler.alias)
-        self._sums, self._before, self._below = self._copied(mass.sums), self._copied(mass.before), self._copied(mass.below)
+        self._sums, self._before, self._below = (
+            self._copied(mass.sums),
+            self._copied(mass.before),
+            self._copied(mass.below),
+        )
         self._mass, self._total = self._copied(mass.mass), mass.total
 
     def log_q(self, users: Tensor, items: Tensor) -> Tensor:
@@ -199,7 +206,9 @@ class _Popularity(DeviceNegatives):
         mass = self._mass[rows]
         places = torch.minimum((numbers * mass).long(), mass - 1)
         found = torch.searchsorted(self._below, places + rows * (self._total + 1), right=True)
-        return torch.searchsorted(self._sums, places + self._before[found] - self._before[self.known.starts[rows]], right=True)
+        return torch.searchsorted(
+            self._sums, places + self._before[found] - self._before[self.known.starts[rows]], right=True
+        )
 
 
 def on_device(sampler: Negatives, device: torch.device, *, users: Int64 | None = None) -> DeviceNegatives:
@@ -218,6 +227,8 @@ def on_device(sampler: Negatives, device: torch.device, *, users: Int64 | None =
     kind = kinds.get(type(sampler))
     if kind is None:
         names = " or ".join(known.__name__ for known in kinds)
-        raise ValueError(f"sampler={type(sampler).__name__}: must be {names}; draw with it in the loader, or use one of these")
+        raise ValueError(
+            f"sampler={type(sampler).__name__}: must be {names}; draw with it in the loader, or use one of these"
+        )
     made: DeviceNegatives = kind(sampler, device, users)
     return made

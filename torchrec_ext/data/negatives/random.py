@@ -21,8 +21,8 @@ _GOLDEN_64, _FIRST_64, _SECOND_64, _ONE = np.uint64(_GOLDEN), np.uint64(_FIRST),
 def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
     """(accept, alias), each (I,): take slot i of I equally likely ones with probability accept[i], else alias[i] (Walker 1977).
 
-    Built without a loop: the slots below 1/I are filled in order from those above, so running sums say who fills whom, and a slot
-    above that gave too much is filled by the next (Huebschle-Schneider and Sanders 2019, sweeping).
+    Built without a loop: the slots below 1/I are filled in order from those above, so running sums say who fills whom,
+    and a slot above that gave too much is filled by the next (Huebschle-Schneider and Sanders 2019, sweeping).
     """
     scaled = probabilities * len(probabilities)
     least = min(1.0, scaled.max())  # rounding may leave all of them below 1; the greatest then give to the others
@@ -30,7 +30,9 @@ def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
     accept, alias = scaled.copy(), np.arange(len(scaled))
     lack, spare = np.cumsum(1 - scaled[light]), np.cumsum(scaled[heavy] - 1)
     last = len(heavy) - 1
-    alias[light] = heavy[np.minimum(spare.searchsorted(np.concatenate([[0.0], lack[:-1]])[: len(light)], side="right"), last)]
+    alias[light] = heavy[
+        np.minimum(spare.searchsorted(np.concatenate([[0.0], lack[:-1]])[: len(light)], side="right"), last)
+    ]
     emptied = lack.searchsorted(spare)  # the light slot at which each heavy one has given all that it had to spare
     inner = emptied < len(light)
     accept[heavy] = 1.0

@@ -1,7 +1,7 @@
 """Negatives: items that a user is not known to have taken, drawn by formula, so that any rank can draw any row's.
 
-A draw is a pure function of (seed, epoch, position, number of the draw): ranks that hold different slices of an epoch draw exactly
-what one rank would, and a resumed run draws what the uninterrupted one would.
+A draw is a pure function of (seed, epoch, position, number of the draw): ranks that hold different slices of an epoch
+draw exactly what one rank would, and a resumed run draws what the uninterrupted one would.
 
 FreeMass: what a user has not taken, with a weight for each item.
 """
@@ -24,8 +24,9 @@ class FreeMass:
 
     Args:
         known: what is taken.
-        weights: (num_items,) of the items 1 to ``num_items``, greater than 0. They become whole numbers, at least 1 each, whose sum
-            is as great as int64 allows (2 ** 52, or 2 ** 62 / users); ``share`` (num_items + 1,) are these over their sum.
+        weights: (num_items,) of the items 1 to ``num_items``, greater than 0. They become whole numbers, at least 1
+            each, whose sum is as great as int64 allows (2 ** 52, or 2 ** 62 / users); ``share`` (num_items + 1,) are
+            these over their sum.
     """
 
     def __init__(self, known: KnownPairs, weights: NDArray[np.float64]) -> None:
@@ -48,7 +49,9 @@ class FreeMass:
         """(B,) the item not taken by each of ``users`` (B,) at the place, 0 to the user's ``mass`` - 1, in ``places`` (B,)."""
         rows = self.known.place(users)
         found = self.below.searchsorted(places + rows * (self.total + 1), side="right")
-        items: Int64 = self.sums.searchsorted(places + self.before[found] - self.before[self.starts[rows]], side="right")
+        items: Int64 = self.sums.searchsorted(
+            places + self.before[found] - self.before[self.starts[rows]], side="right"
+        )
         return items
 
 
@@ -88,8 +91,9 @@ class Negatives(Protocol):
 class RejectionNegatives(ABC):
     """Draws from a distribution p over all items, and once more, from what the user has not taken, where the item is known.
 
-    With P_u the sum of p over the user's known items, the draws follow q = p / (1 - P_u) exactly: what was rejected, a share of
-    P_u, is drawn from q itself. Two steps for every draw, however much a user has taken, so a device needs no loop.
+    With P_u the sum of p over the user's known items, the draws follow q = p / (1 - P_u) exactly: what was rejected, a
+    share of P_u, is drawn from q itself. Two steps for every draw, however much a user has taken, so a device needs no
+    loop.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -120,7 +124,9 @@ class RejectionNegatives(ABC):
         ids = self._propose(uniform(stream(self.seed, epoch, PROPOSED), positions[:, None], np.arange(n)))
         rows, draws = np.nonzero(self.known.contains(users[:, None], ids))
         if len(rows):
-            ids[rows, draws] = self._from_rest(users[rows], uniform(stream(self.seed, epoch, FROM_REST), positions[rows], draws))
+            ids[rows, draws] = self._from_rest(
+                users[rows], uniform(stream(self.seed, epoch, FROM_REST), positions[rows], draws)
+            )
         return NegativeSample(ids, self.log_q(users[:, None], ids))
 
 
@@ -155,7 +161,8 @@ class UniformNegatives(RejectionNegatives):
 class PopularityNegatives(RejectionNegatives):
     """Items in proportion to (count + smoothing) ** exponent among those that the user is not known to have taken.
 
-    Proposed by the alias method. Probabilities are whole numbers over their sum (:class:`FreeMass`), so that rejection is exact.
+    Proposed by the alias method. Probabilities are whole numbers over their sum (:class:`FreeMass`), so that rejection
+    is exact.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -167,10 +174,19 @@ class PopularityNegatives(RejectionNegatives):
     """
 
     def __init__(
-        self, num_items: int, users: Int64, items: Int64, seed: int = 0, *, exponent: float = 0.75, smoothing: float = 1.0
+        self,
+        num_items: int,
+        users: Int64,
+        items: Int64,
+        seed: int = 0,
+        *,
+        exponent: float = 0.75,
+        smoothing: float = 1.0,
     ) -> None:
         if not smoothing > 0:
-            raise ValueError(f"smoothing={smoothing}: must be greater than 0, or items without a rating could never be drawn")
+            raise ValueError(
+                f"smoothing={smoothing}: must be greater than 0, or items without a rating could never be drawn"
+            )
         super().__init__(num_items, users, items, seed)
         weights = np.power(np.bincount(items, minlength=num_items + 1)[1:] + smoothing, exponent, dtype=np.float64)
         self.free_mass = FreeMass(self.known, weights)

@@ -73,14 +73,14 @@ class Vocabulary:
 class Categorify(Step):
     """Values to ids: 1 for the most frequent, and so on; 0 for null and for a value that fitting did not see.
 
-    Values with equally many rows are ordered by value (numbers by size, texts by their UTF-8 bytes), so that the ids do not depend
-    on engine, threads or files. Of a list column the elements are counted and replaced.
+    Values with equally many rows are ordered by value (numbers by size, texts by their UTF-8 bytes), so that the ids do
+    not depend on engine, threads or files. Of a list column the elements are counted and replaced.
 
     Args:
         column: integers, strings or lists of them.
         output: the name of the result; ``column`` itself where not given.
-        also: further columns that share the vocabulary and are replaced in place, such as a history of the same items; only
-            ``column`` is counted.
+        also: further columns that share the vocabulary and are replaced in place, such as a history of the same items;
+            only ``column`` is counted.
         min_count: rarer values are unknown.
         max_size: at most this many values, the most frequent ones.
     """
@@ -117,10 +117,13 @@ class Categorify(Step):
         for name, kind in zip(self.reads, found, strict=True):
             if element(kind) != element(found[0]):
                 raise DataError(
-                    f"{types.where}: column '{name}' is {kind}, but shares a vocabulary with '{self.column}', which is {found[0]}; "
+                    f"{types.where}: column '{name}' is {kind}, but shares a vocabulary with '{self.column}', which is "
+                    f"{found[0]}; "
                     "give both one type, or each its own Categorify"
                 )
-        return {name: "list<int64>" if is_list(kind) else "int64" for name, kind in zip(self.writes, found, strict=True)}
+        return {
+            name: "list<int64>" if is_list(kind) else "int64" for name, kind in zip(self.writes, found, strict=True)
+        }
 
     def fit(self, table: Table, types: Types, run: Run) -> Vocabulary:
         """Counts the values."""
@@ -173,7 +176,9 @@ def _replace_elements(table: Table, name: str, output: str, vocabulary: Table, l
     elements = lists.select(__list__=lists[name]).distinct().mutate(__element__=lambda t: t["__list__"])
     elements = elements.unnest("__element__", offset="__place__")
     found = elements.left_join(vocabulary, elements["__element__"] == vocabulary["__value__"])
-    found = found.select("__list__", __pair__=ibis.struct({"place": found["__place__"], "id": found["__id__"].fill_null(0)}))
+    found = found.select(
+        "__list__", __pair__=ibis.struct({"place": found["__place__"], "id": found["__id__"].fill_null(0)})
+    )
     # Sorting pairs, since Spark cannot collect in an order.
     ids = found.group_by("__list__").aggregate(__pairs__=found["__pair__"].collect())
     ids = ids.select("__list__", __ids__=ids["__pairs__"].sort().map(lambda pair: pair["id"]))
@@ -228,7 +233,9 @@ class HashBucket(ColumnStep):
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Integers, as many per row as there were values."""
-        found = types.need(self, self.column, IDS | ID_LISTS, "bucket a number with Bucketize, or cast it where it is written")
+        found = types.need(
+            self, self.column, IDS | ID_LISTS, "bucket a number with Bucketize, or cast it where it is written"
+        )
         return {self.writes[0]: "list<int64>" if is_list(found) else "int64"}
 
     def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
@@ -243,7 +250,9 @@ class HashBucket(ColumnStep):
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """The same hash."""
         found = cells[self.column]
-        return {self.writes[0]: found.with_values(map_texts(found, lambda text: hashed_id(text, self.buckets, self.salt)))}
+        return {
+            self.writes[0]: found.with_values(map_texts(found, lambda text: hashed_id(text, self.buckets, self.salt)))
+        }
 
     def vocab(self, state: State) -> Mapping[str, int]:
         """``buckets`` and row 0."""
@@ -269,7 +278,9 @@ class Cross(Step):
     def __post_init__(self) -> None:
         positive(f"Cross{self.columns}", "buckets", self.buckets)
         if len(self.columns) < 2:
-            raise ValueError(f"Cross: columns={self.columns}: a cross combines two columns or more; use HashBucket for one")
+            raise ValueError(
+                f"Cross: columns={self.columns}: a cross combines two columns or more; use HashBucket for one"
+            )
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -292,7 +303,9 @@ class Cross(Step):
         first, *rest = (table[name].cast("string").hexdigest("md5") for name in self.columns)
         for digest in rest:
             first = first + digest
-        return table.mutate({self.writes[0]: hashed_id_expression(first, self.buckets, self.salt, run.engine).fill_null(0)})
+        return table.mutate(
+            {self.writes[0]: hashed_id_expression(first, self.buckets, self.salt, run.engine).fill_null(0)}
+        )
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """The same hash."""

@@ -1,8 +1,8 @@
 """What a column is, in one word that parquet, the engines and a request share.
 
-A *raw* type is one of ``bool``, ``int64``, ``float32``, ``float64``, ``string``, ``timestamp[UNIT]`` or ``list<...>`` of one.
-Steps see *working* types, which are fewer: ``bool`` becomes ``int64`` and ``float32`` becomes ``float64``, both exactly, so that
-every engine and a request compute the same.
+A *raw* type is one of ``bool``, ``int64``, ``float32``, ``float64``, ``string``, ``timestamp[UNIT]`` or ``list<...>``
+of one. Steps see *working* types, which are fewer: ``bool`` becomes ``int64`` and ``float32`` becomes ``float64``, both
+exactly, so that every engine and a request compute the same.
 
 Cells: one column of a request's rows, with what is missing marked, as numpy arrays.
 """
@@ -63,7 +63,9 @@ def arrow_type(raw: str) -> pa.DataType:
         return pa.list_(arrow_type(element(raw)))
     if raw in TIMES:
         return pa.timestamp(raw[len("timestamp[") : -1], "UTC")
-    return {"bool": pa.bool_(), "float32": pa.float32(), "float64": pa.float64(), "string": pa.string()}.get(raw, pa.int64())
+    return {"bool": pa.bool_(), "float32": pa.float32(), "float64": pa.float64(), "string": pa.string()}.get(
+        raw, pa.int64()
+    )
 
 
 def working_type(raw: str) -> str:
@@ -96,7 +98,9 @@ def check_case(names: Collection[str]) -> None:
     for name in sorted(set(names)):
         other = seen.setdefault(name.lower(), name)
         if other != name:
-            raise ValueError(f"columns '{other}' and '{name}' differ in case alone, which no engine tells apart; rename one")
+            raise ValueError(
+                f"columns '{other}' and '{name}' differ in case alone, which no engine tells apart; rename one"
+            )
 
 
 def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
@@ -141,7 +145,9 @@ class Types(Mapping[str, str]):
             raise missing_column(self.where, name, self._types)
         found = self._types[name]
         if found not in allowed:
-            raise DataError(f"{self.where}: column '{name}' is {found}, {step} takes {', '.join(sorted(allowed))}; {remedy}")
+            raise DataError(
+                f"{self.where}: column '{name}' is {found}, {step} takes {', '.join(sorted(allowed))}; {remedy}"
+            )
         return found
 
 
@@ -169,7 +175,8 @@ class Cells:
     """B rows of one column.
 
     Args:
-        values: (B,), or (sum of lengths,) for a list column: int64, float64, or str objects. Times are int64 in their own unit.
+        values: (B,), or (sum of lengths,) for a list column: int64, float64, or str objects. Times are int64 in their
+            own unit.
         valid: the same shape; where False, the value is null and what stands in ``values`` means nothing.
         lengths: (B,) for a list column (a null list is empty), else None.
     """
@@ -180,7 +187,9 @@ class Cells:
 
     def with_values(self, values: Array, valid: Mask | None = None) -> Cells:
         """The same rows with other values."""
-        return Cells(values=values, valid=np.ones(len(values), dtype=bool) if valid is None else valid, lengths=self.lengths)
+        return Cells(
+            values=values, valid=np.ones(len(values), dtype=bool) if valid is None else valid, lengths=self.lengths
+        )
 
     def numbers(self) -> tuple[NDArray[np.float64], Mask]:
         """The values as float64, and where they are numbers: null, NaN and the infinities are one thing, missing."""
@@ -275,12 +284,20 @@ def _stands_for(dtype: pa.DataType, raw: str) -> bool:
     if pa.types.is_null(dtype.value_type if pa.types.is_list(dtype) else dtype):
         return True
     found = raw_type(dtype)
-    return found is not None and is_list(found) == is_list(raw) and element(found) in _TAKES.get(element(raw), TIMES | {"int64"})
+    return (
+        found is not None
+        and is_list(found) == is_list(raw)
+        and element(found) in _TAKES.get(element(raw), TIMES | {"int64"})
+    )
 
 
 def _refused(name: str, data: Sequence[Any], raw: str) -> DataError:
-    row, why = next(((row, why) for row, value in enumerate(data) if (why := _complaint(value, raw))), (0, "types are mixed"))
-    return DataError(f"column '{name}', row {row}: value {_short(data[row])} is not {raw} ({why}); send values of that type")
+    row, why = next(
+        ((row, why) for row, value in enumerate(data) if (why := _complaint(value, raw))), (0, "types are mixed")
+    )
+    return DataError(
+        f"column '{name}', row {row}: value {_short(data[row])} is not {raw} ({why}); send values of that type"
+    )
 
 
 def _complaint(value: Any, raw: str) -> str:
@@ -300,7 +317,10 @@ def _short(value: Any) -> str:
 def map_texts(cells: Cells, function: Callable[[str], int]) -> Int64:
     """An int64 of each valid value's text, 0 for null; integers are written in decimal."""
     return np.fromiter(
-        (function(str(value)) if valid else 0 for value, valid in zip(cells.values.tolist(), cells.valid.tolist(), strict=True)),
+        (
+            function(str(value)) if valid else 0
+            for value, valid in zip(cells.values.tolist(), cells.valid.tolist(), strict=True)
+        ),
         dtype=np.int64,
         count=len(cells.values),
     )

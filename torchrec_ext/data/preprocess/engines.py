@@ -67,8 +67,9 @@ def connected(engine: Any, *, threads: int | None = None, memory: str | None = N
     """An engine for the time of the block.
 
     Args:
-        engine: ``duckdb``; ``spark`` for the session that is active here, or the one that Spark's own configuration describes; a
-            master URL such as ``local[4]`` or ``spark://host:7077``; a SparkSession; or an engine, which stays open.
+        engine: ``duckdb``; ``spark`` for the session that is active here, or the one that Spark's own configuration
+            describes; a master URL such as ``local[4]`` or ``spark://host:7077``; a SparkSession; or an engine, which
+            stays open.
         threads: of DuckDB; all cores where not given.
         memory: that DuckDB may use before it goes to disk, such as ``4GB``; 80 % of the machine's where not given.
 
@@ -89,8 +90,14 @@ def _open(engine: Any, threads: int | None, memory: str | None) -> Engine:
     if engine == "duckdb":
         return DuckDB(threads=threads, memory=memory)
 
-    if isinstance(engine, str) and engine != "spark" and not engine.startswith(("local", "spark://", "yarn", "k8s://", "mesos://")):
-        raise DataError(f"engine={engine!r}: there is no such engine; write duckdb, spark or a Spark master URL such as local[4]")
+    if (
+        isinstance(engine, str)
+        and engine != "spark"
+        and not engine.startswith(("local", "spark://", "yarn", "k8s://", "mesos://"))
+    ):
+        raise DataError(
+            f"engine={engine!r}: there is no such engine; write duckdb, spark or a Spark master URL such as local[4]"
+        )
     return Spark(engine)
 
 
@@ -137,7 +144,8 @@ class DuckDB:
 
         self._isfinite = isfinite
         settings = {"temp_directory": self._spill.name, "TimeZone": "UTC", "threads": threads, "memory_limit": memory}
-        # Thousands of small batches pass through the stream: with the default of 1 MB its two sides wait for one another.
+        # Thousands of small batches pass through the stream: with the default of 1 MB its two sides wait for one
+        # another.
         settings["streaming_buffer_size"] = "64MB"
         for name, value in settings.items():
             if value is not None:
@@ -171,7 +179,8 @@ class DuckDB:
         name = f"files_{next(self._names)}"
         # A file has fewer than 2**40 rows.
         self.ibis.con.execute(
-            f"CREATE TEMP VIEW {name} AS SELECT {columns}, CAST(file_index AS BIGINT) * 1099511627776 + file_row_number AS {ROW} "
+            f"CREATE TEMP VIEW {name} AS SELECT {columns}, CAST(file_index AS BIGINT) * 1099511627776 + "
+            f"file_row_number AS {ROW} "
             f"FROM read_parquet([{names}], {options})"
         )
         return self.ibis.table(name)
@@ -227,7 +236,8 @@ class DuckDB:
     def is_finite(self, column: Any) -> Any:
         """DuckDB's own function: it answers isnan and comparisons from the file's least and greatest value, which leave NaN out.
 
-        With DuckDB 2.0, `select count(*) from 'f.parquet' where isnan(x)` gives 0 for a file that pyarrow wrote with NaN in x.
+        With DuckDB 2.0, `select count(*) from 'f.parquet' where isnan(x)` gives 0 for a file that pyarrow wrote with
+        NaN in x.
         """
         return self._isfinite(column)
 
@@ -290,7 +300,8 @@ def step_function(x: Expr, starts: Sequence[Expr], values: Sequence[int]) -> Exp
 def floor_div(a: Expr, b: int) -> Expr:
     """The whole part of a / b, downwards; exact while |a| is below 2**53.
 
-    Integer division is spelt, and rounded below zero, differently from engine to engine; the division here leaves no remainder.
+    Integer division is spelt, and rounded below zero, differently from engine to engine; the division here leaves no
+    remainder.
     """
     return ((a - floor_mod(a, b)) / b).round().cast("int64")
 
@@ -312,7 +323,8 @@ class Spark:
     """An existing Spark session, or one for a master URL.
 
     Args:
-        session: ``spark``, a master URL or a SparkSession; one that was active before stays so, with its settings as they were.
+        session: ``spark``, a master URL or a SparkSession; one that was active before stays so, with its settings as
+            they were.
 
     Raises:
         DataError: PySpark is missing, or no session can be started.
@@ -326,14 +338,21 @@ class Spark:
 
         active = SparkSession.getActiveSession()
         self._own = isinstance(session, str) and active is None
-        if active is not None and isinstance(session, str) and session not in ("spark", active.conf.get("spark.master", session)):
+        if (
+            active is not None
+            and isinstance(session, str)
+            and session not in ("spark", active.conf.get("spark.master", session))
+        ):
             raise DataError(
-                f"engine={session!r}: a Spark session is active here with the master {active.conf.get('spark.master')}, and a "
+                f"engine={session!r}: a Spark session is active here with the master "
+                f"{active.conf.get('spark.master')}, and a "
                 "process has one; give engine='spark' to use it, or stop it first"
             )
         self.session = _start(session, SparkSession) if isinstance(session, str) else session
         if self._own:
-            self.session.sparkContext.setLogLevel("ERROR")  # it warns of long plans and of folders with a dot, which ours are
+            self.session.sparkContext.setLogLevel(
+                "ERROR"
+            )  # it warns of long plans and of folders with a dot, which ours are
         self._before = {name: self.session.conf.get(name, None) for name in _SETTINGS}
         for name, value in _SETTINGS.items():
             self.session.conf.set(name, value)
@@ -361,7 +380,9 @@ class Spark:
         if roots:
             reader = reader.option("basePath", min(roots, key=len))
         return self._view(
-            reader.parquet(*(_pattern(file.name) for file in files.files)).select(*(f"`{name}`" for name in files.schema))
+            reader.parquet(*(_pattern(file.name) for file in files.files)).select(
+                *(f"`{name}`" for name in files.schema)
+            )
         )
 
     def owns(self, table: Table) -> bool:
@@ -411,7 +432,9 @@ class Spark:
                 return column.isNull()
             return column.isNull() | f.isnan(column) | (f.abs(column) == float("inf"))
 
-        counts = [f.sum(bad(name, kind).cast("long")).alias(str(at)) for at, (name, kind) in enumerate(sink.columns.items())]
+        counts = [
+            f.sum(bad(name, kind).cast("long")).alias(str(at)) for at, (name, kind) in enumerate(sink.columns.items())
+        ]
         row = written.agg(f.count(f.lit(1)), *counts).first()
         for name, count in zip(sink.columns, row[1:], strict=True):
             if count:

@@ -50,7 +50,8 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
     """Finds the files and reads their footers.
 
     Raises:
-        DataError: a path names nothing; a file is not parquet, is cut short, or has other columns than the first; no row at all.
+        DataError: a path names nothing; a file is not parquet, is cut short, or has other columns than the first; no
+            row at all.
     """
     files = find_files(paths, (".parquet", ".pq"))
     footers = [_footer(file) for file in files]
@@ -59,7 +60,9 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
         _check_same(files[0], first, file, _schema(file, footer))
     rows = sum(footer.num_rows for footer in footers)
     if not rows:
-        raise DataError(f"{', '.join(file.name for file in files[:3])}: zero rows; write at least one, or leave the file out")
+        raise DataError(
+            f"{', '.join(file.name for file in files[:3])}: zero rows; write at least one, or leave the file out"
+        )
     return Files(files=tuple(files), schema=first, rows=rows)
 
 
@@ -76,13 +79,15 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
         twin = next((other for other in schema if other != name and other.lower() == name.lower()), None)
         if twin:
             raise DataError(
-                f"{where}: columns '{name}' and '{twin}' differ in case alone, which no engine tells apart; rename one where they "
+                f"{where}: columns '{name}' and '{twin}' differ in case alone, which no engine tells apart; rename one "
+                "where they "
                 "are written"
             )
         kind = raw_type(schema[name])
         if kind is None:
             raise DataError(
-                f"{where}: column '{name}' is {schema[name]}, must be a bool, an integer of 64 signed bits, a float, a string, a "
+                f"{where}: column '{name}' is {schema[name]}, must be a bool, an integer of 64 signed bits, a float, a "
+                "string, a "
                 "timestamp or a list of one of these; convert it where it is written"
             )
         found[name] = kind
@@ -115,7 +120,8 @@ def _footer(file: DataFile) -> pq.FileMetaData:
         return _open(file).metadata
     except Exception as error:  # a remote file system has errors of its own
         raise DataError(
-            f"{file.name}: not parquet, or its footer is missing or damaged: was it cut short? copy or write it again ({error})"
+            f"{file.name}: not parquet, or its footer is missing or damaged: was it cut short? copy or write it again "
+            f"({error})"
         ) from error
 
 
@@ -128,11 +134,14 @@ def _schema(file: DataFile, footer: pq.FileMetaData) -> dict[str, pa.DataType]:
 def _check_same(first: DataFile, wanted: Mapping[str, Any], file: DataFile, found: Mapping[str, Any]) -> None:
     for name, dtype in wanted.items():
         if name not in found:
-            raise DataError(f"{file.name}: column '{name}' is missing, but {first.name} has it; give files with the same columns")
+            raise DataError(
+                f"{file.name}: column '{name}' is missing, but {first.name} has it; give files with the same columns"
+            )
         same = found[name] == dtype or (raw_type(dtype) == raw_type(found[name]) == "string")
         if not same:
             raise DataError(
-                f"{file.name}: column '{name}' is {found[name]}, in {first.name} it is {dtype}; give files with the same types"
+                f"{file.name}: column '{name}' is {found[name]}, in {first.name} it is {dtype}; give files with the "
+                "same types"
             )
 
 
@@ -247,7 +256,12 @@ def _encoding(schema: pa.Schema) -> dict[str, Any]:
         for name, dtype in leaves.items()
         if pa.types.is_integer(getattr(dtype, "value_type", dtype))
     }
-    return {"write_page_checksum": True, "use_dictionary": texts, "column_encoding": packed or None, "compression": "snappy"}
+    return {
+        "write_page_checksum": True,
+        "use_dictionary": texts,
+        "column_encoding": packed or None,
+        "compression": "snappy",
+    }
 
 
 def _missing(column: pa.Array) -> np.ndarray[Any, Any] | None:

@@ -2,10 +2,11 @@
 
 A fitted preprocessor over files: expressions put together, checked, run and written.
 
-A fitted preprocessor on disk: ``preprocessor.json`` and a parquet file for each vocabulary. No pickle: loading runs no code.
+A fitted preprocessor on disk: ``preprocessor.json`` and a parquet file for each vocabulary. No pickle: loading runs no
+code.
 
-The JSON holds the version of this format, the steps by name with their fields, what they were fitted with, the raw types of the
-columns, and the SHA-256 of every vocabulary; ``preprocessor.sha256`` holds that of the JSON.
+The JSON holds the version of this format, the steps by name with their fields, what they were fitted with, the raw
+types of the columns, and the SHA-256 of every vocabulary; ``preprocessor.sha256`` holds that of the JSON.
 """
 
 from __future__ import annotations
@@ -124,7 +125,14 @@ class FittedPreprocessor:
             DataError: a row has no value where one is needed, a list is too long, a file is damaged, the disk is full.
         """
         return transform(
-            self, source, Path(out), events=events, order_by=order_by, engine=engine, overwrite=overwrite, progress=progress
+            self,
+            source,
+            Path(out),
+            events=events,
+            order_by=order_by,
+            engine=engine,
+            overwrite=overwrite,
+            progress=progress,
         )
 
     def online(self, rows: Mapping[str, Sequence[Any]]) -> Chunk:
@@ -149,12 +157,18 @@ class FittedPreprocessor:
             cells.pop(name, None)
         cells.update({name: _seconds(found, self.raw[name]) for name, found in kept.items()})
         return Chunk(
-            {name: _finished(name, cells[name], kind, self).column() for name, kind in self.outputs.items() if name in cells}
+            {
+                name: _finished(name, cells[name], kind, self).column()
+                for name, kind in self.outputs.items()
+                if name in cells
+            }
         )
 
     def remedies(self) -> dict[str, str]:
         """By column of the result, what helps against a row without a value."""
-        numbers = {name: f"put FillMissing(column='{name}', ...) before it" for step in self.steps for name in step.writes}
+        numbers = {
+            name: f"put FillMissing(column='{name}', ...) before it" for step in self.steps for name in step.writes
+        }
         kept = "it is kept as it is: fill it where it is written, or do not keep it"
         return numbers | dict.fromkeys(self.keep, kept)
 
@@ -187,7 +201,9 @@ def stages(steps: Sequence[Step], where: str, raw: Mapping[str, str]) -> list[Ty
 def _check_sizes(cells: Mapping[str, Cells]) -> None:
     sizes = {name: len(found.values if found.lengths is None else found.lengths) for name, found in cells.items()}
     if len(set(sizes.values())) > 1:
-        raise DataError(f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each")
+        raise DataError(
+            f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
+        )
 
 
 def _seconds(cells: Cells, raw: str) -> Cells:
@@ -245,14 +261,17 @@ def transform(
             rows = opened.write((table.order_by(order) if order else table).select(*fitted.outputs), sink)
         if data.rows not in (None, rows):
             raise DataError(
-                f"{out}: got {rows:,} of the {data.rows:,} rows of {data.where}; where several machines write, choose a folder "
+                f"{out}: got {rows:,} of the {data.rows:,} rows of {data.where}; where several machines write, choose "
+                "a folder "
                 "that all of them and this one share"
             )
         return rows
 
 
 def _applied(fitted: FittedPreprocessor, data: Opened, events: Table, engine: Engine) -> Table:
-    chain = Chain(steps=fitted.steps, types=fitted.types, states=fitted.states, engine=engine, table=data.table, events=events)
+    chain = Chain(
+        steps=fitted.steps, types=fitted.types, states=fitted.states, engine=engine, table=data.table, events=events
+    )
     # A column that a step replaces in place may be kept or ordered by under its own name, as it was.
     raw = {f"__raw_{name}__": data.table[name] for name in data.raw}
     table = data.table.mutate(**raw)
@@ -289,7 +308,9 @@ def _refuse(data: Opened, table: Table, predicate: Any, column: str, rule: str, 
         return
     place = f", row {found[0][ROW] % 2**40}" if order else ""
     value = ascii(found[0][column])
-    raise DataError(f"{data.where}: column '{column}'{place}: {value if len(value) < 80 else value[:77] + '...'}: {rule}")
+    raise DataError(
+        f"{data.where}: column '{column}'{place}: {value if len(value) < 80 else value[:77] + '...'}: {rule}"
+    )
 
 
 def _ordering(data: Opened, table: Table, name: str) -> Any:
@@ -301,10 +322,24 @@ def _ordering(data: Opened, table: Table, name: str) -> Any:
 VERSION = 1
 STEPS: Mapping[str, type[Step]] = {
     step.__name__: step
-    for step in (Bucketize, Categorify, Cross, FillMissing, HashBucket, History, Lists, LogClip, Normalize, TimeFeatures)
+    for step in (
+        Bucketize,
+        Categorify,
+        Cross,
+        FillMissing,
+        HashBucket,
+        History,
+        Lists,
+        LogClip,
+        Normalize,
+        TimeFeatures,
+    )
 }
 _CODECS, _ENCODINGS = ("SNAPPY", "UNCOMPRESSED"), {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
-_UNPACKED, _ALWAYS = 64, 2**24  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual, and beside these
+_UNPACKED, _ALWAYS = (
+    64,
+    2**24,
+)  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual, and beside these
 _MAIN, _SUM = "preprocessor.json", "preprocessor.sha256"
 
 
@@ -317,7 +352,8 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
     for step in fitted.steps:
         if STEPS.get(type(step).__name__) is not type(step):
             raise DataError(
-                f"{folder}: step {step} is not one of this package and could not be loaded; known are {', '.join(STEPS)}"
+                f"{folder}: step {step} is not one of this package and could not be loaded; known are "
+                f"{', '.join(STEPS)}"
             )
     with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
         steps = [_saved(at, step, fitted.states[at], staging) for at, step in enumerate(fitted.steps)]
@@ -332,7 +368,9 @@ def load(folder: Path) -> FittedPreprocessor:
     folder = standing(folder)
     text = _text(folder / _MAIN)
     if hashlib.sha256(text.encode()).hexdigest() != _text(folder / _SUM).strip():
-        raise DataError(f"{folder / _MAIN}: does not fit {_SUM}: it was changed or damaged; save it again, or copy the folder anew")
+        raise DataError(
+            f"{folder / _MAIN}: does not fit {_SUM}: it was changed or damaged; save it again, or copy the folder anew"
+        )
     try:
         return _opened(folder, json.loads(text))
     except DataError:
@@ -345,7 +383,8 @@ def load(folder: Path) -> FittedPreprocessor:
 def _opened(folder: Path, main: Any) -> FittedPreprocessor:
     if main.get("version") != VERSION:
         raise DataError(
-            f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {VERSION}; fit it again, or install the "
+            f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {VERSION}; fit it again, or "
+            "install the "
             "version of torchrec_ext that wrote it"
         )
     pairs = [_loaded(folder, entry) for entry in main["steps"]]
@@ -391,24 +430,29 @@ def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         _check_size(path, file.metadata, entry["rows"])
         table = file.read().combine_chunks()
-    values, counts = (table[name].chunk(0) if len(table) else table[name].combine_chunks() for name in ("value", "count"))
+    values, counts = (
+        table[name].chunk(0) if len(table) else table[name].combine_chunks() for name in ("value", "count")
+    )
     return Vocabulary(values, counts)
 
 
 def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
     """Refuses a file that unpacks to far more than it has bytes, before it is unpacked.
 
-    Values that stand there once each, as in a vocabulary, take about as much in memory. A few values that are repeated, a codec or
-    an encoding that :func:`_saved` does not choose may take thousands of times as much.
+    Values that stand there once each, as in a vocabulary, take about as much in memory. A few values that are repeated,
+    a codec or an encoding that :func:`_saved` does not choose may take thousands of times as much.
     """
-    columns = [footer.row_group(group).column(at) for group in range(footer.num_row_groups) for at in range(footer.num_columns)]
+    columns = [
+        footer.row_group(group).column(at) for group in range(footer.num_row_groups) for at in range(footer.num_columns)
+    ]
     ours = all(column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings) for column in columns)
     most = _UNPACKED * path.stat().st_size + _ALWAYS
     packed = sum(column.total_uncompressed_size for column in columns) + footer.num_rows * 16
     if footer.num_rows != rows or not ours or packed > most or _repeated(path, footer, most) > most:
         size = path.stat().st_size
         raise DataError(
-            f"{path}: {footer.num_rows:,} rows in {size:,} bytes, which unpack to more than the {most:,} that are read, or are not "
+            f"{path}: {footer.num_rows:,} rows in {size:,} bytes, which unpack to more than the {most:,} that are "
+            "read, or are not "
             f"the {rows:,} in {_MAIN}: it is no vocabulary of this package; fit the preprocessor again"
         )
 

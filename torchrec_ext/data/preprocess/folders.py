@@ -27,21 +27,24 @@ _HOST = socket.gethostname()
 def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
     """A folder to write into, which takes its name when the block ends well and vanishes when it does not.
 
-    A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name removes, from
-    whatever host; one that is being written is locked, and stays. An earlier result is replaced in one step. On a file system that
-    has no such step it is moved aside for a moment, in which :func:`standing` finds it; after a kill the next process puts it back.
+    A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name
+    removes, from whatever host; one that is being written is locked, and stays. An earlier result is replaced in one
+    step. On a file system that has no such step it is moved aside for a moment, in which :func:`standing` finds it;
+    after a kill the next process puts it back.
 
     Args:
         out: its name.
         overwrite: replace an earlier one.
-        mark: the pattern of a file that every earlier one has: a folder without it holds something else, and is never replaced.
+        mark: the pattern of a file that every earlier one has: a folder without it holds something else, and is never
+            replaced.
 
     Raises:
         DataError: there is something of that name already, or it cannot be written.
     """
     if re.match(r"\w+:/", str(out)) or not out.name:
         raise DataError(
-            f"{out}: must be the path of a folder to make; write to this machine or a mounted disk, and copy it from there"
+            f"{out}: must be the path of a folder to make; write to this machine or a mounted disk, and copy it from "
+            "there"
         )
     with disk_errors(out):
         _remove_leftovers(out)
@@ -77,7 +80,9 @@ def keep_sources(out: Path, files: Iterable[DataFile]) -> None:
     Raises:
         DataError: naming the file.
     """
-    inside = next((file.name for file in files if not file.remote and out.resolve() in Path(file.path).resolve().parents), None)
+    inside = next(
+        (file.name for file in files if not file.remote and out.resolve() in Path(file.path).resolve().parents), None
+    )
     if inside:
         raise DataError(f"{out}: holds {inside}, which is being read; choose another folder for the result")
 
@@ -190,7 +195,8 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
 
     Args:
         out: what is being written.
-        writing: nothing else happens in the block, so that every system error is one of writing; else only a full disk is told.
+        writing: nothing else happens in the block, so that every system error is one of writing; else only a full disk
+            is told.
     """
     try:
         yield
@@ -201,12 +207,14 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if full or any(word in str(error).lower() for word in _FULL):
             raise DataError(
-                f"{shown}: the disk is full ({_free(out)}); free space, or choose another disk (TMPDIR for the second); nothing "
+                f"{shown}: the disk is full ({_free(out)}); free space, or choose another disk (TMPDIR for the "
+                "second); nothing "
                 f"partial was left ({error})"
             ) from error
         if writing and isinstance(error, OSError):
             raise DataError(
-                f"{shown}: cannot be written ({error.strerror or error}); choose another folder; nothing partial was left"
+                f"{shown}: cannot be written ({error.strerror or error}); choose another folder; nothing partial was "
+                "left"
             ) from error
         raise
 

@@ -19,11 +19,13 @@ from torchrec_ext.schema import DataError
 class History(Step):
     """The user's most recent ``length`` items with a *strictly* earlier time, oldest first; of one time, ordered by item.
 
-    Events with a null user, item or time are in no history; a row with a null user or time has an empty one. The step reads columns
-    as the files have them, so put it before steps that replace them, and ``Categorify(column=item, also=(output,))`` after it.
+    Events with a null user, item or time are in no history; a row with a null user or time has an empty one. The step
+    reads columns as the files have them, so put it before steps that replace them, and ``Categorify(column=item,
+    also=(output,))`` after it.
 
-    In a request, whoever keeps the user's events sends them: a list of items ``<output>_items`` and one of times ``<output>_times``
-    per row (only such as ``where`` lets pass), in any order; the row's own ``time`` decides which of them count.
+    In a request, whoever keeps the user's events sends them: a list of items ``<output>_items`` and one of times
+    ``<output>_times`` per row (only such as ``where`` lets pass), in any order; the row's own ``time`` decides which of
+    them count.
 
     Args:
         user: column of user ids.
@@ -78,7 +80,9 @@ class History(Step):
         moments = table.select(user=table[self.user], time=table[self.time]).distinct()
         moments = moments.filter(moments.user.notnull() & moments.time.notnull())
         histories = _histories(moments, events, self.length)
-        joined = table.left_join(histories, [table[self.user] == histories["__user__"], table[self.time] == histories["__time__"]])
+        joined = table.left_join(
+            histories, [table[self.user] == histories["__user__"], table[self.time] == histories["__time__"]]
+        )
         empty = ibis.literal([], type=f"array<{types[self.item]}>")
         filled = joined.mutate({self.output: ibis.coalesce(joined["__tail__"], empty)})
         return filled.drop("__user__", "__time__", "__tail__")
@@ -102,7 +106,9 @@ class History(Step):
         """The same from the events in the request."""
         now, items, times = (cells[name] for name in (self.time, f"{self.output}_items", f"{self.output}_times"))
         _check_pairs(self.output, items, times)
-        parts = zip(now.values.tolist(), now.valid.tolist(), items.rows(), times.rows(), _known(items, times), strict=True)
+        parts = zip(
+            now.values.tolist(), now.valid.tolist(), items.rows(), times.rows(), _known(items, times), strict=True
+        )
         tails = [self._tail(*part) for part in parts]
         values = [value for tail in tails for value in tail]
         return {
@@ -132,7 +138,8 @@ def _check_pairs(output: str, items: Cells, times: Cells) -> None:
         return
     row = int((items.lengths != times.lengths).argmax())
     raise DataError(
-        f"column '{output}_items', row {row}: {items.lengths[row]} items, but '{output}_times' has {times.lengths[row]}; "
+        f"column '{output}_items', row {row}: {items.lengths[row]} items, but '{output}_times' has "
+        f"{times.lengths[row]}; "
         "send one time for each item"
     )
 
@@ -151,7 +158,8 @@ def _histories(moments: Table, events: Table, length: int) -> Table:
     )
     # A moment stands before the events of its own time (0 before 1), so that these are not counted.
     both = ibis.union(
-        moments.mutate(event=ibis.literal(0, type="int64")), events.select("user", "time", event=ibis.literal(1, type="int64"))
+        moments.mutate(event=ibis.literal(0, type="int64")),
+        events.select("user", "time", event=ibis.literal(1, type="int64")),
     )
     upto = ibis.window(group_by=both.user, order_by=[both.time, both.event], preceding=None, following=0)
     counted = both.mutate(before=both.event.sum().over(upto))

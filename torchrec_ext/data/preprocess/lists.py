@@ -39,7 +39,9 @@ class Lists(ColumnStep):
     def __post_init__(self) -> None:
         positive(f"Lists('{self.column}')", "max_length", self.max_length)
         if self.too_long not in get_args(TooLong):
-            raise ValueError(f"Lists('{self.column}'): too_long={self.too_long!r}: must be one of {', '.join(get_args(TooLong))}")
+            raise ValueError(
+                f"Lists('{self.column}'): too_long={self.too_long!r}: must be one of {', '.join(get_args(TooLong))}"
+            )
         if self.separator == "":
             raise ValueError(f"Lists('{self.column}'): separator='': must be one character or more")
 

@@ -46,14 +46,18 @@ def mean_and_std(step: Any, values: Values, where: str, engine: Engine) -> tuple
         DataError: no value is a number, or the sum overflows.
     """
     values = values.filter(values.x.notnull())
-    row = engine.collect(values.aggregate(n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop"))).to_pylist()[0]
+    row = engine.collect(
+        values.aggregate(n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop"))
+    ).to_pylist()[0]
     _some(step, row["n"], where)
     if not all(math.isfinite(row[name] if row[name] is not None else math.nan) for name in ("mean", "std")):
         raise DataError(f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip")
     return rounded(row["mean"]), rounded(row["std"])
 
 
-def quantiles_of(step: Any, values: Values, shares: Sequence[float | Fraction], where: str, engine: Engine) -> list[float]:
+def quantiles_of(
+    step: Any, values: Values, shares: Sequence[float | Fraction], where: str, engine: Engine
+) -> list[float]:
     """For each share the smallest value that at least this share of the rows does not exceed: a value of the data, never a mean.
 
     Fractions are exact: 7 / 100 of 100 rows is, in floats, a little more than 7.
@@ -92,7 +96,9 @@ def most_common(step: Any, values: Values, where: str, engine: Engine) -> Any:
 
 def _some(step: Any, size: int, where: str) -> None:
     if not size:
-        raise DataError(f"{where}: {step}: every value is missing; leave the column out, or give the value to fill it with")
+        raise DataError(
+            f"{where}: {step}: every value is missing; leave the column out, or give the value to fill it with"
+        )
 
 
 class _NumberStep(ColumnStep):
@@ -130,7 +136,9 @@ class Bucketize(_NumberStep):
             raise ValueError(f"Bucketize('{self.column}'): quantiles={self.quantiles}: must be 2 or more")
         edges = list(self.boundaries or ())
         if not all(map(math.isfinite, edges)) or edges != sorted(set(edges)):
-            raise ValueError(f"Bucketize('{self.column}'): boundaries={self.boundaries}: must rise, each finite and given once")
+            raise ValueError(
+                f"Bucketize('{self.column}'): boundaries={self.boundaries}: must rise, each finite and given once"
+            )
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
@@ -172,8 +180,8 @@ class Bucketize(_NumberStep):
 class LogClip(_NumberStep):
     """ln(1 + x - low) of x clipped to [low, high]: for counts and prices, which have a long tail.
 
-    The logarithm is rounded to 32 bits. Java's and C's differ in the last of 64 (Spark's from numpy's in 0.3 % of 300,000 numbers),
-    and a step after this one could make a bucket of that.
+    The logarithm is rounded to 32 bits. Java's and C's differ in the last of 64 (Spark's from numpy's in 0.3 % of
+    300,000 numbers), and a step after this one could make a bucket of that.
 
     Args:
         column: integers or floats.
@@ -192,7 +200,9 @@ class LogClip(_NumberStep):
     def __post_init__(self) -> None:
         high = self.low if self.high is None else self.high
         if not math.isfinite(self.low) or not math.isfinite(high) or high < self.low:
-            raise ValueError(f"LogClip('{self.column}'): low={self.low}, high={self.high}: must be finite, low at most high")
+            raise ValueError(
+                f"LogClip('{self.column}'): low={self.low}, high={self.high}: must be finite, low at most high"
+            )
 
     def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
         """Conditions and a logarithm."""
@@ -259,7 +269,8 @@ class FillMissing(ColumnStep):
     Args:
         column: integers, floats or strings.
         value: what to put there, of the column's type; or
-        statistic: of the training rows: ``mean`` (the result is a float), ``median`` (the lower one) or ``most_common``.
+        statistic: of the training rows: ``mean`` (the result is a float), ``median`` (the lower one) or
+            ``most_common``.
         output: the name of the result; ``column`` itself where not given.
     """
 
@@ -285,14 +296,19 @@ class FillMissing(ColumnStep):
     def types(self, types: Types) -> Mapping[str, str]:
         """The column's own type; float for a mean or a median."""
         numeric = self.statistic in ("mean", "median")
-        found = types.need(self, self.column, NUMBERS if numeric else NUMBERS | {"string"}, "choose another value or statistic")
+        found = types.need(
+            self, self.column, NUMBERS if numeric else NUMBERS | {"string"}, "choose another value or statistic"
+        )
         fits: Any = {"string": str, "int64": int, "float64": (int, float)}[found]
         if self.value is not None and (isinstance(self.value, bool) or not isinstance(self.value, fits)):
             raise DataError(
-                f"{types.where}: column '{self.column}' is {found}, {self} has value={self.value!r}; give a value of that type"
+                f"{types.where}: column '{self.column}' is {found}, {self} has value={self.value!r}; give a value of "
+                "that type"
             )
         if found == "int64" and isinstance(self.value, int) and not -(2**63) <= self.value < 2**63:
-            raise DataError(f"{types.where}: {self} has value={self.value}, which does not fit 64 bits; give a smaller one")
+            raise DataError(
+                f"{types.where}: {self} has value={self.value}, which does not fit 64 bits; give a smaller one"
+            )
         return {self.writes[0]: "float64" if numeric else found}
 
     def fit(self, table: Table, types: Types, run: Run) -> State:
@@ -318,7 +334,9 @@ class FillMissing(ColumnStep):
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """The same in numpy."""
         found = cells[self.column]
-        values, known = found.numbers() if self.types(types)[self.writes[0]] == "float64" else (found.values, found.valid)
+        values, known = (
+            found.numbers() if self.types(types)[self.writes[0]] == "float64" else (found.values, found.valid)
+        )
         values = values.copy()
         values[~known] = state["value"]
         return {self.writes[0]: found.with_values(np.asarray(values))}

@@ -20,12 +20,13 @@ FitProgress = Callable[[str], None]
 class Preprocessor:
     """What to do to which columns.
 
-    The result has a column for everything that a step writes, and those in ``keep``. A step reads what earlier steps wrote, or else
-    a column of the files.
+    The result has a column for everything that a step writes, and those in ``keep``. A step reads what earlier steps
+    wrote, or else a column of the files.
 
     Args:
         steps: in order.
-        keep: columns to hand on as they are, such as the label; in a request they may be left out. Times become seconds since 1970.
+        keep: columns to hand on as they are, such as the label; in a request they may be left out. Times become seconds
+            since 1970.
 
     Raises:
         ValueError: the steps contradict one another.
@@ -55,7 +56,9 @@ class Preprocessor:
             written |= set(step.writes)
         both = sorted(written & set(self.keep))
         if both:
-            raise ValueError(f"keep={both}: a step writes these columns; give the step another output, or do not keep them")
+            raise ValueError(
+                f"keep={both}: a step writes these columns; give the step another output, or do not keep them"
+            )
         if not written:
             raise ValueError("steps: there is none; give at least one")
         check_case([*self.raw_columns, *written])
@@ -76,12 +79,18 @@ class Preprocessor:
         return tuple(dict.fromkeys(name for step in self.steps for name in step.event_reads))
 
     def fit(
-        self, source: Source, *, engine: Any = "duckdb", events: Source | None = None, progress: FitProgress | None = None
+        self,
+        source: Source,
+        *,
+        engine: Any = "duckdb",
+        events: Source | None = None,
+        progress: FitProgress | None = None,
     ) -> FittedPreprocessor:
         """Looks at training rows, and at no others.
 
         Args:
-            source: parquet files, folders, patterns, remote addresses, or an Ibis table of the engine (``engine.ibis`` makes them).
+            source: parquet files, folders, patterns, remote addresses, or an Ibis table of the engine (``engine.ibis``
+                makes them).
             engine: see :func:`~torchrec_ext.data.preprocess.engines.connected`.
             events: where a step is fitted on histories, the rows that these are made of; ``source`` where not given.
             progress: is called with each step's name before it is fitted.
@@ -93,7 +102,9 @@ class Preprocessor:
             data, past = open_sources(source, events, self.raw_columns, self.event_columns, opened)
             types = stages(self.steps, data.where, data.raw)
             states: list[State] = []
-            chain = Chain(steps=self.steps, types=types, states=states, engine=opened, table=data.table, events=past.table)
+            chain = Chain(
+                steps=self.steps, types=types, states=states, engine=opened, table=data.table, events=past.table
+            )
             with past.blaming(), data.blaming():
                 for at, step in enumerate(self.steps):
                     if progress:

@@ -24,8 +24,9 @@ class Run:
     Args:
         engine: runs expressions and holds tables.
         events: the rows that histories are made of, as they stand before any step.
-        column: the rows with one column as the step finds it, made by no more steps than that column comes from. A step that joins
-            its table with something of itself takes it from here: the table would be computed twice, and twice again by the next.
+        column: the rows with one column as the step finds it, made by no more steps than that column comes from. A step
+            that joins its table with something of itself takes it from here: the table would be computed twice, and
+            twice again by the next.
     """
 
     engine: Engine

@@ -39,7 +39,8 @@ class Opened:
         for name, kind in wanted.items():
             if self.raw[name] != kind:
                 raise DataError(
-                    f"{self.where}: column '{name}' is {self.raw[name]}, {elsewhere} it is {kind}; write it with that type"
+                    f"{self.where}: column '{name}' is {self.raw[name]}, {elsewhere} it is {kind}; write it with that "
+                    "type"
                 )
 
     @property
@@ -77,7 +78,8 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
     if hasattr(source, "schema") and hasattr(source, "mutate"):
         if not engine.owns(source):
             raise DataError(
-                f"the table was made by another connection than the engine {engine.name}; make it with the engine's own, as in "
+                f"the table was made by another connection than the engine {engine.name}; make it with the engine's "
+                "own, as in "
                 "`with DuckDB() as engine: engine.ibis.read_csv(...)`, and hand that engine over, or give files"
             )
         files, where, table = None, "the table", source

@@ -2,8 +2,8 @@
 
 Time zones as numbers: when the offset from UTC changes, from 1970 to 2100.
 
-Engines differ in which zones they know and in whose edition; a table that is saved with the preprocessor gives files and requests
-the same hour, also after a government has changed its mind between fitting and serving.
+Engines differ in which zones they know and in whose edition; a table that is saved with the preprocessor gives files
+and requests the same hour, also after a government has changed its mind between fitting and serving.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def offsets_of(zone: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         found = zoneinfo.ZoneInfo(zone)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
         near = difflib.get_close_matches(zone, zoneinfo.available_timezones(), n=1)
-        hint = f"did you mean '{near[0]}'?" if near else "write a name such as UTC or Europe/Berlin (pip install tzdata has them)"
+        hint = (
+            f"did you mean '{near[0]}'?"
+            if near
+            else "write a name such as UTC or Europe/Berlin (pip install tzdata has them)"
+        )
         raise ValueError(f"zone={zone!r}: there is no such time zone; {hint}") from None
     begin = int(datetime.datetime(_FIRST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
     end = int(datetime.datetime(_LAST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
@@ -86,7 +90,8 @@ _FIRST, _LAST = -2_208_988_800, 7_258_118_400
 class TimeFeatures(Step):
     """Ids from 1, 0 for a missing time or one outside the years 1900 to 2199.
 
-    ``hour`` 1 to 24 (from midnight), ``weekday`` 1 to 7 (from Monday), ``hour_of_week`` 1 to 168, ``day`` of the month, ``month``.
+    ``hour`` 1 to 24 (from midnight), ``weekday`` 1 to 7 (from Monday), ``hour_of_week`` 1 to 168, ``day`` of the month,
+    ``month``.
 
     Args:
         column: a timestamp (without a zone it is taken as UTC), or integers counted from 1970 in ``unit``.
@@ -104,7 +109,9 @@ class TimeFeatures(Step):
         for name, given, allowed in (("features", self.features, Feature), ("unit", (self.unit,), Unit)):
             wrong = sorted(set(given) - set(get_args(allowed)))
             if wrong or not given:
-                raise ValueError(f"TimeFeatures('{self.column}'): {name}={given}: choose from {', '.join(get_args(allowed))}")
+                raise ValueError(
+                    f"TimeFeatures('{self.column}'): {name}={given}: choose from {', '.join(get_args(allowed))}"
+                )
         offsets_of(self.zone)
 
     @property
@@ -135,7 +142,10 @@ class TimeFeatures(Step):
         # A stage, so that the zone's hundred conditions stand in the query once and not in every feature.
         table = run.engine.stage(table.mutate(__local__=table["__second__"] + offset))
         local = table["__local__"]
-        made = {f"{self.column}_{feature}": _expression(feature, local).cast("int64").fill_null(0) for feature in self.features}
+        made = {
+            f"{self.column}_{feature}": _expression(feature, local).cast("int64").fill_null(0)
+            for feature in self.features
+        }
         return table.mutate(**made).select(*dict.fromkeys([*given, *self.writes]))
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
@@ -148,7 +158,8 @@ class TimeFeatures(Step):
         offsets = np.array(state["offsets"], dtype=np.int64)
         local = second + offsets[np.searchsorted(np.array(state["starts"], dtype=np.int64), second, side="right")]
         return {
-            f"{self.column}_{feature}": found.with_values(np.where(known, _numbers(feature, local), 0)) for feature in self.features
+            f"{self.column}_{feature}": found.with_values(np.where(known, _numbers(feature, local), 0))
+            for feature in self.features
         }
 
     def vocab(self, state: State) -> Mapping[str, int]:

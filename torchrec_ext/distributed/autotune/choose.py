@@ -2,8 +2,8 @@
 
 choose(): towers on every rank, apart or mixed, and their tables how: by measurements on the ranks of this job.
 
-A cost model foresees each candidate's step from :class:`Measurements`; the best that do not run the towers on every rank are then
-tried, in turn with those that do, and the fastest is taken.
+A cost model foresees each candidate's step from :class:`Measurements`; the best that do not run the towers on every
+rank are then tried, in turn with those that do, and the fastest is taken.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPl
 
 def _in_order(counts: Mapping[str, int], world_size: int) -> TowerPlacement:
     free = iter(range(world_size))
-    return TowerPlacement(ranks={name: tuple(islice(free, count)) for name, count in counts.items()}, world_size=world_size)
+    return TowerPlacement(
+        ranks={name: tuple(islice(free, count)) for name, count in counts.items()}, world_size=world_size
+    )
 
 
 def foresee(placement: TowerPlacement, found: Measurements) -> Foreseen:
@@ -162,7 +164,9 @@ def _within(placement: TowerPlacement, found: Measurements) -> float:
         size = len(placement.ranks[name])
         if size > 1:
             rows = cost.rows * found.world_size / size * (size - 1) / size
-            tables = 3 * found.all_to_all.fixed + found.all_to_all.each * rows * (cost.row_bytes + 2 * cost.pooled_bytes)
+            tables = 3 * found.all_to_all.fixed + found.all_to_all.each * rows * (
+                cost.row_bytes + 2 * cost.pooled_bytes
+            )
             for rank in placement.ranks[name]:
                 spent[rank] += tables + found.all_reduce.at(cost.dense_bytes)
     return max(spent)
@@ -213,7 +217,11 @@ class Decision:
         """What the first saves against the best of the other kind."""
         taken, found = self.taken, self.found
         other = next(
-            (one for one in self.candidates[1:] if not one.refused and (one.towers == EVERYWHERE) != (taken.towers == EVERYWHERE)),
+            (
+                one
+                for one in self.candidates[1:]
+                if not one.refused and (one.towers == EVERYWHERE) != (taken.towers == EVERYWHERE)
+            ),
             None,
         )
         beside = "" if other is None else f", against {other.ms:.2f} ms with towers={other.towers}"
@@ -222,8 +230,10 @@ class Decision:
         if apart is not None and apart.parts is not None:
             parts = apart.parts
             lines.append(
-                f"of towers={apart.towers} the busiest rank's towers take {parts.towers:.2f} ms, exchanges between towers "
-                f"{parts.between:.2f} and within them {parts.within:.2f}, all else {parts.besides:.2f}; with towers on every rank "
+                f"of towers={apart.towers} the busiest rank's towers take {parts.towers:.2f} ms, exchanges between "
+                "towers "
+                f"{parts.between:.2f} and within them {parts.within:.2f}, all else {parts.besides:.2f}; with towers on "
+                "every rank "
                 f"{found.dense_bytes / 1e6:.1f} MB of gradients are averaged in each step"
             )
         if found.towers:
@@ -256,7 +266,8 @@ def choose(
     candidates = [Candidate(towers=EVERYWHERE, sharding=kind, trial_ms=ms) for kind, ms in found.steps.items()]
     parts = {str(one): foresee(one, found) for one in placements(found.towers, found.world_size)}
     placed = [
-        Candidate(towers=text, sharding=sharding, parts=parts[text]) for text in sorted(parts, key=lambda one: parts[one].total)
+        Candidate(towers=text, sharding=sharding, parts=parts[text])
+        for text in sorted(parts, key=lambda one: parts[one].total)
     ]
     hopeful = [one for one in placed[:tried] if one.ms < _HOPELESS * min(found.steps.values())]
     candidates += hopeful
@@ -306,7 +317,8 @@ def auto_plan(
         runtime: this process's place in the job.
         config: what is free in it is chosen: where towers run, and the sharding type where that is ``auto`` too.
         optimizer: of tables and dense layers.
-        everywhere: the model as it is where all towers run on every rank, if that is another, such as with merged look-ups.
+        everywhere: the model as it is where all towers run on every rank, if that is another, such as with merged
+            look-ups.
         together: why towers must run on every rank, if they must.
 
     Raises:
@@ -345,7 +357,9 @@ def auto_plan(
                 except ValueError as error:
                     told[place] = str(error).splitlines()[0]
             able = [place for place, reason in enumerate(told) if not reason]
-            for place, ms in zip(able, trials.ms([as_config(config, some[place]) for place in able], _SECONDS), strict=True):
+            for place, ms in zip(
+                able, trials.ms([as_config(config, some[place]) for place in able], _SECONDS), strict=True
+            ):
                 told[place] = ms
             return told
 

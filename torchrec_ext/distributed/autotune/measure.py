@@ -1,8 +1,9 @@
 """measure(): micro-benchmarks on the ranks of this job, a second or two of them, for the chooser's cost model.
 
-Exchanges of the sizes in question; each tower by itself, its look-ups, dense layers and optimizer, with as many rows as it has on
-every rank and as it would have on one; and a few whole steps with towers on every rank, which tell what a step takes besides. All
-of it runs on a sample of the model, whose large tables have fewer rows, on every rank at the same time.
+Exchanges of the sizes in question; each tower by itself, its look-ups, dense layers and optimizer, with as many rows as
+it has on every rank and as it would have on one; and a few whole steps with towers on every rank, which tell what a
+step takes besides. All of it runs on a sample of the model, whose large tables have fewer rows, on every rank at the
+same time.
 
 tower_costs(): each tower of a model by itself on one rank, with few rows and with many.
 """
@@ -20,7 +21,15 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.distributed.autotune.sample import Sample, Stopwatch, back, bags_for, resized, resized_dense, values_of
+from torchrec_ext.distributed.autotune.sample import (
+    Sample,
+    Stopwatch,
+    back,
+    bags_for,
+    resized,
+    resized_dense,
+    values_of,
+)
 from torchrec_ext.distributed.autotune.trials import Trials
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, declare_table_optimizer
 from torchrec_ext.distributed.optim.hybrid import keyed_optimizers
@@ -87,7 +96,9 @@ def _step_ms(watch: Stopwatch, layers: Mapping[str, tuple[Tensor, Choice]]) -> f
     own = {name: nn.Parameter(value.detach().clone()) for name, (value, _) in layers.items()}
     for parameter in own.values():
         parameter.grad = torch.zeros_like(parameter)
-    optimizers = [made for _, made in keyed_optimizers("dense", own, {name: choice for name, (_, choice) in layers.items()})]
+    optimizers = [
+        made for _, made in keyed_optimizers("dense", own, {name: choice for name, (_, choice) in layers.items()})
+    ]
     return watch.ms(lambda: [made.step() for made in optimizers])
 
 
@@ -114,7 +125,9 @@ def _cost(
     lengths = resized(sample.batch, features, few).lengths()
     return TowerCost(
         rows=few,
-        dense=Line.through(*((count, max(both - alone, 0.0)) for (count, both), (_, alone) in zip(whole, tables, strict=True))),
+        dense=Line.through(
+            *((count, max(both - alone, 0.0)) for (count, both), (_, alone) in zip(whole, tables, strict=True))
+        ),
         look_up=Line.through(*tables),
         optimizer=stepped,
         dense_bytes=sum(4 * tower.get_parameter(name).numel() for name in dense_layers(tower)),
@@ -174,7 +187,9 @@ def measure(
     for kind in shardings:
         asked = _everywhere(config, kind)
         model = copy.deepcopy(flat.model)
-        plan = str(plan_sharding(model, runtime, asked, optimizer=optimizer, batch_size=len(flat.batch), measured=found))
+        plan = str(
+            plan_sharding(model, runtime, asked, optimizer=optimizer, batch_size=len(flat.batch), measured=found)
+        )
         if plan not in plans:  # what TorchRec's planner chooses may be what was asked for before
             trials.add(flat, asked, found)
             (steps[kind],) = trials.ms([asked], _SECONDS)
@@ -186,7 +201,9 @@ def _everywhere(config: PlanConfig, sharding: str) -> PlanConfig:
     return dataclasses.replace(config, sharding=sharding, towers="data_parallel")  # type: ignore[arg-type]
 
 
-def _looked_up(watch: Stopwatch, sample: Sample, runtime: Runtime, config: PlanConfig, optimizer: OptimizerConfig) -> float:
+def _looked_up(
+    watch: Stopwatch, sample: Sample, runtime: Runtime, config: PlanConfig, optimizer: OptimizerConfig
+) -> float:
     """Ms of all collections, sharded as ``config`` asks, one after the other."""
     model = copy.deepcopy(sample.model)
     plan = plan_sharding(model, runtime, config, optimizer=optimizer, batch_size=len(sample.batch))

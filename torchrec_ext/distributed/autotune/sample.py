@@ -172,7 +172,8 @@ class Stopwatch:
     def in_turn(self, calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
         """The median of the ms of each call, a few of each in a row, round by round.
 
-        A machine's speed moves by a fifth within seconds, which so hits all of them alike, and the median is what training sees.
+        A machine's speed moves by a fifth within seconds, which so hits all of them alike, and the median is what
+        training sees.
 
         Args:
             calls: what to time.
@@ -181,7 +182,9 @@ class Stopwatch:
         firsts = [self._slowest(self._once(call)) for call in calls]
         inner = [min(max(int(_IN_A_ROW / max(first, 1e-6)), 1), 8) for first in firsts]
         spent = sum(first * count for first, count in zip(firsts, inner, strict=True))
-        rounds = min(max(int(seconds * len(calls) / max(spent, 1e-6)), _ROUNDS[0]), _ROUNDS[1])  # the same on every rank
+        rounds = min(
+            max(int(seconds * len(calls) / max(spent, 1e-6)), _ROUNDS[0]), _ROUNDS[1]
+        )  # the same on every rank
         times: list[list[float]] = [[] for _ in calls]
         for _ in range(rounds):
             for call, count, found in zip(calls, inner, times, strict=True):

@@ -31,8 +31,8 @@ from torchrec_ext.distributed.tables import collections, table_configs
 class RowAdam(torch.optim.Optimizer):
     """Adam that touches only the rows (of a (rows, D) table) that have a gradient; moments of the others stand still.
 
-    The bias correction counts steps, not a row's own updates, as FBGEMM's fused kernels and TensorFlow Addons' LazyAdam do. With a
-    gradient in every row it is torch.optim.Adam. It is another optimizer than Adam where rows are rare.
+    The bias correction counts steps, not a row's own updates, as FBGEMM's fused kernels and TensorFlow Addons' LazyAdam
+    do. With a gradient in every row it is torch.optim.Adam. It is another optimizer than Adam where rows are rare.
 
     Args:
         params: tables.
@@ -40,7 +40,8 @@ class RowAdam(torch.optim.Optimizer):
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         row_wise: one second moment per row, the mean over its columns (FBGEMM's partial row-wise Adam).
-        trust_ratio: scale each row's update by |row| / |update|, where neither is 0 (LAMB, You et al. 2020, a row being a layer).
+        trust_ratio: scale each row's update by |row| / |update|, where neither is 0 (LAMB, You et al. 2020, a row being
+            a layer).
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class RowAdam(torch.optim.Optimizer):
         row_wise: bool = False,
         trust_ratio: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "row_wise": row_wise, "trust_ratio": trust_ratio})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "row_wise": row_wise, "trust_ratio": trust_ratio}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -181,7 +184,9 @@ def parse_override(field: str, item: str, kinds: Sequence[str]) -> Override:
     pattern, _, rest = item.partition("=")
     words = re.split(r"[\s:]+", rest.strip())
     if not pattern.strip() or words == [""]:
-        raise ValueError(f"{field}: {item!r}: write PATTERN=OPTIMIZER, PATTERN=lr=NUMBER or both, such as user_id=sgd lr=0.1")
+        raise ValueError(
+            f"{field}: {item!r}: write PATTERN=OPTIMIZER, PATTERN=lr=NUMBER or both, such as user_id=sgd lr=0.1"
+        )
     changes: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -247,12 +252,16 @@ class Choice:
     def state_bytes(self, table: BaseEmbeddingConfig) -> int:
         """Bytes of optimizer state that ``table`` needs beside its weights."""
         width = 4 * table.embedding_dim
-        per_row = {"adagrad": width, "row_wise_adagrad": 4, "sgd": 0, "partial_row_wise_adam": width + 4}.get(self.kind, 2 * width)
+        per_row = {"adagrad": width, "row_wise_adagrad": 4, "sgd": 0, "partial_row_wise_adam": width + 4}.get(
+            self.kind, 2 * width
+        )
         return int(table.num_embeddings * per_row)
 
 
 FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
-REPLICATED_WEIGHTS = 2**20  # larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows
+REPLICATED_WEIGHTS = (
+    2**20
+)  # larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows
 EMULATED = ("adam", "lazy_adam")  # by ShardedAdam, where no kernel runs them
 _TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
 _CALLERS = "_declared_by_the_caller"  # an attribute of a table beside these tags: what they were before ours
@@ -275,32 +284,37 @@ _KINDS: dict[type[torch.optim.Optimizer], str] = {
 class OptimizerConfig:
     """Optimizers of the tables and of the dense layers.
 
-    Tables: ``adagrad``, ``row_wise_adagrad`` (one number per row, but one per part of a row where columns are split) and ``sgd``
-    run inside the backward of sharded tables, touch only the rows of the batch, and learn the same under every plan. ``lazy_adam``,
-    ``partial_row_wise_adam`` and ``lamb`` are FBGEMM's Adam family, which also touches only the rows of the batch; its kernels
-    exist for CUDA alone. ``adam`` is torch.optim.Adam, which moves every row at every step, as most published recipes do, and takes
-    time by the size of its tables; FBGEMM has it nowhere. What no kernel runs is data_parallel where the plan is free, and moved by
-    a torch optimizer, but large or sharded tables of ``adam`` and ``lazy_adam`` by :class:`ShardedAdam`; of the others such are
-    refused.
+    Tables: ``adagrad``, ``row_wise_adagrad`` (one number per row, but one per part of a row where columns are split)
+        and ``sgd``
+    run inside the backward of sharded tables, touch only the rows of the batch, and learn the same under every plan.
+    ``lazy_adam``, ``partial_row_wise_adam`` and ``lamb`` are FBGEMM's Adam family, which also touches only the rows of
+    the batch; its kernels exist for CUDA alone. ``adam`` is torch.optim.Adam, which moves every row at every step, as
+    most published recipes do, and takes time by the size of its tables; FBGEMM has it nowhere. What no kernel runs is
+    data_parallel where the plan is free, and moved by a torch optimizer, but large or sharded tables of ``adam`` and
+    ``lazy_adam`` by :class:`ShardedAdam`; of the others such are refused.
 
     Args:
         tables: optimizer of the tables.
         tables_lr: learning rate of the tables.
         dense: optimizer of the dense layers.
         dense_lr: learning rate of the dense layers.
-        eps: added to the denominator of Adagrad and Adam; the same everywhere, so a table learns the same however it is sharded.
+        eps: added to the denominator of Adagrad and Adam; the same everywhere, so a table learns the same however it is
+            sharded.
         betas: decay of Adam's first and second moment.
-        tables_weight_decay: each step multiplies a row by 1 - learning rate x this (decoupled, Loshchilov & Hutter 2019), but only
-            the rows that get a gradient in that step.
+        tables_weight_decay: each step multiplies a row by 1 - learning rate x this (decoupled, Loshchilov & Hutter
+            2019), but only the rows that get a gradient in that step.
         dense_weight_decay: the same for every dense parameter.
-        tables_l2: of ``adam`` only: adds to the loss half of this times the sum of squares of the whole table. It draws a row to 0
-            that the data say little of, whether the batch touched it or not, and holds one that they often speak of hardly at all.
-        per_table: exceptions ``PATTERN=KIND lr=.. weight_decay=.. eps=..``, each part optional; the pattern is a table's name or
-            the path of a module that holds it, with * and ?: ``("user_id=adam lr=0.01", "towers.item=sgd")``. The last that fits
-            wins, field by field.
-        per_layer: the same for dense layers by module or parameter path: ``("towers.user.mlp=lr=0.01", "*.bias=weight_decay=0")``.
-        clip_norm: greatest norm of the gradient of all dense layers and data_parallel tables together, over all ranks; 0 for no
-            limit. Sharded tables are outside it: their update runs inside the backward, before the whole norm is known.
+        tables_l2: of ``adam`` only: adds to the loss half of this times the sum of squares of the whole table. It draws
+            a row to 0 that the data say little of, whether the batch touched it or not, and holds one that they often
+            speak of hardly at all.
+        per_table: exceptions ``PATTERN=KIND lr=.. weight_decay=.. eps=..``, each part optional; the pattern is a
+            table's name or the path of a module that holds it, with * and ?: ``("user_id=adam lr=0.01",
+            "towers.item=sgd")``. The last that fits wins, field by field.
+        per_layer: the same for dense layers by module or parameter path: ``("towers.user.mlp=lr=0.01",
+            "*.bias=weight_decay=0")``.
+        clip_norm: greatest norm of the gradient of all dense layers and data_parallel tables together, over all ranks;
+            0 for no limit. Sharded tables are outside it: their update runs inside the backward, before the whole norm
+            is known.
     """
 
     tables: TableOptimizer = "adagrad"
@@ -321,7 +335,15 @@ class OptimizerConfig:
             raise ValueError(f"tables={self.tables!r}: must be one of {', '.join(get_args(TableOptimizer))}")
         if self.dense not in get_args(DenseOptimizer):
             raise ValueError(f"dense={self.dense!r}: must be one of {', '.join(get_args(DenseOptimizer))}")
-        for name in ("tables_lr", "dense_lr", "eps", "tables_weight_decay", "dense_weight_decay", "tables_l2", "clip_norm"):
+        for name in (
+            "tables_lr",
+            "dense_lr",
+            "eps",
+            "tables_weight_decay",
+            "dense_weight_decay",
+            "tables_l2",
+            "clip_norm",
+        ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value}: must be a number of 0 or more")
@@ -356,19 +378,24 @@ class OptimizerConfig:
         Raises:
             ValueError: an exception that fits no parameter, or ``l2`` of another optimizer than adam.
         """
-        default = Choice(kind=self.dense, lr=self.dense_lr, eps=self.eps, betas=self.betas, weight_decay=self.dense_weight_decay)
+        default = Choice(
+            kind=self.dense, lr=self.dense_lr, eps=self.eps, betas=self.betas, weight_decay=self.dense_weight_decay
+        )
         return _decide("dense layer", default, self._overrides("per_layer"), {name: name for name in names})
 
 
 def _decide(what: str, default: Choice, overrides: list[Override], paths: Mapping[str, str]) -> dict[str, Choice]:
     for override in overrides:
         if not any(override.fits(name, path) for name, path in paths.items()):
-            raise ValueError(f"per_{what.split()[-1]}: '{override.item}' fits no {what} of the model, which are {', '.join(paths)}")
+            raise ValueError(
+                f"per_{what.split()[-1]}: '{override.item}' fits no {what} of the model, which are {', '.join(paths)}"
+            )
     choices = {name: default.changed([o for o in overrides if o.fits(name, path)]) for name, path in paths.items()}
     for name, choice in choices.items():
         if choice.l2 and choice.kind != "adam":
             raise ValueError(
-                f"{what} '{name}': l2={choice.l2} with the optimizer {choice.kind}: it moves every row at every step, as only adam "
+                f"{what} '{name}': l2={choice.l2} with the optimizer {choice.kind}: it moves every row at every step, "
+                "as only adam "
                 "does; choose adam, or weight_decay, which shrinks what the batch touched"
             )
     return choices
@@ -390,7 +417,8 @@ def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> Opt
     if optimizer is not None:
         name, (kind, arguments) = next(iter(declared.items()))
         raise ValueError(
-            f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}({_words(arguments)}) for table "
+            f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}({_words(arguments)}) "
+            "for table "
             f"'{name}'; leave out one of them: per_table=('{name}=sgd lr=0.1',) of OptimizerConfig says the same"
         )
     return OptimizerConfig(per_table=tuple(_as_override(name, *found) for name, found in declared.items()))
@@ -419,11 +447,14 @@ def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mappin
     """The declaration as an exception of ``per_table``; what it leaves out is FBGEMM's default, as TorchRec takes it."""
     given = {"lr": 0.01, "eps": 1e-8, **arguments}
     usual = {"betas": (0.9, 0.999), "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "momentum": 0, "amsgrad": False}
-    strange = {key: value for key, value in given.items() if key not in ("lr", "eps") and usual.get(key, math.nan) != value}
+    strange = {
+        key: value for key, value in given.items() if key not in ("lr", "eps") and usual.get(key, math.nan) != value
+    }
     if kind not in _KINDS or strange:
         raise ValueError(
             f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_words(arguments)}), of which "
-            f"{_words(strange) or kind.__name__} is not among {', '.join(dict.fromkeys(_KINDS.values()))} with lr and eps; give "
+            f"{_words(strange) or kind.__name__} is not among {', '.join(dict.fromkeys(_KINDS.values()))} with lr and "
+            "eps; give "
             "optimizer=OptimizerConfig(...) and leave the declaration out"
         )
     return f"{name}={_KINDS[kind]} lr={float(given['lr'])!r} eps={float(given['eps'])!r}"
@@ -488,8 +519,10 @@ def _sharding(table: BaseEmbeddingConfig, optimizer: str, sharding: str, device:
     if emulated:
         return sharding
     raise ValueError(
-        f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}, so the table must be fp32 and on every rank, "
-        f"with plan.tables={table.name}=data_parallel; or choose adam or lazy_adam, fp32 too, or row_wise_adagrad, adagrad or sgd "
+        f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}, so the table must be fp32 and on "
+        "every rank, "
+        f"with plan.tables={table.name}=data_parallel; or choose adam or lazy_adam, fp32 too, or row_wise_adagrad, "
+        "adagrad or sgd "
         f"with optimizer.per_table={table.name}=adagrad"
     )
 

@@ -52,20 +52,22 @@ class _Looked:
 class HybridOptimizer(CombinedOptimizer):
     """TorchRec's CombinedOptimizer, whose step first looks at the gradient, limits its norm and decays weights.
 
-    All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without another exchange;
-    where ranks hold different towers, one number more is exchanged in each step.
-    While ranks are apart (:class:`LocalSGD`) each sees its own gradient: it clips by its own norm, and what it finds is told when
-    the ranks meet again.
+    All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without
+    another exchange; where ranks hold different towers, one number more is exchanged in each step. While ranks are
+    apart (:class:`LocalSGD`) each sees its own gradient: it clips by its own norm, and what it finds is told when the
+    ranks meet again.
 
     Args:
-        fused: of the sharded tables, which the backward has moved already; a step hands their learning rates to the kernels.
+        fused: of the sharded tables, which the backward has moved already; a step hands their learning rates to the
+            kernels.
         tables: of the tables that every rank holds whole.
         dense: of the dense layers.
         sharded: of the sharded tables that no kernel moves.
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
         of_tables: what moves each table, by its name, and
         of_layers: each dense parameter, by its name: for a captured step, which moves them by the same rules.
-        holders: where ranks hold different towers, by name of a parameter how many ranks hold it; None where all ranks hold all.
+        holders: where ranks hold different towers, by name of a parameter how many ranks hold it; None where all ranks
+            hold all.
         device: of this rank; the CPU where not given.
     """
 
@@ -90,8 +92,12 @@ class HybridOptimizer(CombinedOptimizer):
         own = {id(group) for group in self.dense_groups}
         self.table_groups: list[dict[str, Any]] = [group for group in self.param_groups if id(group) not in own]
         self._tables = {parameter for _, keyed in tables for parameter in keyed.params.values()}
-        self.replicated_tables: list[nn.Parameter] = [parameter for parameter in self._names if parameter in self._tables]
-        self.dense_parameters: list[nn.Parameter] = [parameter for parameter in self._names if parameter not in self._tables]
+        self.replicated_tables: list[nn.Parameter] = [
+            parameter for parameter in self._names if parameter in self._tables
+        ]
+        self.dense_parameters: list[nn.Parameter] = [
+            parameter for parameter in self._names if parameter not in self._tables
+        ]
         self._own_groups = [group for _, keyed in (*tables, *dense) for group in keyed.param_groups]
         self.gradient_norm: Tensor | None = None
         self._looked: _Looked | None = None
@@ -105,9 +111,9 @@ class HybridOptimizer(CombinedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Moves replicated tables and dense layers, and hands the kernels the learning rates of the sharded tables.
 
-        A step that :attr:`leave_out` asks for, because no backward preceded it, moves nothing. While :attr:`apart` a gradient that
-        is not finite is kept as :attr:`fault` and moves nothing: the other ranks do not know of it yet, and would wait for one that
-        left.
+        A step that :attr:`leave_out` asks for, because no backward preceded it, moves nothing. While :attr:`apart` a
+        gradient that is not finite is kept as :attr:`fault` and moves nothing: the other ranks do not know of it yet,
+        and would wait for one that left.
 
         Raises:
             GradientNotFiniteError: on the CPU, where looking costs no wait; elsewhere :attr:`gradient_norm` says it.
@@ -202,7 +208,9 @@ def keyed_optimizers(
         own = {key: value for key, value in parameters.items() if choices[key].kind == kind}
         groups = _groups(own, choices)
         factory = choices[next(iter(own))].unfused()[0]
-        made.append((f"{name}_{kind}", KeyedOptimizerWrapper(own, lambda _, make=factory, groups=groups: _made(make, groups))))
+        made.append(
+            (f"{name}_{kind}", KeyedOptimizerWrapper(own, lambda _, make=factory, groups=groups: _made(make, groups)))
+        )
     return made
 
 

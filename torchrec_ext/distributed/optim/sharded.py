@@ -24,8 +24,8 @@ from torchrec_ext.distributed.tables import collections
 def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
     """Makes each backward multiply the rows that get a gradient by 1 - learning rate x weight decay, before the kernel's update.
 
-    FBGEMM's own decay is another rule for each optimizer, is missing for adagrad and sgd, and shrinks every row of the batch, those
-    of padding too, of which there is more the more ranks there are.
+    FBGEMM's own decay is another rule for each optimizer, is missing for adagrad and sgd, and shrinks every row of the
+    batch, those of padding too, of which there is more the more ranks there are.
 
     Args:
         model: sharded.
@@ -34,7 +34,8 @@ def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
     for _, collection in collections(model):
         for module in kernels_of(collection):
             decays = [
-                choices[table.name].weight_decay if table.name in choices else 0.0 for table in module.config.embedding_tables
+                choices[table.name].weight_decay if table.name in choices else 0.0
+                for table in module.config.embedding_tables
             ]
             if any(decays):
                 module.emb_module.register_forward_hook(_Decay(decays), with_kwargs=True)
@@ -59,22 +60,30 @@ class _Decay:
         self._decays = decays
 
     def __call__(
-        self, kernel: SplitTableBatchedEmbeddingBagsCodegen, _: tuple[Any, ...], inputs: dict[str, Tensor], output: Tensor
+        self,
+        kernel: SplitTableBatchedEmbeddingBagsCodegen,
+        _: tuple[Any, ...],
+        inputs: dict[str, Tensor],
+        output: Tensor,
     ) -> None:
         if "batch_size_per_feature_per_rank" in inputs:
-            raise ValueError("tables_weight_decay is not known for features of different batch sizes; set it to 0 for their tables")
+            raise ValueError(
+                "tables_weight_decay is not known for features of different batch sizes; set it to 0 for their tables"
+            )
         if output.requires_grad and len(inputs["indices"]):
             output.register_hook(  # type: ignore[no-untyped-call]
                 lambda grad: self._shrink(kernel, inputs["indices"], inputs["offsets"], grad)
             )
 
     @torch.no_grad()
-    def _shrink(self, kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, grad: Tensor) -> None:
+    def _shrink(
+        self, kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, grad: Tensor
+    ) -> None:
         lr, tables = kernel.get_learning_rate(), kernel.split_embedding_weights()
         rows_of = _rows_with_gradient(kernel, indices, offsets, grad)
         for table, decay, rows in zip(tables, self._decays, rows_of, strict=True):
-            # Equal rows write equal values, so there is no need to look for them. `data`, because the backward that follows holds
-            # the weights as saved for it and would refuse a change: it only writes them.
+            # Equal rows write equal values, so there is no need to look for them. `data`, because the backward that
+            # follows holds the weights as saved for it and would refuse a change: it only writes them.
             table.data.index_copy_(0, rows, table[rows] * (1 - lr * decay))
 
 
@@ -98,7 +107,9 @@ def _rows_with_gradient(
         live = bags.repeat_interleave(lengths)
     ends = offsets[:: len(lengths) // len(features)].tolist()
     by_feature = [indices[start:end][live[start:end]] for start, end in itertools.pairwise(ends)]
-    owners = [[rows for rows, own in zip(by_feature, features, strict=True) if own == table] for table in range(len(tables))]
+    owners = [
+        [rows for rows, own in zip(by_feature, features, strict=True) if own == table] for table in range(len(tables))
+    ]
     return [torch.cat(rows) for rows in owners]
 
 
@@ -108,8 +119,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class RowGradients:
     """The gradient of one kernel's tables, row by row, after each backward.
 
-    The kernel runs SGD at a rate of 1. Just before its backward the rows of the batch are put aside and set to 0, so that what the
-    kernel leaves in them is minus their gradient, to the last bit; :meth:`take` reads it and puts the rows back.
+    The kernel runs SGD at a rate of 1. Just before its backward the rows of the batch are put aside and set to 0, so
+    that what the kernel leaves in them is minus their gradient, to the last bit; :meth:`take` reads it and puts the
+    rows back.
     """
 
     def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen) -> None:
@@ -122,11 +134,17 @@ class RowGradients:
 
     def _before_forward(self, *_: Any) -> None:
         if any(self._kept):
-            raise RuntimeError("a backward was not followed by a step of the optimizer, which puts the rows of its tables back")
+            raise RuntimeError(
+                "a backward was not followed by a step of the optimizer, which puts the rows of its tables back"
+            )
         self._kernel.set_learning_rate(1.0)
 
     def _after_forward(
-        self, kernel: SplitTableBatchedEmbeddingBagsCodegen, _: tuple[Any, ...], inputs: dict[str, Tensor], output: Tensor
+        self,
+        kernel: SplitTableBatchedEmbeddingBagsCodegen,
+        _: tuple[Any, ...],
+        inputs: dict[str, Tensor],
+        output: Tensor,
     ) -> None:
         if output.requires_grad and len(inputs["indices"]):
             output.register_hook(lambda _: self._put_aside(inputs["indices"], inputs["offsets"]))  # type: ignore[no-untyped-call]
@@ -149,7 +167,11 @@ class RowGradients:
         """(n,) the rows and (n, D) their gradient, of each table."""
         for number, (table, aside) in enumerate(zip(self._tables, self._aside, strict=True)):
             kept, self._kept[number] = self._kept[number], []
-            rows = torch.cat([rows for rows, _ in kept]) if kept else torch.empty(0, dtype=torch.int64, device=table.device)
+            rows = (
+                torch.cat([rows for rows, _ in kept])
+                if kept
+                else torch.empty(0, dtype=torch.int64, device=table.device)
+            )
             gradient = -table[rows]
             for own, values in kept:
                 table[own] = values
@@ -160,7 +182,8 @@ class RowGradients:
 class ShardedAdam(KeyedOptimizer):
     """Adam or lazy Adam for the tables of one kernel; every rank moves its own shards.
 
-    Its state is made of ShardedTensors with the layout of the weights. Its learning rate is that of the kernel's fused optimizer.
+    Its state is made of ShardedTensors with the layout of the weights. Its learning rate is that of the kernel's fused
+    optimizer.
 
     Args:
         path: of the collection.
@@ -168,7 +191,9 @@ class ShardedAdam(KeyedOptimizer):
         choices: the optimizer of each table, by name.
     """
 
-    def __init__(self, path: str, module: BatchedFusedEmbedding | BatchedFusedEmbeddingBag, choices: Mapping[str, Choice]) -> None:
+    def __init__(
+        self, path: str, module: BatchedFusedEmbedding | BatchedFusedEmbeddingBag, choices: Mapping[str, Choice]
+    ) -> None:
         self._gradients = RowGradients(module.emb_module)
         self._rates = module.fused_optimizer.param_groups[0]
         self._taken: list[tuple[Tensor, Tensor]] = []
@@ -181,7 +206,10 @@ class ShardedAdam(KeyedOptimizer):
             name = key.split(".")[-2]
             own = [moments[number] for number, table in enumerate(names) if table == name]
             steps[name] = torch.zeros(())
-            state[weight] = {"step": steps[name], **{moment: _like(weight, [m[moment] for m in own]) for moment in _MOMENTS}}
+            state[weight] = {
+                "step": steps[name],
+                **{moment: _like(weight, [m[moment] for m in own]) for moment in _MOMENTS},
+            }
         own_parts = zip(names, tables, moments, strict=True)
         self._shards = [_Moved(choices[name], table, moment, steps[name]) for name, table, moment in own_parts]
         prefix = f"{path}." if path else ""
@@ -219,7 +247,15 @@ class _Moved(NamedTuple):
         if choice.weight_decay:
             self.table.index_copy_(0, rows, self.table[rows] * (1 - lr * choice.weight_decay))
         if choice.kind == "lazy_adam":
-            move_rows(self.table, rows, gradient, {"step": self.steps, **self.moments}, lr=lr, betas=choice.betas, eps=choice.eps)
+            move_rows(
+                self.table,
+                rows,
+                gradient,
+                {"step": self.steps, **self.moments},
+                lr=lr,
+                betas=choice.betas,
+                eps=choice.eps,
+            )
             return
         (beta1, beta2), first, second = choice.betas, self.moments["exp_avg"], self.moments["exp_avg_sq"]
         if choice.l2:
@@ -230,12 +266,16 @@ class _Moved(NamedTuple):
             first.mul_(beta1).index_add_(0, rows, gradient, alpha=1 - beta1)
             second.mul_(beta2).index_add_(0, rows, gradient.square(), alpha=1 - beta2)
         scale = 1 - beta2 ** float(self.steps)
-        self.table.addcdiv_(first, (second / scale).sqrt_().add_(choice.eps), value=-lr / (1 - beta1 ** float(self.steps)))
+        self.table.addcdiv_(
+            first, (second / scale).sqrt_().add_(choice.eps), value=-lr / (1 - beta1 ** float(self.steps))
+        )
 
 
 def _like(weight: ShardedTensor, shards: list[Tensor]) -> ShardedTensor:
     local = [Shard(tensor, shard.metadata) for tensor, shard in zip(shards, weight.local_shards(), strict=True)]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(local, weight.metadata(), process_group=weight._process_group)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local, weight.metadata(), process_group=weight._process_group
+    )
 
 
 def sharded_adams(model: nn.Module, choices: Mapping[str, Choice]) -> list[ShardedAdam]:

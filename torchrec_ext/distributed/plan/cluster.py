@@ -16,7 +16,13 @@ from typing import Literal, get_args
 from tabulate import tabulate
 from torch import nn
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, ShardingOption, TopologyFactory, TrainerConfig
+from torchrec.distributed.planner.types import (
+    HardwareConfig,
+    KernelConfig,
+    ShardingOption,
+    TopologyFactory,
+    TrainerConfig,
+)
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
@@ -39,8 +45,8 @@ class Cluster:
         local_world_size: those of one host.
         device: ``cuda`` or ``cpu``.
         hbm_gb: memory of a GPU, GiB; not read for ``cpu``.
-        ddr_gb: memory of a host, GiB, shared by its processes: where tables live on ``cpu``, and where those that are too large
-            for the GPUs may. 0 beside GPUs: no table may leave them.
+        ddr_gb: memory of a host, GiB, shared by its processes: where tables live on ``cpu``, and where those that are
+            too large for the GPUs may. 0 beside GPUs: no table may leave them.
         intra_gb_s: GiB/s that a device sends to those of its own host.
         inter_gb_s: GiB/s that a device sends to those of other hosts.
         memory_gb_s: GiB/s at which a device reads the memory where tables live; 0 for what TorchRec assumes.
@@ -68,17 +74,22 @@ class Cluster:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.world_size > _MOST_DEVICES:
             raise ValueError(
-                f"world_size={self.world_size}: must be {_MOST_DEVICES:,} or less; the planner weighs each device by itself, which "
+                f"world_size={self.world_size}: must be {_MOST_DEVICES:,} or less; the planner weighs each device by "
+                "itself, which "
                 "takes some 25 s for every 1,000"
             )
         if self.world_size % self.local_world_size:
             raise ValueError(
-                f"world_size={self.world_size} with local_world_size={self.local_world_size}: every host has as many devices, so "
+                f"world_size={self.world_size} with local_world_size={self.local_world_size}: every host has as many "
+                "devices, so "
                 "the one must be a multiple of the other"
             )
         home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
         for name in ("hbm_gb", "ddr_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
-            value, least = getattr(self, name), "greater than" if name in (home, "intra_gb_s", "inter_gb_s") else "at least"
+            value, least = (
+                getattr(self, name),
+                "greater than" if name in (home, "intra_gb_s", "inter_gb_s") else "at least",
+            )
             if not math.isfinite(value) or value < 0 or (value == 0 and least == "greater than"):
                 raise ValueError(f"{name}={value}: must be a number {least} 0")
         if not 0 <= self.reserve < 1:
@@ -177,7 +188,9 @@ def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: Optimi
     return ranks
 
 
-def _shards(option: ShardingOption, table: BaseEmbeddingConfig, choice: Choice) -> Iterable[tuple[int, Mapping[str, float]]]:
+def _shards(
+    option: ShardingOption, table: BaseEmbeddingConfig, choice: Choice
+) -> Iterable[tuple[int, Mapping[str, float]]]:
     """(rank, what its part adds) for each part of one table."""
     elements = table.num_embeddings * table.embedding_dim
     for shard in option.shards:
@@ -219,7 +232,17 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
         times = [f"{first.lookup_ms:.3f}", f"{first.exchange_ms:.3f}"]
         rows.append([ranges([rank.rank for rank in same]), *map(size_text, [*sizes, first.host]), *times])
     gpu = ["on the GPU"] if cluster.device == "cuda" else []
-    headers = ["rank", "tables", "state", "buffers", "dense layers", *gpu, "in host memory", "look-up ms", "exchange ms"]
+    headers = [
+        "rank",
+        "tables",
+        "state",
+        "buffers",
+        "dense layers",
+        *gpu,
+        "in host memory",
+        "look-up ms",
+        "exchange ms",
+    ]
     text = str(tabulate(rows, headers=headers, disable_numparse=True))
     slowest = max(ranks, key=lambda rank: rank.ms)
     has = f"{size_text(cluster.host_bytes)} of host memory"
@@ -227,7 +250,8 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
         has = f"{size_text(cluster.device_bytes)} of GPU memory and {has}"
     return (
         f"{text}\neach rank has {has} for these, {cluster.reserve:.0%} being kept back\n"
-        f"tables of rank {slowest.rank}, the slowest, take {slowest.ms:.3f} ms a step by TorchRec's cost model, dense layers and "
+        f"tables of rank {slowest.rank}, the slowest, take {slowest.ms:.3f} ms a step by TorchRec's cost model, dense "
+        "layers and "
         "overlap not counted"
     )
 
@@ -277,12 +301,20 @@ def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding) -> s
         ]
         for one in alternatives
     ]
-    text = str(tabulate(rows, headers=["sharding", "ms of the slowest rank", "largest rank, or why not"], disable_numparse=True))
+    text = str(
+        tabulate(
+            rows, headers=["sharding", "ms of the slowest rank", "largest rank, or why not"], disable_numparse=True
+        )
+    )
     own = next(one for one in alternatives if one.sharding == taken)
     best = min(alternatives, key=lambda one: one.ms)
     if best.refused or best.ms > 0.95 * own.ms:
         return text
     how = f"{best.ms:.3f} ms" if own.refused else f"{best.ms:.3f} against {own.ms:.3f} ms"
-    why = "TorchRec's planner leaves tables of up to 128 columns whole unless told otherwise; " if "column" in best.sharding else ""
+    why = (
+        "TorchRec's planner leaves tables of up to 128 columns whole unless told otherwise; "
+        if "column" in best.sharding
+        else ""
+    )
     faster = f"{best.sharding} for every table is foreseen to be faster, {how}"
     return f"{text}\n{faster}: {why}plan.sharding={best.sharding} asks for it"

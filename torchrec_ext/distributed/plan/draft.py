@@ -51,12 +51,15 @@ def refusal(
     need = _need(tables, sharding, choices)
     sizes = {table.name: table_bytes(table) + choices[table.name].state_bytes(table) for table in tables}
     largest = max(sizes, key=lambda name: sizes[name])
-    rows = [[t.name, f"{t.num_embeddings:,}", t.embedding_dim, sharding[t.name], size_text(sizes[t.name])] for t in tables]
+    rows = [
+        [t.name, f"{t.num_embeddings:,}", t.embedding_dim, sharding[t.name], size_text(sizes[t.name])] for t in tables
+    ]
     return "\n".join(
         [
             f"no sharding plan fits: tables with optimizer state need {size_text(need.spread)} over all ranks and "
             f"{size_text(need.on_each)} on each; {world_size} rank(s) have {size_text(usable)} for them each, "
-            f"{size_text(world_size * usable)} together; the largest table, '{largest}', needs {size_text(sizes[largest])}",
+            f"{size_text(world_size * usable)} together; the largest table, '{largest}', needs "
+            f"{size_text(sizes[largest])}",
             tabulate(rows, headers=["table", "rows", "dim", "sharding asked for", "with state"], disable_numparse=True),
             f"what would make it fit: {_remedy(need, world_size, usable)}",
             _changes(tables, sharding, choices, usable),
@@ -85,7 +88,8 @@ def _need(tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], ch
 def _remedy(need: _Need, world_size: int, usable: int) -> str:
     each = size_text(need.on_each + -(-need.spread // world_size))
     others = (
-        f"{each} for them on each rank, with a larger plan.memory_gb where the device has it; fewer columns, or fewer rows: ids "
+        f"{each} for them on each rank, with a larger plan.memory_gb where the device has it; fewer columns, or fewer "
+        "rows: ids "
         "that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess (Categorify or HashBucket)"
     )
     ranks = need.ranks(usable)
@@ -94,9 +98,13 @@ def _remedy(need: _Need, world_size: int, usable: int) -> str:
     return f"at least {ranks} ranks of this size, with row_wise for a table larger than one; {others}"
 
 
-def _changes(tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], choices: Mapping[str, Choice], usable: int) -> str:
+def _changes(
+    tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], choices: Mapping[str, Choice], usable: int
+) -> str:
     """What other optimizers and half precision would need, in the same numbers."""
-    half = [t if sharding[t.name] == "data_parallel" else dataclasses.replace(t, data_type=DataType.FP16) for t in tables]
+    half = [
+        t if sharding[t.name] == "data_parallel" else dataclasses.replace(t, data_type=DataType.FP16) for t in tables
+    ]
     precisions = {"": tables, "fp16 tables": half} if half != list(tables) else {"": tables}
     kinds: dict[str, Mapping[str, Choice]] = {"": choices}
     for kind in ("row_wise_adagrad", "sgd"):
@@ -191,7 +199,9 @@ class Request(NamedTuple):
         wanted = {table.name: _constraint(table, self.sharding[table.name], runtime) for table in tables}
         own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
         given = {name: constraint for name, constraint in constraints.items() if name in wanted}
-        return self._replace(tables=tables, sharding={name: self.sharding[name] for name in wanted}, constraints={**own, **given})
+        return self._replace(
+            tables=tables, sharding={name: self.sharding[name] for name in wanted}, constraints={**own, **given}
+        )
 
     def with_bags(self, lengths: Mapping[str, float]) -> Request:
         """With the mean length of each feature's bags."""
@@ -238,14 +248,17 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
         storage = topology.devices[0].storage
         reason = str(error).strip() or type(error).__name__
         usable = storage.hbm or storage.ddr
-        raise PlanError(refusal(reason, request.tables, request.sharding, topology.world_size, usable, request.choices)) from None
+        raise PlanError(
+            refusal(reason, request.tables, request.sharding, topology.world_size, usable, request.choices)
+        ) from None
     return Draft(plan, kept.options)
 
 
 def _constraint(table: BaseEmbeddingConfig, sharding: str, runtime: Runtime) -> ParameterConstraints | None:
     """What a sharding type asks of the planner; for ``auto`` nothing, or what is possible at all.
 
-    Asking for columns means to have them split: TorchRec leaves a table of up to 128 columns whole unless told otherwise.
+    Asking for columns means to have them split: TorchRec leaves a table of up to 128 columns whole unless told
+    otherwise.
     """
     world_size, device = runtime.world_size, runtime.device.type
     reason = refused_because(table, sharding, device)
@@ -257,10 +270,14 @@ def _constraint(table: BaseEmbeddingConfig, sharding: str, runtime: Runtime) -> 
     if "column" not in sharding or world_size == 1:
         return ParameterConstraints(sharding_types=[sharding])
     widths = range(4, table.embedding_dim, 4)
-    fitting = [width for width in widths if table.embedding_dim % width == 0 and width * world_size >= table.embedding_dim]
+    fitting = [
+        width for width in widths if table.embedding_dim % width == 0 and width * world_size >= table.embedding_dim
+    ]
     if not fitting:
         raise PlanError(
-            f"table '{table.name}': {table.embedding_dim} columns cannot be split over {world_size} ranks into equal parts of a "
-            f"multiple of 4; choose another sharding type, as in plan.tables={table.name}=row_wise, or another embedding_dim"
+            f"table '{table.name}': {table.embedding_dim} columns cannot be split over {world_size} ranks into equal "
+            "parts of a "
+            f"multiple of 4; choose another sharding type, as in plan.tables={table.name}=row_wise, or another "
+            "embedding_dim"
         )
     return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0])

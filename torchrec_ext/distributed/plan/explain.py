@@ -38,7 +38,9 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
                 _where(table, sharding, world_size),
             ]
         )
-    towers = "".join(f"\ntowers run on the ranks {own.placement}" for own in plan.plan.values() if isinstance(own, TowerPlan))
+    towers = "".join(
+        f"\ntowers run on the ranks {own.placement}" for own in plan.plan.values() if isinstance(own, TowerPlan)
+    )
     if not rows:
         return f"no table to shard: each rank holds all layers{towers and ' of its towers'}{towers}"
     totals = ", ".join(_by_rank(per_rank))
@@ -56,7 +58,8 @@ def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:
         return f"\na captured step of {rows:,} rows moves every table as a whole"
     whole = f", the others as a whole ({', '.join(ways[False])})" if ways[False] else ""
     return (
-        f"\na captured step of {rows:,} rows moves only the rows it reads of tables with more than {ROWS_PER_LOOKUP} rows per "
+        f"\na captured step of {rows:,} rows moves only the rows it reads of tables with more than {ROWS_PER_LOOKUP} "
+        "rows per "
         f"look-up ({', '.join(ways[True])}){whole}"
     )
 

@@ -111,8 +111,10 @@ class Measurements:
         all_to_all: ms by the bytes that a rank sends to all others together.
         all_reduce: ms by bytes.
         steps: by sharding type, towers and dense layers on every rank, ms of a whole step on a sample of the model.
-        looked_up: ms of this in the first of them for all tables, with their exchanges, forward, backward and optimizer.
-        towers: each by itself, those that share tables as one (``user+item``); none where the model has none that can be placed.
+        looked_up: ms of this in the first of them for all tables, with their exchanges, forward, backward and
+            optimizer.
+        towers: each by itself, those that share tables as one (``user+item``); none where the model has none that can
+            be placed.
         dense_bytes: of all dense gradients.
         memory_rate: bytes of tables that a look-up reads in a ms, forward.
     """

@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, TopologyFactory, TrainerConfig
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ModuleShardingPlan, ShardingPlan
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ModuleShardingPlan,
+    ShardingPlan,
+)
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig, chosen_optimizer
 from torchrec_ext.distributed.placement import PLACEMENTS, TowerPlan, parse_ranks
@@ -38,11 +43,13 @@ class PlanConfig:
     Args:
         sharding: one sharding type for every table, or ``auto``: TorchRec's planner chooses per table.
         tables: exceptions by table, as ``("user_id=row_wise", "genres=data_parallel")``.
-        memory_gb: memory per rank that tables may take, GiB; what the device has free, divided by its processes, where 0.
+        memory_gb: memory per rank that tables may take, GiB; what the device has free, divided by its processes, where
+            0.
         reserve: share of that memory kept for dense layers, activations and buffers, 0 to 1.
-        towers: where the towers of a model run: ``data_parallel``, on every rank, one after the other; ``tower_parallel``, at the
-            same time, each on ranks of its own; ranks for each, as in ``user:0-1,item:2+3``; or ``auto``: data_parallel, unless
-            measurements say otherwise. The tables of a tower are then spread over its ranks alone.
+        towers: where the towers of a model run: ``data_parallel``, on every rank, one after the other;
+            ``tower_parallel``, at the same time, each on ranks of its own; ranks for each, as in ``user:0-1,item:2+3``;
+            or ``auto``: data_parallel, unless measurements say otherwise. The tables of a tower are then spread over
+            its ranks alone.
     """
 
     sharding: Sharding = "auto"
@@ -68,7 +75,9 @@ class PlanConfig:
         for exception in self.tables:
             name, _, kind = exception.partition("=")
             if name not in chosen:
-                raise ValueError(f"tables: {exception!r} names no table of the model; its tables are {', '.join(names)}")
+                raise ValueError(
+                    f"tables: {exception!r} names no table of the model; its tables are {', '.join(names)}"
+                )
             chosen[name] = kind
         return chosen
 
@@ -99,7 +108,8 @@ def plan_sharding(
         batch_size: rows per rank and step, for the cost model.
         constraints: TorchRec's own constraints by table name, for what ``config`` cannot say; they win.
         table_copies: see :class:`SyncConfig`; the plan is that of one copy, on the first R / table_copies ranks.
-        measured: on these ranks: what TorchRec's cost model takes for the network's and the memory's speed, in place of its guess.
+        measured: on these ranks: what TorchRec's cost model takes for the network's and the memory's speed, in place of
+            its guess.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked, on every rank alike.
@@ -109,13 +119,16 @@ def plan_sharding(
     placement = tower_placement(model, config.towers, runtime.world_size)
     ranks = SyncConfig(table_copies=table_copies).table_ranks(runtime.world_size)
     if placement is not None and table_copies > 1:
-        raise PlanError(f"sync.table_copies={table_copies}: towers on ranks of their own have one copy; leave plan.towers alone")
+        raise PlanError(
+            f"sync.table_copies={table_copies}: towers on ranks of their own have one copy; leave plan.towers alone"
+        )
     on_copy = dataclasses.replace(runtime, world_size=ranks, local_world_size=min(ranks, runtime.local_world_size))
     # What columns may be split over is checked on the ranks of each tower.
     asked = on_copy if placement is None else dataclasses.replace(runtime, world_size=1, local_world_size=1)
     request = Request.of(model, asked, config, optimizer, constraints or {})
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
-    # The planner runs on rank 0 alone, and TorchRec's collective_plan leaves the other ranks waiting when it fails there.
+    # The planner runs on rank 0 alone, and TorchRec's collective_plan leaves the other ranks waiting when it fails
+    # there.
     if runtime.rank == 0:
         try:
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
@@ -140,8 +153,8 @@ def plan_sharding(
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
     """``plan`` with this rank's shards on its own device.
 
-    TorchRec's planner gives the local ranks of a host its GPUs from 0 on; a rank group's are others, and TorchRec checks that a
-    shard is where its plan says.
+    TorchRec's planner gives the local ranks of a host its GPUs from 0 on; a rank group's are others, and TorchRec
+    checks that a shard is where its plan says.
     """
     if runtime.device.type == "cpu":
         return plan
@@ -163,7 +176,9 @@ def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleSharding
         if isinstance(spec, EnumerableShardingSpec):
             device = _remote_device(f"rank:{runtime.rank}/{runtime.device}")
             shards = [
-                dataclasses.replace(shard, placement=device if shard.placement.rank() == runtime.rank else shard.placement)
+                dataclasses.replace(
+                    shard, placement=device if shard.placement.rank() == runtime.rank else shard.placement
+                )
                 for shard in spec.shards
             ]
             sharding = dataclasses.replace(sharding, sharding_spec=EnumerableShardingSpec(shards))

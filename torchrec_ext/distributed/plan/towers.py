@@ -10,7 +10,12 @@ from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.planner.utils import placement as place_of_shard
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ParameterSharding, ShardingPlan
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+)
 
 from torchrec_ext.distributed.placement import PlacementError, TowerPlacement, TowerPlan
 from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
@@ -44,7 +49,9 @@ def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlace
         return None
     found = find_towers(model)
     if found is None:
-        raise PlacementError(f"plan.towers={asked}: {type(model).__name__} has no Towers to place; leave it at data_parallel")
+        raise PlacementError(
+            f"plan.towers={asked}: {type(model).__name__} has no Towers to place; leave it at data_parallel"
+        )
     towers: dict[str, Any] = dict(found[1].items())
     _check_weighted(asked, towers)
     if asked == "tower_parallel":
@@ -60,8 +67,10 @@ def _apart(towers: Mapping[str, Any], world_size: int) -> TowerPlacement:
     if len(together) == 1 and len(towers) > 1:
         table, names = next((table, names) for table, names in readers(towers).items() if len(names) > 1)
         raise PlacementError(
-            f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}', so that all towers have one set "
-            "of ranks, and none runs beside another; give each a table of its own name, or leave plan.towers at data_parallel"
+            f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}', so that all towers "
+            "have one set "
+            "of ranks, and none runs beside another; give each a table of its own name, or leave plan.towers at "
+            "data_parallel"
         )
     loads = {name: sum(load(towers[tower]) for tower in unit) for name, unit in together.items()}
     ranks = TowerPlacement.apart(loads, world_size).ranks
@@ -79,10 +88,13 @@ def load(tower: nn.Module) -> float:
 
 def _check_weighted(asked: str, towers: Mapping[str, Any]) -> None:
     for name, tower in towers.items():
-        weighted = next((table for table in tower.tables if set(table.feature_names) & set(getattr(tower, "weights", {}))), None)
+        weighted = next(
+            (table for table in tower.tables if set(table.feature_names) & set(getattr(tower, "weights", {}))), None
+        )
         if weighted is not None:
             raise PlacementError(
-                f"plan.towers={asked}: table '{weighted.name}' of tower '{name}' pools by weights, which travel with no tower; "
+                f"plan.towers={asked}: table '{weighted.name}' of tower '{name}' pools by weights, which travel with "
+                "no tower; "
                 "leave it at data_parallel"
             )
 
@@ -98,8 +110,10 @@ def _check_together(asked: str, towers: Mapping[str, Any], placement: TowerPlace
             possible = TowerPlacement(ranks=ranks, world_size=placement.world_size)
             where = " and ".join(f"'{name}' on rank(s) {', '.join(map(str, placement.ranks[name]))}" for name in names)
             raise PlacementError(
-                f"plan.towers={asked} puts the towers {where}, but they share table '{table}', which has one place: give them the "
-                f"same ranks, as in plan.towers={possible}; or take plan.towers=auto, which keeps them together, or give each a "
+                f"plan.towers={asked} puts the towers {where}, but they share table '{table}', which has one place: "
+                "give them the "
+                f"same ranks, as in plan.towers={possible}; or take plan.towers=auto, which keeps them together, or "
+                "give each a "
                 "table of its own name"
             )
 
@@ -154,7 +168,9 @@ def draft_towers(
     others = [table.name for _, collection in collections(rest) for table in table_configs(collection)]
     plan: dict[str, Any] = {}
     if others:
-        plan = dict(draft(rest, request.on(others, runtime, constraints), topology(runtime, min(free)), batch_size).plan.plan)
+        plan = dict(
+            draft(rest, request.on(others, runtime, constraints), topology(runtime, min(free)), batch_size).plan.plan
+        )
     plan |= {f"{path}.{name}.{at}".lstrip("."): own for name, plans in tables.items() for at, own in plans.items()}
     return ShardingPlan({**plan, path: TowerPlan(placement, tables)})
 
@@ -207,7 +223,9 @@ def _ranks_of(runtime: Runtime, members: tuple[int, ...]) -> Runtime:
     """These ranks as a job of their own; on hosts that hold unequal numbers of them, as one to a host."""
     hosts = [rank // runtime.local_world_size for rank in members]
     counts = {hosts.count(host) for host in hosts}
-    return dataclasses.replace(runtime, world_size=len(members), local_world_size=counts.pop() if len(counts) == 1 else 1)
+    return dataclasses.replace(
+        runtime, world_size=len(members), local_world_size=counts.pop() if len(counts) == 1 else 1
+    )
 
 
 def _take(free: list[int], options: list[ShardingOption], members: tuple[int, ...]) -> None:
@@ -215,7 +233,9 @@ def _take(free: list[int], options: list[ShardingOption], members: tuple[int, ..
         free[members[shard.rank]] -= shard.storage.hbm or shard.storage.ddr
 
 
-def _over_all(plan: EmbeddingModuleShardingPlan, members: tuple[int, ...], runtime: Runtime) -> EmbeddingModuleShardingPlan:
+def _over_all(
+    plan: EmbeddingModuleShardingPlan, members: tuple[int, ...], runtime: Runtime
+) -> EmbeddingModuleShardingPlan:
     """From ranks counted within the tower to ranks of the job."""
     return EmbeddingModuleShardingPlan({name: _moved(own, members, runtime) for name, own in plan.items()})
 
@@ -227,7 +247,9 @@ def _moved(own: ParameterSharding, members: tuple[int, ...], runtime: Runtime) -
         places = [members[shard.placement.rank()] for shard in spec.shards]
         spec = EnumerableShardingSpec(
             [
-                dataclasses.replace(shard, placement=place_of_shard(runtime.device.type, rank, runtime.local_world_size))
+                dataclasses.replace(
+                    shard, placement=place_of_shard(runtime.device.type, rank, runtime.local_world_size)
+                )
                 for shard, rank in zip(spec.shards, places, strict=True)
             ]
         )

@@ -193,7 +193,9 @@ class TowerExchange:
         cuts = {name: iter(self._placement.cuts(name, self._rank, rows.height)) for name, rows in own.items()}
         parts = [[cut(own[name], *next(cuts[name])) for name in to] for to in route.to]
         step.sent = [[part.height for part in to] for to in parts]
-        header = [number for to in parts for number in (*counts, *(size for p in to for size in (p.height, len(p.values))))]
+        header = [
+            number for to in parts for number in (*counts, *(size for p in to for size in (p.height, len(p.values))))
+        ]
         sizes = [2 + 2 * len(coming) for coming in route.coming]
         arriving = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
         announced = dist.all_to_all_single(
@@ -204,7 +206,9 @@ class TowerExchange:
             group=self._group,
             async_op=True,
         )
-        return After(announced, lambda: self._send(step, parts, [part.tolist() for part in torch.split(arriving.cpu(), sizes)]))
+        return After(
+            announced, lambda: self._send(step, parts, [part.tolist() for part in torch.split(arriving.cpu(), sizes)])
+        )
 
     def _route(self, names: tuple[str, ...]) -> Route:
         if names not in self._routes:
@@ -230,17 +234,23 @@ class TowerExchange:
     def _size(self, name: str, rows: int, ids: int) -> int:
         return packed_size(rows, ids, self._journeys[name].widths)
 
-    def _arrived(self, step: Step, coming: list[list[tuple[str, int, int]]], payload: Tensor, headers: list[list[int]]) -> Arrived:
+    def _arrived(
+        self, step: Step, coming: list[list[tuple[str, int, int]]], payload: Tensor, headers: list[list[int]]
+    ) -> Arrived:
         announced = [one for some in coming for one in some]
         parts: dict[str, list[TowerRows]] = {}
-        for (name, rows, ids), part in zip(announced, torch.split(payload, [self._size(*one) for one in announced]), strict=True):
+        for (name, rows, ids), part in zip(
+            announced, torch.split(payload, [self._size(*one) for one in announced]), strict=True
+        ):
             parts.setdefault(name, []).append(unpacked(part, rows, ids, self._journeys[name].widths))
         step.served = {name: [part.height for part in found] for name, found in parts.items()}
         rows_of: dict[str, TowerRows] = {}
         # Two ranks that run the same towers one after the other must do so in one order, whoever's rows came first.
         for name, journey in ((name, journey) for name, journey in self._journeys.items() if name in parts):
             found = joined(parts[name])
-            rows_of[name] = padded(found, self._most(name, tuple(h[journey.shared] for h in headers))) if journey.equal else found
+            rows_of[name] = (
+                padded(found, self._most(name, tuple(h[journey.shared] for h in headers))) if journey.equal else found
+            )
         return Arrived(rows_of)
 
     def _most(self, name: str, counts: tuple[int, ...]) -> int:

@@ -1,7 +1,8 @@
 """Tables that towers do not hold themselves, where towers run on ranks of their own.
 
-A table that several towers share has one place, so they must run on the same ranks, where the first of them holds it and looks it
-up for all. Look-ups that the model has merged are looked up together likewise, by the towers of one set of ranks.
+A table that several towers share has one place, so they must run on the same ranks, where the first of them holds it
+and looks it up for all. Look-ups that the model has merged are looked up together likewise, by the towers of one set of
+ranks.
 """
 
 from __future__ import annotations
@@ -102,17 +103,25 @@ def batch_of(towers: Iterable[Arriving], joint: Sequence[Joint], device: torch.d
         device: of the rows.
     """
     towers = list(towers)
-    heights = [max((rows.height for _, own, rows in towers if own == shared and rows), default=0) for shared in (False, True)]
+    heights = [
+        max((rows.height for _, own, rows in towers if own == shared and rows), default=0) for shared in (False, True)
+    ]
     none = [
-        Bags(torch.empty(0, dtype=torch.int64, device=device), torch.zeros(n, dtype=torch.int32, device=device)) for n in heights
+        Bags(torch.empty(0, dtype=torch.int64, device=device), torch.zeros(n, dtype=torch.int32, device=device))
+        for n in heights
     ]
     # Sharded collections keep the order of the keys that they saw first, whichever towers are asked.
-    bags = [{name: none[shared] for features, own, _ in towers if own == shared for name in features} for shared in (False, True)]
+    bags = [
+        {name: none[shared] for features, own, _ in towers if own == shared for name in features}
+        for shared in (False, True)
+    ]
     for features, shared, rows in towers:
         if rows is not None:
             values = torch.split(rows.values, rows.lengths.sum(dim=1).tolist())
             bags[shared].update(zip(features, map(Bags, values, rows.lengths), strict=True))
-    halves = [(bags[True].get(pair.shared or "", none[True]), bags[False].get(pair.row or "", none[False])) for pair in joint]
+    halves = [
+        (bags[True].get(pair.shared or "", none[True]), bags[False].get(pair.row or "", none[False])) for pair in joint
+    ]
     return TowerBatch(
         sparse=_keyed(list(bags[False]), list(bags[False].values()), heights[False]),
         dense=torch.empty(heights[False], 0, device=device),
@@ -124,13 +133,17 @@ def batch_of(towers: Iterable[Arriving], joint: Sequence[Joint], device: torch.d
             torch.empty(heights[True], 0, device=device),
             torch.empty(0, dtype=torch.int64, device=device),
         ),
-        joint=_keyed([pair.key for pair in joint], [half for both in halves for half in both], sum(heights)) if joint else None,
+        joint=_keyed([pair.key for pair in joint], [half for both in halves for half in both], sum(heights))
+        if joint
+        else None,
     )
 
 
 def _keyed(keys: list[str], bags: Sequence[Bags], stride: int) -> KeyedJaggedTensor:
     if not keys:
-        return KeyedJaggedTensor([], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int32), stride=stride)
+        return KeyedJaggedTensor(
+            [], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int32), stride=stride
+        )
     return KeyedJaggedTensor(
         keys, torch.cat([bag.values for bag in bags]), lengths=torch.cat([bag.lengths for bag in bags]), stride=stride
     )

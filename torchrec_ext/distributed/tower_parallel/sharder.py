@@ -1,9 +1,9 @@
 """TowerSharder: towers at the same time on ranks of their own, at the granularity of processes.
 
-TorchRec's ``EmbeddingTowerSharder`` pins a tower to one host, runs on CUDA alone and pays exchanges of its own for each tower. Here
-a tower has any ranks: TorchRec shards its tables over them in any way, DistributedDataParallel replicates its dense layers on them,
-and all towers share one exchange each way (:mod:`torchrec_ext.distributed.tower_parallel.exchange`). Outputs and gradients are the
-flat model's.
+TorchRec's ``EmbeddingTowerSharder`` pins a tower to one host, runs on CUDA alone and pays exchanges of its own for each
+tower. Here a tower has any ranks: TorchRec shards its tables over them in any way, DistributedDataParallel replicates
+its dense layers on them, and all towers share one exchange each way
+(:mod:`torchrec_ext.distributed.tower_parallel.exchange`). Outputs and gradients are the flat model's.
 
 One tower on its ranks: a process group, its tables sharded over it by TorchRec, its dense layers replicated on it.
 """
@@ -76,7 +76,9 @@ class TowerSequenceSharder(SequenceSharder):
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
         """See the base class."""
-        return _Sequences(module, params, env, self.fused_params, device, qcomm_codecs_registry=self.qcomm_codecs_registry)
+        return _Sequences(
+            module, params, env, self.fused_params, device, qcomm_codecs_registry=self.qcomm_codecs_registry
+        )
 
 
 def tower_sharders() -> list[ModuleSharder[nn.Module]]:
@@ -84,7 +86,9 @@ def tower_sharders() -> list[ModuleSharder[nn.Module]]:
     return [TowerBagSharder(), TowerSequenceSharder()]
 
 
-def tower_groups(placement: TowerPlacement, everyone: dist.ProcessGroup, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+def tower_groups(
+    placement: TowerPlacement, everyone: dist.ProcessGroup, timeout: timedelta
+) -> dict[str, dist.ProcessGroup]:
     """The process group of each tower of this rank; every rank calls it, because all take part in making each group."""
     own: dict[str, dist.ProcessGroup] = {}
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(placement.world_size)): everyone}
@@ -137,7 +141,9 @@ def _within(plan: EmbeddingModuleShardingPlan, members: list[int]) -> EmbeddingM
     """TorchRec counts ``ranks`` within the group, but the placements of shards over all ranks."""
     return EmbeddingModuleShardingPlan(
         {
-            name: dataclasses.replace(own, ranks=None if own.ranks is None else [members.index(rank) for rank in own.ranks])
+            name: dataclasses.replace(
+                own, ranks=None if own.ranks is None else [members.index(rank) for rank in own.ranks]
+            )
             for name, own in plan.items()
         }
     )
@@ -195,7 +201,8 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
                 out=tower.out_features,
                 shared=self._reads[name].shared,
                 equal=needs_equal_rows(
-                    [*plan.tables[name].values(), *plan.tables[host.get(name, name)].values()], plan.placement.ranks[name]
+                    [*plan.tables[name].values(), *plan.tables[host.get(name, name)].values()],
+                    plan.placement.ranks[name],
                 ),
             )
             for name, tower in towers.items()
@@ -231,7 +238,8 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
     ) -> KJTListSplitsAwaitable[Step]:
         """Begins to send each row to the ranks of its towers.
 
-        The arguments are those of :meth:`Towers.forward`; ``joint`` is the batch's, which holds the bags of shared tables.
+        The arguments are those of :meth:`Towers.forward`; ``joint`` is the batch's, which holds the bags of shared
+        tables.
         """
         own = {}
         beside = {} if joint is None else of_joint(joint, 0 if shared_dense is None else len(shared_dense))
@@ -252,7 +260,9 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         outputs = {}
         lent = self._lent(arrived.rows)
         for name, rows in arrived.rows.items():
-            kjt = KeyedJaggedTensor(self._features[name], rows.values, lengths=rows.lengths.reshape(-1), stride=rows.height)
+            kjt = KeyedJaggedTensor(
+                self._features[name], rows.values, lengths=rows.lengths.reshape(-1), stride=rows.height
+            )
             beside: dict[str, Any] = {"lent": lent[name]} if name in lent else {}
             dense = rows.dense
             if self._reads[name].weights:
@@ -285,8 +295,8 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
     ) -> Iterator[tuple[str, nn.Module]]:
         """As part of a model with the towers' modules; asked directly, itself alone.
 
-        TorchRec's pipelines take over the input dist of every collection within a module that they pipeline, so that it begins a
-        batch ahead; those of the towers run inside :meth:`compute`.
+        TorchRec's pipelines take over the input dist of every collection within a module that they pipeline, so that it
+        begins a batch ahead; those of the towers run inside :meth:`compute`.
         """
         return iter([(prefix, self)]) if memo is None else super().named_modules(memo, prefix, remove_duplicate)
 
@@ -297,7 +307,9 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         for name, tower in self.named_children():
             yield from tower.named_parameters(f"{prefix}.{name}" if prefix else name, recurse, remove_duplicate)
 
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Those of this rank's towers."""
         for name, tower in self.named_children():
             yield from tower.named_buffers(f"{prefix}.{name}" if prefix else name, recurse, remove_duplicate)
@@ -317,7 +329,9 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         """How many ranks hold each of these parameters of ``model``, by name."""
         path = next(path for path, module in model.named_modules() if module is self)
         counts = {f"{path}.{tower}.".lstrip("."): len(self._placement.ranks[tower]) for tower in self._run}
-        return {name: next((n for tower, n in counts.items() if name.startswith(tower)), self._world_size) for name in names}
+        return {
+            name: next((n for tower, n in counts.items() if name.startswith(tower)), self._world_size) for name in names
+        }
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
@@ -336,7 +350,9 @@ def _rows(kjt: KeyedJaggedTensor, beside: Mapping[str, Bags], dense: Tensor, fea
         own = kjt if keys == features else kjt.permute([keys.index(name) for name in features])
         return TowerRows(own.values().long(), own.lengths().int().view(len(features), own.stride()), dense)
     bags = [Bags(kjt[name].values(), kjt[name].lengths()) if name in keys else beside[name] for name in features]
-    return TowerRows(torch.cat([bag.values for bag in bags]).long(), torch.stack([bag.lengths for bag in bags]).int(), dense)
+    return TowerRows(
+        torch.cat([bag.values for bag in bags]).long(), torch.stack([bag.lengths for bag in bags]).int(), dense
+    )
 
 
 class TowerSharder(ModuleSharder[Towers]):

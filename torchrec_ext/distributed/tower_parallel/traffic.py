@@ -5,7 +5,8 @@ With R ranks of B rows each, in hosts of as many ranks, counted over all ranks a
     flat      every rank sends each table's rank ids and lengths, and gets F x N numbers a row back; gradients go the same way.
               All dense layers are averaged over all ranks.
     towers    a row goes to one rank of each tower, dense columns too, and what the tower makes of it, D (c F + p) numbers where it
-              compresses, comes back. A tower's tables and dense layers stay in its host; the layers over the towers are averaged.
+              compresses, comes back. A tower's tables and dense layers stay in its host; the layers over the towers are
+              averaged.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Cluster:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.world_size % self.local_world_size:
-            raise ValueError(f"world_size={self.world_size}: must be a multiple of local_world_size={self.local_world_size}")
+            raise ValueError(
+                f"world_size={self.world_size}: must be a multiple of local_world_size={self.local_world_size}"
+            )
 
     def apart(self, one: int, other: int) -> bool:
         """Whether two ranks are on different hosts."""
@@ -116,7 +119,8 @@ def tower_traffic(
         members = placement.ranks[name]
         if any(cluster.apart(members[0], rank) for rank in members):
             raise ValueError(
-                f"tower '{name}' on ranks {list(members)} spans hosts of {cluster.local_world_size} ranks; place it within one: "
+                f"tower '{name}' on ranks {list(members)} spans hosts of {cluster.local_world_size} ranks; place it "
+                "within one: "
                 "inside a tower the formula counts nothing"
             )
         abroad = _rows_abroad(name, cluster, placement)
@@ -130,7 +134,9 @@ def _rows_abroad(tower: str, cluster: Cluster, placement: TowerPlacement) -> int
     """How many rows of all ranks a tower runs on another host."""
     sent: Callable[[int], int] = lambda rank: sum(  # noqa: E731
         stop - start
-        for target, (start, stop) in zip(placement.targets(tower, rank), placement.cuts(tower, rank, cluster.rows), strict=True)
+        for target, (start, stop) in zip(
+            placement.targets(tower, rank), placement.cuts(tower, rank, cluster.rows), strict=True
+        )
         if cluster.apart(rank, target)
     )
     return sum(map(sent, range(cluster.world_size)))

@@ -1,7 +1,7 @@
 """Modules as JSON and back: the class by its name in a list, the constructor's arguments as numbers, names and lists.
 
-What a file says is checked against that list and against limits before anything is made, and modules are made on the meta device:
-a file can name no import, run no code and take no memory.
+What a file says is checked against that list and against limits before anything is made, and modules are made on the
+meta device: a file can name no import, run no code and take no memory.
 
 Weights from a bundle's safetensors files, memory-mapped, into modules that were made on the meta device.
 """
@@ -70,15 +70,19 @@ def describe(module: nn.Module | Made, *, also: Sequence[type[nn.Module]] = ()) 
     if _known(also).get(name) is not made.kind:
         raise BundleError(
             f"module {made.kind.__module__}.{made.kind.__qualname__}: not one of the classes that a bundle can name "
-            f"({', '.join(sorted(_MODULES))}); put Recorded before nn.Module among its bases, and give it to the export and to "
+            f"({', '.join(sorted(_MODULES))}); put Recorded before nn.Module among its bases, and give it to the "
+            "export and to "
             f"Bundle.load as also=[{name}]"
         )
     if made.arguments is None:
         raise BundleError(
-            f"module {name}: does not remember its arguments; put torchrec_ext.modules.layers.Recorded before nn.Module among "
+            f"module {name}: does not remember its arguments; put torchrec_ext.modules.layers.Recorded before "
+            "nn.Module among "
             "its bases"
         )
-    arguments = {key: _written(f"{name}({key}=", value, also) for key, value in made.arguments.items() if key != "device"}
+    arguments = {
+        key: _written(f"{name}({key}=", value, also) for key, value in made.arguments.items() if key != "device"
+    }
     return {"class": name, "arguments": arguments}
 
 
@@ -119,7 +123,9 @@ def _written(where: str, value: Any, also: Sequence[type[nn.Module]]) -> Any:
         return {"mapping": {key: _written(where, each, also) for key, each in value.items()}}
     if isinstance(value, list | tuple):
         return [_written(where, each, also) for each in value]
-    raise BundleError(f"{where}{_short(value)}): a {type(value).__name__} cannot be written down; use numbers, names and lists")
+    raise BundleError(
+        f"{where}{_short(value)}): a {type(value).__name__} cannot be written down; use numbers, names and lists"
+    )
 
 
 def _written_table(where: str, table: EmbeddingBagConfig | EmbeddingConfig) -> dict[str, Any]:
@@ -127,7 +133,8 @@ def _written_table(where: str, table: EmbeddingBagConfig | EmbeddingConfig) -> d
     for field in dataclasses.fields(table):
         if field.name not in (*_TABLE_FIELDS, *_INITIAL) and getattr(table, field.name) != getattr(plain, field.name):
             raise BundleError(
-                f"{where} table '{table.name}' has {field.name}={getattr(table, field.name)!r}, which a bundle cannot hold; "
+                f"{where} table '{table.name}' has {field.name}={getattr(table, field.name)!r}, which a bundle cannot "
+                "hold; "
                 "serve it from a copy of the table without"
             )
     fields = {name: getattr(table, name) for name in _TABLE_FIELDS if hasattr(table, name)}
@@ -140,14 +147,22 @@ def _read(where: str, value: Any, also: Sequence[type[nn.Module]], depth: int) -
         raise BundleError(f"{where}: nested deeper than {_DEEPEST}; export the bundle again")
     if isinstance(value, list):
         if len(value) > _LONGEST:
-            raise BundleError(f"{where}: a list of {len(value):,} entries, at most {_LONGEST:,} are read; export the bundle again")
+            raise BundleError(
+                f"{where}: a list of {len(value):,} entries, at most {_LONGEST:,} are read; export the bundle again"
+            )
         return [_read(where, each, also, depth + 1) for each in value]
     if not isinstance(value, dict):
         return value
     if set(value) == {"mapping"} and isinstance(value["mapping"], dict):
         return {key: _read(f"{where}.{key}", each, also, depth + 1) for key, each in value["mapping"].items()}
-    if set(value) != {"class", "arguments"} or not isinstance(value["class"], str) or not isinstance(value["arguments"], dict):
-        raise BundleError(f"{where}: {_short(value)} is neither a class with arguments nor a mapping; export the bundle again")
+    if (
+        set(value) != {"class", "arguments"}
+        or not isinstance(value["class"], str)
+        or not isinstance(value["arguments"], dict)
+    ):
+        raise BundleError(
+            f"{where}: {_short(value)} is neither a class with arguments nor a mapping; export the bundle again"
+        )
     name = value["class"]
     arguments = {key: _read(f"{where}.{name}.{key}", each, also, depth + 1) for key, each in value["arguments"].items()}
     return _made(where, name, arguments, _known(also))
@@ -157,7 +172,8 @@ def _made(where: str, name: str, arguments: dict[str, Any], known: Mapping[str, 
     kind: Any = known.get(name) or {**_TABLES, "Compression": Compression}.get(name)
     if kind is None:
         raise BundleError(
-            f"{where}: class {name!r} is not one that a bundle may name ({', '.join(sorted({*known, *_TABLES, 'Compression'}))}); "
+            f"{where}: class {name!r} is not one that a bundle may name "
+            f"({', '.join(sorted({*known, *_TABLES, 'Compression'}))}); "
             "if it is your own, give it to Bundle.load as also=[...]"
         )
     _check_sizes(f"{where}.{name}", arguments, table=name in _TABLES)
@@ -170,7 +186,9 @@ def _made(where: str, name: str, arguments: dict[str, Any], known: Mapping[str, 
         with torch.device("meta"):
             return kind(**arguments)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError, ZeroDivisionError) as error:
-        raise BundleError(f"{where}: {name} cannot be made of {_short(arguments)}: {error}; export the bundle again") from None
+        raise BundleError(
+            f"{where}: {name} cannot be made of {_short(arguments)}: {error}; export the bundle again"
+        ) from None
 
 
 def _check_sizes(where: str, arguments: Mapping[str, Any], *, table: bool) -> None:
@@ -179,7 +197,9 @@ def _check_sizes(where: str, arguments: Mapping[str, Any], *, table: bool) -> No
         most = _MOST_ROWS if table and key == "num_embeddings" else _MOST_REPEATED if key in _REPEATED else _WIDEST
         for number in numbers:
             if isinstance(number, int) and abs(number) > most:
-                raise BundleError(f"{where}: {key}={number:,} is beyond the {most:,} that are read; export the bundle again")
+                raise BundleError(
+                    f"{where}: {key}={number:,} is beyond the {most:,} that are read; export the bundle again"
+                )
 
 
 def _short(value: Any) -> str:
@@ -197,7 +217,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as found:
             return {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118  it is no mapping
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise BundleError(f"{path}: cannot be read as safetensors ({error}); export the bundle again, or copy it anew") from None
+        raise BundleError(
+            f"{path}: cannot be read as safetensors ({error}); export the bundle again, or copy it anew"
+        ) from None
 
 
 def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], tables: Sequence[str]) -> None:
@@ -210,10 +232,13 @@ def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], ta
     for name in sorted({*wanted, *tensors}):
         if name not in tensors or name not in wanted:
             which = "is missing" if name in wanted else "belongs to no module"
-            raise BundleError(f"{where}: weight '{name}' {which}: these weights are of another model; export the bundle again")
+            raise BundleError(
+                f"{where}: weight '{name}' {which}: these weights are of another model; export the bundle again"
+            )
         if wanted[name].shape != tensors[name].shape or wanted[name].dtype != tensors[name].dtype:
             raise BundleError(
-                f"{where}: weight '{name}' is {tuple(tensors[name].shape)} {tensors[name].dtype}, the architecture needs "
+                f"{where}: weight '{name}' is {tuple(tensors[name].shape)} {tensors[name].dtype}, the architecture "
+                "needs "
                 f"{tuple(wanted[name].shape)} {wanted[name].dtype}; export the bundle again"
             )
     module.load_state_dict(dict(tensors), strict=False, assign=True)
@@ -238,7 +263,8 @@ def fill_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> Non
         if rows is None or rows.shape != weight.shape or rows.dtype != weight.dtype:
             found = "no tensor 'weight'" if rows is None else f"{tuple(rows.shape)} {rows.dtype}"
             raise BundleError(
-                f"{path}: {found}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, or was cast; "
+                f"{path}: {found}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, or "
+                "was cast; "
                 "export the bundle again"
             )
         holder.weight = nn.Parameter(rows, requires_grad=False)

@@ -1,6 +1,7 @@
 """The audit: pairs of a query and a candidate whose logits a bundle must reproduce, kept in it with what it makes of them.
 
-LiveModel: a model that was trained, as towers with the candidate's last: what is exported, and what an audit compares with.
+LiveModel: a model that was trained, as towers with the candidate's last: what is exported, and what an audit compares
+with.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class LiveModel:
         unwrapped = get_unwrapped_module(model)
         if not isinstance(unwrapped, TowerModel | NextItemModel):
             raise BundleError(
-                f"model: a {type(unwrapped).__name__} cannot be exported; give a TowerModel (two_tower, RetrievalModel, "
+                f"model: a {type(unwrapped).__name__} cannot be exported; give a TowerModel (two_tower, "
+                "RetrievalModel, "
                 "ContextualNCF, MultiTaskModel) or a NextItemModel, whose towers stand apart"
             )
         self.module: TowerModel | NextItemModel = unwrapped
@@ -67,11 +69,15 @@ class LiveModel:
         self.towers = {name: describe(made[name], also=also) for name in self.names}
         self._order = [self.names.index(name) for name in self._names]
         inner = unwrapped.interaction
-        self.metric: Metric = "dot" if isinstance(inner, DotProduct) else "cosine" if isinstance(inner, Cosine) else "top_nn"
+        self.metric: Metric = (
+            "dot" if isinstance(inner, DotProduct) else "cosine" if isinstance(inner, Cosine) else "top_nn"
+        )
         self.interaction = describe(how_made(inner), also=also)
         if self.names != self._names:
             widths = [int(rebuild(self.towers[name], also=also).out_features) for name in self.names]  # type: ignore[arg-type]
-            self.interaction = describe(Made(Reordered, {"interaction": inner, "order": self._order, "widths": widths}), also=also)
+            self.interaction = describe(
+                Made(Reordered, {"interaction": inner, "order": self._order, "widths": widths}), also=also
+            )
 
     @property
     def reordered(self) -> bool:
@@ -95,7 +101,11 @@ class LiveModel:
     def of_tower(self, name: str, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of a tower out of those of the model, by their names in the tower."""
         if isinstance(self.module, NextItemModel):
-            return {} if name == self.candidate else {key: value for key, value in dense.items() if key.startswith(_ENCODER)}
+            return (
+                {}
+                if name == self.candidate
+                else {key: value for key, value in dense.items() if key.startswith(_ENCODER)}
+            )
         prefix = f"towers.{name}."
         return {key.removeprefix(prefix): value for key, value in dense.items() if key.startswith(prefix)}
 
@@ -110,15 +120,20 @@ def _check_sides(made: Mapping[str, Made]) -> None:
     for name, own in made.items():
         if issubclass(own.kind, SessionTower) and (own.arguments or {}).get("target"):
             raise BundleError(
-                f"tower '{name}': the target item is one step of its sequence, so the item has no vector of its own that could be "
-                "stored; rank candidates with the model itself, or train a NextItemModel or a SessionTower without a target"
+                f"tower '{name}': the target item is one step of its sequence, so the item has no vector of its own "
+                "that could be "
+                "stored; rank candidates with the model itself, or train a NextItemModel or a SessionTower without a "
+                "target"
             )
     if len(made) < 2:
-        raise BundleError(f"model: has the tower {', '.join(made)} alone; serving needs one of the query and one of the candidates")
+        raise BundleError(
+            f"model: has the tower {', '.join(made)} alone; serving needs one of the query and one of the candidates"
+        )
 
 
 PAIRS = 256
-# Of a logit beside the greatest of the batch: float32 sums in another order, such as on other threads or another machine.
+# Of a logit beside the greatest of the batch: float32 sums in another order, such as on other threads or another
+# machine.
 TOLERANCE = 1e-5
 FOLDER = "audit"
 _QUERIES, _CANDIDATES, _EXPECTED = (f"{FOLDER}/{name}.arrow" for name in ("queries", "candidates", "expected"))
@@ -166,7 +181,10 @@ class Audit:
         (folder / FOLDER).mkdir()
         write_table(folder / _QUERIES, self.queries)
         write_table(folder / _CANDIDATES, self.candidates)
-        write_table(folder / _EXPECTED, pa.table({"id": pa.array(self.ids), "position": self.positions, "logit": expected.numpy()}))
+        write_table(
+            folder / _EXPECTED,
+            pa.table({"id": pa.array(self.ids), "position": self.positions, "logit": expected.numpy()}),
+        )
 
     @classmethod
     def open(cls, folder: Path) -> tuple[Audit, Tensor]:
@@ -229,19 +247,26 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
     if not np.array_equal(found, audit.positions):
         at = int((found != audit.positions).argmax())
         raise BundleError(
-            f"{where}: item {audit.ids[at]} is at position {found[at]}, in this catalogue at {audit.positions[at]}: the id "
+            f"{where}: item {audit.ids[at]} is at position {found[at]}, in this catalogue at {audit.positions[at]}: "
+            "the id "
             "map is of another catalogue; write the store with this catalogue, and export the bundle again"
         )
     lost, most = float(lost), greatest_loss(vectors, store.dtype)
     if not 0 <= lost <= 1.01 * most + tolerance(vectors):
         raise BundleError(
-            f"{where}: its manifest says that {store.dtype} lost {lost:.3g} of a number, where rounding loses {most:.3g} at most; "
+            f"{where}: its manifest says that {store.dtype} lost {lost:.3g} of a number, where rounding loses "
+            f"{most:.3g} at most; "
             "export the bundle again"
         )
-    apart, allowed = difference(store.rows(torch.from_numpy(audit.positions)), vectors), 1.01 * lost + tolerance(vectors)
+    apart, allowed = (
+        difference(store.rows(torch.from_numpy(audit.positions)), vectors),
+        1.01 * lost + tolerance(vectors),
+    )
     if not apart <= allowed:
         raise BundleError(
-            f"{where}: the vectors of {len(audit.positions)} audited items differ by up to {apart:.3g} from what this bundle makes "
-            f"of them (at most {allowed:.3g} is rounding): the store is of another tower or catalogue, or stale; embed the "
+            f"{where}: the vectors of {len(audit.positions)} audited items differ by up to {apart:.3g} from what this "
+            "bundle makes "
+            f"of them (at most {allowed:.3g} is rounding): the store is of another tower or catalogue, or stale; embed "
+            "the "
             "catalogue again, and export"
         )

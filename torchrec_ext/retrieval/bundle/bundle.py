@@ -69,11 +69,15 @@ class Bundle:
         if (folder / PROJECTED).is_dir():
             self.projected = self._open_store(PROJECTED, self.projection_digest, self.projection.width)
         self.items = ItemTable(read_table(folder / ITEMS))
-        self.users = UserTable.open(folder / USERS, manifest.content["users"]["key"]) if manifest.content.get("users") else None
+        self.users = (
+            UserTable.open(folder / USERS, manifest.content["users"]["key"]) if manifest.content.get("users") else None
+        )
         self._check_catalogue()
         self.index = open_index(folder, manifest, self.projection, self.store, self.projected)
         if verify:
-            check_values(self, {folder / STORE: self.store, self.projected.folder.parent: self.projected}, folder / USERS)
+            check_values(
+                self, {folder / STORE: self.store, self.projected.folder.parent: self.projected}, folder / USERS
+            )
             self.audit()
 
     @classmethod
@@ -82,14 +86,15 @@ class Bundle:
 
         Args:
             folder: that :func:`torchrec_ext.retrieval.export.export.export` wrote.
-            verify: read every file and compare its digest (about 1 s for each GB), look at its values (a tenth of that), and
-                compute the audit batch anew. Without, only what the files say of themselves is compared: names, sizes, towers,
-                metric.
-            also: classes of your own that it may name, as at the export. Nothing else that it says is ever imported or run.
+            verify: read every file and compare its digest (about 1 s for each GB), look at its values (a tenth of
+                that), and compute the audit batch anew. Without, only what the files say of themselves is compared:
+                names, sizes, towers, metric.
+            also: classes of your own that it may name, as at the export. Nothing else that it says is ever imported or
+                run.
 
         Raises:
-            BundleError: a file is missing, too many, cut or changed, a part is of another bundle, or a value is one that cannot be
-                served; it is named with a remedy.
+            BundleError: a file is missing, too many, cut or changed, a part is of another bundle, or a value is one
+                that cannot be served; it is named with a remedy.
         """
         folder = standing(Path(folder))
         try:
@@ -189,14 +194,17 @@ class Bundle:
         audits.check_store(self.folder / STORE, self.store, pairs, vectors, lost)
         if self.projected is not self.store:
             lost = self.manifest.content["audit"]["projected_difference"]
-            audits.check_store(self.folder / PROJECTED, self.projected, pairs, self.projection.candidates(vectors), lost)
+            audits.check_store(
+                self.folder / PROJECTED, self.projected, pairs, self.projection.candidates(vectors), lost
+            )
 
     def _open_store(self, name: str, tower: str, width: int) -> EmbeddingStore:
         store, said = EmbeddingStore.open(self.folder / name), self.manifest.content[name]
         where = self.folder / name
         if store.tower != tower:
             raise BundleError(
-                f"{where}: was made by tower {store.tower[:12] or '(none)'}, this bundle's is {tower[:12]}: it is a store of "
+                f"{where}: was made by tower {store.tower[:12] or '(none)'}, this bundle's is {tower[:12]}: it is a "
+                "store of "
                 f"another model, or of other preprocessing; embed the catalogue with this bundle's tower, or {_ANEW}"
             )
         needed = {"digest": said["digest"], "dtype": said["dtype"], "width": width}
@@ -212,8 +220,10 @@ class Bundle:
         said = self.manifest.content
         if (said["query"], said["candidate"], said["metric"]) != (self.query, self.candidate, self.architecture.metric):
             raise BundleError(
-                f"{self.folder}: the manifest names the towers {said['query']} and '{said['candidate']}' and the metric "
-                f"{said['metric']}, the architecture {self.query}, '{self.candidate}' and {self.architecture.metric}; {_ANEW}"
+                f"{self.folder}: the manifest names the towers {said['query']} and '{said['candidate']}' and the "
+                "metric "
+                f"{said['metric']}, the architecture {self.query}, '{self.candidate}' and {self.architecture.metric}; "
+                f"{_ANEW}"
             )
         for what, found in (("query", self.query_digest), ("candidate", self.candidate_digest)):
             if said["towers"][what] != found:
@@ -222,4 +232,6 @@ class Bundle:
     def _check_catalogue(self) -> None:
         sizes = {"items": len(self.items), STORE: len(self.store), PROJECTED: len(self.projected)}
         if len({*sizes.values(), self.manifest.content["coverage"]["items"]}) > 1:
-            raise BundleError(f"{self.folder}: parts of different catalogues, with these numbers of items: {sizes}; {_ANEW}")
+            raise BundleError(
+                f"{self.folder}: parts of different catalogues, with these numbers of items: {sizes}; {_ANEW}"
+            )

@@ -24,12 +24,15 @@ def check_kind(kind: Kind, metric: str) -> None:
     """
     if kind != "exact" and metric == "top_nn":
         raise BundleError(
-            f"index={kind!r}: searches by dot product or cosine, and this model scores by a top NN, whose best candidates it would "
+            f"index={kind!r}: searches by dot product or cosine, and this model scores by a top NN, whose best "
+            "candidates it would "
             "miss; take index=exact, or train with model.interaction=dot or cosine (recipe retrieval)"
         )
 
 
-def build_index(folder: Path, kind: Kind, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor) -> dict[str, Any]:
+def build_index(
+    folder: Path, kind: Kind, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor
+) -> dict[str, Any]:
     """Writes the index of a bundle, and returns what its manifest says of it.
 
     Args:
@@ -49,7 +52,9 @@ def build_index(folder: Path, kind: Kind, recall: float, metric: Metric, store: 
     return {"kind": kind, "metric": metric, "recall": index.measured_recall, "store": store.digest}
 
 
-def open_index(folder: Path, manifest: Manifest, projection: Projection, store: EmbeddingStore, projected: EmbeddingStore) -> Index:
+def open_index(
+    folder: Path, manifest: Manifest, projection: Projection, store: EmbeddingStore, projected: EmbeddingStore
+) -> Index:
     """The index of a bundle.
 
     Raises:
@@ -69,7 +74,8 @@ def open_index(folder: Path, manifest: Manifest, projection: Projection, store: 
     index = FaissIndex.load(where, store)
     if index.metric != metric or index.size != len(store):
         raise BundleError(
-            f"{where}: of metric {index.metric} with {index.size:,} vectors, this bundle is of {metric} with {len(store):,}; "
+            f"{where}: of metric {index.metric} with {index.size:,} vectors, this bundle is of {metric} with "
+            f"{len(store):,}; "
             "export the bundle again"
         )
     return index

@@ -1,7 +1,7 @@
 """The manifest: what a bundle is made of, with the digest of every file, and the certificate of how it was proven.
 
-``content`` says nothing of ranks, plans or times, so that the same weights have the same ``digest`` wherever they were exported;
-``certificate`` holds what was measured, on what and when, under a seal of its own.
+``content`` says nothing of ranks, plans or times, so that the same weights have the same ``digest`` wherever they were
+exported; ``certificate`` holds what was measured, on what and when, under a seal of its own.
 
 What is said of a bundle that is damaged, or of parts that do not belong together.
 """
@@ -34,8 +34,8 @@ class Manifest:
     """What a bundle says of itself.
 
     Args:
-        content: ``files`` with the size and SHA-256 of each, ``towers`` with the digest of each, ``query`` and ``candidate`` by
-            name, ``metric``, ``store``, ``index``, ``coverage``, ``audit``.
+        content: ``files`` with the size and SHA-256 of each, ``towers`` with the digest of each, ``query`` and
+            ``candidate`` by name, ``metric``, ``store``, ``index``, ``coverage``, ``audit``.
         certificate: ``parity`` with the training model, ``versions``, ``created``, and what the exporter adds.
     """
 
@@ -92,11 +92,13 @@ class Manifest:
         )
         if not {"seal", "certificate"} & whole.keys():
             raise BundleError(
-                f"{path}: is of something else than a bundle, such as a checkpoint or a store; give the folder that an export made"
+                f"{path}: is of something else than a bundle, such as a checkpoint or a store; give the folder that an "
+                "export made"
             )
         if whole.get("format") != FORMAT:
             raise BundleError(
-                f"{path}: format {whole.get('format')!r}, this package reads {FORMAT}; export the bundle again, or install the "
+                f"{path}: format {whole.get('format')!r}, this package reads {FORMAT}; export the bundle again, or "
+                "install the "
                 "version of torchrec_ext that wrote it"
             )
         for part, mark in (("content", "digest"), ("certificate", "seal")):
@@ -107,7 +109,9 @@ class Manifest:
 
 def digest_of(value: Any) -> str:
     """SHA-256 of JSON values, whatever order their keys stand in."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    ).hexdigest()
 
 
 def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class Columns:
         schema: the columns to be made.
         types: by raw column its raw type, such as ``int64`` or ``list<int64>``, where no preprocessor makes it.
         preprocessor: makes the columns from raw ones; without, the raw columns are those of the batch.
-        unseen: by feature the rows of its table that no training row has read; they are read as the out-of-vocabulary row.
+        unseen: by feature the rows of its table that no training row has read; they are read as the out-of-vocabulary
+            row.
 
     Raises:
         ValueError: a column of the schema is neither made nor among ``types``.
@@ -74,7 +75,8 @@ class Columns:
         """The columns of B rows.
 
         Args:
-            rows: (B,) values of each column in ``request_columns``, lists of them for a list column; further ones are left aside.
+            rows: (B,) values of each column in ``request_columns``, lists of them for a list column; further ones are
+                left aside.
 
         Raises:
             DataError: a column is missing or has another length; a value is missing, of another type, NaN or infinite.
@@ -90,10 +92,14 @@ class Columns:
             column = made[feature.name]
             column_of_weights = weights[feature.name]
             weighing = None if column_of_weights is None else made[column_of_weights].values
-            read.sparse[feature.name], read.unknown[feature.name] = _bags(feature, column, weighing, self.unseen.get(feature.name))
+            read.sparse[feature.name], read.unknown[feature.name] = _bags(
+                feature, column, weighing, self.unseen.get(feature.name)
+            )
         for name, width in self._widths.items():
             numbers = _array(name, made[name], width)
-            read.dense.update({f"{name}[{at}]": _dense(name, Values(column, None)) for at, column in enumerate(numbers.T)})
+            read.dense.update(
+                {f"{name}[{at}]": _dense(name, Values(column, None)) for at, column in enumerate(numbers.T)}
+            )
         for name in self.schema.dense:
             if name not in read.dense:
                 read.dense[name] = _dense(name, made[name])
@@ -156,7 +162,9 @@ def _check_made(wanted: Collection[str], part: FittedPreprocessor) -> None:
 def _rows_of(made: Mapping[str, Values]) -> int:
     sizes = {name: len(column.values if column.lengths is None else column.lengths) for name, column in made.items()}
     if len(set(sizes.values())) > 1:
-        raise DataError(f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each")
+        raise DataError(
+            f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
+        )
     return next(iter(sizes.values()), 0)
 
 

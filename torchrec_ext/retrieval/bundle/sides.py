@@ -1,6 +1,7 @@
 """Sides: the query towers and the candidate tower of a model, each standing alone, from raw columns to vectors.
 
-PlainTower: a tower from columns straight to its tables, without the KeyedJaggedTensor of a batch: what one request takes.
+PlainTower: a tower from columns straight to its tables, without the KeyedJaggedTensor of a batch: what one request
+takes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _MODES = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
 class PlainTower:
     """What a :class:`Tower` computes in evaluation, in a third of its time for one row.
 
-    TorchRec's collections pack the ids of all features, look them up and take the result apart again, which pays for a batch; of a
-    request the tables are read one by one. Columns must have been checked: every id a row of its table.
+    TorchRec's collections pack the ids of all features, look them up and take the result apart again, which pays for a
+    batch; of a request the tables are read one by one. Columns must have been checked: every id a row of its table.
 
     Args:
         tower: of which :func:`is_plain`, with its weights.
@@ -41,7 +42,9 @@ class PlainTower:
     def __init__(self, tower: Tower) -> None:
         bags: Any = {} if tower.embeddings is None else tower.embeddings.embedding_bags
         self._tables = [
-            (name, bags[table.name].weight, _MODES[table.pooling]) for table in tower.bags for name in table.feature_names
+            (name, bags[table.name].weight, _MODES[table.pooling])
+            for table in tower.bags
+            for name in table.feature_names
         ]
         self._dense = tower.dense
         self._compress = tower.compress
@@ -86,8 +89,8 @@ class Architecture:
         tables: by name the file that holds the table.
         oov_ids: by feature its out-of-vocabulary row.
         types: by raw column its raw type.
-        unseen: by feature the rows of its table that no training row has read, which are served as its out-of-vocabulary row;
-            bundles of before this was known have none.
+        unseen: by feature the rows of its table that no training row has read, which are served as its
+            out-of-vocabulary row; bundles of before this was known have none.
     """
 
     towers: Mapping[str, Any]

@@ -47,7 +47,9 @@ class UserTable:
         wanted = [int(place) for place in places]
         for place in wanted:
             if not -1 <= place < len(self):
-                raise ValueError(f"places: {place} is no user of this bundle, which has {len(self):,} (0 to {len(self) - 1})")
+                raise ValueError(
+                    f"places: {place} is no user of this bundle, which has {len(self):,} (0 to {len(self) - 1})"
+                )
         slices = [self._features.slice(place if place >= 0 else len(self), 1) for place in wanted]
         return pa.concat_tables(slices or [self._features.slice(0, 0)]).to_pydict()  # type: ignore[no-any-return]
 
@@ -89,23 +91,29 @@ class UserTable:
         ids, features, items = IdMap.open(folder), read_table(folder / _FEATURES), read_table(folder / _ITEMS)
         if len(features) != len(ids) + 1 or len(items) != len(ids) or tuple(items.column_names) != _POSITIONS:
             raise BundleError(
-                f"{folder}: {len(ids):,} ids, {len(features):,} rows of features (one more is for unknown users), {len(items):,} "
+                f"{folder}: {len(ids):,} ids, {len(features):,} rows of features (one more is for unknown users), "
+                f"{len(items):,} "
                 "of items: they are of different exports; export the bundle again"
             )
         for name in _POSITIONS:
             if raw_type(items.schema.field(name).type) != "list<int64>":
                 raise BundleError(
-                    f"{folder / _ITEMS}: column '{name}' is {items.schema.field(name).type}, must be lists of positions; export "
+                    f"{folder / _ITEMS}: column '{name}' is {items.schema.field(name).type}, must be lists of "
+                    "positions; export "
                     "the bundle again"
                 )
         return cls(key, ids, features, items)
 
 
-def write_users(folder: Path, ids: IdMap, features: pa.Table, unknown: Mapping[str, Any], seen: pa.Array, liked: pa.Array) -> None:
+def write_users(
+    folder: Path, ids: IdMap, features: pa.Table, unknown: Mapping[str, Any], seen: pa.Array, liked: pa.Array
+) -> None:
     """Writes the table of U users; ``features`` (U rows) and ``unknown``, a row, have raw columns; the lists hold positions."""
     folder.mkdir(parents=True)
     ids.save(folder)
-    last = pa.table({name: pa.array([unknown[name]], type=features.schema.field(name).type) for name in features.column_names})
+    last = pa.table(
+        {name: pa.array([unknown[name]], type=features.schema.field(name).type) for name in features.column_names}
+    )
     write_table(folder / _FEATURES, pa.concat_tables([features, last]))
     write_table(folder / _ITEMS, pa.table({"seen": seen, "liked": liked}))
 
@@ -143,7 +151,8 @@ class ItemTable:
         """
         if name not in self.categories:
             raise ValueError(
-                f"category {name!r}: there is none of that name; the categories are {', '.join(self.categories) or 'none'}"
+                f"category {name!r}: there is none of that name; the categories are "
+                f"{', '.join(self.categories) or 'none'}"
             )
         if name not in self._masks:
             # A mask is I bytes, and their number is bounded by that of the categories.
@@ -163,7 +172,9 @@ def write_table(path: Path, table: pa.Table) -> None:
     """
     for field in table.schema:
         if raw_type(field.type) is None:
-            raise BundleError(f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them")
+            raise BundleError(
+                f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
+            )
     table = table.replace_schema_metadata(None).combine_chunks()
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=_BATCH_ROWS)
@@ -180,8 +191,12 @@ def read_table(path: Path) -> pa.Table:
             table = source.read_all()
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise BundleError(f"{path}: cannot be read as an Arrow file ({error}); export the bundle again, or copy it anew") from None
+        raise BundleError(
+            f"{path}: cannot be read as an Arrow file ({error}); export the bundle again, or copy it anew"
+        ) from None
     wrong = next((field for field in table.schema if raw_type(field.type) is None), None)
     if wrong is not None:
-        raise BundleError(f"{path}: column '{wrong.name}' is {wrong.type}, which no bundle has; export the bundle again")
+        raise BundleError(
+            f"{path}: column '{wrong.name}' is {wrong.type}, which no bundle has; export the bundle again"
+        )
     return table

@@ -56,7 +56,8 @@ def _check_weights(folder: Path, module: nn.Module) -> None:
         if weight.is_floating_point() and (row := _not_finite(weight)) is not None:
             what = f"table '{tables[id(weight)]}'" if id(weight) in tables else f"weight '{name}'"
             raise BundleError(
-                f"{folder}: {what}, row {row}: holds NaN or infinity; export another checkpoint, or train with finite values"
+                f"{folder}: {what}, row {row}: holds NaN or infinity; export another checkpoint, or train with finite "
+                "values"
             )
 
 
@@ -68,7 +69,9 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
     if store.scales is not None and (row := _not_finite(store.scales)) is not None:
         raise BundleError(f"{where / store.version / SCALES}: row {row}: NaN or infinity; {_ANEW}")
     if store.dtype != "int8" and (row := _not_finite(store.matrix())) is not None:
-        raise BundleError(f"{where}: the vector of item {store.ids.ids([row])[0]} (row {row}) holds NaN or infinity; {_ANEW}")
+        raise BundleError(
+            f"{where}: the vector of item {store.ids.ids([row])[0]} (row {row}) holds NaN or infinity; {_ANEW}"
+        )
     try:
         store.ids.check()
     except ValueError as error:
@@ -99,16 +102,24 @@ def _check_users(where: Path, users: UserTable, query: Side, items: int, context
             if values.null_count or (len(values) and not 0 <= found["min"] <= found["max"] < items):
                 raise BundleError(
                     f"{where}: column '{name}', users {first} to {first + len(chunk) - 1}: positions {found['min']} to "
-                    f"{found['max']} and {values.null_count} nulls; must be 0 to {items - 1}, of the {items:,} items; {_ANEW}"
+                    f"{found['max']} and {values.null_count} nulls; must be 0 to {items - 1}, of the {items:,} items; "
+                    f"{_ANEW}"
                 )
-    for place in sorted({place for name, column in users.features() for place in _odd(column) if name in query.request_columns}):
+    for place in sorted(
+        {place for name, column in users.features() for place in _odd(column) if name in query.request_columns}
+    ):
         row = {**context, **users.rows([place if place < len(users) else -1])}
         try:
             query.read(row)
         except (ValueError, TypeError, OverflowError) as error:
-            who = f"user {users.ids.ids([place])[0]} (row {place})" if place < len(users) else "the user of whom nothing is known"
+            who = (
+                f"user {users.ids.ids([place])[0]} (row {place})"
+                if place < len(users)
+                else "the user of whom nothing is known"
+            )
             raise BundleError(
-                f"{where}: {who}: {error}; a request for such a user would be refused: give users finite features and {_ANEW}"
+                f"{where}: {who}: {error}; a request for such a user would be refused: give users finite features and "
+                f"{_ANEW}"
             ) from None
 
 

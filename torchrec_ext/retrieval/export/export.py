@@ -42,8 +42,9 @@ def export(
 ) -> Manifest:
     """Writes a bundle: the towers apart, the top NN, preprocessing, stored vectors, index, and the proof that they are the model's.
 
-    Where the model is sharded every rank calls it, with the same arguments. The digest depends on weights, data and settings alone:
-    not on ranks, plan or time. The folder is there as a whole or not at all, and an earlier one stays as it was until then.
+    Where the model is sharded every rank calls it, with the same arguments. The digest depends on weights, data and
+    settings alone: not on ranks, plan or time. The folder is there as a whole or not at all, and an earlier one stays
+    as it was until then.
 
     Args:
         model: a TowerModel or a NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
@@ -54,8 +55,9 @@ def export(
         preprocessor: makes the model's columns from raw ones; without, raw columns are the model's own.
         candidate: the tower of the candidates; the model's last where not given.
         oov_ids: by feature the row for what was never seen; 0 where not given.
-        unseen: by feature, rows of its table that no training row has read: a request's id that is one of them takes the row for
-            what was never seen. For features whose ids are their rows; a ``preprocessor`` leaves such ids out of its vocabulary.
+        unseen: by feature, rows of its table that no training row has read: a request's id that is one of them takes
+            the row for what was never seen. For features whose ids are their rows; a ``preprocessor`` leaves such ids
+            out of its vocabulary.
         store: type of the stored vectors: ``fp32``, ``fp16`` or ``int8``.
         index: ``exact``, or one of FAISS's: ``flat``, ``ivf``, ``hnsw``, ``pq``, for a dot product or a cosine.
         recall: that an approximate index must reach, measured against exact search.
@@ -68,7 +70,8 @@ def export(
         The manifest, on every rank.
 
     Raises:
-        BundleError: the model cannot be exported, a part of the data does not fit, or the bundle does not give the model's logits.
+        BundleError: the model cannot be exported, a part of the data does not fit, or the bundle does not give the
+            model's logits.
         DataError: the folder is taken, or cannot be written.
     """
     ranks = Ranks()
@@ -110,7 +113,9 @@ def export(
 def _queries(queries: pa.Table | None, users: Users | None) -> pa.Table:
     rows = queries if queries is not None else None if users is None else users.features
     if rows is None or not len(rows):
-        raise BundleError("queries: there are no rows to audit by; give users with their features, or queries of some raw rows")
+        raise BundleError(
+            "queries: there are no rows to audit by; give users with their features, or queries of some raw rows"
+        )
     return rows
 
 

@@ -146,7 +146,9 @@ def _once(name: str, pieces: list[_Piece], shape: Shape) -> list[_Piece]:
 
 def _dense_of(model: nn.Module) -> dict[str, Tensor]:
     unwrapped = get_unwrapped_module(model)
-    tables = {f"{path}.{key}" if path else key for path, collection in collections(model) for key in collection.state_dict()}
+    tables = {
+        f"{path}.{key}" if path else key for path, collection in collections(model) for key in collection.state_dict()
+    }
     return {
         name: value.detach().cpu().contiguous()
         for name, value in unwrapped.state_dict().items()

@@ -77,7 +77,9 @@ class Catalogue:
         for name, found in sizes.items():
             count = found if isinstance(found, int) else None if found is None else len(found)
             if count is not None and count != len(self.ids):
-                raise BundleError(f"catalogue: {count:,} {name} for {len(self.ids):,} ids; give one for each item, in their order")
+                raise BundleError(
+                    f"catalogue: {count:,} {name} for {len(self.ids):,} ids; give one for each item, in their order"
+                )
         if not len(self.ids):
             raise BundleError("catalogue: has no items; give the rows that can be recommended")
 
@@ -105,7 +107,9 @@ class Users:
     def __post_init__(self) -> None:
         for name in ("features", "seen", "liked"):
             if len(getattr(self, name)) != len(self.ids):
-                raise BundleError(f"users: {len(getattr(self, name)):,} {name} for {len(self.ids):,} ids; give one for each user")
+                raise BundleError(
+                    f"users: {len(getattr(self, name)):,} {name} for {len(self.ids):,} ids; give one for each user"
+                )
         missing = [name for name in self.features.column_names if name not in self.unknown]
         if missing:
             raise BundleError(f"users: unknown lacks {missing}; give one value for each column of features")
@@ -153,7 +157,8 @@ class Parts:
         missing = self.missing
         if missing:
             raise BundleError(
-                f"catalogue: {missing:,} ids of the training rows are not in it, {self._missing[0]} among them; every id that was "
+                f"catalogue: {missing:,} ids of the training rows are not in it, {self._missing[0]} among them; every "
+                "id that was "
                 "trained must be servable: give the whole catalogue"
             )
 
@@ -258,7 +263,11 @@ class Parts:
         return manifest
 
     def _write_weights(
-        self, folder: Path, shapes: Mapping[str, Shape], blocks: Iterator[tuple[str, int, Tensor]], dense: Mapping[str, Tensor]
+        self,
+        folder: Path,
+        shapes: Mapping[str, Shape],
+        blocks: Iterator[tuple[str, int, Tensor]],
+        dense: Mapping[str, Tensor],
     ) -> None:
         # Not by safetensors' save_file, whose files only their owner may read, whatever the umask.
         (folder / "tables").mkdir()
@@ -323,5 +332,7 @@ def _said(store: EmbeddingStore) -> dict[str, Any]:
 
 def _raw(field: pa.Field) -> str:
     if (found := raw_type(field.type)) is None:
-        raise BundleError(f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them")
+        raise BundleError(
+            f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
+        )
     return found

@@ -1,9 +1,9 @@
 """ScoreBounds: how great each score can be, from an 8-bit copy of the rows, so that few need be computed.
 
-An exact search reads every row, and the memory's speed is its limit; of 8 bits instead of 32 a quarter is read. How far a score of
-the copy can be from the true one is known by the Cauchy-Schwarz inequality, so what cannot be among the greatest K is passed over
-and the rest, some more than K, is computed exactly: nothing is missed. The first stage of ScaNN and of FAISS's IndexRefine, without
-their losses.
+An exact search reads every row, and the memory's speed is its limit; of 8 bits instead of 32 a quarter is read. How far
+a score of the copy can be from the true one is known by the Cauchy-Schwarz inequality, so what cannot be among the
+greatest K is passed over and the rest, some more than K, is computed exactly: nothing is missed. The first stage of
+ScaNN and of FAISS's IndexRefine, without their losses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class ScoreBounds:
 
     def __init__(self, codes: Tensor, scales: Tensor, errors: Floats, norms: Floats) -> None:
         self.codes, self._scales, self._errors = codes, scales, errors
-        self._norms = np.maximum(norms, np.float32(1e-30))  # so that a bound is never narrower than the least numbers there are
+        self._norms = np.maximum(
+            norms, np.float32(1e-30)
+        )  # so that a bound is never narrower than the least numbers there are
         self._most = [(float(errors[own].max()), float(self._norms[own].max())) for own in self._blocks()]
         self._greatest = max(error + norm for error, norm in self._most)
         # In float32 a product is off by up to D roundings of its factors' norms: the bound's, and the exact one's.
@@ -85,11 +87,14 @@ class ScoreBounds:
             rows: see :meth:`greatest`.
         """
         queries = first[:: max(1, len(first) // _TRIED)][:_TRIED].numpy()
-        if any(found is None for found in self.greatest(queries, max(1, min(_K, len(self.codes) // (2 * _SHARE))), rows)):
+        if any(
+            found is None for found in self.greatest(queries, max(1, min(_K, len(self.codes) // (2 * _SHARE))), rows)
+        ):
             return False
         codes, scores = self.codes[: len(first)], np.empty(len(first), np.float32)
         products = torch.empty(1, len(first), dtype=torch.int32)
-        # The products alone: what follows takes as long either way, and the rows are in a cache here, in which a server's are not.
+        # The products alone: what follows takes as long either way, and the rows are in a cache here, in which a
+        # server's are not.
         whole = _seconds(lambda: np.dot(first.numpy(), queries[0], out=scores))
         return _seconds(lambda: _int8_products(codes[:1], codes, products)) < whole
 
@@ -99,7 +104,9 @@ class ScoreBounds:
         while count <= _WARM:
             for own in {len(self.codes[block]): block for block in self._blocks()}.values():
                 codes = self.codes[own]
-                _int8_products(codes[:1].expand(count, -1).contiguous(), codes, torch.empty(count, len(codes), dtype=torch.int32))
+                _int8_products(
+                    codes[:1].expand(count, -1).contiguous(), codes, torch.empty(count, len(codes), dtype=torch.int32)
+                )
             count *= 2
 
     def greatest(
@@ -112,8 +119,8 @@ class ScoreBounds:
     ) -> list[Found | None]:
         """For each query the positions of the greatest K of its products, and these, descending; of equal ones the first.
 
-        Fewer where fewer are left. None where K, or what would have to be computed, is a large part of all, or the numbers are too
-        large or too small to say.
+        Fewer where fewer are left. None where K, or what would have to be computed, is a large part of all, or the
+        numbers are too large or too small to say.
 
         Args:
             queries: (Q, D), finite.
@@ -154,7 +161,10 @@ class ScoreBounds:
         """Of this thread, so that no search waits for pages to be mapped: for int32 products, and the scores of one query."""
         kept: tuple[Tensor, Tensor] | None = getattr(self._buffers, "kept", None)
         if kept is None or len(kept[0]) < products:
-            kept = self._buffers.kept = (torch.empty(products, dtype=torch.int32), torch.empty(min(_ROWS, len(self.codes))))
+            kept = self._buffers.kept = (
+                torch.empty(products, dtype=torch.int32),
+                torch.empty(min(_ROWS, len(self.codes))),
+            )
         return kept
 
 
@@ -183,7 +193,13 @@ class _Query:
         self._places, self._values = np.empty(0, np.int64), np.empty(0, np.float32)
 
     def add(
-        self, start: int, near: Floats, errors: Floats, norms: Floats, most: tuple[float, float], rows: Callable[[Places], Floats]
+        self,
+        start: int,
+        near: Floats,
+        errors: Floats,
+        norms: Floats,
+        most: tuple[float, float],
+        rows: Callable[[Places], Floats],
     ) -> None:
         """Scores (n,) of the copy from the position ``start`` on, -inf where they do not count.
 

@@ -54,8 +54,9 @@ class TopK:
 class _Best:
     """The K greatest scores of one query.
 
-    A block is compared with what is the K-th score so far, and only what is greater is looked at again: a sort of everything
-    would cost as much as the products themselves. In numpy, which finds next to nothing in a block ten times as fast as torch.
+    A block is compared with what is the K-th score so far, and only what is greater is looked at again: a sort of
+    everything would cost as much as the products themselves. In numpy, which finds next to nothing in a block ten times
+    as fast as torch.
     """
 
     def __init__(self, k: int) -> None:
@@ -147,8 +148,9 @@ class Blockwise:
     def quantize(self) -> bool:
         """Keeps a copy of the rows in 8 bits, by which a search passes over most of them: a quarter as much is read.
 
-        What is found stays exact: see :class:`~torchrec_ext.retrieval.index.bounds.ScoreBounds`. Nothing is kept where a score is
-        no product of query and row, of fewer than 2^20 numbers or more than 2^29, or where it does not pay on this processor.
+        What is found stays exact: see :class:`~torchrec_ext.retrieval.index.bounds.ScoreBounds`. Nothing is kept where
+        a score is no product of query and row, of fewer than 2^20 numbers or more than 2^29, or where it does not pay
+        on this processor.
 
         Returns:
             Whether it is kept.
@@ -166,7 +168,9 @@ class Blockwise:
         """Whether :meth:`quantize` keeps a copy."""
         return self._bounds is not None
 
-    def _of_all(self, prepared: Tensor, k: int, hidden: Tensor | None, hide: Sequence[NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
+    def _of_all(
+        self, prepared: Tensor, k: int, hidden: Tensor | None, hide: Sequence[NDArray[np.int64]]
+    ) -> tuple[Tensor, Tensor]:
         best = TopK(len(prepared), min(k, max(1, self.size)))
         # One buffer for all blocks: fresh memory for each costs as much as finding the greatest scores in it.
         buffer = torch.empty(len(prepared) * min(self._rows, self.size))
@@ -220,7 +224,9 @@ class Blockwise:
         return self.source[start:stop] if isinstance(self.source, Tensor) else self.source.block(start, stop)
 
 
-def check_request(queries: Tensor, k: int, size: int, allowed: Tensor | None, excluded: Sequence[Tensor] | None) -> None:
+def check_request(
+    queries: Tensor, k: int, size: int, allowed: Tensor | None, excluded: Sequence[Tensor] | None
+) -> None:
     """Raises ValueError for what an index's ``search`` does not take."""
     # In numpy, whose calls take a fraction of torch's.
     if queries.dim() != 2 or not len(queries) or not np.isfinite(queries.numpy()).all():
@@ -228,7 +234,9 @@ def check_request(queries: Tensor, k: int, size: int, allowed: Tensor | None, ex
     if k < 1:
         raise ValueError(f"k={k}: must be 1 or more")
     if allowed is not None and (allowed.shape != (size,) or allowed.dtype != torch.bool):
-        raise ValueError(f"allowed: shape {tuple(allowed.shape)} of {allowed.dtype}; must be ({size},) bool, one for each position")
+        raise ValueError(
+            f"allowed: shape {tuple(allowed.shape)} of {allowed.dtype}; must be ({size},) bool, one for each position"
+        )
     if excluded is not None and len(excluded) != len(queries):
         raise ValueError(f"excluded: {len(excluded)} sets of positions for {len(queries)} queries; give one for each")
     for places in (each.numpy() for each in excluded or ()):
@@ -366,7 +374,9 @@ def _bytes(source: EmbeddingStore | Tensor) -> int:
 
 def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
     """Fills ``out`` (Q, N)."""
-    if len(queries) == 1:  # numpy's product with a vector runs at the speed of the memory; torch's took 1.5 times as long
+    if (
+        len(queries) == 1
+    ):  # numpy's product with a vector runs at the speed of the memory; torch's took 1.5 times as long
         np.dot(rows.numpy(), queries[0].numpy(), out=out[0].numpy())
     else:
         torch.mm(queries, rows.T, out=out)
@@ -375,5 +385,7 @@ def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
 def check_metric(metric: str) -> None:
     """Raises ValueError for a metric by which vectors cannot be searched."""
     if metric not in ("dot", "cosine"):
-        remedy = "a top NN is searched by ScoredIndex" if metric == "top_nn" else f"one of {', '.join(get_args(Metric)[:2])}"
+        remedy = (
+            "a top NN is searched by ScoredIndex" if metric == "top_nn" else f"one of {', '.join(get_args(Metric)[:2])}"
+        )
         raise ValueError(f"metric={metric!r}: must be dot or cosine, that of the model's loss; {remedy}")

@@ -41,7 +41,9 @@ def faiss_module() -> Any:
     return faiss
 
 
-def made(faiss: Any, kind: Kind, vectors: NDArray[np.float32], *, lift: bool = False, k: int = 1) -> tuple[Any, list[int]]:
+def made(
+    faiss: Any, kind: Kind, vectors: NDArray[np.float32], *, lift: bool = False, k: int = 1
+) -> tuple[Any, list[int]]:
     """The filled index, and its settings from the cheapest to the one that finds most.
 
     Args:
@@ -75,8 +77,8 @@ def made(faiss: Any, kind: Kind, vectors: NDArray[np.float32], *, lift: bool = F
 def lifted(vectors: NDArray[np.float32], norm: float = 0.0) -> NDArray[np.float32]:
     """(N, D + 1): vectors with a column that gives each the norm of the greatest; queries with a column of zeros.
 
-    The nearest of them by distance are those of the greatest product (Bachrach et al. 2014), and lists and graphs are made for
-    distances: by products, vectors of little norm are nobody's neighbours, and no path leads to them.
+    The nearest of them by distance are those of the greatest product (Bachrach et al. 2014), and lists and graphs are
+    made for distances: by products, vectors of little norm are nobody's neighbours, and no path leads to them.
 
     Args:
         vectors: (N, D).
@@ -168,13 +170,16 @@ _TRIED = 50_000  # vectors on which both ways to index a product are tried; of 2
 class FaissIndex:
     """One of FAISS's indexes over a store, at the cheapest setting that reaches the recall asked for with 95 % confidence.
 
-    Of a product, ivf and hnsw index the vectors as they are or :func:`lifted`, whichever is cheaper to search at that recall.
+    Of a product, ivf and hnsw index the vectors as they are or :func:`lifted`, whichever is cheaper to search at that
+    recall.
 
-    What it finds is scored again from the stored rows, so that scores are those of :class:`ExactIndex`, and a product-quantised
-    index is refined. Where a filter leaves it with fewer than K although more are left, the query is searched exactly.
+    What it finds is scored again from the stored rows, so that scores are those of :class:`ExactIndex`, and a
+    product-quantised index is refined. Where a filter leaves it with fewer than K although more are left, the query is
+    searched exactly.
 
     Attributes:
-        measured_recall: of its setting: part of the exact nearest K that it finds, over queries that did not choose the setting.
+        measured_recall: of its setting: part of the exact nearest K that it finds, over queries that did not choose the
+            setting.
         setting: ``nprobe`` of ivf and pq, ``efSearch`` of hnsw; 0 of flat.
         lifted: whether the vectors are indexed :func:`lifted`.
     """
@@ -206,8 +211,8 @@ class FaissIndex:
             kind: ``flat``, ``ivf``, ``hnsw``, or ``pq``: product-quantised lists, an eighth of the memory.
             recall: asked for, above 0 and up to 1.
             k: of the recall.
-            queries: (Q, D), at least 2: outputs of the query tower; rows of the store where not given. Half of them choose the
-                setting, the other half are what ``measured_recall`` is of.
+            queries: (Q, D), at least 2: outputs of the query tower; rows of the store where not given. Half of them
+                choose the setting, the other half are what ``measured_recall`` is of.
 
         Raises:
             ValueError: no setting reaches it: the best is named; a wrong argument; or the package is missing.
@@ -216,7 +221,8 @@ class FaissIndex:
         check_metric(metric)
         if kind not in get_args(Kind) or not 0 < recall <= 1 or not len(source):
             raise ValueError(
-                f"kind={kind!r}, recall={recall}, {len(source)} vectors: kind is one of {', '.join(get_args(Kind))}, recall "
+                f"kind={kind!r}, recall={recall}, {len(source)} vectors: kind is one of {', '.join(get_args(Kind))}, "
+                "recall "
                 "above 0 and up to 1, and there is at least one vector"
             )
         exact = ExactIndex(source, metric)
@@ -262,7 +268,9 @@ class FaissIndex:
     def _tune(self, settings: Sequence[int], recall: float, queries: Tensor) -> None:
         """Bisects the settings, which cost and find more one after the other, and confirms with the other half of the queries."""
         if len(queries) < 2:
-            raise ValueError(f"queries: {len(queries)}; needs 2 or more, one half to choose a setting and one to measure it")
+            raise ValueError(
+                f"queries: {len(queries)}; needs 2 or more, one half to choose a setting and one to measure it"
+            )
         halves = [torch.split(half, _AT_ONCE) for half in (queries[::2], queries[1::2])]
         truths = [torch.cat([self._exact.search(part, self.k)[1] for part in half]) for half in halves]
 
@@ -293,7 +301,8 @@ class FaissIndex:
         check_request(queries, k, self.size, allowed, excluded)
         if queries.shape[1] != self._exact.width:
             raise ValueError(
-                f"queries: {queries.shape[1]} wide, the stored vectors are {self._exact.width}; give the query tower's outputs"
+                f"queries: {queries.shape[1]} wide, the stored vectors are {self._exact.width}; give the query tower's "
+                "outputs"
             )
         live = self._exact.live
         shown = live if allowed is None else allowed if live is None else allowed & live
@@ -307,7 +316,13 @@ class FaissIndex:
         return torch.cat([scores for scores, _ in parts]), torch.cat([positions for _, positions in parts])
 
     def _filled(
-        self, queries: Tensor, k: int, scores: Tensor, positions: Tensor, allowed: Tensor | None, out: Sequence[Tensor] | None
+        self,
+        queries: Tensor,
+        k: int,
+        scores: Tensor,
+        positions: Tensor,
+        allowed: Tensor | None,
+        out: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         """What was found, where that is K; else the exact answer."""
         if int(positions.numpy()[:, -1].min()) < 0:  # the last are the worst
@@ -334,16 +349,22 @@ class FaissIndex:
         """Writes the index and its setting to ``folder``, which is made."""
         folder.mkdir(parents=True, exist_ok=True)
         faiss_module().write_index(self._index, str(folder / _FILE))
-        said = {"metric": self.metric, "kind": self.kind, "setting": self.setting, "recall": self.measured_recall, "k": self.k}
+        said = {
+            "metric": self.metric,
+            "kind": self.kind,
+            "setting": self.setting,
+            "recall": self.measured_recall,
+            "k": self.k,
+        }
         (folder / _SETTING).write_text(json.dumps(said, indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path, source: EmbeddingStore | Tensor) -> FaissIndex:
         """The index that :meth:`save` wrote, over the vectors that it was built from.
 
-        FAISS's native parser reads the file, whose digest only says that it is as its author made it: load none of an author whom
-        you do not trust. It is not built again from the vectors, since every worker would build it at every start, and its recall
-        would not be the one that was measured.
+        FAISS's native parser reads the file, whose digest only says that it is as its author made it: load none of an
+        author whom you do not trust. It is not built again from the vectors, since every worker would build it at every
+        start, and its recall would not be the one that was measured.
 
         Raises:
             StoreError: it is missing or damaged, or of another number or width of vectors.

@@ -1,6 +1,7 @@
 """Projections: the part of an interaction that depends on the candidate alone, applied beforehand and stored.
 
-The query side likewise runs once per request, context that is constant within it included; what is left is the part of a pair.
+The query side likewise runs once per request, context that is constant within it included; what is left is the part of
+a pair.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Projection(nn.Module):
         query_inputs: D1, likewise.
         width: of what :meth:`candidates` returns and a store holds.
         projected: whether that differs from the tower's output.
-        linear: whether :meth:`score` is a dot product with :meth:`query`'s first ``width`` numbers plus its last one, so that the
-            greatest scores can be searched as products.
+        linear: whether :meth:`score` is a dot product with :meth:`query`'s first ``width`` numbers plus its last one,
+            so that the greatest scores can be searched as products.
     """
 
     interaction: Any
@@ -117,8 +118,8 @@ class _FM(_Linear):
 class _TopMLP(Projection):
     """The first layer is linear over the concatenation, so its halves are applied to query and candidate on their own.
 
-    Where the layer is wider than the candidate tower's output that output is stored, and its half applied when it is scored.
-    Normalisation after the first layer sees the sum of both halves, as it did in training.
+    Where the layer is wider than the candidate tower's output that output is stored, and its half applied when it is
+    scored. Normalisation after the first layer sees the sum of both halves, as it did in training.
     """
 
     def __init__(self, interaction: nn.Module, width: int) -> None:
@@ -185,8 +186,8 @@ def projection(interaction: nn.Module, width: int) -> Projection:
     """The projection of an interaction, whose store holds the narrower of a candidate's output and its half of the first layer.
 
     Args:
-        interaction: of a trained model; later changes of its weights are not seen. Of a class that is not ours, and of those whose
-            layers multiply query and candidate, everything stays with the pair.
+        interaction: of a trained model; later changes of its weights are not seen. Of a class that is not ours, and of
+            those whose layers multiply query and candidate, everything stays with the pair.
         width: D2, the candidate tower's ``out_features``; the candidate tower is the interaction's last.
 
     Example:

@@ -51,7 +51,9 @@ class SwappingIndex:
         try:
             new, old = build(), self.live
             if new.metric != old.metric:
-                raise ValueError(f"refresh: metric {new.metric} in place of {old.metric}; an index keeps its model's metric")
+                raise ValueError(
+                    f"refresh: metric {new.metric} in place of {old.metric}; an index keeps its model's metric"
+                )
             self.live = new
             return old
         finally:

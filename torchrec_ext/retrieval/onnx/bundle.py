@@ -54,7 +54,9 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
         found[name] = expected
         if name in said["towers"]:
             path = folder / said["towers"][name]["file"]
-            found[name], apart[name] = _check_tower(f"tower '{name}'", path, PaddedTower(side, name).columns(read), expected)
+            found[name], apart[name] = _check_tower(
+                f"tower '{name}'", path, PaddedTower(side, name).columns(read), expected
+            )
     if TOP in said:
         apart[TOP] = _check_top(bundle, folder, said, found, logits)
     return apart
@@ -77,7 +79,9 @@ def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected:
     return torch.from_numpy(found), apart
 
 
-def _check_top(bundle: Bundle, folder: Path, said: Mapping[str, Any], found: Mapping[str, Tensor], logits: Tensor) -> float:
+def _check_top(
+    bundle: Bundle, folder: Path, said: Mapping[str, Any], found: Mapping[str, Tensor], logits: Tensor
+) -> float:
     query, candidates, top = (open_onnx(folder / said[name]["file"]) for name in ("query", "candidates", TOP))
     queries = query({"towers": torch.cat([found[name] for name in bundle.query], dim=1).numpy()})
     rows = candidates({"tower": found[bundle.candidate].numpy()})
@@ -91,7 +95,9 @@ def _check_top(bundle: Bundle, folder: Path, said: Mapping[str, Any], found: Map
 
 def _apart(what: str, path: Path, found: NDArray[Any], expected: Tensor) -> float:
     if found.shape != tuple(expected.shape):
-        raise ExportError(f"{what}: {path.name} answers {found.shape}, the bundle {tuple(expected.shape)}; export it again")
+        raise ExportError(
+            f"{what}: {path.name} answers {found.shape}, the bundle {tuple(expected.shape)}; export it again"
+        )
     apart, allowed = audits.difference(torch.from_numpy(found), expected), audits.tolerance(expected, TOLERANCE)
     if not apart <= allowed:
         raise ExportError(
@@ -118,7 +124,8 @@ A list of ids is a row padded at its end with -1, an empty one a row of -1 alone
 """
 _RAW = "Ids are what the bundle's own columns hold: {query} of a query, {candidate} of a candidate."
 _CODES = (
-    "Ids and numbers are what the bundle's `preprocessor/` makes of the raw columns ({query} of a query, {candidate} of a "
+    "Ids and numbers are what the bundle's `preprocessor/` makes of the raw columns ({query} of a query, {candidate} "
+    "of a "
     "candidate): its JSON names the steps, its parquet files hold the codes of words."
 )
 _PROGRAM = """
@@ -165,7 +172,9 @@ def readme(said: Mapping[str, Any]) -> str:
         text += f"| {name} | `{part['file']}` | {inputs} | {_axes(part['output'])} | {shown} |\n"
     for file, array in said.get("arrays", {}).items():
         text += f"| {array['meaning']} | `{file}` | | {_axes(array)} | |\n"
-    columns = {side: ", ".join(f"`{name}` {kind}" for name, kind in own.items()) for side, own in said["raw_columns"].items()}
+    columns = {
+        side: ", ".join(f"`{name}` {kind}" for name, kind in own.items()) for side, own in said["raw_columns"].items()
+    }
     text += _LISTS.format(codes=(_CODES if said["preprocessed"] else _RAW).format(**columns))
     whole = "top" in said and set(said["query_towers"]) <= set(said["towers"])
     return text + (_PROGRAM if whole else f"\nLeft out: {', '.join(said['skipped'])}.\n")
@@ -184,10 +193,13 @@ _EXAMPLES, _BLOCK = 8, 65536
 _INLINE = 2**30  # bytes of weights that one file holds; protobuf ends at 2 GiB
 
 
-def export_bundle(bundle: Bundle, out: Path | str, *, skip: Sequence[str] = (), overwrite: bool = False) -> dict[str, Any]:
+def export_bundle(
+    bundle: Bundle, out: Path | str, *, skip: Sequence[str] = (), overwrite: bool = False
+) -> dict[str, Any]:
     """Writes the towers, the top NN, the candidates' rows and ids, examples, ``onnx.json`` and a README that serves them.
 
-    Every file is compared with the bundle on the audit's rows, many at a time and one by one, before the folder is there.
+    Every file is compared with the bundle on the audit's rows, many at a time and one by one, before the folder is
+    there.
 
     Args:
         bundle: that was loaded.
@@ -209,7 +221,11 @@ def export_bundle(bundle: Bundle, out: Path | str, *, skip: Sequence[str] = (), 
     if out.resolve().is_relative_to(bundle.folder.resolve()) or bundle.folder.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"{out}: is the bundle {bundle.folder}, in it, or around it; choose a folder beside it")
     with whole_folder(out, overwrite=overwrite, mark=NAME) as folder:
-        said: dict[str, Any] = {"bundle": bundle.manifest.digest, "query_towers": bundle.query, "candidate_tower": bundle.candidate}
+        said: dict[str, Any] = {
+            "bundle": bundle.manifest.digest,
+            "query_towers": bundle.query,
+            "candidate_tower": bundle.candidate,
+        }
         said |= {"skipped": sorted(skip), "towers": _write_towers(bundle, folder, skip)}
         if TOP not in skip:
             said |= _write_top(bundle, folder)
@@ -251,7 +267,8 @@ def check_exportable(towers: Mapping[str, str], skip: Sequence[str] = ()) -> Non
         if name not in skip and kind not in EXPORTABLE:
             raise ExportError(
                 f"tower '{name}': a {kind} cannot be exported to ONNX, which is written for towers of pooled tables "
-                f"({', '.join(EXPORTABLE)}); leave it out by name (--onnx-skip {name}), and take its vectors from the bundle"
+                f"({', '.join(EXPORTABLE)}); leave it out by name (--onnx-skip {name}), and take its vectors from the "
+                "bundle"
             )
 
 
@@ -289,10 +306,14 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
     query = projection.query_width or width
     return {
         "query": _file(
-            "query.onnx", [_value("towers", ["B", width], f"outputs of {', '.join(bundle.query)} side by side")], ["B", query]
+            "query.onnx",
+            [_value("towers", ["B", width], f"outputs of {', '.join(bundle.query)} side by side")],
+            ["B", query],
         ),
         "candidates": _file(
-            "candidates.onnx", [_value("tower", ["N", candidate], f"outputs of {bundle.candidate}")], ["N", projection.width]
+            "candidates.onnx",
+            [_value("tower", ["N", candidate], f"outputs of {bundle.candidate}")],
+            ["N", projection.width],
         ),
         TOP: _file(
             "top.onnx",
@@ -303,8 +324,13 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
             ["N"],
         ),
         "arrays": {
-            "candidates.npy": _value("candidates", ["I", projection.width], f"stored rows of the catalogue, from {stored.dtype}"),
-            "ids.npy": {**_value("ids", ["I"], "what the items are called"), "dtype": "int64" if ids.dtype.kind == "i" else "str"},
+            "candidates.npy": _value(
+                "candidates", ["I", projection.width], f"stored rows of the catalogue, from {stored.dtype}"
+            ),
+            "ids.npy": {
+                **_value("ids", ["I"], "what the items are called"),
+                "dtype": "int64" if ids.dtype.kind == "i" else "str",
+            },
         },
     }
 

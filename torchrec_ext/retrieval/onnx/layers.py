@@ -21,14 +21,17 @@ class ExportError(ValueError):
     """A network that cannot be exported, or whose file does not say what it says."""
 
 
-def export_onnx(module: nn.Module, examples: Mapping[str, Tensor], path: Path | str, *, tolerance: float = 1e-5) -> float:
+def export_onnx(
+    module: nn.Module, examples: Mapping[str, Tensor], path: Path | str, *, tolerance: float = 1e-5
+) -> float:
     """Writes a network of dense layers as ONNX, for any number of rows, and runs the file beside it.
 
     Tables stay behind: a tower is exported as its ``mlp``, over looked-up rows and dense columns side by side.
 
     Args:
         module: in evaluation mode.
-        examples: its inputs by name, in order, each (N, D) with 2 rows or more; those of one dimension stay as long as they are.
+        examples: its inputs by name, in order, each (N, D) with 2 rows or more; those of one dimension stay as long as
+            they are.
         path: of the file.
         tolerance: greatest difference, absolute or relative, that is taken.
 
@@ -52,14 +55,16 @@ def export_top(projection: Projection, path: Path | str, *, query_widths: Sequen
     Args:
         projection: of the interaction.
         path: of the file.
-        query_widths: D of each query tower, for an interaction of which nothing can be projected: its query is their outputs.
+        query_widths: D of each query tower, for an interaction of which nothing can be projected: its query is their
+            outputs.
 
     Raises:
         ExportError: also such an interaction without ``query_widths``.
     """
     if projection.query_width is None and query_widths is None:
         raise ExportError(
-            f"{type(projection.interaction).__name__} is not projected; give query_widths, or export it as it is with export_onnx"
+            f"{type(projection.interaction).__name__} is not projected; give query_widths, or export it as it is with "
+            "export_onnx"
         )
     width = projection.query_width or sum(query_widths or ())
     inputs = {"query": torch.randn(width), "candidates": torch.randn(4, projection.width)}
@@ -84,7 +89,9 @@ class _Pairs(nn.Module):
         self.interaction, self._widths = projection.interaction, list(widths)
 
     def forward(self, query: Tensor, candidates: Tensor) -> Tensor:
-        queries = torch.split(query.expand(candidates.shape[0], -1), self._widths, dim=1)  # of len() it would keep the number
+        queries = torch.split(
+            query.expand(candidates.shape[0], -1), self._widths, dim=1
+        )  # of len() it would keep the number
         return self.interaction([*queries, candidates])  # type: ignore[no-any-return]
 
 
@@ -118,7 +125,9 @@ def write_onnx(
                 dynamic_shapes=dynamic,
                 verbose=False,
             )
-            for node in program.model.graph.all_nodes():  # each bears the stack it was traced in, with the paths of this machine
+            for node in (
+                program.model.graph.all_nodes()
+            ):  # each bears the stack it was traced in, with the paths of this machine
                 node.metadata_props.clear()
             program.save(str(path), external_data=external)
     except Exception as error:
@@ -126,7 +135,9 @@ def write_onnx(
         while cause.__cause__ is not None:  # torch's own message begins with advice to its developers
             cause = cause.__cause__
         first = (str(cause).strip().splitlines() or [""])[0][:300]
-        raise ExportError(f"{type(module).__name__} cannot be exported to ONNX: {type(cause).__name__}: {first}") from error
+        raise ExportError(
+            f"{type(module).__name__} cannot be exported to ONNX: {type(cause).__name__}: {first}"
+        ) from error
 
 
 def open_onnx(path: Path | str) -> Callable[[Mapping[str, NDArray[Any]]], NDArray[Any]]:

@@ -80,9 +80,13 @@ class PaddedTower(nn.Module):
             if not self._listed[name]:
                 found.append(Input(name, ("B",), "int64", f"row of its table, {rows}"))
                 continue
-            found.append(Input(name, ("B", length), "int64", f"rows of its table, {rows}; {PAD} after the last of a list"))
+            found.append(
+                Input(name, ("B", length), "int64", f"rows of its table, {rows}; {PAD} after the last of a list")
+            )
             if name in self._weighted:
-                found.append(Input(self._weighted[name], ("B", length), "float32", f"weight of each {name}; any number at {PAD}"))
+                found.append(
+                    Input(self._weighted[name], ("B", length), "float32", f"weight of each {name}; any number at {PAD}")
+                )
         return found
 
     def forward(self, *columns: Tensor) -> Tensor:
@@ -92,7 +96,9 @@ class PaddedTower(nn.Module):
         parts = []
         for table in self._tables:
             for name in table.feature_names:
-                rows = embedding(_known(given[name], self._features[name]), self.weights[self._places[table.name]]).float()
+                rows = embedding(
+                    _known(given[name], self._features[name]), self.weights[self._places[table.name]]
+                ).float()
                 if isinstance(table, EmbeddingBagConfig):
                     parts.append(self._pooled(name, table.pooling, rows, given))
                 else:
@@ -102,7 +108,11 @@ class PaddedTower(nn.Module):
 
     def _bags(self, name: str, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(B, L, D) rows, and (B, L) where there is one."""
-        return (rows, ids != PAD) if self._listed[name] else (rows[:, None], torch.ones_like(ids, dtype=torch.bool)[:, None])
+        return (
+            (rows, ids != PAD)
+            if self._listed[name]
+            else (rows[:, None], torch.ones_like(ids, dtype=torch.bool)[:, None])
+        )
 
     def _pooled(self, name: str, pooling: PoolingType, rows: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         if not self._listed[name]:  # a bag of one is its row
@@ -137,7 +147,8 @@ def example_of(inputs: list[Input]) -> dict[str, Tensor]:
     """Inputs to trace with: 3 rows, lists of 2."""
     sizes: Mapping[str, int] = {"B": 3}
     return {
-        each.name: torch.zeros([sizes.get(letter, 2) for letter in each.shape], dtype=getattr(torch, each.dtype)) for each in inputs
+        each.name: torch.zeros([sizes.get(letter, 2) for letter in each.shape], dtype=getattr(torch, each.dtype))
+        for each in inputs
     }
 
 
@@ -153,7 +164,9 @@ def _as_served(weight: Tensor, table: str, side: Side) -> Tensor:
     if not any(map(len, unseen)):
         return weight
     if any(not np.array_equal(rows, unseen[0]) for rows in unseen):
-        raise ValueError(f"table '{table}': {len(features)} features read it and have seen different ids; leave the tower out")
+        raise ValueError(
+            f"table '{table}': {len(features)} features read it and have seen different ids; leave the tower out"
+        )
     served = weight.clone()
     served[torch.from_numpy(unseen[0])] = weight[features[0].oov_id]
     return served

@@ -33,12 +33,14 @@ class _Waiting(Generic[Asked, Answered]):
 class MicroBatcher(Generic[Asked, Answered]):
     """A thread that answers in batches.
 
-    While one batch runs, the next collects, so batches grow with the load and a lone caller waits for nobody. ``max_wait_ms`` makes
-    every batch wait for company; it pays only where one more in a batch costs next to nothing. Where one more costs as much as the
-    first, ``max_cost_s`` ends the batch: what costs nothing passes by those that wait for the next.
+    While one batch runs, the next collects, so batches grow with the load and a lone caller waits for nobody.
+    ``max_wait_ms`` makes every batch wait for company; it pays only where one more in a batch costs next to nothing.
+    Where one more costs as much as the first, ``max_cost_s`` ends the batch: what costs nothing passes by those that
+    wait for the next.
 
     Args:
-        answer: from a batch to one answer each, in order; an answer that is an exception is raised where it was asked for.
+        answer: from a batch to one answer each, in order; an answer that is an exception is raised where it was asked
+            for.
         max_batch: requests that go together; 1 or more.
         max_wait_ms: how long the first of a batch waits for others; 0 or more.
         capacity: requests that may wait; 1 or more.
@@ -65,7 +67,11 @@ class MicroBatcher(Generic[Asked, Answered]):
         cost_s: Callable[[Asked], float] = lambda _: 0.0,
         max_cost_s: float = math.inf,
     ) -> None:
-        for name, value, least in (("max_batch", max_batch, 1), ("max_wait_ms", max_wait_ms, 0), ("capacity", capacity, 1)):
+        for name, value, least in (
+            ("max_batch", max_batch, 1),
+            ("max_wait_ms", max_wait_ms, 0),
+            ("capacity", capacity, 1),
+        ):
             if not value >= least:
                 raise ValueError(f"{name}={value}: must be {least} or more")
         self._answer, self._max_batch, self._max_wait_s, self._capacity = answer, max_batch, max_wait_ms / 1e3, capacity

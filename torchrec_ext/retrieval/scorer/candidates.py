@@ -2,7 +2,8 @@
 
 compiled_scores(): gathering rows and the network over them as machine code, by AOTInductor.
 
-A call is one call of C++: of a scorer for some hundred rows, what Python does around the arithmetic is the greater part.
+A call is one call of C++: of a scorer for some hundred rows, what Python does around the arithmetic is the greater
+part.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _EXAMPLE = 4  # positions, of whose number nothing is assumed but that it is 2 o
 def compiled_scores(projection: Projection, matrix: Tensor, scales: Tensor | None) -> Compiled | None:
     """A function of the query towers' outputs (D1,) and positions (N,): scores (N,), and whether a position is outside.
 
-    The machine code is kept in torch's own cache folder (``TORCHINDUCTOR_CACHE_DIR``) by what it computes and its weights, so that
-    other workers, and a service that starts again, load it; from a folder of this user alone.
+    The machine code is kept in torch's own cache folder (``TORCHINDUCTOR_CACHE_DIR``) by what it computes and its
+    weights, so that other workers, and a service that starts again, load it; from a folder of this user alone.
 
     Args:
         projection: of the interaction.
@@ -80,7 +81,8 @@ class _Scores(nn.Module):
         self._projection, self._scaled = projection, scaled
 
     def forward(self, query: Tensor, positions: Tensor, *stored: Tensor) -> tuple[Tensor, Tensor]:
-        # Where it is wrong nothing is read outside, and nothing raised: an exception in a thread of OpenMP ends the process.
+        # Where it is wrong nothing is read outside, and nothing raised: an exception in a thread of OpenMP ends the
+        # process.
         places = positions.clamp(0, stored[0].shape[0] - 1)
         rows = stored[0][places].float()
         if self._scaled:
@@ -112,7 +114,8 @@ def _of_this_user(folder: Path) -> Path:
 def _check_owner(folder: Path, about: os.stat_result, shared: bool) -> None:
     if shared or about.st_uid not in (0, os.geteuid()):
         raise ValueError(
-            f"compiled code is not loaded from '{folder}': it is user {about.st_uid}'s with mode {stat.S_IMODE(about.st_mode):o}, "
+            f"compiled code is not loaded from '{folder}': it is user {about.st_uid}'s with mode "
+            f"{stat.S_IMODE(about.st_mode):o}, "
             f"and must be a folder of user {os.geteuid()} that nobody else writes; remove it, or name another in "
             "TORCHINDUCTOR_CACHE_DIR"
         )
@@ -133,9 +136,9 @@ Compile = Literal["auto", "off"]
 class CandidateScorer:
     """Scores of one query with candidates of a store; of a request nothing else is left to do.
 
-    Rows are read where they lie in the memory-mapped file: compiled, they are gathered, summed with the query's half and put
-    through the network in one pass, and no copy of them is written. Without a compiler the same runs operation by operation, and a
-    warning says so once. Both are equal within 1e-5. May be called from several threads.
+    Rows are read where they lie in the memory-mapped file: compiled, they are gathered, summed with the query's half
+    and put through the network in one pass, and no copy of them is written. Without a compiler the same runs operation
+    by operation, and a warning says so once. Both are equal within 1e-5. May be called from several threads.
 
     Args:
         projection: of the interaction.
@@ -152,7 +155,8 @@ class CandidateScorer:
             raise ValueError(f"compile={compile!r}: must be auto or off")
         if len(store) and store.width != projection.width:
             raise ValueError(
-                f"store: rows are {store.width} wide, the projection's {projection.width}; store projection.candidates(...)"
+                f"store: rows are {store.width} wide, the projection's {projection.width}; store "
+                "projection.candidates(...)"
             )
         self.projection, self.store = projection, store
         self._matrix, self._scales, self._size = store.matrix(), store.scales, len(store)

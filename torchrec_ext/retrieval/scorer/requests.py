@@ -49,8 +49,8 @@ class RecommendRequest:
     """Which items for this user.
 
     Args:
-        user: raw features by column. The id alone where the bundle knows the users; features beside it take precedence over those
-            that are known.
+        user: raw features by column. The id alone where the bundle knows the users; features beside it take precedence
+            over those that are known.
         k: how many; 1 or more. Where fewer are left, all of them are answered.
         candidates: ids to choose among; the whole catalogue where not given.
         retrieve: how many the index hands to the top NN, ``k`` at least; the scorer's own number where not given.
@@ -58,7 +58,8 @@ class RecommendRequest:
         allowed: ids that alone may be answered.
         categories: only items of one of these.
         exclude_seen: leave out what the user has taken, where the bundle knows it.
-        vector: ``live``: always run the user tower; ``auto``: take a stored vector where there is one and no feature is given.
+        vector: ``live``: always run the user tower; ``auto``: take a stored vector where there is one and no feature is
+            given.
         titles: answer titles too.
         liked: how many of the items that the user liked to answer beside.
 
@@ -86,7 +87,9 @@ class RecommendRequest:
         for name in ("candidates", "allowed"):
             given = getattr(self, name)
             if given is not None and not len(given):
-                raise RequestError(name, "the list is empty, so nothing could be answered; leave it out for the whole catalogue")
+                raise RequestError(
+                    name, "the list is empty, so nothing could be answered; leave it out for the whole catalogue"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,8 @@ class Recommendation:
         scores: (K,).
         asked: k of the request.
         cold: what of the user was not in training.
-        unknown_items: ids of the request that the catalogue does not have. Candidates among them are scored as the unknown item.
+        unknown_items: ids of the request that the catalogue does not have. Candidates among them are scored as the
+            unknown item.
         titles: (K,), where asked for and known.
         liked: ids that the user liked, the latest first, where asked for and known.
         liked_titles: their titles.
@@ -195,7 +199,8 @@ class Selection:
     """What the search of one request is bound to.
 
     Args:
-        candidates: (N,) positions to choose among, with all filters applied, -1 for an unknown item; None for the whole catalogue.
+        candidates: (N,) positions to choose among, with all filters applied, -1 for an unknown item; None for the whole
+            catalogue.
         given: (N,) which of the request's candidates each is.
         allowed: (I,) bool, or None for all; of no use beside ``candidates``.
         excluded: positions, likewise.

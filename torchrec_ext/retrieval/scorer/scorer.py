@@ -194,7 +194,8 @@ def _first_stage(bundle: Bundle, stage: Stage) -> Index:
     width = bundle.query_width
     if width != bundle.store.width:
         raise ValueError(
-            f"stage={stage!r}: the query towers' outputs are {width} wide, the candidate tower's {bundle.store.width}: there is "
+            f"stage={stage!r}: the query towers' outputs are {width} wide, the candidate tower's {bundle.store.width}: "
+            "there is "
             "no product of both; take stage='exact'"
         )
     return ExactIndex(bundle.store, stage)
@@ -215,20 +216,21 @@ def guarded(
 class Scorer:
     """Answers requests with one bundle, and with another from the moment :meth:`swap` returns.
 
-    A request runs the query tower once (or takes a stored vector), searches the index for candidates under the request's filters
-    (or takes those that are given), and scores these by the top NN over their stored embeddings; the candidate tower does
-    not run. Several requests share one pass through the tower and one search. Any number of threads may
-    ask and swap: an answer is of one bundle throughout, whose digest it bears.
+    A request runs the query tower once (or takes a stored vector), searches the index for candidates under the
+    request's filters (or takes those that are given), and scores these by the top NN over their stored embeddings; the
+    candidate tower does not run. Several requests share one pass through the tower and one search. Any number of
+    threads may ask and swap: an answer is of one bundle throughout, whose digest it bears.
 
     Args:
         bundle: what answers.
         vectors: stored vectors of users, in the order in which they are asked.
         retrieve: how many the first stage hands to the top NN where the request does not say.
-        stage: where a top NN scores, how candidates are found for it: ``exact`` asks the top NN about the whole catalogue; ``dot``
-            and ``cosine`` rank the towers' outputs by that product first, which takes a fraction of the time and misses what such a
-            product does not see: :meth:`stage_recall` measures it. Other models are searched by their own score.
-        compile: ``auto`` compiles the top NN, 10 s where its weights are new here; it pays for many candidates in one request. See
-            :class:`~torchrec_ext.retrieval.scorer.candidates.CandidateScorer`.
+        stage: where a top NN scores, how candidates are found for it: ``exact`` asks the top NN about the whole
+            catalogue; ``dot`` and ``cosine`` rank the towers' outputs by that product first, which takes a fraction of
+            the time and misses what such a product does not see: :meth:`stage_recall` measures it. Other models are
+            searched by their own score.
+        compile: ``auto`` compiles the top NN, 10 s where its weights are new here; it pays for many candidates in one
+            request. See :class:`~torchrec_ext.retrieval.scorer.candidates.CandidateScorer`.
 
     Raises:
         ValueError: retrieve below 1, or a stage of towers whose outputs have different widths.

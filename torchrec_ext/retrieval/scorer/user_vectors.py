@@ -127,7 +127,8 @@ class RemoteVectors:
     """A remote store behind a fuse: after a failure it is left alone for a while, so that requests do not wait for it one by one.
 
     Args:
-        connect: from a tower's digest and the width of its vectors, where known, to the store of them; makes no connection.
+        connect: from a tower's digest and the width of its vectors, where known, to the store of them; makes no
+            connection.
         failures: the errors by which the store says that it is out of reach.
         source: its name in answers.
         retry_s: for how long it is left alone.
@@ -170,7 +171,9 @@ class RemoteVectors:
             found = store.find(cast(Sequence[int], ids))
         except self._failures as error:
             self._until = time.monotonic() + self._retry_s
-            raise UnavailableError(f"the {self.source} of users' vectors is out of reach ({type(error).__name__})") from None
+            raise UnavailableError(
+                f"the {self.source} of users' vectors is out of reach ({type(error).__name__})"
+            ) from None
         self._until = 0.0
         self.malformed += store.malformed - before
         return found
@@ -192,7 +195,8 @@ def user_vectors(folder: Path | None, redis: str | None, tower: str) -> list[Use
         stored = FolderVectors(folder)
         if stored.tower != tower:
             raise ValueError(
-                f"--vectors {folder}: made by tower {stored.tower[:12] or '(none)'}, this bundle's query is by {tower[:12]}; embed "
+                f"--vectors {folder}: made by tower {stored.tower[:12] or '(none)'}, this bundle's query is by "
+                f"{tower[:12]}; embed "
                 f"the users with it: python -m torchx_apps.embed BUNDLE --tower query --out {folder} ..."
             )
         found.append(stored)

@@ -52,7 +52,9 @@ class Users:
         places = self._places(requests, found)
         self._take_stored(requests, places, found)
         live = [at for at in range(len(requests)) if at not in found]
-        found |= dict(zip(live, self._embed([requests[at].user for at in live], [places[at] for at in live]), strict=True))
+        found |= dict(
+            zip(live, self._embed([requests[at].user for at in live], [places[at] for at in live]), strict=True)
+        )
         return [found[at] for at in range(len(requests))]
 
     def embed_rows(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
@@ -75,7 +77,9 @@ class Users:
         columns = {name: [row[name] for row in rows] for name in needed}
         return _finite(_run(self._bundle.embed_candidates, columns, "rows"), "rows"), [[] for _ in rows]
 
-    def _places(self, requests: Sequence[RecommendRequest | ScoreRequest], found: dict[int, Found | Exception]) -> list[int]:
+    def _places(
+        self, requests: Sequence[RecommendRequest | ScoreRequest], found: dict[int, Found | Exception]
+    ) -> list[int]:
         places = []
         for at, request in enumerate(requests):
             places.append(-1)
@@ -91,7 +95,9 @@ class Users:
             return -1
         given = user[users.key]
         if type(given) not in (int, str):
-            raise RequestError(f"{where}.{users.key}", f"{type(given).__name__} is no id; ids are whole numbers or strings")
+            raise RequestError(
+                f"{where}.{users.key}", f"{type(given).__name__} is no id; ids are whole numbers or strings"
+            )
         check_kind(f"{where}.{users.key}", given, users.ids.kind)
         try:
             return int(users.ids.positions([given])[0])
@@ -99,7 +105,10 @@ class Users:
             raise RequestError(f"{where}.{users.key}", str(error)) from None
 
     def _take_stored(
-        self, requests: Sequence[RecommendRequest | ScoreRequest], places: Sequence[int], found: dict[int, Found | Exception]
+        self,
+        requests: Sequence[RecommendRequest | ScoreRequest],
+        places: Sequence[int],
+        found: dict[int, Found | Exception],
     ) -> None:
         """Fills in those whose vector is stored; a store out of reach is passed over while the features are known."""
         wanted = [
@@ -136,16 +145,24 @@ class Users:
             return [self._embed([user], [place])[0] for user, place in zip(users, places, strict=True)]
         known = self._bundle.users is not None
         return [
-            Found(vectors[row : row + 1], ColdStart(unknown_user=known and place < 0, unknown_features=unknown[row]), place)
+            Found(
+                vectors[row : row + 1],
+                ColdStart(unknown_user=known and place < 0, unknown_features=unknown[row]),
+                place,
+            )
             for row, place in enumerate(places)
         ]
 
-    def _columns(self, rows: Sequence[Mapping[str, Any]], places: Sequence[int], where: Sequence[str]) -> dict[str, list[Any]]:
+    def _columns(
+        self, rows: Sequence[Mapping[str, Any]], places: Sequence[int], where: Sequence[str]
+    ) -> dict[str, list[Any]]:
         """The raw columns of the query towers: what the request says, over what is known of the user."""
         needed = self._bundle.request_columns
         table = self._bundle.users
         known: dict[str, list[Any]] = {}
-        if table is not None and not all(needed.keys() <= row.keys() for row in rows):  # nothing is read that no request leaves out
+        if table is not None and not all(
+            needed.keys() <= row.keys() for row in rows
+        ):  # nothing is read that no request leaves out
             known = {name: list(column) for name, column in table.rows(np.asarray(places, np.int64)).items()}
         columns: dict[str, list[Any]] = {name: known.get(name, [None] * len(rows)) for name in needed}
         for at, row in enumerate(rows):
@@ -155,14 +172,19 @@ class Users:
                 elif name != self.key:
                     raise RequestError(f"{where[at]}.{name}", f"the model reads no such column{_nearest(name, needed)}")
             _check_finite(row, where[at])
-            # What is known of nobody stands for a user who is an id and nothing else; beside features it would hide a mistake.
+            # What is known of nobody stands for a user who is an id and nothing else; beside features it would hide a
+            # mistake.
             alone = table is not None and (places[at] >= 0 or set(row) == {self.key})
-            missing = [name for name in needed if name not in row and name != self.key and not (alone and name in known)]
+            missing = [
+                name for name in needed if name not in row and name != self.key and not (alone and name in known)
+            ]
             _check_there(needed, missing, where[at])
         return columns
 
 
-def _run(embed: Callable[[Mapping[str, Sequence[Any]]], Made], columns: Mapping[str, Sequence[Any]], where: str) -> Made:
+def _run(
+    embed: Callable[[Mapping[str, Sequence[Any]]], Made], columns: Mapping[str, Sequence[Any]], where: str
+) -> Made:
     try:
         return embed(columns)
     except (ValueError, OverflowError, TypeError) as error:
@@ -178,7 +200,8 @@ def _finite(vectors: Tensor, where: str) -> Tensor:
 def _check_there(needed: Mapping[str, str], missing: Sequence[str], where: str) -> None:
     if missing:
         raise RequestError(
-            f"{where}.{missing[0]}", f"it is missing; the model reads {', '.join(needed)}, of which missing: {', '.join(missing)}"
+            f"{where}.{missing[0]}",
+            f"it is missing; the model reads {', '.join(needed)}, of which missing: {', '.join(missing)}",
         )
 
 

@@ -130,7 +130,9 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(
-            415, "not_json", "the content type must be application/json; send the header `Content-Type: application/json`"
+            415,
+            "not_json",
+            "the content type must be application/json; send the header `Content-Type: application/json`",
         )
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limits.body_bytes:
@@ -151,7 +153,9 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
 
 
 def _too_long(limits: Limits) -> Refusal:
-    message = f"the body is longer than {limits.body_bytes} bytes, which is the limit; send fewer ids, in several requests"
+    message = (
+        f"the body is longer than {limits.body_bytes} bytes, which is the limit; send fewer ids, in several requests"
+    )
     return over_limit("body_bytes", limits.body_bytes, message, status=413)
 
 
@@ -163,8 +167,17 @@ def _never_ends(limits: Limits) -> Refusal:
 
 def _as_json(answer: Recommendation | Scores | Embedded) -> dict[str, Any]:
     if isinstance(answer, Embedded):
-        return {"vectors": answer.vectors.tolist(), "unknown_features": answer.unknown_features, "bundle": answer.bundle}
-    values = {"scores": answer.scores, **_cold(answer.cold), "unknown_items": answer.unknown_items, "bundle": answer.bundle}
+        return {
+            "vectors": answer.vectors.tolist(),
+            "unknown_features": answer.unknown_features,
+            "bundle": answer.bundle,
+        }
+    values = {
+        "scores": answer.scores,
+        **_cold(answer.cold),
+        "unknown_items": answer.unknown_items,
+        "bundle": answer.bundle,
+    }
     if isinstance(answer, Scores):
         return values
     values = {"items": answer.items, **values, "asked": answer.asked, "answered": len(answer.items)}

@@ -17,10 +17,10 @@ ADMITTED = "admitted"  # in the state of a request's scope: it bore the token, o
 class Connections:
     """The connections of one worker, held to its limits before and after the token is asked for.
 
-    A head beyond ``header_bytes`` is answered with 431. A connection whose first byte, or the rest of a head, does not come within
-    ``header_ms`` is closed, and so is one that leaves its answer unread for so long. Where one more than ``connections`` is opened,
-    the one that has been without a request longest is closed, first among those of which no request was admitted yet; where all
-    have a request under way, the new one is answered with 503.
+    A head beyond ``header_bytes`` is answered with 431. A connection whose first byte, or the rest of a head, does not
+    come within ``header_ms`` is closed, and so is one that leaves its answer unread for so long. Where one more than
+    ``connections`` is opened, the one that has been without a request longest is closed, first among those of which no
+    request was admitted yet; where all have a request under way, the new one is answered with 503.
 
     Args:
         limits: of the service.
@@ -198,7 +198,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def _too_long(limits: Limits) -> Refusal:
     most = limits.header_bytes
-    message = f"the address and the headers are longer than {most} bytes, which is the limit; send fewer or shorter headers"
+    message = (
+        f"the address and the headers are longer than {most} bytes, which is the limit; send fewer or shorter headers"
+    )
     return over_limit("header_bytes", most, message, status=431)
 
 

@@ -31,7 +31,8 @@ class Guard:
     Args:
         app: what answers.
         service: whose state, token, metrics and log.
-        routes: paths that there are; others are counted and logged as one, so that nothing a caller typed stands in a log.
+        routes: paths that there are; others are counted and logged as one, so that nothing a caller typed stands in a
+            log.
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: frozenset[str]) -> None:
@@ -74,14 +75,19 @@ class Guard:
     def _admit(self, path: str, headers: Headers) -> None:
         """Raises the refusal of a request that must not come through."""
         named, allowed = _host(headers.get("host", "")), self._service.settings.allowed_hosts
-        if not any(one in ("*", named) or (one.startswith("*.") and named.endswith(one[1:])) for one in map(str.lower, allowed)):
+        if not any(
+            one in ("*", named) or (one.startswith("*.") and named.endswith(one[1:])) for one in map(str.lower, allowed)
+        ):
             message = (
-                f"the header Host names {named[:100]!r}, and this server answers to {', '.join(allowed)}; ask under such a name, "
+                f"the header Host names {named[:100]!r}, and this server answers to {', '.join(allowed)}; ask under "
+                "such a name, "
                 "or start it with --allowed_hosts"
             )
             raise Refusal(400, "host", message)
         if self._service.draining and path not in _ALWAYS:
-            raise Refusal(503, "draining", "this server is about to end; ask again, another one will answer", retry=True)
+            raise Refusal(
+                503, "draining", "this server is about to end; ask again, another one will answer", retry=True
+            )
         if self._service.settings.token is not None and self._guarded(path):
             given = headers.get("authorization", "")
             if not self._service.bears_token(given):
@@ -97,7 +103,10 @@ class Guard:
         if isinstance(error, Refusal):
             return error
         if isinstance(error, HTTPException):
-            message = {404: "there is no such page; see /openapi.json", 405: "not with this method; see the header Allow"}
+            message = {
+                404: "there is no such page; see /openapi.json",
+                405: "not with this method; see the header Allow",
+            }
             told = message.get(error.status_code, str(error.detail))
             return Refusal(error.status_code, "http", told, headers=error.headers)
         self._service.log("error", **where(error))
@@ -110,7 +119,11 @@ class Guard:
         service.metrics.seconds.labels(route).observe(seconds)
         if service.settings.log_requests:
             service.log(
-                "request", method=method if len(method) < 10 else "other", route=route, status=status, ms=round(seconds * 1e3, 2)
+                "request",
+                method=method if len(method) < 10 else "other",
+                route=route,
+                status=status,
+                ms=round(seconds * 1e3, 2),
             )
 
 

@@ -39,12 +39,16 @@ def document(bundle: Bundle, settings: Settings) -> Schema:
         "/v1/recommend": _post("The best items of a user", _recommend(bundle, limits), "Recommendation"),
         "/v1/score": _post("The model's logits of a user and some items", _score(bundle, limits), "Scores"),
         "/v1/embed": _post("Outputs of the towers", _embed(limits), "Vectors"),
-        "/v1/bundle": _get("What is served: the manifest with parity, recall and coverage", {"type": "object"}, token=True),
+        "/v1/bundle": _get(
+            "What is served: the manifest with parity, recall and coverage", {"type": "object"}, token=True
+        ),
         "/healthz": _get("The process runs", _object({"status": {"type": "string"}})),
         "/readyz": _get("Whether to send requests here, and what is served", {"type": "object"}, draining=True),
         "/openapi.json": _get("This description", {"type": "object"}),
     }
-    paths["/metrics"] = {"get": {"summary": "Prometheus metrics of all workers", "responses": {**_text(), **_errors("401")}}}
+    paths["/metrics"] = {
+        "get": {"summary": "Prometheus metrics of all workers", "responses": {**_text(), **_errors("401")}}
+    }
     components: Schema = {"schemas": {**_answers(bundle, digest), "Error": _ERROR}}
     described: Schema = {
         "openapi": "3.1.0",
@@ -66,7 +70,13 @@ def _recommend(bundle: Bundle, limits: Limits) -> Schema:
     return _object(
         {
             "user": _user(bundle),
-            "k": {"type": "integer", "minimum": 1, "maximum": limits.k, "default": 10, "description": "Items to answer."},
+            "k": {
+                "type": "integer",
+                "minimum": 1,
+                "maximum": limits.k,
+                "default": 10,
+                "description": "Items to answer.",
+            },
             "candidates": {**ids, "minItems": 1, "uniqueItems": True, "description": "Choose among these alone."},
             "retrieve": {
                 "type": "integer",
@@ -85,7 +95,13 @@ def _recommend(bundle: Bundle, limits: Limits) -> Schema:
             "exclude_seen": {"type": "boolean", "default": True, "description": "Leave out what the user has taken."},
             "vector": _VECTOR,
             "titles": {"type": "boolean", "default": False, "description": "Answer titles too."},
-            "liked": {"type": "integer", "minimum": 0, "maximum": MAX_LIKED, "default": 0, "description": "Liked items to answer."},
+            "liked": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": MAX_LIKED,
+                "default": 0,
+                "description": "Liked items to answer.",
+            },
         },
         required=["user"],
     )
@@ -108,7 +124,10 @@ def _user(bundle: Bundle) -> Schema:
     if bundle.users is None:
         return _object(columns, required=list(columns))
     described = _object({**columns, bundle.users.key: _id(bundle.users.ids.kind)}, required=[bundle.users.key])
-    return {**described, "description": "The id alone, or with features, which then take the place of those that are known."}
+    return {
+        **described,
+        "description": "The id alone, or with features, which then take the place of those that are known.",
+    }
 
 
 def _column(kind: str) -> Schema:
@@ -128,14 +147,21 @@ def _ids(bundle: Bundle, limits: Limits) -> Schema:
 def _answers(bundle: Bundle, digest: Schema) -> Schema:
     names: Schema = {"type": "array", "items": {"type": "string"}}
     ids: Schema = {"type": "array", "items": _id(bundle.store.ids.kind)}
-    scores: Schema = {"type": "array", "items": {"type": "number"}, "description": "The model's logits, one for each item."}
+    scores: Schema = {
+        "type": "array",
+        "items": {"type": "number"},
+        "description": "The model's logits, one for each item.",
+    }
     best: Schema = {**ids, "description": "Ids, best first."}
     common: Schema = {
         "scores": scores,
         "unknown_user": {"type": "boolean", "description": "The id is unknown, or none was given."},
         "unknown_features": {**names, "description": "Columns that took the out-of-vocabulary row."},
         "vector": {"enum": ["live", "store", "redis"], "description": "Where the user's vector came from."},
-        "unknown_items": {**ids, "description": "Ids that the catalogue does not have; as candidates scored as the unknown item."},
+        "unknown_items": {
+            **ids,
+            "description": "Ids that the catalogue does not have; as candidates scored as the unknown item.",
+        },
         "bundle": digest,
     }
     counts: Schema = {
@@ -147,9 +173,12 @@ def _answers(bundle: Bundle, digest: Schema) -> Schema:
     unknown = {"type": "array", "items": names}
     return {
         "Scores": _object(common, required=list(common)),
-        "Recommendation": _object({"items": best, **common, **counts, **optional}, required=["items", *common, *counts]),
+        "Recommendation": _object(
+            {"items": best, **common, **counts, **optional}, required=["items", *common, *counts]
+        ),
         "Vectors": _object(
-            {"vectors": vectors, "unknown_features": unknown, "bundle": digest}, required=["vectors", "unknown_features", "bundle"]
+            {"vectors": vectors, "unknown_features": unknown, "bundle": digest},
+            required=["vectors", "unknown_features", "bundle"],
         ),
     }
 

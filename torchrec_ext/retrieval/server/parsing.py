@@ -80,7 +80,14 @@ def _wrong(name: str, value: object, rule: str) -> Refusal:
 
 
 def _kind(value: object) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+    }
     return "null" if value is None else f"it is {names.get(type(value), type(value).__name__)}"
 
 
@@ -115,7 +122,10 @@ def _list(name: str, value: Any, most: int, limit: str, what: str) -> list[Any]:
         raise _wrong(name, value, f"a list of {what}")
     if len(value) > most:
         raise over_limit(
-            limit, most, f"{name}: {len(value)} entries; the limit is {most}: send fewer, in several requests", field=name
+            limit,
+            most,
+            f"{name}: {len(value)} entries; the limit is {most}: send fewer, in several requests",
+            field=name,
         )
     return value
 
@@ -124,8 +134,12 @@ def _ids(name: str, value: Any, limits: Limits) -> list[Id]:
     found = _list(name, value, limits.candidates, "candidates", "ids, all whole numbers or all strings")
     kinds = set(map(type, found))
     if kinds - {int} and kinds - {str}:
-        listed = " and ".join(sorted(_kind(kind()).removeprefix("it is ") if kind is not type(None) else "null" for kind in kinds))
-        raise Refusal(422, "invalid", f"{name}: it holds {listed}; must be ids, all whole numbers or all strings", field=name)
+        listed = " and ".join(
+            sorted(_kind(kind()).removeprefix("it is ") if kind is not type(None) else "null" for kind in kinds)
+        )
+        raise Refusal(
+            422, "invalid", f"{name}: it holds {listed}; must be ids, all whole numbers or all strings", field=name
+        )
     if kinds == {int} and (max(found) >= _INT64 or min(found) < -_INT64):
         raise Refusal(422, "invalid", f"{name}: an id is beyond 64 bits; no id of a catalogue is", field=name)
     return found
@@ -144,9 +158,13 @@ def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
     for column, feature in value.items():
         if len(column) > _NAME:  # or it is looked for among names like it, which takes as long as it is
             told = f"{name}.{column[:_NAME]}"
-            raise Refusal(422, "invalid", f"{told}: a name of {len(column)} characters; the limit is {_NAME}", field=told)
+            raise Refusal(
+                422, "invalid", f"{told}: a name of {len(column)} characters; the limit is {_NAME}", field=told
+            )
         if type(feature) is dict or (type(feature) is list and set(map(type, feature)) & {dict, list}):
-            raise Refusal(422, "invalid", f"{name}.{column}: must be a value or a list of values", field=f"{name}.{column}")
+            raise Refusal(
+                422, "invalid", f"{name}.{column}: must be a value or a list of values", field=f"{name}.{column}"
+            )
     return value
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ASCII, so that a lone surrogate in an id cannot fail
+_ENCODER = json.JSONEncoder(
+    allow_nan=False, separators=(",", ":")
+)  # ASCII, so that a lone surrogate in an id cannot fail
 
 
 def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

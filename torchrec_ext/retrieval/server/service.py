@@ -41,9 +41,13 @@ class Service:
         refused: why the bundle that should be served now is not, or None.
     """
 
-    def __init__(self, settings: Settings, bundle: Bundle, *, vectors: Sequence[UserVectors] = (), log: Log | None = None) -> None:
+    def __init__(
+        self, settings: Settings, bundle: Bundle, *, vectors: Sequence[UserVectors] = (), log: Log | None = None
+    ) -> None:
         self.settings = settings
-        self.scorer = Scorer(bundle, vectors=vectors, retrieve=settings.retrieve, stage=settings.stage, compile=settings.compile)
+        self.scorer = Scorer(
+            bundle, vectors=vectors, retrieve=settings.retrieve, stage=settings.stage, compile=settings.compile
+        )
         self.vectors = vectors
         self.metrics = Metrics()
         self.log = log or Log()
@@ -115,7 +119,9 @@ class Service:
         gone = asyncio.ensure_future(_gone(receive))
         either: set[asyncio.Future[Any]] = {answer, gone}
         try:
-            await asyncio.wait(either, timeout=max(0.0, deadline - time.monotonic()), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                either, timeout=max(0.0, deadline - time.monotonic()), return_when=asyncio.FIRST_COMPLETED
+            )
             if answer.done():
                 return answer.result()
             answer.cancel()
@@ -134,13 +140,16 @@ class Service:
         search_ms, most = 1e3 * self.scorer.search_s(request), self.settings.limits.time_ms
         if search_ms > most:
             message = (
-                f"a search of all {len(self.scorer.bundle.store.ids):,} items takes {search_ms:,.0f} ms here, and the limit is "
-                f"{most:g} ms; name `candidates`, or start the server with --stage dot, an approximate index or a greater --time-ms"
+                f"a search of all {len(self.scorer.bundle.store.ids):,} items takes {search_ms:,.0f} ms here, and the "
+                "limit is "
+                f"{most:g} ms; name `candidates`, or start the server with --stage dot, an approximate index or a "
+                "greater --time-ms"
             )
             raise over_limit("time_ms", most, message, status=413)
         if search_ms and (waiting_ms := 1e3 * self._batcher.backlog_s) + search_ms > most:
             message = (
-                f"the searches before this one take {waiting_ms:,.0f} ms and it takes {search_ms:,.0f}, and the limit is {most:g} "
+                f"the searches before this one take {waiting_ms:,.0f} ms and it takes {search_ms:,.0f}, and the limit "
+                f"is {most:g} "
                 "ms; come back in a second, name `candidates`, or add workers"
             )
             raise over_limit("time_ms", most, message, status=429, retry=True)

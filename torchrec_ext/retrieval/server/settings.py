@@ -16,11 +16,12 @@ class Limits:
         k: items of an answer; 422.
         candidates: ids in each list of a request, and items that an index may hand to the top NN; 422.
         rows: of one request to embed; 422.
-        queue: requests that may wait in a worker; 429. So are searches of the whole catalogue that, with those before them, take
-            longer than ``time_ms``; 413 where one alone does.
+        queue: requests that may wait in a worker; 429. So are searches of the whole catalogue that, with those before
+            them, take longer than ``time_ms``; 413 where one alone does.
         time_ms: from a request's head to its answer; 408 where its body has not come by then, else 503.
         header_bytes: of a request's address and headers; 431.
-        header_ms: for a connection's first byte, for the rest of a request's head, and for an answer to be read; then it is closed.
+        header_ms: for a connection's first byte, for the rest of a request's head, and for an answer to be read; then
+            it is closed.
         connections: of a worker at a time; see :class:`~torchrec_ext.retrieval.server.connections.Connections`.
 
     Raises:
@@ -48,9 +49,9 @@ class Settings:
     """One service.
 
     Args:
-        bundle: a bundle's folder or that of a run which ended with one, a symbolic link to it, or a text file that holds its
-            path. It is looked at every ``watch_s``: when it leads to another bundle, that is loaded beside the live one and takes
-            its place.
+        bundle: a bundle's folder or that of a run which ended with one, a symbolic link to it, or a text file that
+            holds its path. It is looked at every ``watch_s``: when it leads to another bundle, that is loaded beside
+            the live one and takes its place.
         workers: processes; 1 or more. Each has an interpreter of its own, all map the same files.
         threads: of torch in a worker.
         limits: on what callers ask for.
@@ -58,18 +59,20 @@ class Settings:
         stage: how it finds them; see :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`.
         compile: the top NN; likewise.
         max_batch: requests that a worker answers together.
-        max_wait_ms: how long a request waits for company; see :class:`~torchrec_ext.retrieval.scorer.batching.MicroBatcher`.
+        max_wait_ms: how long a request waits for company; see
+            :class:`~torchrec_ext.retrieval.scorer.batching.MicroBatcher`.
         token: what callers must bear, or None; not empty.
-        allowed_hosts: what the header Host may name, with or without a port: names, addresses, ``*.example.com``, or ``*`` for all.
-            A page that a browser of this machine has open elsewhere reaches a loopback address under a name of its own.
+        allowed_hosts: what the header Host may name, with or without a port: names, addresses, ``*.example.com``, or
+            ``*`` for all. A page that a browser of this machine has open elsewhere reaches a loopback address under a
+            name of its own.
         vectors: folder of a store with users' vectors, as ``rec.embed --tower query`` writes one, or None.
         redis: address of a Redis that holds users' vectors, such as ``redis://host:6379/0``, or None.
         watch_s: seconds between two looks at ``bundle``.
-        drain_s: seconds for which a worker that was told to end still answers new requests with 503, so that who balances the load
-            can notice.
+        drain_s: seconds for which a worker that was told to end still answers new requests with 503, so that who
+            balances the load can notice.
         drain_limit_s: seconds after which it ends whatever is in flight.
-        hang_s: seconds without a sign of life of a worker, or with one batch, after which another takes its place; more than
-            ``limits.time_ms``, beyond which no batch is begun.
+        hang_s: seconds without a sign of life of a worker, or with one batch, after which another takes its place; more
+            than ``limits.time_ms``, beyond which no batch is begun.
         start_s: seconds within which a worker must have loaded the bundle and answer, else another takes its place.
         log_requests: log a line for each request, and not only for events.
 
@@ -98,7 +101,15 @@ class Settings:
     log_requests: bool = True
 
     def __post_init__(self) -> None:
-        least = {"workers": 1, "threads": 1, "retrieve": 1, "max_batch": 1, "max_wait_ms": 0, "drain_s": 0, "drain_limit_s": 0}
+        least = {
+            "workers": 1,
+            "threads": 1,
+            "retrieve": 1,
+            "max_batch": 1,
+            "max_wait_ms": 0,
+            "drain_s": 0,
+            "drain_limit_s": 0,
+        }
         for name, low in least.items():
             if not getattr(self, name) >= low:
                 raise ValueError(f"{name}={getattr(self, name)}: must be {low} or more")
@@ -107,11 +118,14 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)}: must be greater than 0")
         for name in self.allowed_hosts:
             if not name or (name != "*" and "*" in name.removeprefix("*.")):
-                raise ValueError(f"allowed_hosts: {name!r}; must be a name or an address without a port, *.example.com, or *")
+                raise ValueError(
+                    f"allowed_hosts: {name!r}; must be a name or an address without a port, *.example.com, or *"
+                )
         time_ms = self.limits.time_ms
         if time_ms >= 1e3 * self.hang_s:
             raise ValueError(
-                f"hang_s={self.hang_s:g}: must be more than the {time_ms / 1e3:g} s of time_ms={time_ms:g}, or a worker is "
+                f"hang_s={self.hang_s:g}: must be more than the {time_ms / 1e3:g} s of time_ms={time_ms:g}, or a "
+                "worker is "
                 "replaced that would have answered in time; give a greater --hang, or a smaller --time-ms"
             )
         if self.token is not None and not self.token.strip():

@@ -24,7 +24,8 @@ _TICK_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _STARTING_S = 2.0  # for a worker that has not begun to answer to end on SIGTERM
 _CUT_OFF = (
-    "a file of the bundle was cut off while it was served (SIGBUS); put it right, and from now on write bundles to new folders and "
+    "a file of the bundle was cut off while it was served (SIGBUS); put it right, and from now on write bundles to new "
+    "folders and "
     "point the server there"
 )
 _REASONS = {
@@ -45,7 +46,9 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         known = _REASONS.get(getattr(error, "errno", None) or 0, str(error))
-        raise ValueError(f"--host {host} --port {port}: {known}; give another, or --port 0 for any that is free") from None
+        raise ValueError(
+            f"--host {host} --port {port}: {known}; give another, or --port 0 for any that is free"
+        ) from None
 
 
 @dataclass
@@ -164,7 +167,9 @@ class Supervisor:
 
         now = time.monotonic()
         if worker.again is None:
-            self._pause_s = 0.0 if now - worker.started > _LONGEST_PAUSE_S else min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._pause_s = (
+                0.0 if now - worker.started > _LONGEST_PAUSE_S else min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            )
             worker.again = now + self._pause_s
             status = worker.process.exitcode
             why = worker.failed or (_CUT_OFF if status == -signal.SIGBUS else None)
@@ -182,7 +187,9 @@ class Supervisor:
 
     def _tell(self, number: int) -> None:
         for worker in self._workers:
-            if worker.process.is_alive() and (worker.digest or number != signal.SIGHUP):  # before that SIGHUP would end it
+            if worker.process.is_alive() and (
+                worker.digest or number != signal.SIGHUP
+            ):  # before that SIGHUP would end it
                 os.kill(worker.process.pid or 0, number)
 
     def _end(self) -> int:

@@ -10,11 +10,21 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    multiprocess,
+)
 
 _SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
-SHARED = "PROMETHEUS_MULTIPROC_DIR"  # where all workers of a service write; read by prometheus_client when it is imported
+SHARED = (
+    "PROMETHEUS_MULTIPROC_DIR"  # where all workers of a service write; read by prometheus_client when it is imported
+)
 
 
 class Metrics:
@@ -24,15 +34,23 @@ class Metrics:
         own = CollectorRegistry()
         self._registry = own
         self.requests = Counter("serve_requests", "Requests by route and status", ["route", "status"], registry=own)
-        self.seconds = Histogram("serve_request_seconds", "From request to answer", ["route"], buckets=_SECONDS, registry=own)
+        self.seconds = Histogram(
+            "serve_request_seconds", "From request to answer", ["route"], buckets=_SECONDS, registry=own
+        )
         self.batch = Histogram("serve_batch_requests", "Requests answered together", buckets=_SIZES, registry=own)
-        self.batch_seconds = Histogram("serve_batch_seconds", "Of a batch in the scorer", buckets=_SECONDS, registry=own)
+        self.batch_seconds = Histogram(
+            "serve_batch_seconds", "Of a batch in the scorer", buckets=_SECONDS, registry=own
+        )
         self.cold = Counter("serve_cold_starts", "Answers to unknown users", registry=own)
         self.swaps = Counter("serve_bundle_loads", "Bundles that were loaded or refused", ["result"], registry=own)
-        self.malformed = Counter("serve_malformed_vectors", "Stored vectors that are none of the tower's", ["source"], registry=own)
+        self.malformed = Counter(
+            "serve_malformed_vectors", "Stored vectors that are none of the tower's", ["source"], registry=own
+        )
         self.closed = Counter("serve_connections_closed", "Connections closed for a limit", ["why"], registry=own)
         self.waiting = Gauge("serve_queue_requests", "Requests that wait", multiprocess_mode="livesum", registry=own)
-        self.memory = Gauge("serve_resident_bytes", "Resident memory by worker", multiprocess_mode="liveall", registry=own)
+        self.memory = Gauge(
+            "serve_resident_bytes", "Resident memory by worker", multiprocess_mode="liveall", registry=own
+        )
 
     def page(self) -> bytes:
         """The metrics of all workers in Prometheus' text form."""

@@ -1,6 +1,7 @@
 """One worker: a process with an interpreter of its own that answers on a socket which all workers share.
 
-Watching where the bundle is: another one is loaded beside the live one and takes its place; a broken one is told and left.
+Watching where the bundle is: another one is loaded beside the live one and takes its place; a broken one is told and
+left.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.server.service import Service
 
 READY, FAILED, ALIVE = "ready", "failed", "alive"
-# How long one thread may keep the others from running Python; by default 5 ms, which a request that arrives would wait for the
-# Python of the one before it.
+# How long one thread may keep the others from running Python; by default 5 ms, which a request that arrives would wait
+# for the Python of the one before it.
 _SWITCH_S = 5e-4
 _OWN_FILES = 256  # of a worker: two bundles while one takes the other's place, Redis, metrics and logs
 _BEATS = 10  # signs of life in the time after which a worker counts as hanging
@@ -93,8 +94,8 @@ def _prepared(settings: Settings) -> tuple[Service, Any]:
     from torchrec_ext.retrieval.server.service import Service
     from torchrec_ext.retrieval.server.telemetry import resident_bytes
 
-    # What is imported stays. To look through it for garbage takes the collector 0.2 s, in which no request is answered; of bundles,
-    # which come and go, it looks through what is made from here on.
+    # What is imported stays. To look through it for garbage takes the collector 0.2 s, in which no request is answered;
+    # of bundles, which come and go, it looks through what is made from here on.
     gc.collect()
     gc.freeze()
     allow_files(settings.limits.connections)
@@ -127,7 +128,8 @@ def allow_files(connections: int) -> None:
     needed = connections + _OWN_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ValueError(
-            f"--max-connections {connections}: a process here may open {hard} files, {_OWN_FILES} of which a worker keeps for "
+            f"--max-connections {connections}: a process here may open {hard} files, {_OWN_FILES} of which a worker "
+            "keeps for "
             f"itself; give {max(1, hard - _OWN_FILES)} or fewer, or raise the limit (ulimit -Hn)"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -213,8 +215,14 @@ def bundle_folder(pointer: Path) -> Path:
             written = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
         target = pointer.parent / written if written else pointer
     if not os.path.isdir(target):  # of a name that no file can have it is False
-        what = "there is no such file or folder" if target == pointer else f"it names {str(target)[:200]!r}, which is no folder"
-        raise ValueError(f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path")
+        what = (
+            "there is no such file or folder"
+            if target == pointer
+            else f"it names {str(target)[:200]!r}, which is no folder"
+        )
+        raise ValueError(
+            f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path"
+        )
     of_a_run = target / _OF_A_RUN
     return (of_a_run if not (target / MANIFEST).exists() and (of_a_run / MANIFEST).is_file() else target).resolve()
 
@@ -246,7 +254,8 @@ class Watcher(threading.Thread):
         refuse: is told why one was not.
         tick: is called at every look; an OSError of it is passed over.
         every_s: seconds between two looks.
-        served: the identity of what is served already, taken before that was loaded; what ``pointer`` has now where not given.
+        served: the identity of what is served already, taken before that was loaded; what ``pointer`` has now where not
+            given.
     """
 
     def __init__(
@@ -285,7 +294,9 @@ class Watcher(threading.Thread):
             self._wake.clear()
             if self._ending:
                 return
-            with contextlib.suppress(OSError):  # of files there may be none left for a moment; the next look tries again
+            with contextlib.suppress(
+                OSError
+            ):  # of files there may be none left for a moment; the next look tries again
                 self._tick()
             now = identity(self._pointer)
             if now != self._acted and (now == before or at_once):

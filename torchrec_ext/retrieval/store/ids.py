@@ -40,7 +40,9 @@ def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], seed: int) ->
     return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
 
 
-def _block(starts: NDArray[np.int64], lengths: NDArray[np.int64], content: NDArray[np.uint8], seed: int) -> NDArray[np.uint64]:
+def _block(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], content: NDArray[np.uint8], seed: int
+) -> NDArray[np.uint64]:
     factor = np.uint64((_PRIMES[0] + 2 * seed) % 2**64)
     state = lengths.astype(np.uint64) + np.uint64(seed)
     for place in range(int(lengths.max(initial=0))):
@@ -56,16 +58,21 @@ def _block(starts: NDArray[np.int64], lengths: NDArray[np.int64], content: NDArr
 Int64 = NDArray[np.int64]
 Ids = NDArray[Any] | Sequence[int] | Sequence[str]
 _INTEGERS = {name: np.dtype(np.int64) for name in ("ids", "sorted", "order")}
-_STRINGS = {"offsets": np.dtype(np.int64), "bytes": np.dtype(np.uint8), "sorted": np.dtype(np.uint64), "order": np.dtype(np.int64)}
+_STRINGS = {
+    "offsets": np.dtype(np.int64),
+    "bytes": np.dtype(np.uint8),
+    "sorted": np.dtype(np.uint64),
+    "order": np.dtype(np.int64),
+}
 _SEEDS = 8  # two strings of one hash are as good as impossible; another seed parts them
 
 
 class IdMap:
     """Ids to *positions*, the rows 0 to I - 1 of a catalogue, and back; ids are int64 or str.
 
-    Integers are found by bisection of a sorted copy, by arithmetic where they are consecutive; strings by the bisection of their
-    64-bit hashes, and each found one is compared. No Python object is made per id, and what :meth:`open` returns reads its arrays
-    from the files, shared with every other process that does.
+    Integers are found by bisection of a sorted copy, by arithmetic where they are consecutive; strings by the bisection
+    of their 64-bit hashes, and each found one is compared. No Python object is made per id, and what :meth:`open`
+    returns reads its arrays from the files, shared with every other process that does.
 
     Args:
         arrays: what :meth:`save` writes, by the name of its file.
@@ -117,7 +124,12 @@ class IdMap:
             same = _equal(strings.take(pa.array(order[twins])), strings.take(pa.array(order[twins + 1])))
             _no_two(twins[same], order, lambda position: strings[position].as_py())
             if not len(twins):
-                arrays: dict[str, NDArray[Any]] = {"offsets": offsets, "bytes": content, "sorted": ascending, "order": order}
+                arrays: dict[str, NDArray[Any]] = {
+                    "offsets": offsets,
+                    "bytes": content,
+                    "sorted": ascending,
+                    "order": order,
+                }
                 return cls(arrays, seed)
         raise ValueError(f"ids: two of {len(strings)} strings have one hash under {_SEEDS} seeds; rename one of them")
 
@@ -134,7 +146,8 @@ class IdMap:
         kind = "str" if isinstance(given, pa.Array) else "int64"
         if len(given) and kind != self.kind:
             raise ValueError(
-                f"ids: {given[0]!s} and {len(given) - 1} more are {kind}, this catalogue's are {self.kind}; convert them"
+                f"ids: {given[0]!s} and {len(given) - 1} more are {kind}, this catalogue's are {self.kind}; convert "
+                "them"
             )
         if not len(given) or not len(self):
             return np.full(len(given), -1, np.int64)
@@ -166,7 +179,9 @@ class IdMap:
         places = np.asarray(positions, np.int64)
         wrong = places[(places < 0) | (places >= len(self))]
         if len(wrong):
-            raise ValueError(f"positions: {wrong[0]} is not a row of this catalogue, which has {len(self)} (0 to {len(self) - 1})")
+            raise ValueError(
+                f"positions: {wrong[0]} is not a row of this catalogue, which has {len(self)} (0 to {len(self) - 1})"
+            )
         if self.kind == "str":
             return self._strings.take(pa.array(places)).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
         return self.arrays["ids"][places]
@@ -181,7 +196,9 @@ class IdMap:
         if not len(self):
             return IdMap.build(ids)
         if (self.kind == "str") != isinstance(more, pa.Array):
-            raise ValueError(f"ids: {ids[0]!s} and {len(ids) - 1} more are no {self.kind}, as this catalogue's are; convert them")
+            raise ValueError(
+                f"ids: {ids[0]!s} and {len(ids) - 1} more are no {self.kind}, as this catalogue's are; convert them"
+            )
         if self.kind == "str":
             return IdMap.build(pa.concat_arrays([self._strings, more]))
         return IdMap.build(np.concatenate([self.arrays["ids"], more]))
@@ -205,7 +222,9 @@ class IdMap:
         if len(wrong):
             raise ValueError(f"ids: place {int(wrong[0]) + 1} of the sorted ones is not greater than the one before it")
         if order is not None and len(order) and not 0 <= order.min() <= order.max() < len(self):
-            raise ValueError(f"ids: their order names the positions {order.min()} to {order.max()}, there are {len(self)}")
+            raise ValueError(
+                f"ids: their order names the positions {order.min()} to {order.max()}, there are {len(self)}"
+            )
         if order is not None and not np.array_equal(keys[order], ascending):
             raise ValueError("ids: the sorted ones are not those of the positions")
 
@@ -227,7 +246,10 @@ class IdMap:
         try:
             header = json.loads((folder / "ids.json").read_text())
             names, seed = [str(name) for name in header["arrays"]], int(header["seed"])
-            arrays = {name: np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False)) for name in names}
+            arrays = {
+                name: np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False))
+                for name in names
+            }
             _check_arrays(arrays)
             return cls(arrays, seed)
         except (OSError, ValueError, KeyError, TypeError, EOFError, IndexError) as error:

@@ -22,8 +22,8 @@ class Loss:
     Args:
         greatest: absolute difference of any number.
         mean: absolute difference, over all numbers.
-        recall: part of a query's nearest ``k`` by dot product that are among the nearest ``k`` of the stored rows; None where no
-            queries were given.
+        recall: part of a query's nearest ``k`` by dot product that are among the nearest ``k`` of the stored rows; None
+            where no queries were given.
         k: of ``recall``.
         rows: how many rows were measured.
     """
@@ -120,7 +120,9 @@ class LossMeter:
         if self._best[0] is not None and self._best[1] is not None:
             exact, found = self._best[0][1], self._best[1][1]
             recall = float((exact[:, :, None] == found[:, None, :]).any(dim=2).float().mean())
-        return Loss(greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=self.k, rows=self._rows)
+        return Loss(
+            greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=self.k, rows=self._rows
+        )
 
 
 def measured_loss(blocks: Iterable[Tensor], dtype: Dtype, *, queries: Tensor | None = None, k: int = K) -> Loss:

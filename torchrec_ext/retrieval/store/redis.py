@@ -36,15 +36,16 @@ class RedisStore:
         expiry_s: after which a vector is forgotten, or None for never.
         timeout_s: for a connection and for an answer.
         batch: ids in one command.
-        width: D of the tower's vectors where it is known. A value that is no finite vector of that width is then found missing,
-            and no more of it is read than such a vector has; else values of several widths are an error.
+        width: D of the tower's vectors where it is known. A value that is no finite vector of that width is then found
+            missing, and no more of it is read than such a vector has; else values of several widths are an error.
 
     Attributes:
         where: the address without its password, for messages.
         malformed: values that were none of the width, so far.
 
     Raises:
-        ValueError: no digest, an address that is none, times or a batch that are not positive, or the package is missing.
+        ValueError: no digest, an address that is none, times or a batch that are not positive, or the package is
+            missing.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class RedisStore:
         if redis is None:
             raise ValueError(f"a RedisStore needs the package {_MISSING.name}: pip install 'torchrec-ext[retrieval]'")
         if not tower:
-            raise ValueError("tower='': must be the digest of the tower that makes the vectors, or those of two are mixed")
+            raise ValueError(
+                "tower='': must be the digest of the tower that makes the vectors, or those of two are mixed"
+            )
         for field, value in (("expiry_s", expiry_s), ("timeout_s", timeout_s), ("batch", batch)):
             if value is not None and not value > 0:
                 raise ValueError(f"{field}={value}: must be greater than 0")
@@ -72,7 +75,8 @@ class RedisStore:
             )
         except ValueError:  # whose words may hold a part of the password
             raise ValueError(
-                f"url={self.where!r}: is no address of a Redis; write redis://HOST:PORT/DB, rediss:// for TLS, or unix:// with a "
+                f"url={self.where!r}: is no address of a Redis; write redis://HOST:PORT/DB, rediss:// for TLS, or "
+                "unix:// with a "
                 "path, and of a password : / ? # @ as %3A %2F %3F %23 %40"
             ) from None
         self.tower = tower
@@ -94,15 +98,19 @@ class RedisStore:
         found = np.array([value is not None for value in values], dtype=np.bool_)
         sizes = {len(value) for value in values if value is not None}
         if len(sizes) > 1 or any(size % 4 for size in sizes):
-            raise StoreError(f"{self.where}: vectors under '{self._prefix}*' have {sorted(sizes)} bytes; one tower has one width")
+            raise StoreError(
+                f"{self.where}: vectors under '{self._prefix}*' have {sorted(sizes)} bytes; one tower has one width"
+            )
         size = sizes.pop() if sizes else 0
-        vectors = np.frombuffer(b"".join(value or bytes(size) for value in values), "<f4").reshape(len(values), size // 4)
+        vectors = np.frombuffer(b"".join(value or bytes(size) for value in values), "<f4").reshape(
+            len(values), size // 4
+        )
         return torch.from_numpy(vectors.copy()), found
 
     def _of_width(self, ids: Sequence[int] | Sequence[str], width: int) -> tuple[Tensor, NDArray[np.bool_]]:
         keys, size = self._keys(ids), 4 * width
-        # By the first bytes of each, since a value of gigabytes would take the time of all; a key of another type is an error of
-        # its own in the answer.
+        # By the first bytes of each, since a value of gigabytes would take the time of all; a key of another type is an
+        # error of its own in the answer.
         values = self._piped(lambda pipe: [pipe.getrange(key, 0, size) for key in keys], passed="WRONGTYPE")
         vectors, found = np.zeros((len(keys), width), "<f4"), np.zeros(len(keys), np.bool_)
         for row, value in enumerate(values):
@@ -121,7 +129,9 @@ class RedisStore:
             ValueError: not one finite vector for each id.
         """
         if vectors.dim() != 2 or len(vectors) != len(ids) or not bool(vectors.isfinite().all()):
-            raise ValueError(f"vectors: shape {tuple(vectors.shape)} for {len(ids)} ids; must be ({len(ids)}, D) finite numbers")
+            raise ValueError(
+                f"vectors: shape {tuple(vectors.shape)} for {len(ids)} ids; must be ({len(ids)}, D) finite numbers"
+            )
         keys, rows = self._keys(ids), vectors.detach().to("cpu", torch.float32).contiguous().numpy()
 
         def write(pipe: Any, places: range) -> None:
@@ -178,7 +188,9 @@ class RedisStore:
                 if isinstance(answer, Exception) and not str(answer).startswith(passed or ""):
                     raise answer
             return answers
-        except redis.exceptions.AuthenticationError as error:  # a ConnectionError to its package, from a server that answers
+        except (
+            redis.exceptions.AuthenticationError
+        ) as error:  # a ConnectionError to its package, from a server that answers
             raise StoreError(f"{self.where} refuses: {error}") from None
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
             raise StoreUnreachable(f"{self.where} does not answer ({error}); is redis-server running there?") from None
@@ -190,5 +202,7 @@ def _without_password(url: str) -> str:
     """The address without what stands before the host's @, and without the options, among which a password may be too."""
     scheme, mark, rest = url.partition("://")
     place, _, options = rest.partition("?")
-    place = "..." if "@" in options else place.rpartition("@")[2]  # of either part: a password with a ? or an @ is in both
+    place = (
+        "..." if "@" in options else place.rpartition("@")[2]
+    )  # of either part: a password with a ? or an @ is in both
     return f"{scheme}{mark}{place}"

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from torchrec_ext.retrieval.store.ids import IdMap, Ids
 from torchrec_ext.retrieval.store.quantized import STORED, Dtype, Loss, LossMeter, decode, encode
-from torchrec_ext.retrieval.store.versions import StoreError, attempts, check_files, current, new_version, publish, read_manifest
+from torchrec_ext.retrieval.store.versions import (
+    StoreError,
+    attempts,
+    check_files,
+    current,
+    new_version,
+    publish,
+    read_manifest,
+)
 
 ROWS, SCALES, LIVE = "rows.bin", "scales.bin", "live.npy"
 
@@ -84,7 +92,9 @@ class EmbeddingStore:
             except (StoreError, OSError, ValueError):
                 if current(folder) == name:  # else it was replaced and removed meanwhile
                     raise
-        raise StoreError(f"'{folder}' changes faster than it can be opened; keep more versions with prune_store(keep=...)")
+        raise StoreError(
+            f"'{folder}' changes faster than it can be opened; keep more versions with prune_store(keep=...)"
+        )
 
     def __len__(self) -> int:
         return len(self._matrix)
@@ -103,7 +113,9 @@ class EmbeddingStore:
         self.check()
         if len(positions) and (int(positions.min()) < 0 or int(positions.max()) >= len(self)):
             wrong = positions[(positions < 0) | (positions >= len(self))]
-            raise ValueError(f"positions: {int(wrong[0])} is not a row of this store, which has {len(self)} (0 to {len(self) - 1})")
+            raise ValueError(
+                f"positions: {int(wrong[0])} is not a row of this store, which has {len(self)} (0 to {len(self) - 1})"
+            )
         rows = self._matrix.index_select(0, positions)
         return rows if self.dtype == "fp32" else decode(rows, None if self.scales is None else self.scales[positions])
 
@@ -117,7 +129,8 @@ class EmbeddingStore:
         size = os.fstat(self._descriptor.fileno()).st_size
         if size < self._bytes:
             raise StoreError(
-                f"'{self.folder / ROWS}' has {size:,} bytes and had {self._bytes:,} when it was opened: it was changed in place. "
+                f"'{self.folder / ROWS}' has {size:,} bytes and had {self._bytes:,} when it was opened: it was changed "
+                "in place. "
                 "Write with write_store or refresh_store, which leave open versions alone, and open the store again"
             )
 
@@ -129,7 +142,9 @@ def _of(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[s
     kept: Dtype = dtype  # type: ignore[assignment]
     size, needed = files[ROWS]["bytes"], manifest["rows"] * width * STORED[kept].itemsize
     if size != needed:
-        raise StoreError(f"'{folder / ROWS}' has {size:,} bytes, {manifest['rows']:,} rows of {width} {dtype} need {needed:,}")
+        raise StoreError(
+            f"'{folder / ROWS}' has {size:,} bytes, {manifest['rows']:,} rows of {width} {dtype} need {needed:,}"
+        )
     return width, kept, str(manifest.get("tower", "")), dict(manifest.get("loss") or {})
 
 
@@ -149,8 +164,8 @@ def refresh_store(
 ) -> EmbeddingStore:
     """Writes a version in which ``ids`` have ``vectors`` and ``deleted`` are tombstones, and makes it the current one.
 
-    Positions stay what they were: a known id keeps its row (a tombstone that comes back, too), new ids are appended, deleted ones
-    keep a row that is not live. The cost is a copy of the rows, not the tower's run over them.
+    Positions stay what they were: a known id keeps its row (a tombstone that comes back, too), new ids are appended,
+    deleted ones keep a row that is not live. The cost is a copy of the rows, not the tower's run over them.
 
     Args:
         folder: of the store.
@@ -168,7 +183,8 @@ def refresh_store(
         old = EmbeddingStore.open(folder)
         if tower is not None and tower != old.tower:
             raise StoreError(
-                f"'{folder}' holds vectors of the tower {old.tower[:12] or 'unnamed'}, these are of {tower[:12]}: rows of two "
+                f"'{folder}' holds vectors of the tower {old.tower[:12] or 'unnamed'}, these are of {tower[:12]}: rows "
+                "of two "
                 "towers do not compare; embed the whole catalogue anew with write_store"
             )
         block = _checked(old, ids, vectors)
@@ -192,7 +208,9 @@ def _checked(old: EmbeddingStore, ids: Ids, vectors: NDArray[Any] | Tensor) -> T
     if not len(ids):
         block = block.reshape(0, old.width)
     if block.dim() != 2 or block.shape != (len(ids), old.width):
-        raise ValueError(f"vectors: shape {tuple(block.shape)}; {len(ids)} ids of this store need ({len(ids)}, {old.width})")
+        raise ValueError(
+            f"vectors: shape {tuple(block.shape)}; {len(ids)} ids of this store need ({len(ids)}, {old.width})"
+        )
     return block
 
 

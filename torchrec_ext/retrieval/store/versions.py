@@ -43,7 +43,9 @@ def current(folder: Path) -> str:
     try:
         name = read_plain(folder / _POINTER, _MOST_BYTES).decode(errors="replace").strip()
     except OSError:
-        raise StoreError(f"'{folder}' holds no embedding store: it has no file {_POINTER}; write one with write_store") from None
+        raise StoreError(
+            f"'{folder}' holds no embedding store: it has no file {_POINTER}; write one with write_store"
+        ) from None
     if not _NAME.fullmatch(name):
         raise StoreError(f"'{folder / _POINTER}' is damaged: it names {name[:40]!r}; write the store again")
     return name
@@ -60,7 +62,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(read_plain(path, _MOST_BYTES))
         sha, form = content.pop("digest"), int(content["format"])
     except FileNotFoundError:
-        raise StoreError(f"'{path}' is missing: this version was removed or never finished; open the store again") from None
+        raise StoreError(
+            f"'{path}' is missing: this version was removed or never finished; open the store again"
+        ) from None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(f"'{path}' is damaged ({error}); write the store again") from None
     if form > FORMAT:
@@ -84,7 +88,9 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool)
         except OSError as error:
             raise StoreError(f"'{path}' cannot be read: {error.strerror or error}; write the store again") from None
         if size != wanted["bytes"]:
-            raise StoreError(f"'{path}' has {size:,} bytes and was written with {wanted['bytes']:,}; write the store again")
+            raise StoreError(
+                f"'{path}' has {size:,} bytes and was written with {wanted['bytes']:,}; write the store again"
+            )
         if sha != wanted["sha256"]:
             raise StoreError(f"'{path}' is damaged: its content does not fit its digest; write the store again")
 
@@ -116,7 +122,8 @@ def new_version(folder: Path) -> Iterator[Path]:
         except OSError as error:
             free = shutil.disk_usage(folder).free
             raise StoreError(
-                f"'{path}' cannot be written: {error.strerror or error} ({free / 2**20:,.0f} MiB are free there); the version "
+                f"'{path}' cannot be written: {error.strerror or error} ({free / 2**20:,.0f} MiB are free there); the "
+                "version "
                 "before it stays the current one. Free some space and write again"
             ) from error
         finally:
@@ -176,7 +183,9 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(f"'{folder}' is being written by another process; wait for it, or write elsewhere") from None
+            raise StoreError(
+                f"'{folder}' is being written by another process; wait for it, or write elsewhere"
+            ) from None
         except OSError as error:
             raise StoreError(f"'{folder}' {no_locks(error)}, or write elsewhere") from None
         yield

@@ -88,7 +88,9 @@ class RowWriter:
         """
         block = self._checked(vectors, len(ids))
         if len(ids):
-            self._ids.append(checked_ids(ids if isinstance(ids, pa.Array) else np.array(ids)))  # a copy: blocks may be reused
+            self._ids.append(
+                checked_ids(ids if isinstance(ids, pa.Array) else np.array(ids))
+            )  # a copy: blocks may be reused
         try:
             rows, scales = encode(block, self.dtype)
         except ValueError as error:
@@ -139,7 +141,9 @@ class RowWriter:
     def __enter__(self) -> RowWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for stream in self._files.values():
             stream.close()
 
@@ -162,20 +166,21 @@ def embed(
 ) -> EmbeddingStore:
     """Runs ``tower`` over a catalogue as it streams by and writes its outputs to a store, whose positions ascend with the ids.
 
-    Each rank is given its own share of the catalogue, whichever; the store is the same for any number of ranks and any shares.
-    One block is in memory at a time, besides all ids.
+    Each rank is given its own share of the catalogue, whichever; the store is the same for any number of ranks and any
+    shares. One block is in memory at a time, besides all ids.
 
     Args:
         tower: from the rows of a block, such as a ``TowerBatch``, to (N, D); in evaluation mode.
-        blocks: (ids, rows) of this rank's share, best some thousands of rows each: what the layers of a tower make of more leaves
-            the cache, and is fresh memory each time (4,096 rows took two thirds of the time of 16,384).
+        blocks: (ids, rows) of this rank's share, best some thousands of rows each: what the layers of a tower make of
+            more leaves the cache, and is fresh memory each time (4,096 rows took two thirds of the time of 16,384).
         folder: of the store; all ranks must see it.
         digest: of the tower.
         dtype: of the rows on disk.
         rank: of this process.
         world_size: how many processes share the catalogue.
         barrier: waits for all of them, such as ``torch.distributed.barrier``.
-        shares: folder for the shares of several ranks meanwhile, which all of them must see; beside ``folder`` where not given.
+        shares: folder for the shares of several ranks meanwhile, which all of them must see; beside ``folder`` where
+            not given.
 
     Raises:
         ValueError: an id twice, in whatever shares; a number that is not finite; several ranks without a barrier.
@@ -183,7 +188,9 @@ def embed(
     """
     folder = Path(folder)
     if not 0 <= rank < world_size or (world_size > 1 and barrier is None):
-        raise ValueError(f"rank={rank}, world_size={world_size}: rank is 0 to world_size - 1, and several ranks need a barrier")
+        raise ValueError(
+            f"rank={rank}, world_size={world_size}: rank is 0 to world_size - 1, and several ranks need a barrier"
+        )
     embedded = _embedded(tower, blocks)
     if world_size == 1 and dtype == "fp32":  # shorter numbers are made once, of the tower's own
         store = write_store(folder, embedded, tower=digest)

@@ -28,8 +28,8 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, writer
 class Checkpointer:
     """Writes and reads the checkpoints of one run; every rank has one, and all ranks call each method together.
 
-    A save copies the state of this rank and returns; a thread writes it while the training goes on, over a process group of its
-    own. One save is in flight at a time.
+    A save copies the state of this rank and returns; a thread writes it while the training goes on, over a process
+    group of its own. One save is in flight at a time.
 
     Args:
         folder: where they are; on several hosts one that all of them see.
@@ -51,7 +51,9 @@ class Checkpointer:
             check_shared(folder, runtime.rank, self.together.gathered)
         self.together.on_main(self.folder.lock)
 
-    def save(self, step: int, state: ModelState, extra: State | None = None, content: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, step: int, state: ModelState, extra: State | None = None, content: Mapping[str, Any] | None = None
+    ) -> None:
         """Begins to save, after the save before has ended.
 
         Args:
@@ -125,7 +127,9 @@ class Checkpointer:
         """Writes the checkpoint of a run into its model, whatever plan and ranks it was saved with; see :func:`load`."""
         return load(path, state, self.together, extra)[0]
 
-    def branch(self, saved: Mapping[str, Any], best: Mapping[str, Any] | None, say: Callable[[str], None] = print) -> None:
+    def branch(
+        self, saved: Mapping[str, Any], best: Mapping[str, Any] | None, say: Callable[[str], None] = print
+    ) -> None:
         """Goes on from a checkpoint: those ahead of it in this folder are set aside, and what is saved next has it as its parent.
 
         Args:
@@ -162,7 +166,9 @@ class Checkpointer:
             raise CheckpointError(self._why(path, needed, error)) from None
         own = [f"{path}/{name}" for name in self._names(path)]
         files: dict[str, Any] = {}
-        for digests in self.together.gathered({name.rpartition("/")[2]: manifest.digest(self.folder.files, name) for name in own}):
+        for digests in self.together.gathered(
+            {name.rpartition("/")[2]: manifest.digest(self.folder.files, name) for name in own}
+        ):
             files |= digests
         self.together.on_main(lambda: self._commit(step, {**described, "files": files}))
 
@@ -184,8 +190,10 @@ class Checkpointer:
 
     def _no_space(self, path: str, needed: int, free: int) -> str:
         return (
-            f"no space left for checkpoint '{path}': it needs {size_text(needed)}, {size_text(free)} are free; the one before it "
-            "is as it was; make room, keep fewer with checkpoint.keep, or choose another --run-dir, and go on with --resume auto"
+            f"no space left for checkpoint '{path}': it needs {size_text(needed)}, {size_text(free)} are free; the one "
+            "before it "
+            "is as it was; make room, keep fewer with checkpoint.keep, or choose another --run-dir, and go on with "
+            "--resume auto"
         )
 
     def _why(self, path: str, needed: int, error: BaseException) -> str:
@@ -218,7 +226,9 @@ class Checkpointer:
 
     def _of_all_ranks(self, state: ModelState) -> dict[str, Any]:
         """What a rank that holds no part of a table or a layer does not know: paths of layers, and parts of columns."""
-        layers = [name.removeprefix("dense.") for name in state.tensors if name.startswith("dense.") and "@" not in name]
+        layers = [
+            name.removeprefix("dense.") for name in state.tensors if name.startswith("dense.") and "@" not in name
+        ]
         ranks = self.together.gathered((layers, {name: list(own.widths) for name, own in state.row_states.items()}))
         return {
             "layers": sorted({name for own, _ in ranks for name in own}),

@@ -1,12 +1,14 @@
 """CheckpointFolder: the checkpoints of one run side by side, each there as a whole or not at all.
 
-The manifest of a checkpoint: what belongs to it and the digest of each file, so that no damage and no mixture is ever loaded.
+The manifest of a checkpoint: what belongs to it and the digest of each file, so that no damage and no mixture is ever
+loaded.
 
 A checkpoint's own account of itself, and what is wrong with it.
 
 Together: what the ranks of a job learn from each other around a checkpoint, over a process group of its own.
 
-check_shared(): a folder that cannot be written, or that only one of several hosts sees, is refused before the first step.
+check_shared(): a folder that cannot be written, or that only one of several hosts sees, is refused before the first
+step.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
     return whole  # type: ignore[no-any-return]
 
 
-def damaged(files: AbstractFileSystem, folder: str, listed: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> str | None:
+def damaged(
+    files: AbstractFileSystem, folder: str, listed: Mapping[str, Mapping[str, Any]], names: Iterable[str]
+) -> str | None:
     """What is wrong with the first damaged one of ``names``, which the manifest lists; None where all are as they were written."""
     for name in names:
         path, wanted = f"{folder}/{name}", listed[name]
@@ -116,9 +120,9 @@ _MOVING = "set-aside.json"  # what is being set aside: written first, so that no
 class CheckpointFolder:
     """A folder of ``step-0000000120`` folders, on a local file system or behind any address that fsspec opens.
 
-    A checkpoint is one from the moment its manifest is there. Locally it is written beside, synced and renamed; an object store
-    has no rename, and its manifest is written last. A step that is saved twice is for a moment, and behind an address for good,
-    in ``step-0000000120.again``, so that the first one stays until the second is whole.
+    A checkpoint is one from the moment its manifest is there. Locally it is written beside, synced and renamed; an
+    object store has no rename, and its manifest is written last. A step that is saved twice is for a moment, and behind
+    an address for good, in ``step-0000000120.again``, so that the first one stays until the second is whole.
 
     Args:
         folder: a path, or an address such as ``s3://bucket/runs/a``.
@@ -133,7 +137,8 @@ class CheckpointFolder:
             self.files, self.root = url_to_fs(folder if self.remote else str(Path(folder).absolute()))
         except Exception as error:  # each driver has its own: not installed, no such protocol, no network, no right
             raise CheckpointError(
-                f"checkpoint folder '{folder}' cannot be opened ({type(error).__name__}: {error}); check the address, its driver "
+                f"checkpoint folder '{folder}' cannot be opened ({type(error).__name__}: {error}); check the address, "
+                "its driver "
                 "and the network"
             ) from None
         self._address = folder.rstrip("/") if self.remote else self.root
@@ -173,7 +178,9 @@ class CheckpointFolder:
                 self.files.rm(path, recursive=True)
             self.files.makedirs(path, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"checkpoint folder '{self.path(step)}' cannot be made: {error.strerror or error}") from None
+            raise CheckpointError(
+                f"checkpoint folder '{self.path(step)}' cannot be made: {error.strerror or error}"
+            ) from None
         return path
 
     def commit(self, step: int, content: bytes) -> None:
@@ -209,9 +216,9 @@ class CheckpointFolder:
     def set_aside(self, step: int) -> str | None:
         """Moves every checkpoint newer than ``step`` into a folder of its own, where none is resumed or pruned by itself.
 
-        A run that goes on from an earlier step is another branch from there on: what lies ahead of it is not its past, and would
-        else be taken for the newest, and what the run saves for the oldest. From one moment to the next none of them is listed any
-        more; a move that a kill has interrupted is finished by the next :meth:`lock`.
+        A run that goes on from an earlier step is another branch from there on: what lies ahead of it is not its past,
+        and would else be taken for the newest, and what the run saves for the oldest. From one moment to the next none
+        of them is listed any more; a move that a kill has interrupted is finished by the next :meth:`lock`.
 
         Returns:
             A line that names the steps and the folder, or None where nothing lies ahead.
@@ -281,7 +288,9 @@ class CheckpointFolder:
         path = f"{self.root}/{name}"
         text = json.dumps(content) + "\n"
         if self.remote:
-            self.files.makedirs(self.root, exist_ok=True)  # where nothing was saved yet; a store without folders has nothing to do
+            self.files.makedirs(
+                self.root, exist_ok=True
+            )  # where nothing was saved yet; a store without folders has nothing to do
             with self.files.open(path, "w") as stream:
                 stream.write(text)
             return
@@ -310,7 +319,9 @@ class CheckpointFolder:
             os.makedirs(self.root, exist_ok=True)
             held = open(f"{self.root}/lock", "a+")  # noqa: SIM115  (held until the process ends)
         except OSError as error:
-            raise CheckpointError(f"checkpoint folder '{self.root}' cannot be written: {error.strerror or error}") from None
+            raise CheckpointError(
+                f"checkpoint folder '{self.root}' cannot be written: {error.strerror or error}"
+            ) from None
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -318,11 +329,14 @@ class CheckpointFolder:
             owner = held.read().strip() or "another process"
             held.close()
             raise CheckpointError(
-                f"checkpoint folder '{self.root}' is being written by {owner}; stop that job, or give this one another --run-dir"
+                f"checkpoint folder '{self.root}' is being written by {owner}; stop that job, or give this one another "
+                "--run-dir"
             ) from None
         except OSError as error:
             held.close()
-            raise CheckpointError(f"checkpoint folder '{self.root}' {no_locks(error)}, or choose another --run-dir") from None
+            raise CheckpointError(
+                f"checkpoint folder '{self.root}' {no_locks(error)}, or choose another --run-dir"
+            ) from None
         held.truncate(0)
         held.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         held.flush()
@@ -344,7 +358,9 @@ class CheckpointFolder:
         for name in names:
             match = _NAME.fullmatch(name.removesuffix(_PARTIAL).removesuffix(_AGAIN))
             if match and int(match[1]) not in gone:
-                found.append((name, int(match[1]), not name.endswith(_PARTIAL) and self._is_whole(f"{self.root}/{name}")))
+                found.append(
+                    (name, int(match[1]), not name.endswith(_PARTIAL) and self._is_whole(f"{self.root}/{name}"))
+                )
         return found
 
 
@@ -490,8 +506,10 @@ def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -
     if blind:
         more = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
         raise CheckpointError(
-            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {seen[0][1]} writes there, and what the ranks save "
-            "could never be loaded; give a folder that all hosts share, by an absolute path, with --run_dir (checkpoints also with "
+            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {seen[0][1]} writes there, and what the "
+            "ranks save "
+            "could never be loaded; give a folder that all hosts share, by an absolute path, with --run_dir "
+            "(checkpoints also with "
             "checkpoint.folder, to an address such as s3://bucket/runs)"
         )
 
@@ -505,7 +523,9 @@ def _write(files: AbstractFileSystem, root: str) -> tuple[str, str]:
             stream.write(b"seen by all ranks?\n")
     except OSError as error:
         return name, str(error.strerror or error)
-    except Exception as error:  # of an address each driver has its own: no such bucket, no right, no network, only to be read
+    except (
+        Exception
+    ) as error:  # of an address each driver has its own: no such bucket, no right, no network, only to be read
         return name, f"{type(error).__name__}({error}); check the address, its rights and the network"
     return name, ""
 

@@ -118,7 +118,9 @@ def _clipped(held: Any, size: tuple[int, ...]) -> Any:
     return Parts(size, parts)
 
 
-def _refuse(path: str, differences: dict[str, Change | None], allow: Sequence[Change], together: Together, found: Match) -> None:
+def _refuse(
+    path: str, differences: dict[str, Change | None], allow: Sequence[Change], together: Together, found: Match
+) -> None:
     said = together.gathered(differences)
     everything = {line: kind for own in said for line, kind in own.items() if _agreed(line, said)}
     refused = [line for line, kind in everything.items() if kind not in allow]
@@ -127,7 +129,9 @@ def _refuse(path: str, differences: dict[str, Change | None], allow: Sequence[Ch
         more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
         kinds = sorted({kind for line, kind in everything.items() if line in refused and kind} & set(get_args(Change)))
         remedy = f"; if that is meant, allow it: start.allow={','.join([*allow, *kinds])}" if kinds else ""
-        raise CheckpointError(f"checkpoint '{path}' is of another model or optimizer: {'; '.join(refused[:8])}{more}{remedy}")
+        raise CheckpointError(
+            f"checkpoint '{path}' is of another model or optimizer: {'; '.join(refused[:8])}{more}{remedy}"
+        )
 
 
 def _agreed(line: str, said: Sequence[Mapping[str, Any]]) -> bool:
@@ -136,15 +140,17 @@ def _agreed(line: str, said: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _slots(state: ModelState) -> set[str]:
-    return {name.rpartition(".")[2] for name in [*state.tensors, *state.row_states] if name.startswith("tables.")} | {"weight"}
+    return {name.rpartition(".")[2] for name in [*state.tensors, *state.row_states] if name.startswith("tables.")} | {
+        "weight"
+    }
 
 
 def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Tensor:
     """The number that a part of the columns inherits: the mean, over its columns, of the number of the saved part of each.
 
-    A table whose columns are split keeps one sum of squared gradients (their mean over the part's columns) for each part. The mean
-    over the parts, weighted by their widths, is the sum that the whole table would have kept for the same gradients; a part of a
-    whole, or of another part, starts from the sum of what it was a part of.
+    A table whose columns are split keeps one sum of squared gradients (their mean over the part's columns) for each
+    part. The mean over the parts, weighted by their widths, is the sum that the whole table would have kept for the
+    same gradients; a part of a whole, or of another part, starts from the sum of what it was a part of.
 
     Args:
         saved: (n, P), of n rows and P parts.
@@ -181,9 +187,9 @@ def load(
         state: of the model and its optimizers.
         together: all ranks call it.
         extra: tensors to fill as well; names that were not saved are left as they are.
-        allow: how the model may differ. ``more_rows``: the rows beyond those saved begin as the saved row of ``cold``, without
-            optimizer state. ``new_tables`` and ``new_layers`` stay as they were drawn. ``fewer_tables`` and ``fewer_layers`` are
-            left in the checkpoint.
+        allow: how the model may differ. ``more_rows``: the rows beyond those saved begin as the saved row of ``cold``,
+            without optimizer state. ``new_tables`` and ``new_layers`` stay as they were drawn. ``fewer_tables`` and
+            ``fewer_layers`` are left in the checkpoint.
         cold: by table the row that stands for ids never seen; 0 where not given.
 
     Returns:

@@ -34,14 +34,15 @@ class CheckpointConfig:
     A checkpoint is written while the training goes on, and any plan on any number of ranks can load it.
 
     Args:
-        epochs: epochs between two checkpoints, each before the epoch's evaluation, which a resumed run makes if it was cut short;
-            the last epoch is always saved. 0 for none.
+        epochs: epochs between two checkpoints, each before the epoch's evaluation, which a resumed run makes if it was
+            cut short; the last epoch is always saved. 0 for none.
         steps: steps between two checkpoints besides these; 0 for none.
         keep: how many of the newest stay, beside that of the best evaluation (see ``train.early_stop.metric``).
-        folder: a path, or an address that fsspec opens, such as ``s3://bucket/runs/a``; on several hosts one that all of them see.
-            ``checkpoints`` in the run folder where empty.
-        changed: what a resume does where data, batch size or another setting of the stream of samples is not what it was:
-            ``refuse``, since the remaining samples of the epoch would not be those that are missing, or begin the ``next_epoch``.
+        folder: a path, or an address that fsspec opens, such as ``s3://bucket/runs/a``; on several hosts one that all
+            of them see. ``checkpoints`` in the run folder where empty.
+        changed: what a resume does where data, batch size or another setting of the stream of samples is not what it
+            was: ``refuse``, since the remaining samples of the epoch would not be those that are missing, or begin the
+            ``next_epoch``.
     """
 
     epochs: int = 1
@@ -157,12 +158,13 @@ class Run(Protocol):
 class RunCheckpoints:
     """Saves a run as ``config`` says, and puts it back where it was.
 
-    A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. Kept are weights,
-    optimizer rows and counts, the loader's place, the random states of each rank (dropout), records and early stopping; schedules
-    follow from the step. On another number of ranks each rank draws its dropout anew. Not bit for bit are three things: captured
-    steps (``train.compile``) equal eager ones to rounding, and a resumed run makes its first ones eager; under local SGD and DiLoCo
-    the first step after a resume is taken together, with rank 0's optimizer state on every rank and no outer momentum; and on three
-    ranks or more with over 1 MiB of dense gradients that step is rounded otherwise, see :func:`settle_buckets`.
+    A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. Kept are
+    weights, optimizer rows and counts, the loader's place, the random states of each rank (dropout), records and early
+    stopping; schedules follow from the step. On another number of ranks each rank draws its dropout anew. Not bit for
+    bit are three things: captured steps (``train.compile``) equal eager ones to rounding, and a resumed run makes its
+    first ones eager; under local SGD and DiLoCo the first step after a resume is taken together, with rank 0's
+    optimizer state on every rank and no outer momentum; and on three ranks or more with over 1 MiB of dense gradients
+    that step is rounded otherwise, see :func:`settle_buckets`.
 
     Args:
         checkpointer: where they are.
@@ -197,7 +199,8 @@ class RunCheckpoints:
         """
         if not isinstance(run.loader, ResumableLoader):
             raise ValueError(
-                f"checkpoints need a loader with state_dict(step=) and load_state_dict(), and {_kind(run.loader)} lacks them"
+                f"checkpoints need a loader with state_dict(step=) and load_state_dict(), and {_kind(run.loader)} "
+                "lacks them"
             )
         if self._resume is None:
             return Position()
@@ -246,7 +249,12 @@ class RunCheckpoints:
         if self._last != run.at.step:
             self.save(run)
         else:
-            outcome = {"step": run.at.step, "records": self._history, "position": vars(run.at), "watch": run.watch.state_dict()}
+            outcome = {
+                "step": run.at.step,
+                "records": self._history,
+                "position": vars(run.at),
+                "watch": run.watch.state_dict(),
+            }
             self._checkpointer.note(_EVALUATED, outcome)
         if best:
             self._checkpointer.mark_best(run.at.step, run.watch.state_dict()["best"] or {})
@@ -259,12 +267,16 @@ class RunCheckpoints:
     def _evaluated(self, content: dict[str, Any]) -> dict[str, Any]:
         """What was saved, with the outcome of the evaluation after it where that was made."""
         assert self._resume is not None
-        note = self._checkpointer.together.on_main(lambda: CheckpointFolder(_parent(str(self._resume))).noted(_EVALUATED))
+        note = self._checkpointer.together.on_main(
+            lambda: CheckpointFolder(_parent(str(self._resume))).noted(_EVALUATED)
+        )
         saved = content["position"]
         if not isinstance(note, dict) or note.get("step") != saved["step"] or saved["ended"]:
             return content
         # Of another run that was at this step before, and that this one overtook, the records have other times.
-        if note["position"]["history"][: note["records"]] != saved["history"] or note["records"] != len(saved["history"]):
+        if note["position"]["history"][: note["records"]] != saved["history"] or note["records"] != len(
+            saved["history"]
+        ):
             return content
         return {**content, "position": note["position"], "watch": note["watch"]}
 
@@ -367,7 +379,11 @@ def _without_tensors(tree: Any, path: str, tensors: State) -> Any:
 
 def _with_tensors(tree: Any, tensors: State) -> Any:
     if isinstance(tree, Mapping):
-        return tensors[tree[_TENSOR]] if _TENSOR in tree else {key: _with_tensors(value, tensors) for key, value in tree.items()}
+        return (
+            tensors[tree[_TENSOR]]
+            if _TENSOR in tree
+            else {key: _with_tensors(value, tensors) for key, value in tree.items()}
+        )
     if isinstance(tree, list):
         return [_with_tensors(value, tensors) for value in tree]
     return tree
@@ -379,9 +395,9 @@ class StartConfig:
 
     Args:
         path: of a run folder, a folder of checkpoints or a checkpoint; empty to begin with weights drawn anew.
-        allow: how the model may differ from what was saved. ``more_rows``: a table's rows beyond those saved begin as its row for
-            ids never seen. ``new_tables``, ``new_layers``: these begin as drawn. ``fewer_tables``, ``fewer_layers``: these are left
-            behind. Any difference that is not allowed is refused, and named.
+        allow: how the model may differ from what was saved. ``more_rows``: a table's rows beyond those saved begin as
+            its row for ids never seen. ``new_tables``, ``new_layers``: these begin as drawn. ``fewer_tables``,
+            ``fewer_layers``: these are left behind. Any difference that is not allowed is refused, and named.
     """
 
     path: str = ""
@@ -394,7 +410,12 @@ class StartConfig:
 
 
 def begin_with(
-    path: str, model: nn.Module, optimizer: KeyedOptimizer, together: Together, config: StartConfig, cold: Mapping[str, int]
+    path: str,
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    together: Together,
+    config: StartConfig,
+    cold: Mapping[str, int],
 ) -> str:
     """Loads the checkpoint at ``path`` and says what of it was matched.
 
@@ -407,6 +428,9 @@ def begin_with(
         cold: by table, the row that stands for ids never seen.
     """
     saved, found = load(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
-    grown = [f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}" for name, rows in found.grown.items()]
+    grown = [
+        f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}"
+        for name, rows in found.grown.items()
+    ]
     others = [line for line in found.said if not any(line.startswith(f"tables.{name}.") for name in found.grown)]
     return "\n".join([f"begun with the weights of {path}, after {saved['step']:,} steps", *grown, *others])

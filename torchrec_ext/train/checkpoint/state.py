@@ -1,7 +1,8 @@
 """What a checkpoint holds of a model and its optimizers, under names that no plan, no number of ranks and no path changes.
 
-``tables.NAME.weight`` (rows, D) and ``tables.NAME.STATE`` are of a table wherever its collection stands; ``dense.PATH`` and
-``dense.PATH@STATE`` of the rest. STATE is torch.optim's name for it: ``sum``, ``exp_avg``, ``exp_avg_sq``, ``step``.
+``tables.NAME.weight`` (rows, D) and ``tables.NAME.STATE`` are of a table wherever its collection stands; ``dense.PATH``
+and ``dense.PATH@STATE`` of the rest. STATE is torch.optim's name for it: ``sum``, ``exp_avg``, ``exp_avg_sq``,
+``step``.
 
 Parts: a tensor of which this rank holds rectangles, saved and loaded by torch.distributed.checkpoint, however divided.
 """
@@ -41,8 +42,8 @@ class Parts:
     """A tensor by the rectangles that this rank holds; all ranks together hold each element once, or each alike.
 
     It follows the protocol by which torch.distributed.checkpoint takes tensors of other libraries
-    (``torch.distributed._checkpointable``), so a table needs no ShardedTensor, which replicated tables and the row-wise state of
-    an optimizer do not have.
+    (``torch.distributed._checkpointable``), so a table needs no ShardedTensor, which replicated tables and the row-wise
+    state of an optimizer do not have.
 
     Args:
         shape: of the whole.
@@ -59,11 +60,15 @@ class Parts:
 
     def map(self, function: Any) -> Parts:
         """The same rectangles of ``function(tensor, number)``."""
-        return Parts(self.shape, [Part(function(part.tensor, number), part.offsets) for number, part in enumerate(self.parts)])
+        return Parts(
+            self.shape, [Part(function(part.tensor, number), part.offsets) for number, part in enumerate(self.parts)]
+        )
 
     def at(self, offsets: Sequence[int]) -> Tensor:
         """The block or part that begins there."""
-        found = {tuple(part.offsets): part.tensor for part in self.parts} | {part.offsets: part.tensor for part in self._blocks()}
+        found = {tuple(part.offsets): part.tensor for part in self.parts} | {
+            part.offsets: part.tensor for part in self._blocks()
+        }
         return found[tuple(offsets)]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
@@ -185,7 +190,8 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
     """
     configs = dict(_configs(model))
     tables: dict[str, tuple[int, int, str]] = {
-        config.name: (config.num_embeddings, config.embedding_dim, config.data_type.value) for config in configs.values()
+        config.name: (config.num_embeddings, config.embedding_dim, config.data_type.value)
+        for config in configs.values()
     }
     tensors: State = {}
     held: dict[str, list[Part]] = {}
@@ -208,7 +214,9 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
     moved = {name.split(".")[1] for name in tensors if name.endswith(".exp_avg")}
     kernels = {f"tables.{name}.step": kernel for name, kernel in _kernels(model) if name in moved}
     paths = {config.name: unhosted(get_unwrapped_module(model), path) for path, config in configs.items()}
-    return ModelState(tensors, rows, tables, paths, {name: kernel for name, kernel in kernels.items() if name not in tensors})
+    return ModelState(
+        tensors, rows, tables, paths, {name: kernel for name, kernel in kernels.items() if name not in tensors}
+    )
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
@@ -284,8 +292,14 @@ def _pieces(held: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[int, ...]
     return [(tensor, tuple(at)) for tensor, at in zip(local.local_shards(), local.local_offsets(), strict=False)]
 
 
-def _row_state(config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[tuple[Tensor, tuple[int, ...]]]) -> RowState:
-    widths = {shard.shard_offsets[1]: shard.shard_sizes[1] for shard in weight.metadata().shards_metadata if shard.shard_sizes[0]}
+def _row_state(
+    config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[tuple[Tensor, tuple[int, ...]]]
+) -> RowState:
+    widths = {
+        shard.shard_offsets[1]: shard.shard_sizes[1]
+        for shard in weight.metadata().shards_metadata
+        if shard.shard_sizes[0]
+    }
     places = sorted(widths)
     parts = [Part(own.view(-1, 1), (at[0], places.index(at[1]))) for own, at in shards if own.numel()]
     return RowState(tuple(widths[place] for place in places), config.num_embeddings, parts)

@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # torch has no public name for them
+from torch.distributed.checkpoint._fsspec_filesystem import (
+    FsspecReader,
+    FsspecWriter,
+)  # torch has no public name for them
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 # All that a `.metadata` of tensors names. Anything else in one was put there to be run.
@@ -40,8 +43,17 @@ def cause(error: BaseException) -> str:
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
-# Codes of pickle's that no index has: some reserve as much memory as the file says, others call more than `_ALLOWED` names.
-_REFUSED = {pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.PERSID, pickle.BINPERSID, pickle.INST, pickle.OBJ}
+# Codes of pickle's that no index has: some reserve as much memory as the file says, others call more than `_ALLOWED`
+# names.
+_REFUSED = {
+    pickle.BYTEARRAY8,
+    pickle.NEXT_BUFFER,
+    pickle.READONLY_BUFFER,
+    pickle.PERSID,
+    pickle.BINPERSID,
+    pickle.INST,
+    pickle.OBJ,
+}
 _REFUSED |= {pickle.EXT1, pickle.EXT2, pickle.EXT4}
 
 
@@ -81,9 +93,13 @@ def read_metadata(data: bytes, where: str) -> Metadata:
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{where} is not the index of a checkpoint: {error}; do not load it") from None
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{where} is not the index of a checkpoint: it holds a {type(metadata).__name__}; do not load it")
+        raise CheckpointError(
+            f"{where} is not the index of a checkpoint: it holds a {type(metadata).__name__}; do not load it"
+        )
     if not _is_whole(metadata):
-        raise CheckpointError(f"{where} is not the index of a checkpoint: a part of it is of another kind; do not load it")
+        raise CheckpointError(
+            f"{where} is not the index of a checkpoint: a part of it is of another kind; do not load it"
+        )
     return metadata
 
 
@@ -95,7 +111,9 @@ def _is_whole(metadata: Metadata) -> bool:
         shapes = [
             size
             for name, held in tensors.items()
-            if isinstance(name, str) and isinstance(held, TensorStorageMetadata) and isinstance(held.properties.dtype, torch.dtype)
+            if isinstance(name, str)
+            and isinstance(held, TensorStorageMetadata)
+            and isinstance(held.properties.dtype, torch.dtype)
             for size in (held.size, *(size for chunk in held.chunks for size in (chunk.offsets, chunk.sizes)))
         ]
         files = [
@@ -108,7 +126,10 @@ def _is_whole(metadata: Metadata) -> bool:
             len(files) == len(places)
             and len(shapes) == expected
             and all(isinstance(size, torch.Size) and all(number >= 0 for number in size) for size in shapes)
-            and all(isinstance(name, str) and "/" not in name and offset >= 0 and length >= 0 for name, offset, length in files)
+            and all(
+                isinstance(name, str) and "/" not in name and offset >= 0 and length >= 0
+                for name, offset, length in files
+            )
         )
     except (AttributeError, TypeError, ValueError):
         return False

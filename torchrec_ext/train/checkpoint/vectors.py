@@ -28,8 +28,9 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     """(ids, vectors) of a file, in blocks: (n,) int64, row numbers of a table, and (n, D) float32.
 
     Args:
-        path: ``.npy``, (N, D), row i being id i; ``.npz`` with ``ids`` and ``vectors``; ``.safetensors`` with ``vectors`` and,
-            where they are not 0 to N - 1, ``ids``; ``.parquet`` with a column ``id`` of integers and ``vector`` of lists.
+        path: ``.npy``, (N, D), row i being id i; ``.npz`` with ``ids`` and ``vectors``; ``.safetensors`` with
+            ``vectors`` and, where they are not 0 to N - 1, ``ids``; ``.parquet`` with a column ``id`` of integers and
+            ``vector`` of lists.
 
     Raises:
         CheckpointError: it is missing or damaged, or lacks a part.
@@ -57,8 +58,8 @@ def load_vectors(model: nn.Module, table: str, path: Path) -> int:
         How many vectors the file has.
 
     Raises:
-        CheckpointError: an id that is no row of the table, a vector of another width, or one that is not finite; what was read
-            before it is written.
+        CheckpointError: an id that is no row of the table, a vector of another width, or one that is not finite; what
+            was read before it is written.
     """
     shards = [shard for shard in local_shards(model) if shard.config.name == table]
     count = 0
@@ -85,11 +86,15 @@ def _check(path: Path, table: str, config: object, ids: Tensor, vectors: Tensor,
         return
     rows, dim = config.num_embeddings, config.embedding_dim  # type: ignore[attr-defined]
     if vectors.shape[1] != dim:
-        raise CheckpointError(f"'{path}': vectors are {vectors.shape[1]} wide, and table '{table}' has embedding_dim={dim}")
+        raise CheckpointError(
+            f"'{path}': vectors are {vectors.shape[1]} wide, and table '{table}' has embedding_dim={dim}"
+        )
     out = ((ids < 0) | (ids >= rows)).nonzero()
     if len(out):
         place = before + int(out[0])
-        raise CheckpointError(f"'{path}': id {int(ids[out[0]])} in row {place} is no row of table '{table}', which has {rows:,}")
+        raise CheckpointError(
+            f"'{path}': id {int(ids[out[0]])} in row {place} is no row of table '{table}', which has {rows:,}"
+        )
 
 
 def _numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
@@ -148,7 +153,9 @@ def publish(path: str, file: Path, *, progress: Callable[[int], None] | None = N
     names = dict(_published(saved, index.state_dict_metadata))
     held: dict[str, Any] = {name: index.state_dict_metadata[own] for name, own in names.items()}
     try:
-        with TensorWriter(file, {name: Shape(tuple(each.size), each.properties.dtype) for name, each in held.items()}) as out:
+        with TensorWriter(
+            file, {name: Shape(tuple(each.size), each.properties.dtype) for name, each in held.items()}
+        ) as out:
             for name, own in names.items():
                 for row, block in _blocks(path, own, held[name]):
                     out.write(name, row, block)

@@ -41,8 +41,9 @@ Forward = Callable[[TowerBatch], tuple[Tensor, Any]]
 class LossScaling:
     """torch's GradScaler around a HybridOptimizer: the loss times a factor, the gradients divided by it before they move anything.
 
-    A step whose gradients overflow moves nothing and halves the factor; 2,000 steps without one double it. Where gradients are the
-    mean of all ranks, all ranks see the same overflow. A resumed run begins with the first factor again.
+    A step whose gradients overflow moves nothing and halves the factor; 2,000 steps without one double it. Where
+    gradients are the mean of all ranks, all ranks see the same overflow. A resumed run begins with the first factor
+    again.
 
     Args:
         optimizer: from :func:`hybrid_parallel`.
@@ -59,8 +60,10 @@ class LossScaling:
         sharded = [name for name in optimizer.of_tables if not any(f".{name}." in key for key in self._replicated())]
         if sharded:
             raise ValueError(
-                f"train.amp=fp16: table '{sharded[0]}' is sharded, and moved inside the backward by a gradient that is still "
-                "multiplied with the factor of the loss; set train.amp=bf16, which needs none, or plan.sharding=data_parallel"
+                f"train.amp=fp16: table '{sharded[0]}' is sharded, and moved inside the backward by a gradient that is "
+                "still "
+                "multiplied with the factor of the loss; set train.amp=bf16, which needs none, or "
+                "plan.sharding=data_parallel"
             )
 
     def _replicated(self) -> list[str]:

@@ -60,12 +60,14 @@ class _Seen:
 class FiniteLoss:
     """The forward of a pipeline that looks at each loss.
 
-    The ranks agree by one all-reduce of a number per step. On the CPU the answer is there at once, and the run ends before the
-    backward: nothing is written by the bad step. On CUDA the answer is read one step late, so that the host never waits for the
-    device: by then the step has been written, and the message says so; a gradient that is no number shows as the loss after it.
+    The ranks agree by one all-reduce of a number per step. On the CPU the answer is there at once, and the run ends
+    before the backward: nothing is written by the bad step. On CUDA the answer is read one step late, so that the host
+    never waits for the device: by then the step has been written, and the message says so; a gradient that is no number
+    shows as the loss after it.
 
-    Where ranks exchange nothing in a step (:class:`LocalSGD` without sharded tables) they do not for this either: a rank whose loss
-    is no number goes on without writing (the optimizer refuses its gradient) until they meet next, in :meth:`settle`.
+    Where ranks exchange nothing in a step (:class:`LocalSGD` without sharded tables) they do not for this either: a
+    rank whose loss is no number goes on without writing (the optimizer refuses its gradient) until they meet next, in
+    :meth:`settle`.
 
     Args:
         model: its forward returns (loss, output).
@@ -75,9 +77,11 @@ class FiniteLoss:
         ranks: how the ranks are kept alike; in every step where not given.
         stop: whether this rank was asked to stop; the answers travel with the losses, for :attr:`stop_asked`.
         context: of the forward, see :func:`forward_context`.
-        leave_out: tells the optimizer that the next step moves nothing; with it, a step with a bad loss, or one that the gate
-            refuses, is left out on all ranks, and the run goes on. Every step then waits for its answer, on CUDA too.
-        gate: looks at the gradients of each step before they reach a table; where there is none, the optimizer alone does.
+        leave_out: tells the optimizer that the next step moves nothing; with it, a step with a bad loss, or one that
+            the gate refuses, is left out on all ranks, and the run goes on. Every step then waits for its answer, on
+            CUDA too.
+        gate: looks at the gradients of each step before they reach a table; where there is none, the optimizer alone
+            does.
 
     Attributes:
         left_out: why the last step was; empty where it was not.
@@ -109,7 +113,8 @@ class FiniteLoss:
         """The model's loss and output.
 
         Raises:
-            TrainingDivergedError: the loss of this step or, where read late, of the step before is not finite on some rank.
+            TrainingDivergedError: the loss of this step or, where read late, of the step before is not finite on some
+                rank.
         """
         with self._context(), holding(self._gate):
             loss, output = self._model(batch)
@@ -160,7 +165,9 @@ class FiniteLoss:
     def _worst(self, loss: Tensor) -> Tensor | list[float]:
         """:meth:`_answers` for a loss, the greatest of all ranks where they exchange them in each step."""
         together = self._runtime.world_size > 1 and not self._ranks.silent
-        if not together and loss.numel() == 1 and loss.device.type == "cpu":  # of a small network ten ops are a share of its step
+        if (
+            not together and loss.numel() == 1 and loss.device.type == "cpu"
+        ):  # of a small network ten ops are a share of its step
             asked = self._stop is not None and self._stop()
             return [float(self._ranks.fault or not math.isfinite(loss.item())), float(asked)]
         worst = self._answers((~torch.isfinite(loss)).any().float())

@@ -22,13 +22,14 @@ from torchrec_ext.distributed.tables import collections
 class GradientGate:
     """Cuts the backward in two where looked-up vectors enter the dense layers, and looks at the gradients in between.
 
-    Kernels move the rows of a sharded table while the backward runs, and a gradient that is no number on one rank goes by the
-    exchange to rows of all. The first half of the backward ends at the vectors: by then the gradients of the dense layers have been
-    averaged, and nothing has moved. The ranks agree by one all-reduce of a number, then the second half runs, through the exchange
-    into the kernels. It costs that all-reduce and a sum over the vectors' gradient, and the averaging of the layers' gradients no
-    longer overlaps with the tables' backward; their norm is taken here in the place of the optimizer's step. A step of two towers
-    on two quiet cores, one for each rank, took 1.07 times one without a gate, when the norm was still taken twice
-    (``benchmarks/checkpoint.py --gate`` measures it).
+    Kernels move the rows of a sharded table while the backward runs, and a gradient that is no number on one rank goes
+    by the exchange to rows of all. The first half of the backward ends at the vectors: by then the gradients of the
+    dense layers have been averaged, and nothing has moved. The ranks agree by one all-reduce of a number, then the
+    second half runs, through the exchange into the kernels. It costs that all-reduce and a sum over the vectors'
+    gradient, and the averaging of the layers' gradients no longer overlaps with the tables' backward; their norm is
+    taken here in the place of the optimizer's step. A step of two towers on two quiet cores, one for each rank, took
+    1.07 times one without a gate, when the norm was still taken twice (``benchmarks/checkpoint.py --gate`` measures
+    it).
 
     Args:
         model: from :func:`hybrid_parallel`.
@@ -39,7 +40,9 @@ class GradientGate:
     def __init__(self, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime) -> None:
         self._optimizer, self._runtime = optimizer, runtime
         self._collections = {path: collection for path, collection in collections(model) if _sharded(collection)}
-        self._held: list[tuple[str, Tensor, Tensor]] = []  # (path, vectors, what the dense layers were given in their place)
+        self._held: list[
+            tuple[str, Tensor, Tensor]
+        ] = []  # (path, vectors, what the dense layers were given in their place)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -56,7 +59,8 @@ class GradientGate:
         """Runs the second half of the backward; all ranks call it after the first half.
 
         Returns:
-            What is not finite on some rank, the same text on every rank; the second half has then not run. Empty where it has.
+            What is not finite on some rank, the same text on every rank; the second half has then not run. Empty where
+            it has.
         """
         held, self._held = self._held, []
         arrived = [(path, vectors, given.grad) for path, vectors, given in held if given.grad is not None]
@@ -101,7 +105,8 @@ def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, 
         model: from :func:`hybrid_parallel`.
         optimizer: likewise.
         runtime: this process's place in the job.
-        always: also where none does: the optimizer refuses a gradient of what each rank holds whole by itself, with an error.
+        always: also where none does: the optimizer refuses a gradient of what each rank holds whole by itself, with an
+            error.
     """
     gate = GradientGate(model, optimizer, runtime)
     needed = torch.tensor(float(always or bool(gate._collections)), device=runtime.device)

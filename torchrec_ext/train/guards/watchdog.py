@@ -17,8 +17,9 @@ from typing_extensions import Self
 
 _POLL_S = 1.0
 _PATIENCE_S = 5.0  # what a rank that only waits leaves to the one it waits for, whose report is to be the first
-# Without a limit of the user's: so many times the slowest of the last steps, within these seconds. At the least a job of fast steps
-# ends within a minute, half of which torchrun waits for a stopped rank; at the most before the collectives' own five minutes.
+# Without a limit of the user's: so many times the slowest of the last steps, within these seconds. At the least a job
+# of fast steps ends within a minute, half of which torchrun waits for a stopped rank; at the most before the
+# collectives' own five minutes.
 _SLOWEST_STEPS, _LEAST_S, _MOST_S = 100.0, 25.0, 240.0
 _FORGETS = 0.98
 _SIGN_AFTER_S = 5.0  # of silence, from when on a rank shows the others that its process runs, and looks for theirs
@@ -27,18 +28,18 @@ _SIGN_AFTER_S = 5.0  # of silence, from when on a rank shows the others that its
 class Watchdog:
     """Watches one rank from a thread of its own.
 
-    The rank calls :meth:`beat` at each step and :meth:`pause` before whatever may take long. Where no beat comes for ``after_s``,
-    the stacks of all threads go to ``folder / stacks-rankR.txt`` and ``end`` is called with one line: since when, and in which
-    collective the rank waits, or where else it is. A rank that waits in a collective says so some seconds later than one that does
-    not: that one is the cause. A stopped process cannot say anything: ranks without a step for five seconds count on in
-    ``folder / alive-rankR``, and the one whose count stands still is named by the others. In a pause a rank may compute as long as
-    it likes, but not wait longer in one collective. Where a thread holds the interpreter, Python's own fault handler still writes
-    the stacks.
+    The rank calls :meth:`beat` at each step and :meth:`pause` before whatever may take long. Where no beat comes for
+    ``after_s``, the stacks of all threads go to ``folder / stacks-rankR.txt`` and ``end`` is called with one line:
+    since when, and in which collective the rank waits, or where else it is. A rank that waits in a collective says so
+    some seconds later than one that does not: that one is the cause. A stopped process cannot say anything: ranks
+    without a step for five seconds count on in ``folder / alive-rankR``, and the one whose count stands still is named
+    by the others. In a pause a rank may compute as long as it likes, but not wait longer in one collective. Where a
+    thread holds the interpreter, Python's own fault handler still writes the stacks.
 
     Args:
         rank: for the line and the file.
-        after_s: seconds, more than the slowest step takes and less than the collectives' own timeout; None for 100 times the
-            slowest of the last steps, from 25 to 240 seconds, and 240 in a pause.
+        after_s: seconds, more than the slowest step takes and less than the collectives' own timeout; None for 100
+            times the slowest of the last steps, from 25 to 240 seconds, and 240 in a pause.
         folder: of the files, which all ranks see; a rank whose file is not seen here is not looked for.
         end: called with the line, from the thread; it ends the process.
         world_size: number of ranks.
@@ -47,7 +48,9 @@ class Watchdog:
         ValueError: ``after_s`` is not positive.
     """
 
-    def __init__(self, rank: int, after_s: float | None, folder: Path, end: Callable[[str], None], *, world_size: int = 1) -> None:
+    def __init__(
+        self, rank: int, after_s: float | None, folder: Path, end: Callable[[str], None], *, world_size: int = 1
+    ) -> None:
         if after_s is not None and not after_s > 0:
             raise ValueError(f"after_s={after_s}: must be positive")
         self._rank, self._given_s, self._end = rank, after_s, end
@@ -73,7 +76,9 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._over.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -160,13 +165,12 @@ class Watchdog:
         line = f"rank {self._rank} has {what} for {silent:.0f} s since {self._where or 'its start'}: "
         if still:
             names = ", ".join(f"rank {rank}" for rank in still)
-            line = (
-                f"{names} gives no sign of life: its process is stopped or starved, or its host is gone. {line}it waits for {names}"
-            )
+            line = f"{names} gives no sign of life: its process is stopped or starved, or its host is gone. {line}it waits for {names}"
         else:
             line += place
         self._end(
-            f"{line}; the stacks of its threads are in {self._path}; go on with --resume auto, and raise train.hang_s if a step "
+            f"{line}; the stacks of its threads are in {self._path}; go on with --resume auto, and raise train.hang_s "
+            "if a step "
             "may take as long"
         )
 

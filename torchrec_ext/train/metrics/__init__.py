@@ -1,7 +1,13 @@
 """Figures of a model, over the rows of all ranks: ranking the whole catalogue or given candidates, coverage, classification."""
 
 from torchrec_ext.train.metrics.catalogue import Coverage, Question, catalogue_ranks, popularity_ranks, ranks_of
-from torchrec_ext.train.metrics.classification import ClassificationMetrics, GroupedAuc, auc, classification_metrics, grouped_auc
+from torchrec_ext.train.metrics.classification import (
+    ClassificationMetrics,
+    GroupedAuc,
+    auc,
+    classification_metrics,
+    grouped_auc,
+)
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watched, watching
 from torchrec_ext.train.metrics.ranking import (
     RankingMetrics,

@@ -61,7 +61,8 @@ class Coverage:
 
 PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
 _CHEAPER = (
-    "cheaper: evaluate less often with train.eval_every, or score by a product (model.interaction=dot or cosine), where a network "
+    "cheaper: evaluate less often with train.eval_every, or score by a product (model.interaction=dot or cosine), "
+    "where a network "
     "over both sides runs for every pair"
 )
 
@@ -71,14 +72,17 @@ class Question:
     """Held-out interactions to rank the catalogue for, of U queries; the same on every rank.
 
     Args:
-        targets: (T,) the items that should be found: one for each query in order, T = U, unless ``target_rows`` says otherwise.
+        targets: (T,) the items that should be found: one for each query in order, T = U, unless ``target_rows`` says
+            otherwise.
         seen_rows: (P,) and
         seen_items: (P,) pairs (query, item) that are left out of the ranking of that query, but for its targets.
         not_items: ids that are never ranked, such as the out-of-vocabulary row.
-        target_rows: (T,) int64 the query of each target, ascending, where queries have several: each of 0 to U - 1 at least once.
+        target_rows: (T,) int64 the query of each target, ascending, where queries have several: each of 0 to U - 1 at
+            least once.
 
     Raises:
-        ValueError: parts of unequal length, a number below 0, target_rows with a gap or out of order, a target given twice.
+        ValueError: parts of unequal length, a number below 0, target_rows with a gap or out of order, a target given
+            twice.
     """
 
     targets: Tensor
@@ -89,7 +93,9 @@ class Question:
 
     def __post_init__(self) -> None:
         if len(self.seen_rows) != len(self.seen_items):
-            raise ValueError(f"seen_rows: {len(self.seen_rows)}, seen_items: {len(self.seen_items)}; must be pairs, equally many")
+            raise ValueError(
+                f"seen_rows: {len(self.seen_rows)}, seen_items: {len(self.seen_items)}; must be pairs, equally many"
+            )
         for name in ("targets", "seen_rows", "seen_items"):
             part = getattr(self, name)
             if len(part) and int(part.min()) < 0:
@@ -136,7 +142,9 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0) -> Ranks:
     stop = start + len(scores)
     rows, items = (part.to(scores.device) for part in question.targets_of(start, stop))
     if len(items) and int(items.max()) >= scores.shape[1]:
-        raise ValueError(f"targets: item {int(items.max())}, but the catalogue has {scores.shape[1]} items, from 0; give its row")
+        raise ValueError(
+            f"targets: item {int(items.max())}, but the catalogue has {scores.shape[1]} items, from 0; give its row"
+        )
     wanted = scores[rows, items]
     _check_scores(scores, wanted, start)
     scores[tuple(part.to(scores.device) for part in question.seen_by(start, stop))] = -torch.inf
@@ -178,10 +186,10 @@ def catalogue_ranks(
 ) -> Ranks:
     """Ranks each query's targets among all items; every rank must call it and gets the ranks of all queries.
 
-    Both towers run once per row, spread over the ranks; then each rank scores its own queries against the whole catalogue, a block
-    of pairs at a time, never a whole U x I matrix: beside the outputs of the item tower (I x D) it holds 2**17 scores, or one
-    query's where the catalogue is larger. Scores are compared as they are: items with equal vectors tie, or differ in the last bit
-    by their place in the matrix product, whichever of them is the target.
+    Both towers run once per row, spread over the ranks; then each rank scores its own queries against the whole
+    catalogue, a block of pairs at a time, never a whole U x I matrix: beside the outputs of the item tower (I x D) it
+    holds 2**17 scores, or one query's where the catalogue is larger. Scores are compared as they are: items with equal
+    vectors tie, or differ in the last bit by their place in the matrix product, whichever of them is the target.
 
     Args:
         model: the model, under DistributedModelParallel its ``module``.
@@ -200,7 +208,9 @@ def catalogue_ranks(
     start = own_start(len(own), question.queries, runtime)
     parts, rows = [], max(1, PAIRS_PER_BLOCK // max(len(items), 1))
     most = max(1, -(-question.queries // (runtime.world_size * rows)))
-    for block in watched(torch.split(own, rows), most, cheaper=f"{question.queries:,} queries x {len(items):,} items; {_CHEAPER}"):
+    for block in watched(
+        torch.split(own, rows), most, cheaper=f"{question.queries:,} queries x {len(items):,} items; {_CHEAPER}"
+    ):
         scores = model.interaction.score_all(block, items)
         ranks = ranks_of(scores, question, start)
         parts.append(torch.stack([ranks.better, ranks.ties], dim=1))
@@ -244,7 +254,8 @@ def _check_targets(rows: Tensor, items: Tensor) -> None:
         at = int(wrong[0]) if len(wrong) else 0
         before = int(rows[at - 1]) if at else "the start"
         raise ValueError(
-            f"target_rows: {int(rows[at])} after {before}; must ascend from 0 without a gap, since every query needs a target: "
+            f"target_rows: {int(rows[at])} after {before}; must ascend from 0 without a gap, since every query needs a "
+            "target: "
             "sort the targets by query, and number the queries that have one"
         )
     pairs = torch.unique(torch.stack([rows, items], dim=1), dim=0)

@@ -1,8 +1,8 @@
 """AUC, log loss, normalised entropy and calibration of logits: exact, or streaming in memory of 4 MiB.
 
-A row counts by its weight, as in the losses; rows of weight 0 are padding. Ours because torchmetrics 1.0.3 puts logits through a
-float32 sigmoid, after which all above 17 tie, and adds areas in float32; because torchrec's AUC has no ties and its window forgets;
-and because torchrec's log loss is in bits, of probabilities clamped at 1e-12.
+A row counts by its weight, as in the losses; rows of weight 0 are padding. Ours because torchmetrics 1.0.3 puts logits
+through a float32 sigmoid, after which all above 17 tie, and adds areas in float32; because torchrec's AUC has no ties
+and its window forgets; and because torchrec's log loss is in bits, of probabilities clamped at 1e-12.
 
 Grouped AUC: how well the rows of each user, or of each session, are ordered among themselves.
 """
@@ -26,7 +26,8 @@ BITS = 18  # sign, exponent and 9 bits after the point: a bin is at most a 512th
 def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> float:
     """Exact area under the ROC curve over the rows of all ranks; a tie counts half; NaN where the rows are of one class.
 
-    Every rank must call it, with as many rows as it has, and holds some 150 bytes for each row of all ranks while it sorts.
+    Every rank must call it, with as many rows as it has, and holds some 150 bytes for each row of all ranks while it
+    sorts.
 
     Args:
         logits: (B,) or probabilities; only their order counts.
@@ -83,8 +84,8 @@ class ClassificationMetrics:
     def sums(self, runtime: Runtime) -> dict[str, float]:
         """``log_loss`` in nats, ``ne``, ``calibration``; every rank must call it.
 
-        ``ne`` is the log loss divided by that of always predicting the mean label (He et al. 2014), ``calibration`` the mean
-        prediction divided by the mean label. NaN where there are no rows, or all are of one class.
+        ``ne`` is the log loss divided by that of always predicting the mean label (He et al. 2014), ``calibration`` the
+        mean prediction divided by the mean label. NaN where there are no rows, or all are of one class.
         """
         loss, predicted, positive, negative = _all_ranks(self._sums, runtime).tolist()
         total = positive + negative
@@ -163,8 +164,9 @@ class GroupedAuc(NamedTuple):
 def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor, runtime: Runtime) -> GroupedAuc:
     """Exact mean over groups of the AUC within each, weighted by the group's weight (Zhu et al. 2017, "GAUC").
 
-    Ours because torchrec's GAUC weighs all groups alike, orders ties by their place, and needs each group whole in one batch. A
-    group may lie on several ranks. Every rank must call it, and holds some 200 bytes for each row of all ranks while it sorts.
+    Ours because torchrec's GAUC weighs all groups alike, orders ties by their place, and needs each group whole in one
+    batch. A group may lie on several ranks. Every rank must call it, and holds some 200 bytes for each row of all ranks
+    while it sorts.
 
     Args:
         logits: (B,), as for :func:`auc`.
@@ -178,7 +180,8 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
     """
     if groups.shape != logits.shape or groups.is_floating_point():
         raise ValueError(
-            f"groups: {groups.dtype} of shape {tuple(groups.shape)}; must be integers, one for each of {len(logits)} rows"
+            f"groups: {groups.dtype} of shape {tuple(groups.shape)}; must be integers, one for each of {len(logits)} "
+            "rows"
         )
     rows = gather_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
     names, group = torch.unique(gather_rows(groups[weights != 0].long(), runtime), return_inverse=True)

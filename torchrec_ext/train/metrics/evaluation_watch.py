@@ -32,7 +32,9 @@ class EvaluationWatch:
         say: is told on rank 0 what a user should read.
     """
 
-    def __init__(self, runtime: Runtime, *, stop: Callable[[], bool] | None = None, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, runtime: Runtime, *, stop: Callable[[], bool] | None = None, say: Callable[[str], None] = print
+    ) -> None:
         self._runtime, self._stop, self._say = runtime, stop, say
 
     def over(self, blocks: Iterable[Block], total: int, cheaper: str) -> Iterator[Block]:
@@ -86,7 +88,9 @@ def watching(watch: EvaluationWatch) -> Iterator[None]:
         _CURRENT.reset(before)
 
 
-def watched(blocks: Iterable[Block], total: int, *, cheaper: str = "train.eval_every evaluates less often") -> Iterator[Block]:
+def watched(
+    blocks: Iterable[Block], total: int, *, cheaper: str = "train.eval_every evaluates less often"
+) -> Iterator[Block]:
     """The blocks of this rank's share of an evaluation, looked at in between where the loop around it watches.
 
     All ranks call it, and look together, about twice a second, whatever number of blocks each has.

@@ -1,7 +1,7 @@
 """HR, recall, precision, NDCG and MRR from the places of the relevant items, ties broken without favour.
 
-Ours because torchmetrics and torchrec sort the scores, which gives a tie to whoever stands first, loop over the queries in Python
-(torchmetrics) and keep every score they were ever shown; from places a figure is a sum that needs no memory.
+Ours because torchmetrics and torchrec sort the scores, which gives a tie to whoever stands first, loop over the queries
+in Python (torchmetrics) and keep every score they were ever shown; from places a figure is a sum that needs no memory.
 
 Ranking among given candidates, such as the target and 99 negatives.
 """
@@ -26,8 +26,8 @@ _DEFAULT: tuple[Figure, ...] = ("hr", "ndcg")
 class Ranks(NamedTuple):
     """Where T relevant items stand: ``better`` (T,) candidates score higher, ``ties`` (T,) other candidates score the same.
 
-    ``queries`` (T,) says which query each belongs to, ascending; None: one for each query. A query's other relevant items are
-    candidates like all others.
+    ``queries`` (T,) says which query each belongs to, ascending; None: one for each query. A query's other relevant
+    items are candidates like all others.
     """
 
     better: Tensor
@@ -41,7 +41,9 @@ class Ranks(NamedTuple):
             ValueError: several relevant items per query, since two that tie would each stand behind the other.
         """
         if self.queries is not None:
-            raise ValueError("queries: given; ties can only be lost where each query has one relevant item: leave them shared")
+            raise ValueError(
+                "queries: given; ties can only be lost where each query has one relevant item: leave them shared"
+            )
         return Ranks(self.better + self.ties, torch.zeros_like(self.ties))
 
 
@@ -72,7 +74,9 @@ class RankingMetrics:
         """Adds queries that no other update, of any rank, has or will have: a query's relevant items come in one update."""
         figures = query_figures(ranks, self._k, self._names)
         count = len(next(iter(figures.values())))
-        self._sums += torch.stack([torch.tensor(float(count)).double(), *(values.sum().cpu() for values in figures.values())])
+        self._sums += torch.stack(
+            [torch.tensor(float(count)).double(), *(values.sum().cpu() for values in figures.values())]
+        )
 
     def compute(self, runtime: Runtime) -> dict[str, float]:
         """The means over the queries of all ranks, NaN where there are none; every rank must call it."""
@@ -85,13 +89,13 @@ class RankingMetrics:
 def query_figures(ranks: Ranks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT) -> dict[str, Tensor]:
     """(U,) float64 figures of each query, by ``name@k``.
 
-    ``hr``: whether a relevant item is among the first k. ``recall``: the share of the relevant items that are. ``precision``: the
-    share of the first k that are relevant. ``ndcg``: the sum of 1 / log2(1 + place) over those, divided by the greatest that is
-    possible (Järvelin and Kekäläinen 2002). ``mrr``: 1 / place of the first relevant item, 0 beyond k. With several relevant
-    items these are RecBole's; with one of them ``recall`` is ``hr``.
+    ``hr``: whether a relevant item is among the first k. ``recall``: the share of the relevant items that are.
+    ``precision``: the share of the first k that are relevant. ``ndcg``: the sum of 1 / log2(1 + place) over those,
+    divided by the greatest that is possible (Järvelin and Kekäläinen 2002). ``mrr``: 1 / place of the first relevant
+    item, 0 beyond k. With several relevant items these are RecBole's; with one of them ``recall`` is ``hr``.
 
-    Ties are broken without favour: a candidate that ties with t others stands at each of the t + 1 places with equal probability,
-    and the expectation is what counts.
+    Ties are broken without favour: a candidate that ties with t others stands at each of the t + 1 places with equal
+    probability, and the expectation is what counts.
 
     Args:
         ranks: places of the relevant items.
@@ -104,7 +108,9 @@ def query_figures(ranks: Ranks, k: int | Sequence[int] = 10, names: Sequence[Fig
     ks = [k] if isinstance(k, int) else list(k)
     _check(ks, names)
     better, ties = ranks.better.long(), ranks.ties.long()
-    queries = torch.arange(len(better), device=better.device) if ranks.queries is None else ranks.queries.to(better.device)
+    queries = (
+        torch.arange(len(better), device=better.device) if ranks.queries is None else ranks.queries.to(better.device)
+    )
     queries = torch.unique_consecutive(queries, return_inverse=True)[1]
     places = _Places(better, ties, queries, int(queries[-1]) + 1 if len(queries) else 0)
     found: dict[str, Tensor] = {}
@@ -112,7 +118,13 @@ def query_figures(ranks: Ranks, k: int | Sequence[int] = 10, names: Sequence[Fig
         hits, gain = places.expected(size)
         hit, first = places.first(size)
         ideal = _discounts(size, better.device)[places.relevant.clamp(max=size)]
-        at_k = {"hr": hit, "recall": hits / places.relevant, "precision": hits / size, "ndcg": gain / ideal, "mrr": first}
+        at_k = {
+            "hr": hit,
+            "recall": hits / places.relevant,
+            "precision": hits / size,
+            "ndcg": gain / ideal,
+            "mrr": first,
+        }
         found |= {f"{name}@{size}": at_k[name] for name in names}
     return found
 
@@ -136,8 +148,8 @@ class _Places:
     def first(self, k: int) -> tuple[Tensor, Tensor]:
         """(U,) probability that the first relevant item is among the first k, and (U,) the expectation of 1 / its place, or 0.
 
-        It stands in the query's best group of candidates with one score: n of them, m relevant, after b better ones. The group's
-        first j are irrelevant with probability (n - m)/n x (n - m - 1)/(n - 1) x ...
+        It stands in the query's best group of candidates with one score: n of them, m relevant, after b better ones.
+        The group's first j are irrelevant with probability (n - m)/n x (n - m - 1)/(n - 1) x ...
         """
         start = torch.full_like(self.relevant, torch.iinfo(torch.int64).max)
         start = start.scatter_reduce(0, self._queries, self._better, "amin")
@@ -177,8 +189,8 @@ PAIRS_PER_BLOCK = 2**13  # each holds both towers' outputs: 4 MiB at width 64
 def ranks_among(scores: Tensor, ids: Tensor) -> Ranks:
     """Where each row's first candidate stands among the row's others.
 
-    An id counts once in a row, where it stands first: a target that is also among its own negatives, as for 156 of the 6,040 users
-    in the test file of He et al. 2017, does not tie with itself.
+    An id counts once in a row, where it stands first: a target that is also among its own negatives, as for 156 of the
+    6,040 users in the test file of He et al. 2017, does not tie with itself.
 
     Args:
         scores: (U, 1 + N), of the target and its N candidates.
@@ -222,7 +234,8 @@ def candidate_ranks(
         towers: as in :func:`catalogue_ranks`.
 
     Raises:
-        ValueError: a score that is no number, a row without target; batches of more or fewer queries than ``ids`` has rows.
+        ValueError: a score that is no number, a row without target; batches of more or fewer queries than ``ids`` has
+            rows.
     """
     items = embed_all(model, towers[-1], candidates, runtime)
     own = embed_own(model, towers[:-1], queries, runtime)
@@ -239,7 +252,9 @@ def candidate_ranks(
 
 def gather_ranks(ranks: Ranks, runtime: Runtime) -> Ranks:
     """The ranks of all ranks' queries, one relevant item each, in rank order; for scores that were made otherwise."""
-    better, ties = gather_rows(torch.stack([ranks.better, ranks.ties], dim=1).to(runtime.device), runtime).cpu().unbind(1)
+    better, ties = (
+        gather_rows(torch.stack([ranks.better, ranks.ties], dim=1).to(runtime.device), runtime).cpu().unbind(1)
+    )
     return Ranks(better, ties)
 
 
@@ -263,10 +278,13 @@ def _check_of_candidates(scores: Tensor, ids: Tensor) -> None:
     if bad.any():
         row = int(bad.nonzero()[0])
         raise ValueError(
-            f"row {row}: target {int(ids[row, 0])} with score {float(scores[row, 0])}; the first id of a row must be an item, 0 or "
+            f"row {row}: target {int(ids[row, 0])} with score {float(scores[row, 0])}; the first id of a row must be "
+            "an item, 0 or "
             "more, and its score a number: leave padding rows out, or has training diverged?"
         )
     nan = torch.isnan(scores) & (ids >= 0)  # would count as worse than the target, and flatter the model
     if nan.any():
         row, place = nan.nonzero()[0].tolist()
-        raise ValueError(f"row {row}: item {int(ids[row, place])} with score nan; a rank needs numbers: has training diverged?")
+        raise ValueError(
+            f"row {row}: item {int(ids[row, place])} with score nan; a rank needs numbers: has training diverged?"
+        )

@@ -1,6 +1,7 @@
 """What a run says of itself while it runs: mean loss and throughput since the last record, and a bar or a line for it.
 
-RunFolder: what a run leaves on disk: its configuration, its metrics as JSON lines and TensorBoard events, a picture of them.
+RunFolder: what a run leaves on disk: its configuration, its metrics as JSON lines and TensorBoard events, a picture of
+them.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class Progress:
 
     def show(self, record: dict[str, Any]) -> None:
         """The figures of a record."""
-        figures = ", ".join(f"{name} {_readable(name, value)}" for name, value in record.items() if isinstance(value, float))
+        figures = ", ".join(
+            f"{name} {_readable(name, value)}" for name, value in record.items() if isinstance(value, float)
+        )
         if record["kind"] in ("stop", "left_out"):
             tqdm.write(record["message"])
         elif self._terminal:
@@ -177,7 +180,8 @@ class RunFolder:
         """Closes the files and draws ``training.png``.
 
         Args:
-            baselines: figures by name on the same held-out rows to draw as dashed lines, such as those of the popularity ranking.
+            baselines: figures by name on the same held-out rows to draw as dashed lines, such as those of the
+                popularity ranking.
             baseline_name: what these are.
         """
         self._metrics.close()
@@ -199,7 +203,9 @@ def draw(records: list[Record], path: Path, baselines: Mapping[str, float], base
     axes[0].plot([record["step"] for record in train], [record["loss"] for record in train], color="#1f5f99")
     axes[0].set(title="training loss", xlabel="step")
     for axis, name in zip(axes[1:], names, strict=True):
-        axis.plot([r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color="#1f5f99", label="model")
+        axis.plot(
+            [r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color="#1f5f99", label="model"
+        )
         if name in baselines:
             axis.axhline(baselines[name], linestyle="--", color="#b3541e", label=baseline_name)
             axis.legend(frameon=False)
@@ -216,6 +222,7 @@ def _tensorboard(path: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise RunFolderError(
-            "the run folder's TensorBoard events and picture need the extra 'report': pip install 'torchrec-ext[report]'"
+            "the run folder's TensorBoard events and picture need the extra 'report': pip install "
+            "'torchrec-ext[report]'"
         ) from None
     return SummaryWriter(str(path))

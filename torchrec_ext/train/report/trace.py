@@ -2,7 +2,8 @@
 
 Spans: what one rank did when, read from torch.profiler's trace, and how much of it was at the same time.
 
-Timeline: the traces of all ranks on one clock: a Chrome trace with a lane for each, a picture, and how much ran at once.
+Timeline: the traces of all ranks on one clock: a Chrome trace with a lane for each, a picture, and how much ran at
+once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Interval = tuple[float, float]
 Event = dict[str, Any]
 TOWER = "tower "  # before a tower's name, in the trace
 _BACKWARD = "autograd::engine::evaluate_function: "
-# What computes. An autograd function of TorchRec's that waits for an exchange is an operator too, but calls these when it computes.
+# What computes. An autograd function of TorchRec's that waits for an exchange is an operator too, but calls these when
+# it computes.
 _COMPUTING = ("aten::", "fbgemm::")
 
 
@@ -54,7 +56,9 @@ class RankSpans:
     def towers(self) -> dict[str, list[Interval]]:
         """By tower, while it computed."""
         names = dict.fromkeys([*self.forward, *self.backward])
-        return {name: both(self.busy, union([*self.forward.get(name, ()), *self.backward.get(name, ())])) for name in names}
+        return {
+            name: both(self.busy, union([*self.forward.get(name, ()), *self.backward.get(name, ())])) for name in names
+        }
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -128,8 +132,8 @@ def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
 def read_spans(events: Iterable[Event], shift: float = 0.0) -> RankSpans:
     """The spans in one rank's trace events, ``shift`` microseconds later.
 
-    A tower's backward is found by autograd's sequence numbers: a backward node has the number of the operator that made it. On a
-    GPU the spans of a tower are those of the kernels that were launched in them.
+    A tower's backward is found by autograd's sequence numbers: a backward node has the number of the operator that made
+    it. On a GPU the spans of a tower are those of the kernels that were launched in them.
     """
     done = [event for event in events if event.get("ph") == "X"]
     calls = [event for event in done if event["name"].startswith(TOWER) and event.get("cat") == "user_annotation"]
@@ -142,9 +146,12 @@ def read_spans(events: Iterable[Event], shift: float = 0.0) -> RankSpans:
     computing = [event for event in done if event.get("cat") == "cpu_op" and event["name"].startswith(_COMPUTING)]
     if kernels:
         computing = [event for event in kernels if not event["name"].startswith("nccl")]
-        launched = {e["args"]["correlation"]: float(e["ts"]) for e in done if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+        launched = {
+            e["args"]["correlation"]: float(e["ts"]) for e in done if e.get("cat") in ("cuda_runtime", "cuda_driver")
+        }
         forward, backward = (
-            {name: _launched_in(own, computing, launched) for name, own in found.items()} for found in (forward, backward)
+            {name: _launched_in(own, computing, launched) for name, own in found.items()}
+            for found in (forward, backward)
         )
     return RankSpans(
         forward={name: _later(own, shift) for name, own in forward.items()},
@@ -162,7 +169,9 @@ def _later(intervals: Iterable[Interval], shift: float) -> list[Interval]:
     return [(start + shift, stop + shift) for start, stop in intervals]
 
 
-def _launched_in(intervals: Iterable[Interval], kernels: Iterable[Event], launched: Mapping[int, float]) -> list[Interval]:
+def _launched_in(
+    intervals: Iterable[Interval], kernels: Iterable[Event], launched: Mapping[int, float]
+) -> list[Interval]:
     """While the kernels ran whose launch lies in the intervals."""
     spans = union(intervals)
     starts = [start for start, _ in spans]
@@ -188,7 +197,8 @@ def _backward(done: Sequence[Event], calls: Sequence[Event]) -> dict[str, list[I
             found[tower][-1] = (found[tower][-1][0], stop)
         elif tower:
             found.setdefault(tower, []).append((start, stop))
-        # A node without an operator of the forward, such as one that adds up a parameter's gradient, belongs to its neighbours.
+        # A node without an operator of the forward, such as one that adds up a parameter's gradient, belongs to its
+        # neighbours.
         before = before if event.get("args", {}).get("Sequence number") not in made else tower
     return found
 
@@ -210,7 +220,11 @@ def _makers(done: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
     made = {}
     for number, event in last.items():
         place = bisect.bisect_right(starts, event["ts"]) - 1
-        inside = place >= 0 and event["ts"] <= order[place]["ts"] + order[place]["dur"] and event["tid"] == order[place]["tid"]
+        inside = (
+            place >= 0
+            and event["ts"] <= order[place]["ts"] + order[place]["dur"]
+            and event["tid"] == order[place]["tid"]
+        )
         made[number] = order[place]["name"].removeprefix(TOWER) if inside else ""
     return made
 
@@ -281,7 +295,9 @@ class Timeline:
                 for tower, intervals in by_tower.items():
                     events += [_span(f"{tower} {way}", number, interval) for interval in intervals]
             events += [
-                _moved(event, number, shift) for event in rank.trace["traceEvents"] if _is_work(event) or _names_thread(event)
+                _moved(event, number, shift)
+                for event in rank.trace["traceEvents"]
+                if _is_work(event) or _names_thread(event)
             ]
         clocks = [{"rank": n, "ahead_us": r.ahead_us, "error_us": r.error_us} for n, r in enumerate(self.ranks)]
         return {"traceEvents": events, "displayTimeUnit": "ms", "clocks": clocks, "overlap": self.figures()}
@@ -307,7 +323,9 @@ class Timeline:
                     _band(axes, both(rank.busy, union(intervals)), low, 0.27, colours[name])
             _band(axes, rank.exchange, number + 0.18, 0.1, _EXCHANGE)
             _band(axes, rank.busy, number + 0.3, 0.1, _BUSY)
-        axes.set_yticks(range(len(self.ranks)), [f"rank {number}\n{rank.host}" for number, rank in enumerate(self.ranks)])
+        axes.set_yticks(
+            range(len(self.ranks)), [f"rank {number}\n{rank.host}" for number, rank in enumerate(self.ranks)]
+        )
         axes.set_ylim(len(self.ranks) - 0.4, -0.5)
         told = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in self.figures().items())
         axes.set(xlabel="ms", title=told)
@@ -324,7 +342,12 @@ def _is_work(event: Event) -> bool:
 
 
 def _names_thread(event: Event) -> bool:
-    return event["ph"] == "M" and event["name"].startswith("thread_") and isinstance(event.get("tid"), int) and event["tid"] > 0
+    return (
+        event["ph"] == "M"
+        and event["name"].startswith("thread_")
+        and isinstance(event.get("tid"), int)
+        and event["tid"] > 0
+    )
 
 
 def _meta(kind: str, rank: int, thread: int, **arguments: object) -> Event:
@@ -364,7 +387,9 @@ class StepTrace:
         done: called on rank 0 with the timeline.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, steps: int, done: Callable[[Timeline], None] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, runtime: Runtime, steps: int, done: Callable[[Timeline], None] | None = None
+    ) -> None:
         self._model, self._runtime, self._done = model, runtime, done
         self._first, self._last, self._seen = SKIP, SKIP + steps, 0
         self._handles: list[Any] = []
@@ -454,9 +479,9 @@ def _named_in_trace(name: str, tower: nn.Module) -> list[Any]:
 def clock_ahead(runtime: Runtime) -> tuple[float, float]:
     """Microseconds by which this rank's clock is ahead of rank 0's, and by how much that may be wrong.
 
-    Each rank in turn answers rank 0 with its time, which is taken to have been in the middle between question and answer; of
-    several rounds the fastest counts, and half its length is the error. What is within the error counts as 0, since the ranks of a
-    host have one clock.
+    Each rank in turn answers rank 0 with its time, which is taken to have been in the middle between question and
+    answer; of several rounds the fastest counts, and half its length is the error. What is within the error counts as
+    0, since the ranks of a host have one clock.
     """
     best = [(0.0, 0.0)]
     for other in range(1, runtime.world_size):

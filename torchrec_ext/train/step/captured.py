@@ -64,7 +64,8 @@ def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 
 def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Compiles the step for the CPU; inductor keeps what it compiled, see :func:`compile_cache`."""
-    # Tables lie side by side in one storage. Inductor would take a write to one for a write to all, and copy them in every step.
+    # Tables lie side by side in one storage. Inductor would take a write to one for a write to all, and copy them in
+    # every step.
     apart: list[Any] = [torch.empty_strided(part.shape, part.stride(), dtype=part.dtype) for part in (*memory, *inputs)]
     graph = traced(step, apart)
     try:
@@ -100,7 +101,8 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
     for node in graph.graph.nodes:
         if getattr(node.target, "namespace", "").endswith(("c10d", "c10d_functional")):
             raise CannotCaptureError(
-                f"ranks meet in every step ({node.target}), as in batch normalisation or a softmax over the candidates of all "
+                f"ranks meet in every step ({node.target}), as in batch normalisation or a softmax over the candidates "
+                "of all "
                 "ranks; launch one rank (-j 1x1)"
             )
     return graph
@@ -114,7 +116,11 @@ def first_line(error: BaseException) -> str:
 def line_of(error: BaseException) -> str:
     """The last line outside of torch that led to an error, as FILE:LINE and its code."""
     torch_folder = os.path.dirname(torch.__file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((torch_folder, "<"))]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((torch_folder, "<"))
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "an unknown place"
 
 
@@ -125,7 +131,9 @@ def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     side.wait_stream(torch.cuda.current_stream())
     try:
         with torch.no_grad():
-            with torch.cuda.stream(side):  # torch asks for a few runs before a capture, on a stream that is not the default one
+            with torch.cuda.stream(
+                side
+            ):  # torch asks for a few runs before a capture, on a stream that is not the default one
                 for _ in range(3):
                     step(*memory, *static)
             torch.cuda.current_stream().wait_stream(side)
@@ -181,7 +189,8 @@ def compile_cache() -> str:
             return folder
     except OSError as error:
         raise CannotCaptureError(
-            f"the compile cache '{folder or tempfile.gettempdir()}' cannot be written ({error.strerror or error}); name another "
+            f"the compile cache '{folder or tempfile.gettempdir()}' cannot be written ({error.strerror or error}); "
+            "name another "
             "folder in TORCHINDUCTOR_CACHE_DIR"
         ) from None
 
@@ -196,7 +205,8 @@ class RareShapeError(CannotCaptureError):
 class CapturedStep:
     """One rank's training step, captured once for each shape of a batch.
 
-    Lists of ids are padded, see :class:`Packer`; a step whose lists have outgrown it is captured anew and takes its place.
+    Lists of ids are padded, see :class:`Packer`; a step whose lists have outgrown it is captured anew and takes its
+    place.
 
     Args:
         model: from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
@@ -205,8 +215,8 @@ class CapturedStep:
         autocast: the context of the forward.
         rule: from (rows of a table, look-ups of a step) to whether it is moved row by row.
         take_time: called before a capture, which may take minutes.
-        patience: how often another shape than the first is refused before it is captured, such as that of an epoch's last batch:
-            a capture takes longer than a few steps of the model's own.
+        patience: how often another shape than the first is refused before it is captured, such as that of an epoch's
+            last batch: a capture takes longer than a few steps of the model's own.
 
     Attributes:
         captures: how often a step was captured.
@@ -233,7 +243,9 @@ class CapturedStep:
         self._reading: dict[str, TableRows] = {}
         self._model = lowered(model, static_bags(lambda name, ids: self._reading[name].read(ids)))
         fixed = dict(self._model.named_buffers()) | {
-            name: parameter.detach() for name, parameter in self._model.named_parameters() if not parameter.requires_grad
+            name: parameter.detach()
+            for name, parameter in self._model.named_parameters()
+            if not parameter.requires_grad
         }
         self._memory = StepMemory(model, optimizer, fixed)
         self._packer = Packer()
@@ -257,10 +269,13 @@ class CapturedStep:
 
         Raises:
             RareShapeError: see ``patience``; nothing was trained.
-            CannotCaptureError: the engine cannot take the model, or this is one shape too many; nothing was trained then.
+            CannotCaptureError: the engine cannot take the model, or this is one shape too many; nothing was trained
+                then.
         """
         key, inputs, make = self._inputs(item)
-        inputs = [part.to(self._memory.device, non_blocking=True) for part in inputs]  # a loader's batches are on the host
+        inputs = [
+            part.to(self._memory.device, non_blocking=True) for part in inputs
+        ]  # a loader's batches are on the host
         call = self._calls.get(key)
         if call is None:
             call = self._captured_once(key, inputs, item, make)
@@ -306,7 +321,9 @@ class CapturedStep:
         rows = [_rows(known) for known in self._calls]
         if _rows(key) not in rows:
             sizes = ", ".join(map(str, sorted({*rows, _rows(key)})))
-            raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size")
+            raise CannotCaptureError(
+                f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size"
+            )
         last = next(known for known in reversed(self._calls) if _rows(known) == _rows(key))
         how = last.difference(key) if isinstance(last, Layout) and isinstance(key, Layout) else f"{last} and {key}"
         raise CannotCaptureError(f"batches of {_rows(key)} rows differ in more than {MOST_GRAPHS} ways: {how}")
@@ -362,8 +379,13 @@ class CapturedStep:
         dense = {moved.name: tensors[moved.name].detach().requires_grad_() for moved in memory.moved if not moved.table}
         with torch.enable_grad():
             with self._autocast():
-                loss, output = functional_call(self._model, {**dense, **{name: tensors[name] for name in memory.fixed}}, (make(),))
-            leaves = {**{name: [leaf] for name, leaf in dense.items()}, **{n: t.leaves() for n, t in self._reading.items()}}
+                loss, output = functional_call(
+                    self._model, {**dense, **{name: tensors[name] for name in memory.fixed}}, (make(),)
+                )
+            leaves = {
+                **{name: [leaf] for name, leaf in dense.items()},
+                **{n: t.leaves() for n, t in self._reading.items()},
+            }
             flat = iter(torch.autograd.grad(loss, [leaf for own in leaves.values() for leaf in own], allow_unused=True))
         grads: dict[str, list[Tensor | None]] = {name: [next(flat) for _ in own] for name, own in leaves.items()}
         with torch.no_grad():
@@ -380,7 +402,11 @@ class CapturedStep:
         limited = [moved.name for moved in self._memory.moved if not moved.sharded]
         if not self._clip_norm:
             return
-        norm = torch.stack([grad.square().sum() for name in limited for grad in grads[name] if grad is not None]).sum().sqrt()
+        norm = (
+            torch.stack([grad.square().sum() for name in limited for grad in grads[name] if grad is not None])
+            .sum()
+            .sqrt()
+        )
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for name in limited:
             grads[name] = [None if grad is None else grad * factor for grad in grads[name]]

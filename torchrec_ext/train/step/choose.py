@@ -1,6 +1,7 @@
 """Steps: which way each step of a run goes: TorchRec's pipeline, a plain step on one rank, or a captured one where it pays off.
 
-How many compute threads a process should have: measured on the run's own first steps, not taken from the number of cores.
+How many compute threads a process should have: measured on the run's own first steps, not taken from the number of
+cores.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def with_best_threads(
 ) -> Iterator[Any]:
     """Runs the first of ``items`` with several numbers of threads and leaves the fastest set; they count as any other step.
 
-    Where the items end before any number was measured, the number stays what it was. All ranks call it, try the same numbers on as
-    many steps, and choose the one with which the slowest of them is fastest. Each process is pinned to its own share of the host's
-    cores first. More threads than a small network can use make it slower, and many times slower where other processes want the
-    cores.
+    Where the items end before any number was measured, the number stays what it was. All ranks call it, try the same
+    numbers on as many steps, and choose the one with which the slowest of them is fastest. Each process is pinned to
+    its own share of the host's cores first. More threads than a small network can use make it slower, and many times
+    slower where other processes want the cores.
 
     Args:
         items: batches; what is not needed stays there.
@@ -120,10 +121,10 @@ Made = TypeVar("Made")
 class Steps:
     """Trains on one batch after the other.
 
-    On one rank and a CPU, with tables that every rank holds whole, eager steps are :class:`PlainStep`'s, else the pipeline's.
-    ``compile="auto"``: the first steps are eager; where the rest of the run would take longer than :data:`PAYS_S` and the step can
-    be captured, the rest is captured. A rank trains captured steps where no other waits for it: on one rank, or while ranks are
-    apart under local SGD.
+    On one rank and a CPU, with tables that every rank holds whole, eager steps are :class:`PlainStep`'s, else the
+    pipeline's. ``compile="auto"``: the first steps are eager; where the rest of the run would take longer than
+    :data:`PAYS_S` and the step can be captured, the rest is captured. A rank trains captured steps where no other waits
+    for it: on one rank, or while ranks are apart under local SGD.
 
     Args:
         model: from :func:`hybrid_parallel`.
@@ -139,8 +140,8 @@ class Steps:
         scaling: of the loss, as the pipeline's forward and optimizer have it; such steps are not captured.
         threads: ``auto`` measures the right number on the first steps, on a CPU.
         take_time: called before what may take minutes.
-        tell: is told once, and where it changes, which way steps go: ``captured``, ``eager_ms`` and ``captured_ms``, medians,
-            and a ``message``.
+        tell: is told once, and where it changes, which way steps go: ``captured``, ``eager_ms`` and ``captured_ms``,
+            medians, and a ``message``.
 
     Raises:
         CannotCaptureError: ``require``, and it is known beforehand that no step can be captured.
@@ -221,7 +222,11 @@ class Steps:
         return self._plain is None
 
     def _plain_step(self) -> PlainStep | None:
-        if self._runtime.world_size > 1 or self._runtime.device.type != "cpu" or not isinstance(self._optimizer, HybridOptimizer):
+        if (
+            self._runtime.world_size > 1
+            or self._runtime.device.type != "cpu"
+            or not isinstance(self._optimizer, HybridOptimizer)
+        ):
             return None
         try:
             return PlainStep(self._model, self._optimizer, self._forward, context=self._context, scaling=self._scaling)
@@ -252,7 +257,9 @@ class Steps:
                 return
             seconds.append(time.perf_counter() - start)
             yield output
-            if not self._undecided and len(seconds) > WATCHED:  # one more: the first captured step is that of the capture
+            if (
+                not self._undecided and len(seconds) > WATCHED
+            ):  # one more: the first captured step is that of the capture
                 self._tell_way()
         yield from outputs
 
@@ -264,7 +271,9 @@ class Steps:
         if self._step is not None:
             captured = told["captured_ms"] = _median(self._captured_seconds) * 1e3
             few = len(self._seconds) < WATCHED  # the first steps are slower
-            before = f"the {len(self._seconds)} eager ones before took {eager:.3g} ms" if few else f"eager {eager:.3g} ms"
+            before = (
+                f"the {len(self._seconds)} eager ones before took {eager:.3g} ms" if few else f"eager {eager:.3g} ms"
+            )
             told["message"] = f"captured since step {self._since:,}: {captured:.3g} ms a step, {before}"
         else:
             told["message"] = f"eager: {self._why}; {eager:.3g} ms a step"
@@ -279,7 +288,8 @@ class Steps:
             if self._compile == "require":
                 self._refuse(
                     CannotCaptureError(
-                        f"{self._why}; launch one rank (-j 1x1), or set sync.mode=local_sgd and plan.sharding=data_parallel"
+                        f"{self._why}; launch one rank (-j 1x1), or set sync.mode=local_sgd and "
+                        "plan.sharding=data_parallel"
                     )
                 )
             self._tell_way()
@@ -304,9 +314,13 @@ class Steps:
 
     def _engine(self) -> tuple[Engine, str]:
         if not isinstance(self._optimizer, HybridOptimizer):
-            raise CannotCaptureError(f"the optimizer is a {type(self._optimizer).__name__}, not that of hybrid_parallel()")
+            raise CannotCaptureError(
+                f"the optimizer is a {type(self._optimizer).__name__}, not that of hybrid_parallel()"
+            )
         if self._scaling is not None:
-            raise CannotCaptureError("train.amp=fp16 leaves out steps whose gradients overflow; bf16 needs no such look at them")
+            raise CannotCaptureError(
+                "train.amp=fp16 leaves out steps whose gradients overflow; bf16 needs no such look at them"
+            )
         return engine_for(self._runtime.device)
 
     def _attempt(self, make: Callable[[], Made]) -> Made | None:

@@ -1,18 +1,19 @@
 """Tables of a sharded model, on one rank, as plain matrices: what a captured or a plain step computes with in TorchRec's place.
 
-TorchRec's collections read their offsets while they run, so a graph over them breaks at every one. Here a collection is a
-LoweredBags that reads rows of matrices at offsets known beforehand: one index_select for a feature with one id per bag. The
-matrices are the sharded model's own memory, so whatever it is asked for later (state dict, checkpoint, evaluation) is what the
-captured step learned.
+TorchRec's collections read their offsets while they run, so a graph over them breaks at every one. Here a collection is
+a LoweredBags that reads rows of matrices at offsets known beforehand: one index_select for a feature with one id per
+bag. The matrices are the sharded model's own memory, so whatever it is asked for later (state dict, checkpoint,
+evaluation) is what the captured step learned.
 
 A TowerBatch as a flat list of tensors whose shapes do not depend on its bags, and back.
 
-What a captured step reads must have the shapes that it was captured with. A feature with one id in each bag is as it is; the ids of
-any other are padded to a capacity, so its part of the KeyedJaggedTensor is longer than its bags, whose lengths stay true. A feature
-has one id in each bag where its part has as many ids as there are bags: a capacity is never that number.
+What a captured step reads must have the shapes that it was captured with. A feature with one id in each bag is as it
+is; the ids of any other are padded to a capacity, so its part of the KeyedJaggedTensor is longer than its bags, whose
+lengths stay true. A feature has one id in each bag where its part has as many ids as there are bags: a capacity is
+never that number.
 
-Capacities only grow, and at least to twice what outgrew them, so lists that grow over a run make few layouts, and a layout that
-was outgrown never comes back.
+Capacities only grow, and at least to twice what outgrew them, so lists that grow over a run make few layouts, and a
+layout that was outgrown never comes back.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ class Layout:
         for (name, own), (_, theirs) in zip(self.fields, other.fields, strict=True):
             if own != theirs:
                 return (
-                    own.difference(theirs) if isinstance(own, Layout) and isinstance(theirs, Layout) else _told(name, own, theirs)
+                    own.difference(theirs)
+                    if isinstance(own, Layout) and isinstance(theirs, Layout)
+                    else _told(name, own, theirs)
                 )
         return ""
 
@@ -199,7 +202,10 @@ def _size(kind: Any) -> Any:
 
 
 def _told(name: str, own: Any, theirs: Any) -> str:
-    shown = [f"{kind.stride} bags of {', '.join(kind.keys)}" if isinstance(kind, Bags) else str(kind) for kind in (own, theirs)]
+    shown = [
+        f"{kind.stride} bags of {', '.join(kind.keys)}" if isinstance(kind, Bags) else str(kind)
+        for kind in (own, theirs)
+    ]
     return f"'{name}' is {shown[0]} in one and {shown[1]} in another"
 
 
@@ -255,10 +261,15 @@ class Packer:
             parts, values = tuple(counts), bags.values()
         else:
             single = lengths.view(len(keys), stride).eq(1).all(dim=1).tolist() if stride else [True] * len(keys)
-            padded = {key: count for key, count, one, known in zip(keys, counts, single, lists, strict=True) if known or not one}
+            padded = {
+                key: count
+                for key, count, one, known in zip(keys, counts, single, lists, strict=True)
+                if known or not one
+            }
             self._make_room(where, stride, padded)
             parts = tuple(
-                self._capacities[where, key, stride] if key in padded else count for key, count in zip(keys, counts, strict=True)
+                self._capacities[where, key, stride] if key in padded else count
+                for key, count in zip(keys, counts, strict=True)
             )
             values = _padded(bags.values(), counts, parts)
             weights = None if weights is None else _padded(weights, counts, parts)

@@ -1,15 +1,17 @@
 """StepMemory: what stays from one captured step to the next, as named tensors: weights, state, rates, and how far each row is.
 
-It is the memory of the sharded model and of its optimizer, which therefore stay what they are to everybody else. A table is moved
-in one of two ways:
+It is the memory of the sharded model and of its optimizer, which therefore stay what they are to everybody else. A
+table is moved in one of two ways:
 
 - whole: the gradient is a matrix as large as the table and the rule sweeps all of it, as torch's optimizers do;
-- row by row, where few of many rows are read: only those are moved. Adam's other rows slide on meanwhile; they catch up when they
-  are next read (:mod:`catch_up`), and all of them in :meth:`StepMemory.settle`, so that the result is that of dense Adam.
+- row by row, where few of many rows are read: only those are moved. Adam's other rows slide on meanwhile; they catch up
+  when they are next read (:mod:`catch_up`), and all of them in :meth:`StepMemory.settle`, so that the result is that of
+  dense Adam.
 
 TableRows: one table inside one captured step: what was read of it, and how that is moved.
 
-What an optimizer moves, as plain tensors: each table and dense parameter with its state, its rule and its learning rate.
+What an optimizer moves, as plain tensors: each table and dense parameter with its state, its rule and its learning
+rate.
 """
 
 from __future__ import annotations
@@ -132,7 +134,9 @@ class RowTable:
         ids = torch.cat([ids for ids, _, _ in self._reads])
         rows = torch.cat([leaf.detach() for _, leaf, _ in self._reads])
         state = [torch.cat(parts) for parts in zip(*(own for _, _, own in self._reads), strict=True)]
-        own = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self.leaves(), strict=True)]
+        own = [
+            torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self.leaves(), strict=True)
+        ]
         grad = self._summed(ids, torch.cat(own))
         new = stepped(rows, grad, state, self.clock.step, self.clock.lr, self.choice, table=True)
         # A row that was read twice is written twice, with the same values.
@@ -144,8 +148,8 @@ class RowTable:
     def _summed(self, ids: Tensor, grads: Tensor) -> Tensor:
         """(n, D) the sum of the gradients of all look-ups of a row, at each of them.
 
-        Without sorting, and without a number of rows that is known only then: each look-up writes its number at its row, one of
-        them stays, and that is where all of the row are added up.
+        Without sorting, and without a number of rows that is known only then: each look-up writes its number at its
+        row, one of them stays, and that is where all of the row are added up.
         """
         self.place.index_put_((ids,), torch.arange(len(ids), dtype=torch.int32, device=ids.device))
         leader = self.place.index_select(0, ids).long()
@@ -220,18 +224,26 @@ def owners(optimizer: HybridOptimizer) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     prefixes = {name for name, _ in optimizer.optimizers if name}
     for key, parameter in optimizer.params.items():
-        first, _, rest = key.partition(".")  # TorchRec puts the name of an optimizer among several before that of a parameter
+        first, _, rest = key.partition(
+            "."
+        )  # TorchRec puts the name of an optimizer among several before that of a parameter
         found.setdefault(rest if first in prefixes else key, []).append(parameter)
     return found
 
 
-def _named(model: nn.Module, optimizer: HybridOptimizer, shards: list[Shard]) -> Iterator[tuple[str, Tensor, Choice, Shard | None]]:
+def _named(
+    model: nn.Module, optimizer: HybridOptimizer, shards: list[Shard]
+) -> Iterator[tuple[str, Tensor, Choice, Shard | None]]:
     for shard in shards:
         config = shard.config
         if shard.tensor.shape != (config.num_embeddings, config.embedding_dim):
-            raise CannotCaptureError(f"table '{config.name}' is split: this rank holds {tuple(shard.tensor.shape)} of it")
+            raise CannotCaptureError(
+                f"table '{config.name}' is split: this rank holds {tuple(shard.tensor.shape)} of it"
+            )
         if config.data_type != DataType.FP32:
-            raise CannotCaptureError(f"table '{config.name}' is {config.data_type.value}; a captured step moves fp32 tables alone")
+            raise CannotCaptureError(
+                f"table '{config.name}' is {config.data_type.value}; a captured step moves fp32 tables alone"
+            )
         yield config.name, shard.tensor, optimizer.of_tables[config.name], shard
     tables = {shard.fqn for shard in shards}
     for name, parameter in get_unwrapped_module(model).named_parameters():
@@ -276,7 +288,10 @@ class StepMemory:
         self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._known_rates = [float("nan")] * len(self._groups)
         self._since: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-        self._unsettled, self._most = 0, math.inf  # steps since every row was brought up to date, and before it must be again
+        self._unsettled, self._most = (
+            0,
+            math.inf,
+        )  # steps since every row was brought up to date, and before it must be again
         self.reload()
 
     @property
@@ -363,7 +378,10 @@ class StepMemory:
 
     def describe(self) -> str:
         """How each table is moved, in a line."""
-        ways = {"moved whole": [name for name in self.tables if name not in self._since], "moved row by row": self.row_tables}
+        ways = {
+            "moved whole": [name for name in self.tables if name not in self._since],
+            "moved row by row": self.row_tables,
+        }
         return "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items() if names)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -373,7 +391,9 @@ class StepMemory:
             memory[moved.name] = moved.weight
             memory |= {f"{moved.name}/{at}": part for at, part in enumerate(moved.state)}
             if moved.name in self._since:
-                memory |= {f"{moved.name}/{part}": tensor for part, tensor in zip(_ROWS, self._since[moved.name], strict=True)}
+                memory |= {
+                    f"{moved.name}/{part}": tensor for part, tensor in zip(_ROWS, self._since[moved.name], strict=True)
+                }
         return memory
 
     def table(self, moved: Moved, tensors: Mapping[str, Tensor]) -> TableRows:
@@ -390,4 +410,6 @@ class StepMemory:
 
     def clock(self, moved: Moved, tensors: Mapping[str, Tensor]) -> Clock:
         """Steps and learning rate of a parameter."""
-        return Clock(tensors["step"], tensors[f"rate {next(at for at, g in enumerate(self._groups) if g is moved.group)}"])
+        return Clock(
+            tensors["step"], tensors[f"rate {next(at for at, g in enumerate(self._groups) if g is moved.group)}"]
+        )

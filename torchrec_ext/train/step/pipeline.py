@@ -103,19 +103,26 @@ def semi_sync_pipeline(
         before_tables: called in each step before the tables' backward.
 
     Raises:
-        ValueError: a table is data_parallel: its DDP takes one forward before each backward; or ``stash_gradients`` with tables
-            that :class:`ShardedAdam` moves, since TorchRec then leaves out the optimizer's first step.
+        ValueError: a table is data_parallel: its DDP takes one forward before each backward; or ``stash_gradients``
+            with tables that :class:`ShardedAdam` moves, since TorchRec then leaves out the optimizer's first step.
     """
     replicated = _replicated_tables(model)
     if replicated:
         raise ValueError(
-            f"sync.mode=semi_sync: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up the next batch "
+            f"sync.mode=semi_sync: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up the next "
+            "batch "
             "before this one's backward; shard them, as with plan.sharding=table_wise, or choose another sync.mode"
         )
-    if sync.stash_gradients and isinstance(optimizer, CombinedOptimizer) and "sharded_adam" in dict(optimizer.optimizers):
+    if (
+        sync.stash_gradients
+        and isinstance(optimizer, CombinedOptimizer)
+        and "sharded_adam" in dict(optimizer.optimizers)
+    ):
         raise ValueError(
-            "sync.stash_gradients: no kernel runs this device's adam or lazy_adam, and a table's step cannot be left out, as "
-            "TorchRec leaves out the first; set optimizer.tables to adagrad, row_wise_adagrad or sgd, or sync.stash_gradients=false"
+            "sync.stash_gradients: no kernel runs this device's adam or lazy_adam, and a table's step cannot be left "
+            "out, as "
+            "TorchRec leaves out the first; set optimizer.tables to adagrad, row_wise_adagrad or sgd, or "
+            "sync.stash_gradients=false"
         )
     make = SemiSyncOnCpu if device.type == "cpu" else GatedSemiSync
     return make(
@@ -166,9 +173,10 @@ def make_pipeline(
         optimizer: likewise.
         device: of the model.
         forward: calls the model in its place, such as :class:`FiniteLoss`.
-        sync: its mode ``semi_sync`` takes TrainPipelineSemiSync, where there are tables to look up ahead; every other one is the
-            same pipeline. Copies of tables are averaged at its interval.
-        before_tables: called in each step when the loss's backward has come to its end, such as that of :class:`FiniteLoss`.
+        sync: its mode ``semi_sync`` takes TrainPipelineSemiSync, where there are tables to look up ahead; every other
+            one is the same pipeline. Copies of tables are averaged at its interval.
+        before_tables: called in each step when the loss's backward has come to its end, such as that of
+            :class:`FiniteLoss`.
 
     Raises:
         ValueError: ``sync`` does not fit the model.
@@ -177,7 +185,8 @@ def make_pipeline(
     tables = any(isinstance(module, ShardedModule) for module in model.modules())
     if sync.stash_gradients and not tables:
         raise ValueError(
-            f"sync.stash_gradients: {type(model).__name__} has no table, whose look-up would overlap; leave it out, or take "
+            f"sync.stash_gradients: {type(model).__name__} has no table, whose look-up would overlap; leave it out, or "
+            "take "
             "sync.mode=every_step"
         )
     if sync.mode == "semi_sync" and tables:
@@ -220,8 +229,8 @@ class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
 def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module) -> list[str]:
     """Paths of sharded modules whose input dist the pipeline does not overlap; known after the first step.
 
-    TorchRec says nothing when it cannot follow a module's input by ``getattr`` from the batch. The tables of towers that have ranks
-    of their own belong to the towers, one module whose input dist is that of all.
+    TorchRec says nothing when it cannot follow a module's input by ``getattr`` from the batch. The tables of towers
+    that have ranks of their own belong to the towers, one module whose input dist is that of all.
     """
     pipelined = {id(module) for module in pipeline._pipelined_modules}
     sharded = {path: module for path, module in model.named_modules() if isinstance(module, ShardedModule)}

@@ -1,13 +1,14 @@
 """PlainStep: the eager step of one rank, without what only several ranks need.
 
-On one rank TorchRec's collections permute ids, exchange them with nobody and run inside three DistributedDataParallel modules: at
-1,280 rows more than half of a small network's step. Here the same model runs with its replicated tables as plain matrices
-(:mod:`lowering`): the optimizer, the look at each loss and everything that reads the model afterwards are those of the pipeline.
+On one rank TorchRec's collections permute ids, exchange them with nobody and run inside three DistributedDataParallel
+modules: at 1,280 rows more than half of a small network's step. Here the same model runs with its replicated tables as
+plain matrices (:mod:`lowering`): the optimizer, the look at each loss and everything that reads the model afterwards
+are those of the pipeline.
 
 FusedAdam: a step of an optimizer that is Adam throughout, in one kernel for each of its settings.
 
-torch.optim, TorchRec's wrappers around it and HybridOptimizer are six calls deep with a profiler's mark at each, at 1,280 rows of a
-small network a quarter of its step. This writes into the same state.
+torch.optim, TorchRec's wrappers around it and HybridOptimizer are six calls deep with a profiler's mark at each, at
+1,280 rows of a small network a quarter of its step. This writes into the same state.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class FusedAdam:
         weights: their memory.
     """
 
-    def __init__(self, optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]) -> None:
+    def __init__(
+        self, optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]
+    ) -> None:
         self._optimizer = optimizer
         place, state = {id(parameter): at for at, parameter in enumerate(parameters)}, optimizer.state
         self._groups = []
@@ -106,7 +109,8 @@ class PlainStep:
         scaling: of the loss, where float16 needs it.
 
     Raises:
-        CannotCaptureError: a table that is sharded, which a kernel moves inside the backward, or not fp32; a mean of weighted rows.
+        CannotCaptureError: a table that is sharded, which a kernel moves inside the backward, or not fp32; a mean of
+            weighted rows.
     """
 
     def __init__(
@@ -215,4 +219,6 @@ class _Jagged:
         bags = self._bags[feature]
         mode = "mean" if table.pooling == PoolingType.MEAN else "sum"
         weights = bags.weights_or_none()
-        return embedding_bag(bags.values(), weight, bags.offsets(), mode=mode, per_sample_weights=weights, include_last_offset=True)
+        return embedding_bag(
+            bags.values(), weight, bags.offsets(), mode=mode, per_sample_weights=weights, include_last_offset=True
+        )

@@ -2,20 +2,22 @@
 
 The rules are those of torch.optim, of FBGEMM's kernels and of :class:`RowAdam`; see :class:`OptimizerConfig`.
 
-Rows of a table whose Adam moves them when they are next read, in closed form, by what dense Adam would have done meanwhile.
+Rows of a table whose Adam moves them when they are next read, in closed form, by what dense Adam would have done
+meanwhile.
 
-Dense Adam also moves a row that gets no gradient: its moments decay, and it slides on along the first. Over the k steps after step
-s, with first moment m and second moment v of step s, and with the learning rate lr(t) of step t, the row moves by
+Dense Adam also moves a row that gets no gradient: its moments decay, and it slides on along the first. Over the k steps
+after step s, with first moment m and second moment v of step s, and with the learning rate lr(t) of step t, the row
+moves by
 
     sum over j = 1..k of  lr(s+j) x (b1^j m / (1 - b1^(s+j))) / (sqrt(b2^j v / (1 - b2^(s+j))) + eps)
 
-which, eps taken as it counts at the first of these steps, is m / (sqrt(v) + eps') x S(s), where S depends on steps and rates
-alone: S(s) = sum over j = 1..k of r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2). :func:`slides` keeps S of
-each step s that may have moved a row last; a step adds to those of the last :func:`reach` steps, since r^j is nothing for those
-before.
+which, eps taken as it counts at the first of these steps, is m / (sqrt(v) + eps') x S(s), where S depends on steps and
+rates alone: S(s) = sum over j = 1..k of r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2).
+:func:`slides` keeps S of each step s that may have moved a row last; a step adds to those of the last :func:`reach`
+steps, since r^j is nothing for those before.
 
-So a step needs to touch only the rows it reads, and ends where dense Adam does, whatever its schedule. The result differs by
-rounding, and by eps where the second moment is near its square.
+So a step needs to touch only the rows it reads, and ends where dense Adam does, whatever its schedule. The result
+differs by rounding, and by eps where the second moment is near its square.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from torch import Tensor
 
 from torchrec_ext.distributed.optim.config import Choice
 
-# (values, gradient, state, steps made with this one, learning rate, choice) -> (values, state), all (n, ...) of the same rows.
+# (values, gradient, state, steps made with this one, learning rate, choice) -> (values, state), all (n, ...) of the
+# same rows.
 Update = Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor, Choice], tuple[Tensor, list[Tensor]]]
 
 
@@ -45,7 +48,8 @@ def _adam(
 def debiased(beta: float, step: Tensor) -> Tensor:
     """1 - beta^step: by a subtraction float32 would keep four digits of it in the first steps, as beta is nearly 1.
 
-    By 1 - e^x = -tanh(x / 2) (1 + e^x): inductor computes what has an exp once per step, but an expm1 again for every few weights.
+    By 1 - e^x = -tanh(x / 2) (1 + e^x): inductor computes what has an exp once per step, but an expm1 again for every
+    few weights.
     """
     if not beta:
         return torch.ones_like(step)
@@ -58,7 +62,9 @@ def _lazy_adam(
 ) -> tuple[Tensor, list[Tensor]]:
     moved, moments = _adam(values, grad, state, step, lr, choice)
     live = touched(grad)
-    return torch.where(live, moved, values), [torch.where(live, new, old) for new, old in zip(moments, state, strict=True)]
+    return torch.where(live, moved, values), [
+        torch.where(live, new, old) for new, old in zip(moments, state, strict=True)
+    ]
 
 
 def _adagrad(
