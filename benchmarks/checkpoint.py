@@ -40,7 +40,7 @@ from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.state import model_state
-from torchrec_ext.train.checkpoint.vectors import publish
+from torchrec_ext.train.checkpoint.vectors import publish_weights
 
 DIM, BATCH = 64, 4096
 GIB = 2**30
@@ -170,7 +170,7 @@ def saves(folder: str, size: int, repeats: int) -> list[Row]:
 
 def published(_: Runtime, path: str, file: str) -> int:
     before = forget_peak()
-    publish(path, Path(file))
+    publish_weights(path, Path(file))
     return peak() - before
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.datasets.catalog import load
+from torchrec_ext.data.datasets.catalog import load_dataset
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    data = load("ml-100k", history_length=1)
+    data = load_dataset("ml-100k", history_length=1)
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in range(options.seeds):
         rng = np.random.default_rng(seed)

@@ -29,7 +29,15 @@ from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.train.metrics import Kept, Question, Ranks, catalogue_ranks, embed_all, own_share, ranking_metrics
+from torchrec_ext.train.metrics import (
+    Kept,
+    Question,
+    TargetRanks,
+    catalogue_ranks,
+    embed_all,
+    own_share,
+    ranking_metrics,
+)
 
 USERS, ITEMS, PAIRS, HISTORY, DIM, K = 6_040, 3_706, 1_000_209, 50, 32, 10
 SIZES = {"user_id": USERS + 1, "gender": 3, "age": 8, "occupation": 22, "history": ITEMS + 1}
@@ -101,7 +109,7 @@ class Case:
             return [(self.builder.user_batch(rows.slice(share.start, share.stop)), keep) for share, keep in shares]
         return [(self.builder.item_batch(rows["item_id"].values[share]), keep) for share, keep in shares]
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> TargetRanks:
         """Ours, from the columns."""
         return catalogue_ranks(self.model, HERE, self.batches("user"), self.batches("item"), self.question)
 
@@ -115,17 +123,17 @@ class Case:
         return queries, items
 
     @torch.no_grad()
-    def whole_matrix(self, queries: torch.Tensor, items: torch.Tensor) -> Ranks:
+    def whole_matrix(self, queries: torch.Tensor, items: torch.Tensor) -> TargetRanks:
         """Plainly: every score at once, every row sorted."""
         scores = queries @ items.T
         scores[self.question.seen_rows, self.question.seen_items] = -torch.inf
         scores[:, 0] = -torch.inf
         order = scores.argsort(dim=1, descending=True)
         places = (order == self.question.targets[:, None]).int().argmax(dim=1)
-        return Ranks(places, torch.zeros_like(places))
+        return TargetRanks(places, torch.zeros_like(places))
 
     @torch.no_grad()
-    def user_by_user(self, queries: torch.Tensor, items: torch.Tensor, users: int) -> Ranks:
+    def user_by_user(self, queries: torch.Tensor, items: torch.Tensor, users: int) -> TargetRanks:
         """Plainly: the interaction over one user beside every item, sorted."""
         places = []
         for row in range(users):
@@ -133,7 +141,7 @@ class Case:
             scores[self.question.seen_by(row, row + 1)[1]] = -torch.inf
             scores[0] = -torch.inf
             places.append(int((scores.argsort(descending=True) == self.question.targets[row]).int().argmax()))
-        return Ranks(torch.tensor(places), torch.zeros(users, dtype=torch.int64))
+        return TargetRanks(torch.tensor(places), torch.zeros(users, dtype=torch.int64))
 
 
 def seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -152,10 +160,10 @@ def row(name: str, ours: float, baseline: float, unit: str) -> dict[str, object]
     return {"name": name, **rounded, "unit": unit, "ratio": ratio, "required": LIMITS[name], "ceiling": None}
 
 
-def agree(ours: Ranks, plain: Ranks) -> None:
+def agree(ours: TargetRanks, plain: TargetRanks) -> None:
     """Of the users that the baseline ranked; sums in another order may swap two items that all but tie."""
     count = len(plain.better)
-    ours = Ranks(ours.better[:count], ours.ties[:count])
+    ours = TargetRanks(ours.better[:count], ours.ties[:count])
     if int((ours.better - plain.better).abs().max()) > 3:
         raise SystemExit(f"the two sides disagree: ours {ranking_metrics(ours, K)}, plain {ranking_metrics(plain, K)}")
 

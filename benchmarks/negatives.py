@@ -30,7 +30,7 @@ from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.hard import ExactTopK, HardNegatives
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.on_device import on_device
+from torchrec_ext.data.negatives.on_device import sampler_on_device
 from torchrec_ext.data.negatives.samplers import Negatives, PopularityNegatives, UniformNegatives
 from torchrec_ext.modules.losses import in_batch_softmax
 from torchrec_ext.modules.softmax import in_batch_negatives
@@ -183,7 +183,7 @@ def step_rows(
     there = (torch.from_numpy(users).to(device), torch.from_numpy(places).to(device))
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for name, sampler in (("uniform", uniform), ("popularity", popular)):
-        drawer = on_device(sampler, device)
+        drawer = sampler_on_device(sampler, device)
         plain, ours = interleaved(
             repeats,
             5,

@@ -225,12 +225,12 @@ def popularity(data: str) -> dict[str, float]:
     """HR@10 and NDCG@10 of the popularity ranking, a tie lost by the target, as the published evaluation breaks them."""
     import torch
 
-    from torchrec_ext.data.datasets.catalog import load
-    from torchrec_ext.train.metrics import Ranks, ranking_metrics
-    from torchx_apps.tasks.ranking import popularity_ranks
+    from torchrec_ext.data.datasets.catalog import load_dataset
+    from torchrec_ext.train.metrics import TargetRanks, ranking_metrics
+    from torchx_apps.tasks.ranking import heldout_popularity_ranks
 
-    ranks = popularity_ranks(load(data, validation=False, history_length=0), "test")
-    return ranking_metrics(Ranks(ranks.better + ranks.ties, torch.zeros_like(ranks.ties)))
+    ranks = heldout_popularity_ranks(load_dataset(data, validation=False, history_length=0), "test")
+    return ranking_metrics(TargetRanks(ranks.better + ranks.ties, torch.zeros_like(ranks.ties)))
 
 
 if __name__ == "__main__":

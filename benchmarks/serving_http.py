@@ -40,7 +40,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import interaction_layer
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, Users
+from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
 
 ITEMS, USERS, HISTORY, WIDTH = 100_000, 10_000, 20, 64
 CONNECTIONS = 16
@@ -78,7 +78,7 @@ def make_bundle(folder: Path, seed: int, user_width: int = WIDTH) -> None:
         model.eval(),
         folder,
         catalogue=Catalogue(ids=items, features=pa.table({"item_id": items, "genre": items % 20})),
-        users=Users(key="user_id", ids=users, features=features, unknown=unknown, seen=seen, liked=seen),
+        users=NamedUsers(key="user_id", ids=users, features=features, unknown=unknown, seen=seen, liked=seen),
     )
 
 

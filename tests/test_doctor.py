@@ -148,7 +148,7 @@ class Commands:
 
 def commands(monkeypatch: pytest.MonkeyPatch, **failing: str) -> Commands:
     fake = Commands({word.replace("_", "+"): says for word, says in failing.items()})
-    monkeypatch.setattr(install, "run", fake)
+    monkeypatch.setattr(install, "run_quietly", fake)
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     return fake

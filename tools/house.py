@@ -25,6 +25,8 @@ _DANGLING_ARGUMENT = _DANGLING - {"nothing", "what"}
 _ARGUMENT = re.compile(r"^(\s+)(\*{0,2}\w+)(?: \([^)]*\))?: (.*)$")
 _SECTIONS = ("Args:", "Attributes:", "Arguments:")
 
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
 Place = tuple[str, int, str]
 
 
@@ -90,9 +92,7 @@ class House:
     def public(self, path: Path) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
         """Public classes and functions at the top of a file."""
         for node in self.trees[path].body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
-                "_"
-            ):
+            if isinstance(node, _DEFINITIONS) and not node.name.startswith("_"):
                 yield node
 
     def documented(self) -> Iterator[tuple[Path, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -101,11 +101,8 @@ class House:
             for node in self.public(path):
                 methods = node.body if isinstance(node, ast.ClassDef) else []
                 for each in (node, *methods):
-                    if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-                        each
-                    ):
-                        if not each.name.startswith("_"):
-                            yield path, each
+                    if isinstance(each, _DEFINITIONS) and ast.get_docstring(each) and not each.name.startswith("_"):
+                        yield path, each
 
 
 def duplicate_names(house: House) -> list[Place]:
@@ -139,9 +136,11 @@ def single_importers(house: House) -> list[Place]:
     alone = []
     for module, path in house.modules.items():
         by = importers[module] - {path}
-        if path.name != "__init__.py" and len(by) == 1 and next(iter(by)).parent == path.parent:
-            if next(iter(by)).name != "__init__.py":
-                alone.append((house.name(path), 1, f"imported by {house.name(next(iter(by)))} alone"))
+        if path.name == "__init__.py" or len(by) != 1:
+            continue
+        (importer,) = by
+        if importer.parent == path.parent and importer.name != "__init__.py":
+            alone.append((house.name(path), 1, f"imported by {house.name(importer)} alone"))
     return alone
 
 

@@ -41,7 +41,7 @@ class CommandError(InstallError):
     """A command that failed; the message is the part of its output that says why."""
 
 
-def run(command: Sequence[str], env: dict[str, str] | None = None) -> None:
+def run_quietly(command: Sequence[str], env: dict[str, str] | None = None) -> None:
     """Runs a command, silently when it succeeds.
 
     Raises:
@@ -164,7 +164,7 @@ def _pip_install(*what: str) -> list[str]:
 def _step(say: Say, what: str, command: Sequence[str], env: dict[str, str] | None = None) -> None:
     say(f"  {what} ...")
     start = time.monotonic()
-    run(command, env)
+    run_quietly(command, env)
     say(f"    done in {time.monotonic() - start:.0f} s")
 
 
@@ -184,7 +184,7 @@ def _check_platform(variant: Variant) -> None:
 
 def _check_pip() -> None:
     try:
-        run([sys.executable, "-m", "pip", "--version"])
+        run_quietly([sys.executable, "-m", "pip", "--version"])
     except CommandError:
         raise InstallError(
             f"{stack.interpreter()} has no pip: run `{stack.interpreter()} -m ensurepip`, or use `make demo`, "
@@ -196,7 +196,7 @@ RIGHT_ANSWER = [8.0, 10.0]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PackageStatus:
     """One line of the report: a distribution as found, and as expected."""
 
     name: str
@@ -216,7 +216,7 @@ class Diagnosis:
     ranks: int
     threads: int
     compiler: str | None
-    parts: tuple[Part, ...]
+    parts: tuple[PackageStatus, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     import_seconds: float | None = None
@@ -300,9 +300,11 @@ def _python_problem(version: tuple[int, int]) -> list[Problem]:
     return [Problem(what="python", found=f"{version[0]}.{version[1]}", expected=expected, repair=repair)]
 
 
-def _parts(found: stack.Installed, variant: Variant) -> tuple[Part, ...]:
+def _parts(found: stack.Installed, variant: Variant) -> tuple[PackageStatus, ...]:
     return tuple(
-        Part(name=need.name, found=found.versions.get(need.name, "nothing"), expected=need.version or "any version")
+        PackageStatus(
+            name=need.name, found=found.versions.get(need.name, "nothing"), expected=need.version or "any version"
+        )
         for need in stack.requirements(variant)
     )
 

@@ -214,7 +214,7 @@ def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | 
         # Of a rank the agent prints the error: told here too, it would stand there once per rank. An app that TorchX
         # starts by itself has no agent, so that the reply is its own to write.
         if not ("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_ERROR_FILE")):
-            hand_over(failures.describe(error))
+            hand_over(failures.describe_error(error))
         return 1
 
 

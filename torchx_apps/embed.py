@@ -25,7 +25,7 @@ from torchx_apps.agent import exit_code
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.store.store import EmbeddingStore
-    from torchx_apps.jobs.embedding import TowerRows
+    from torchx_apps.jobs.embedding import TowerGroup
 
 QUERY = "query"
 _DAY_S = 86_400.0
@@ -47,7 +47,7 @@ def _embed(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     from torchrec_ext.distributed.runtime import Runtime
-    from torchx_apps.jobs.embedding import TowerRows
+    from torchx_apps.jobs.embedding import TowerGroup
     from torchx_apps.jobs.training import quieten_libraries
 
     quieten_libraries()
@@ -57,7 +57,7 @@ def _embed(argv: Sequence[str] | None) -> int:
         if options.redis is not None and names != list(bundle.query):
             raise ValueError(f"--redis holds users' vectors, and {', '.join(names)} makes others: add --tower {QUERY}")
         alone = None if options.delete is not None else "known"
-        rows = TowerRows(bundle, names, runtime, options.catalogue or alone, options.id)
+        rows = TowerGroup(bundle, names, runtime, options.catalogue or alone, options.id)
         told = _written(rows, options)
         unknown = rows.unknown()
         if runtime.is_main:
@@ -67,7 +67,7 @@ def _embed(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _written(rows: TowerRows, options: argparse.Namespace) -> str:
+def _written(rows: TowerGroup, options: argparse.Namespace) -> str:
     """Writes to where the flags say, and tells what is there."""
     from torchx_apps.cli.embedding_ids import deleted_ids
     from torchx_apps.jobs.embedding import embed_files, refresh_files
@@ -85,7 +85,7 @@ def _written(rows: TowerRows, options: argparse.Namespace) -> str:
     return _told(store, options.out, rows.names) + _pruned(rows, options.out, options.keep)
 
 
-def _pruned(rows: TowerRows, folder: Path, keep: int | None) -> str:
+def _pruned(rows: TowerGroup, folder: Path, keep: int | None) -> str:
     """Removes all but the newest versions, and says how many; who has one open reads on."""
     from torchrec_ext.retrieval.store.versions import prune_store
 

@@ -107,9 +107,9 @@ def export_run(
     from torchrec_ext.distributed.parallel import hybrid_parallel
     from torchrec_ext.distributed.runtime import Runtime
     from torchrec_ext.train.checkpoint.folder import Together
-    from torchrec_ext.train.checkpoint.load import load
+    from torchrec_ext.train.checkpoint.load import load_checkpoint
     from torchrec_ext.train.checkpoint.state import model_state
-    from torchx_apps.jobs.exporting import check_onnx, export_task, told
+    from torchx_apps.jobs.exporting import check_exportable_to_onnx, describe_bundle, export_task
     from torchx_apps.jobs.report import read_warning
     from torchx_apps.jobs.resuming import served_checkpoint
     from torchx_apps.jobs.training import load_task, merge_lookups, quieten_libraries
@@ -125,16 +125,16 @@ def export_run(
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, task.data)
         if onnx_skip is not None:
-            check_onnx(model, onnx_skip)
+            check_exportable_to_onnx(model, onnx_skip)
         merge_lookups(job, model, runtime.world_size)
         schema = schema_of(job, task, model)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-        saved, _ = load(path, model_state(sharded, optimizer), together)
+        saved, _ = load_checkpoint(path, model_state(sharded, optimizer), together)
         details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}
         manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
         if runtime.is_main:
             print(f"checkpoint: {which}, after {saved['step']:,} steps ({path})")
-            print(told(manifest, out), flush=True)
+            print(describe_bundle(manifest, out), flush=True)
         return runtime.is_main
 
 

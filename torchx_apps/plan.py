@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchx_apps.agent import exit_code
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, list_recipes, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,11 +39,11 @@ def _plan(argv: Sequence[str] | None) -> int:
         raise ValueError(f"--set {options.set[0]}: it changes a recipe; give one with --recipe")
     job = apply_overrides(load_recipe(options.recipe), options.set) if options.recipe else None
     if options.dry_run:
-        print(describe(job) if job is not None else options.tables)
+        print(describe_keys(job) if job is not None else options.tables)
         return 0
-    from torchx_apps.jobs.planning import run
+    from torchx_apps.jobs.planning import run_plan
 
-    return run(options, job)
+    return run_plan(options, job)
 
 
 def _parser() -> argparse.ArgumentParser:

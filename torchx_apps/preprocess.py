@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, load_recipe
 from torchx_apps.cli.overrides import nearest
 from torchx_apps.recipes import preprocess as preprocess_recipes
 from torchx_apps.recipes.preprocess import PreprocessJob
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # TorchX reads it, and prints the error itself
             failures.RankErrorHandler().record_exception(error)
         else:
-            print(failures.describe(error), file=sys.stderr)
+            print(failures.describe_error(error), file=sys.stderr)
         return 1
 
 
@@ -55,11 +55,11 @@ def _preprocess(argv: Sequence[str] | None) -> int:
     job = apply_overrides(_job(options.recipe), options.set)
     job = dataclasses.replace(job, **{key: getattr(options, key) for key in ("engine", "out") if getattr(options, key)})
     if options.dry_run:
-        print(describe(job))
+        print(describe_keys(job))
         return 0
-    from torchx_apps.jobs.preprocessing import run
+    from torchx_apps.jobs.preprocessing import run_preprocess
 
-    run(job)
+    run_preprocess(job)
     return 0
 
 

@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from torchrec_ext.distributed.runtime import Runtime
     from torchrec_ext.train.checkpoint.folder import Together
-    from torchrec_ext.train.checkpoint.vectors import publish
-    from torchx_apps.cli.errors import describe
+    from torchrec_ext.train.checkpoint.vectors import publish_weights
+    from torchx_apps.cli.errors import describe_error
     from torchx_apps.jobs.resuming import served_checkpoint
 
     # Of torch.distributed.checkpoint to each who reads in a process alone, told so or not.
@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         path, which = served_checkpoint(options.run, options.checkpoint, Together(Runtime()))
         with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-            shapes = publish(path, options.out, progress=bar.update)
+            shapes = publish_weights(path, options.out, progress=bar.update)
     except Exception as error:
-        print(describe(error), file=sys.stderr)
+        print(describe_error(error), file=sys.stderr)
         return 1
     print(f"{options.out}: {len(shapes)} tensors of {path} ({which} checkpoint), {options.out.stat().st_size:,} bytes")
     return 0

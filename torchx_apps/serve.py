@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torchx_apps.agent import hand_over
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval.server.settings import Settings
+    from torchrec_ext.retrieval.server.settings import ServerConfig
 
 TOKEN = "TORCHREC_EXT_TOKEN"
 _SHOWN = 12
@@ -58,8 +58,8 @@ def _serve(options: argparse.Namespace) -> int:
     )
 
 
-def _settings(options: argparse.Namespace) -> Settings:
-    from torchrec_ext.retrieval.server.settings import Limits, Settings
+def _settings(options: argparse.Namespace) -> ServerConfig:
+    from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 
     limits = Limits(
         body_bytes=options.max_body,
@@ -70,7 +70,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         header_bytes=options.max_header,
         connections=options.max_connections,
     )
-    return Settings(
+    return ServerConfig(
         bundle=options.bundle.absolute(),
         workers=options.workers,
         threads=options.threads,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from torchx_apps.agent import exit_code
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, list_recipes, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,12 +32,12 @@ def _train(argv: Sequence[str] | None) -> int:
         return _say(list_recipes())
     job = apply_overrides(load_recipe(options.recipe), options.set)
     if options.dry_run:
-        return _say(describe(job))
+        return _say(describe_keys(job))
     from torchrec_ext.train.guards.finite import RunStoppedError
-    from torchx_apps.jobs.training import run
+    from torchx_apps.jobs.training import run_training
 
     try:
-        run(job, options.run_dir, resume=options.resume)
+        run_training(job, options.run_dir, resume=options.resume)
     except RunStoppedError as stopped:
         _say(str(stopped))
         return 128 + signal.SIGTERM

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchx_apps.agent import exit_code
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, list_recipes, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
 from torchx_apps.networks.members import MemberJob, RankGroup, differing, members_of, place, setting
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ def _train(argv: Sequence[str] | None) -> int:
     if options.list:
         return _say(listing(members, groups))
     if options.dry_run:
-        return _say(f"{describe(base)}\n\n{listing(members, groups)}")
+        return _say(f"{describe_keys(base)}\n\n{listing(members, groups)}")
     if options.ranks:
         raise ValueError(f"--ranks {options.ranks}: it is of --list and --dry-run; a job's ranks are given by -j")
     from torchrec_ext.train.guards.finite import RunStoppedError
     from torchx_apps.networks.members import World
-    from torchx_apps.networks.run import run
+    from torchx_apps.networks.run import run_networks
 
     try:
-        return 0 if run(members, groups, World(), config, options.run_dir) else 1
+        return 0 if run_networks(members, groups, World(), config, options.run_dir) else 1
     except RunStoppedError as stopped:
         print(stopped, flush=True)
         return 128 + signal.SIGTERM

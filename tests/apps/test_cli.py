@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from torchx_apps import train
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe, list_recipes, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
 from torchx_apps.cli.overrides import convert
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def test_what_cannot_be_text_says_so(hint: object) -> None:
 
 
 def test_describe_shows_every_key_that_can_be_set() -> None:
-    lines = describe(Root()).splitlines()[2:]
+    lines = describe_keys(Root()).splitlines()[2:]
     rows = {line.split()[0]: line for line in lines}
     assert list(rows)[:3] == ["name", "loader.batch_size", "loader.rate"]
     assert "of every draw" in rows["seed"]
@@ -164,18 +164,18 @@ class Marked:
 
 
 def test_describe_has_no_markup_and_is_broken_where_a_terminal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert describe(Marked()).endswith("plain, see ChunkLoader and LAYOUT.")
+    assert describe_keys(Marked()).endswith("plain, see ChunkLoader and LAYOUT.")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "90")
-    assert max(map(len, describe(Marked()).splitlines())) <= 90
-    shown = describe(load_recipe("contextual_ncf"))
+    assert max(map(len, describe_keys(Marked()).splitlines())) <= 90
+    shown = describe_keys(load_recipe("contextual_ncf"))
     assert max(map(len, shown.splitlines())) <= 130  # no narrower than its columns can be
     assert re.search(r"^model\.share_user +bool +False ", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize("recipe", ["two_tower", "contextual_ncf", "session"])
 def test_a_dry_run_says_how_a_folder_of_ones_own_must_look(recipe: str) -> None:
-    (line,) = [line for line in describe(load_recipe(recipe)).splitlines() if line.startswith("data.name ")]
+    (line,) = [line for line in describe_keys(load_recipe(recipe)).splitlines() if line.startswith("data.name ")]
     assert "a folder of your own" in line
     assert ".parquet" in line
 

@@ -20,14 +20,14 @@ from torchx.components.component_test_base import ComponentTestCase
 from tests.contracts import run_ranks
 from tests.retrieval.bundles import bundle_of, contents
 from tests.small_sets import write_ml_100k
-from torchrec_ext.data.datasets.catalog import load
+from torchrec_ext.data.datasets.catalog import load_dataset
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import DataError
 from torchx_apps import embed, recipes
 from torchx_apps.jobs import embedding as catalogue
-from torchx_apps.jobs.embedding import CatalogueFiles, TowerRows, embed_files
+from torchx_apps.jobs.embedding import CatalogueFiles, TowerGroup, embed_files
 from torchx_apps.tasks.served import of_interactions
 
 
@@ -49,7 +49,7 @@ def on_ranks(runtime: Runtime, root: Path) -> str:
     catalogue.BLOCK_ROWS = 4  # several blocks of a row group
     bundle = Bundle.load(root / "bundle")
     out = root / f"ranks-{runtime.world_size}"
-    rows = TowerRows(bundle, [bundle.candidate], runtime, [str(root / "items")], "item_id")
+    rows = TowerGroup(bundle, [bundle.candidate], runtime, [str(root / "items")], "item_id")
     store = embed_files(rows, out, "fp32")
     assert not rows.unknown()
     return store.digest
@@ -77,7 +77,7 @@ def test_every_row_is_read_once(ranks: int, folder: Path, monkeypatch: pytest.Mo
 
 def test_the_demos_own_items_file_gives_what_training_read(tmp_path: Path) -> None:
     root = write_ml_100k(tmp_path)
-    data = load("ml-100k", folder=str(root))
+    data = load_dataset("ml-100k", folder=str(root))
     model = recipes.two_tower()
     trained = of_interactions(data, model.build(model.model, data).schema()).catalogue.features
     names = [name for name in trained.column_names if name != "genres"]  # so does a tower that reads one of both alone
@@ -106,7 +106,7 @@ def values_never_seen(runtime: Runtime, root: Path) -> tuple[dict[str, int], int
         pq.write_table(items, root / "more.parquet")
     dist.barrier()
     out = root / f"more-{runtime.world_size}"
-    rows = TowerRows(bundle, [bundle.candidate], runtime, [str(root / "more.parquet")], "item_id")
+    rows = TowerGroup(bundle, [bundle.candidate], runtime, [str(root / "more.parquet")], "item_id")
     store = embed_files(rows, out, "fp32")
     return dict(rows.unknown()), len(store)
 
@@ -151,7 +151,7 @@ def test_two_ranks_of_torchrun_write_users_vectors(folder: Path, tmp_path: Path)
 
 def known_users(runtime: Runtime, root: Path, out: Path) -> str:
     bundle = Bundle.load(root / "bundle")
-    return embed_files(TowerRows(bundle, list(bundle.query), runtime, "known", ""), out, "fp32").digest
+    return embed_files(TowerGroup(bundle, list(bundle.query), runtime, "known", ""), out, "fp32").digest
 
 
 def test_without_a_catalogue_the_users_that_the_bundle_knows_are_embedded(folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torchrec_ext.retrieval.store.redis import RedisStore
 from torchx_apps import embed
 from torchx_apps.jobs import embedding as catalogue
 from torchx_apps.jobs import embedding as embed_redis
-from torchx_apps.jobs.embedding import TowerRows
+from torchx_apps.jobs.embedding import TowerGroup
 
 USER = 7
 
@@ -76,7 +76,7 @@ def stored(bundle: Bundle, redis: RedisServer, ids: list[int]) -> tuple[torch.Te
 def on_ranks(runtime: Runtime, root: Path, url: str) -> str:
     catalogue.BLOCK_ROWS = 4
     bundle = Bundle.load(root / "bundle")
-    rows = TowerRows(bundle, list(bundle.query), runtime, [str(root / "users.parquet")], "user_id")
+    rows = TowerGroup(bundle, list(bundle.query), runtime, [str(root / "users.parquet")], "user_id")
     return embed_redis.fill_redis(rows, url, None, [])
 
 
@@ -129,15 +129,15 @@ def test_a_redis_that_goes_away_or_is_full_midway_is_told_and_the_same_command_m
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    vectors, blocks = TowerRows.vectors, []
+    vectors, blocks = TowerGroup.vectors, []
 
-    def troubled(rows: TowerRows, block: Any) -> torch.Tensor:
+    def troubled(rows: TowerGroup, block: Any) -> torch.Tensor:
         blocks.append(block)
         if len(blocks) == 3:
             trouble(redis)
         return vectors(rows, block)
 
-    monkeypatch.setattr(TowerRows, "vectors", troubled)
+    monkeypatch.setattr(TowerGroup, "vectors", troubled)
     url = redis.url.replace("//", "//default:secret@")  # a Redis without a password lets its default user in with any
     assert main(folder, url) == 1
     said = capsys.readouterr().err
@@ -156,7 +156,7 @@ def test_a_redis_that_goes_away_or_is_full_midway_is_told_and_the_same_command_m
 def test_a_redis_that_is_not_there_is_told_before_the_tower_runs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(TowerRows, "vectors", lambda *_: pytest.fail("the tower ran"))
+    monkeypatch.setattr(TowerGroup, "vectors", lambda *_: pytest.fail("the tower ran"))
     absent = RedisServer(tmp_path).url
     assert main(folder, absent.replace("//", "//:secret@")) == 1
     said = capsys.readouterr().err

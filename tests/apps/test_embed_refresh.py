@@ -20,7 +20,7 @@ from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import versions
 from torchx_apps import embed
 from torchx_apps.jobs import embedding as catalogue
-from torchx_apps.jobs.embedding import TowerRows, refresh_files
+from torchx_apps.jobs.embedding import TowerGroup, refresh_files
 
 CHANGED, NEW, GONE = [7, 3, 41], [49, 48], [5, 6]
 
@@ -52,7 +52,7 @@ def store(folder: Path, tmp_path: Path) -> Path:
 def on_ranks(runtime: Runtime, root: Path, out: Path) -> tuple[str, str]:
     catalogue.BLOCK_ROWS = 1
     bundle = Bundle.load(root / "bundle")
-    rows = TowerRows(bundle, [bundle.candidate], runtime, [str(root / "changes.parquet")], "item_id")
+    rows = TowerGroup(bundle, [bundle.candidate], runtime, [str(root / "changes.parquet")], "item_id")
     store, done = refresh_files(rows, out, GONE)
     return store.digest, done
 

@@ -29,7 +29,7 @@ from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
-from torchx_apps.jobs.training import run
+from torchx_apps.jobs.training import run_training
 
 Cell = Mapping[str, str]
 
@@ -229,7 +229,7 @@ def trained(runtime: Runtime, cell: Cell, folder: Path) -> Outcome:
     output, refusal = io.StringIO(), None
     with contextlib.redirect_stdout(output):
         try:
-            run(apply_overrides(load_recipe(cell["recipe"]), overrides_of(cell)), folder)
+            run_training(apply_overrides(load_recipe(cell["recipe"]), overrides_of(cell)), folder)
         except ValueError as error:
             refusal = str(error)
     log, summary = folder / "metrics.jsonl", folder / "summary.json"

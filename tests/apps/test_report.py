@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchx_apps.jobs import report
-from torchx_apps.jobs.exporting import told
+from torchx_apps.jobs.exporting import describe_bundle
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +27,7 @@ class Folder:
 def finished(path: Path, figures: dict[str, float]) -> None:
     task: Any = SimpleNamespace(name="mine", asked="test rows", baseline_name="the same for all", best={})
     history = [{"kind": "train", "rows": 10, "rows_per_s": 100.0}]
-    report.finish(Folder(path), task, figures, CONSTANT, "", history, 1.0, 100.0)  # type: ignore[arg-type]
+    report.finish_training(Folder(path), task, figures, CONSTANT, "", history, 1.0, 100.0)  # type: ignore[arg-type]
 
 
 def test_a_model_that_is_worse_than_a_constant_is_told_with_its_remedy(
@@ -49,7 +49,7 @@ def test_a_model_that_is_worse_than_a_constant_is_told_with_its_remedy(
         digest="0" * 64,
         certificate={"warning": warning},
     )
-    assert told(manifest, tmp_path).startswith(f"warning: {warning}\nbundle: ")
+    assert describe_bundle(manifest, tmp_path).startswith(f"warning: {warning}\nbundle: ")
 
 
 def test_a_model_that_is_better_is_told_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

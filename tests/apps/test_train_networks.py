@@ -18,7 +18,7 @@ from torchx_apps import publish, train_networks
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.networks import stacks as stacked_members
 from torchx_apps.networks.members import MemberJob, RankGroup, World, differing, members_of, place, setting
-from torchx_apps.networks.report import Result, best_of, draw, table
+from torchx_apps.networks.report import Result, best_of, draw_networks, table
 from torchx_apps.networks.stacks import NetworksConfig, why_alone
 
 TINY = [
@@ -206,7 +206,7 @@ def test_a_figure_that_should_fall_is_best_where_it_is_least() -> None:
 @pytest.mark.unit
 def test_the_picture_has_a_line_for_each_member(tmp_path: Path) -> None:
     results = [result("a", 0.7), result("b", 0.8)]
-    draw(tmp_path / "networks.png", results, results[1])
+    draw_networks(tmp_path / "networks.png", results, results[1])
     assert (tmp_path / "networks.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -22,7 +22,7 @@ from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchx_apps import embed, preprocess
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
-from torchx_apps.jobs.training import run
+from torchx_apps.jobs.training import run_training
 
 USERS, ITEMS, KINDS = 40, 35, 4
 # By item: all but the last 7 are trained; 6 of these are described, and so in the catalogue; the last is in
@@ -94,7 +94,7 @@ def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(
         "export=require",
     ]
     job = apply_overrides(load_recipe("two_tower"), [*sets, "device=cpu", *dropout])
-    run(job, tmp_path / "run")
+    run_training(job, tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     bundle = Bundle.load(tmp_path / "run" / "bundle")
     assert sorted(bundle.store.ids.ids().tolist()) == sorted(items[:DESCRIBED].tolist()), (
@@ -172,7 +172,9 @@ def test_known_of_labelled_rows_is_what_had_a_training_row(kind: str, tmp_path: 
     ids = {"user": users, "item": items, "hour": np.arange(6)}
     write_labelled(tmp_path / "sets" / "mine", ids, {"user": new_users, "item": new_items, "hour": np.array([9])})
     sets = ["data.name=mine", f"data.folder={tmp_path / 'sets'}", "train.epochs=1", "device=cpu", "export=require"]
-    run(apply_overrides(load_recipe("contextual_ncf"), [*sets, "id_dropout=item_id=0.2,user_id=0.2"]), tmp_path / "run")
+    run_training(
+        apply_overrides(load_recipe("contextual_ncf"), [*sets, "id_dropout=item_id=0.2,user_id=0.2"]), tmp_path / "run"
+    )
     bundle = Bundle.load(tmp_path / "run" / "bundle")
     assert bundle.store.ids.ids().tolist() == sorted(items.tolist())
     assert bundle.users is not None
@@ -217,7 +219,7 @@ def test_what_the_preprocessing_writes_is_trained_and_served_without_its_placeho
     real = {name: sorted({one for one in rows[name] if one}) for name in ("user_id", "item_id")}
     assert (0 in rows["item_id"]) == (min_count > 1), "rare ones are unknown"
     sets = ["data.name=ready", f"data.folder={tmp_path / 'sets'}", "train.epochs=1", "device=cpu", "export=require"]
-    run(apply_overrides(load_recipe("contextual_ncf"), sets), tmp_path / "run")
+    run_training(apply_overrides(load_recipe("contextual_ncf"), sets), tmp_path / "run")
     told = capfd.readouterr().out
     assert f"{len(real['user_id']):,} users, {len(real['item_id']):,} items" in told
     assert f"{len(real['item_id']):,} items and {len(real['user_id']):,} users" in told

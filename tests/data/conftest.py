@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_ext.data.datasets.catalog import load
+from torchrec_ext.data.datasets.catalog import load_dataset
 from torchrec_ext.data.datasets.interactions import InteractionData
 
 
@@ -21,4 +21,4 @@ def ml_100k_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def ml_100k(ml_100k_folder: Path) -> InteractionData:
-    return load("ml-100k", folder=str(ml_100k_folder.parent))
+    return load_dataset("ml-100k", folder=str(ml_100k_folder.parent))

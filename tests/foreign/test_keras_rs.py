@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 from torchrec_ext.modules.losses import softmax_losses
 from torchrec_ext.modules.softmax import in_batch_negatives
-from torchrec_ext.train.metrics.ranking import Ranks, query_figures
+from torchrec_ext.train.metrics.ranking import TargetRanks, query_figures
 
 SOURCE = Path(os.environ.get("KERAS_RS_SOURCE") or "/nonexistent") / "keras_rs/src"
 pytestmark = pytest.mark.skipif(not SOURCE.is_dir(), reason="needs keras-rs's source in the folder $KERAS_RS_SOURCE")
@@ -98,7 +98,7 @@ def figure(name: str, labels: list[list[float]], scores: list[list[float]], k: i
         if not len(relevant):
             sums.append(0.0)
             continue
-        ranks = Ranks(
+        ranks = TargetRanks(
             (given > relevant[:, None]).sum(dim=1),
             (given == relevant[:, None]).sum(dim=1) - 1,
             torch.zeros(len(relevant)),

@@ -10,7 +10,7 @@ from torchx.specs import AppState, AppStatus
 
 from torchx_apps import export, plan, serve
 from torchx_apps.agent import describe_failure, first_failure, hand_over
-from torchx_apps.cli.errors import RankErrorHandler, describe, is_users_mistake
+from torchx_apps.cli.errors import RankErrorHandler, describe_error, is_users_mistake
 from torchx_apps.cli.overrides import convert
 from torchx_apps.torchx_run import last_words
 
@@ -46,15 +46,15 @@ def our_error() -> Exception:
 
 def test_a_users_mistake_is_one_line_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
-    assert describe(our_error()) == "rank 3: 'many' is not an int; write for example 4096, 4_096 or 4e3"
-    assert describe(raised(ValueError("mine"))) == "rank 3: mine"
+    assert describe_error(our_error()) == "rank 3: 'many' is not an int; write for example 4096, 4_096 or 4e3"
+    assert describe_error(raised(ValueError("mine"))) == "rank 3: mine"
     monkeypatch.setenv("LOGLEVEL", "DEBUG")
-    assert describe(our_error()).startswith("Traceback")
+    assert describe_error(our_error()).startswith("Traceback")
 
 
 def test_a_bug_keeps_its_traceback_and_ends_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    text = describe(raised(KeyError("tower")))
+    text = describe_error(raised(KeyError("tower")))
     assert text.startswith("Traceback")
     assert text.splitlines()[-1] == "rank 1: KeyError: 'tower'"
     assert not is_users_mistake(library_error())

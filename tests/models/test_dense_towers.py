@@ -30,7 +30,7 @@ from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, Users
+from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError, Jagged
@@ -296,7 +296,7 @@ def exported(folder: Path) -> tuple[TowerModel, Bundle]:
         model,
         folder,
         catalogue=Catalogue(ids=ids, features=pa.table({"item_id": ids, "content": content})),
-        users=Users(
+        users=NamedUsers(
             key="user_id",
             ids=np.arange(1, 10),
             features=pa.table({"user_id": keys, "profile": profile}),

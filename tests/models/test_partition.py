@@ -20,11 +20,11 @@ from torchrec_ext.models.partition import (
     Partition,
     PartitionError,
     affinity,
+    feature_bytes,
     id_vectors,
     partition,
     plane,
     pooled_vectors,
-    table_bytes,
 )
 from torchrec_ext.schema import BatchSchema, Jagged
 
@@ -225,7 +225,7 @@ def test_a_sharded_model_shows_the_vectors_of_the_unsharded_one() -> None:
     for feature, expected in alone.items():
         halves = [rank[feature].view(3, 12, -1) for rank in ranks]
         torch.testing.assert_close(torch.cat(halves, dim=1).flatten(0, 1), expected)
-    assert table_bytes(small_model(META).towers.values()) == {
+    assert feature_bytes(small_model(META).towers.values()) == {
         "user_id": 101 * 16 * 4,
         "history": 50 * 16 * 4,
         "item_id": 50 * 16 * 4,

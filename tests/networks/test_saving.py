@@ -18,10 +18,10 @@ from torchrec_ext.networks.stack import Stack
 from torchrec_ext.networks.training import Member, optimizer_of, train_stack
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import Together
-from torchrec_ext.train.checkpoint.load import load
+from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import model_state
-from torchrec_ext.train.checkpoint.vectors import publish
+from torchrec_ext.train.checkpoint.vectors import publish_weights
 from torchrec_ext.train.config import EarlyStop, Record, Schedule
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig
@@ -132,14 +132,14 @@ def test_a_members_checkpoint_is_a_network_of_its_own(tmp_path: Path) -> None:
         path = last.folder.path(best["step"]) if best else last.last_good()
         last.close()
         assert path is not None
-        publish(path, tmp_path / f"{name}.safetensors")
+        publish_weights(path, tmp_path / f"{name}.safetensors")
         found, expected = load_file(tmp_path / f"{name}.safetensors"), member.network.state_dict()
         assert found.keys() == expected.keys()
         alone = network(PLAIN, seed=7, dropout=0.3)
         stack = Stack({"alone": alone})
         optimizer = StackedOptimizer(stack, {"alone": member.optimizer})
         optimizer.begin()
-        load(path, model_state(alone, optimizer_of(stack, optimizer, "alone")), Together(Runtime()))
+        load_checkpoint(path, model_state(alone, optimizer_of(stack, optimizer, "alone")), Together(Runtime()))
         for key, value in expected.items():
             assert torch.equal(found[key], value)
             assert torch.equal(alone.state_dict()[key], value)

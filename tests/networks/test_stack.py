@@ -29,7 +29,7 @@ from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.layers import mlp
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.networks.optimizer import StackedOptimizer
-from torchrec_ext.networks.skeleton import StackError, difference
+from torchrec_ext.networks.skeleton import StackError, first_difference
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.train.config import Schedule
 
@@ -212,7 +212,7 @@ def test_networks_of_different_shapes_are_refused_with_the_field(one: nn.Module,
 
 @pytest.mark.unit
 def test_dropout_is_no_matter_of_shape() -> None:
-    assert difference({"a": network(), "b": network(dropout=0.5)}) is None
+    assert first_difference({"a": network(), "b": network(dropout=0.5)}) is None
 
 
 @pytest.mark.unit
@@ -304,4 +304,4 @@ def test_one_setting_for_all_is_one_entry_for_each_table_and_one_for_all_dense_w
 
 
 def test_a_layer_of_dense_weights_alone_needs_no_tables() -> None:
-    assert difference({"a": mlp(3, [2, 1]), "b": mlp(3, [2, 1])}) is None
+    assert first_difference({"a": mlp(3, [2, 1]), "b": mlp(3, [2, 1])}) is None

@@ -12,7 +12,7 @@ from tests.examples import ITEMS, USERS, redrawn, small_model
 from torchrec_ext.models.tower_model import Interaction, TowerModel
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, Users
+from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
 
 
 def contents(seed: int = 0, items: int = ITEMS - 1) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def contents(seed: int = 0, items: int = ITEMS - 1) -> dict[str, Any]:
             categories=[["drama"] if item % 2 else ["drama", "war"] for item in ids],
             trained=ids,
         ),
-        "users": Users(
+        "users": NamedUsers(
             key="user_id",
             ids=users,
             features=pa.table(features),

@@ -15,7 +15,7 @@ from tests.examples import ITEMS, USERS, small_model
 from torchrec_ext.models.tower_model import Interaction
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, Users
+from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
 from torchrec_ext.schema import Jagged
 
 FIRST_ITEM = 1_000  # ids of items: 1000 + position; item row = position + 1
@@ -65,10 +65,10 @@ class Made:
         histories = pa.array([self.histories[user] for user in ids.tolist()], type=pa.list_(pa.int64()))
         return pa.table({"user_id": ids, "age": self.ages[ids], "history": histories})
 
-    def _users(self) -> Users:
+    def _users(self) -> NamedUsers:
         ids = np.arange(FIRST_USER, USERS)
         taken = [[user % 49, (user + 5) % 49] for user in ids.tolist()]
-        return Users(
+        return NamedUsers(
             key="user_id",
             ids=ids,
             features=self._features(ids),

@@ -165,7 +165,7 @@ def id_vectors(batch: TowerBatch, features: Sequence[str], width: int = 128) -> 
     return vectors
 
 
-def table_bytes(towers: Iterable[Tower]) -> dict[str, float]:
+def feature_bytes(towers: Iterable[Tower]) -> dict[str, float]:
     """By feature the bytes of its table as float32, those of a table that several features read dealt out to them evenly."""
     loads = {}
     for tower in towers:
@@ -178,7 +178,7 @@ def table_bytes(towers: Iterable[Tower]) -> dict[str, float]:
 STARTS, ROUNDS = 16, 100
 
 
-def packed(weights: Tensor, towers: int) -> Tensor:
+def pack_evenly(weights: Tensor, towers: int) -> Tensor:
     """An even packing: the heaviest first, each into the tower that has least (Graham 1969), and every tower gets something."""
     own, full = torch.zeros(len(weights), dtype=torch.int64), [(0.0, 0, number) for number in range(towers)]
     for place in weights.argsort(descending=True, stable=True).tolist():
@@ -434,7 +434,7 @@ def partition(
     if not 1 <= towers <= len(units):
         raise ValueError(f"towers={towers}: must be 1 to {len(units)}, the features that may stand apart")
     weights = torch.tensor([sum(loads[names[place]] for place in unit) for unit in units], dtype=torch.float64)
-    packing = packed(weights, towers)
+    packing = pack_evenly(weights, towers)
     fullest = float(torch.zeros(towers, dtype=torch.float64).index_add_(0, packing, weights).max())
     limit = bound if bound is not None else max(1.1 * float(weights.sum()) / towers, fullest)
     _check_bound(limit, weights, fullest, towers, [names[unit[0]] for unit in units])

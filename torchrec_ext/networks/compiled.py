@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.networks.graph import Inputs, trace
-from torchrec_ext.networks.optimizer import Moved, StackedOptimizer
+from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Losses, Stack
 
@@ -112,7 +112,7 @@ class CompiledStep:
         if not all(state for _, _, state in self._entries):
             raise StackError("the optimizer has no moments yet: train one step before the compiled ones")
 
-    def _at(self, moved: Moved) -> tuple[int, slice]:
+    def _at(self, moved: StackedWeights) -> tuple[int, slice]:
         """Which of the weights an entry moves, and which of their rows."""
         at = self._names.index(moved.name) if moved.is_table else len(self._names)
         rows = len(self._memory[at]) // len(self._stack.members)

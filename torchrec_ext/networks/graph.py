@@ -15,7 +15,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchrec_ext.networks.skeleton import Skeleton, batch_of
+from torchrec_ext.networks.skeleton import Skeleton, batch_from_tensors
 
 _aten = torch.ops.aten
 
@@ -284,7 +284,7 @@ def _loss(skeleton: Skeleton, inputs: Inputs) -> Loss:
         rest = iter(pooled)
         by_path = {path: [next(rest) for _ in range(count)] for path, count in zip(inputs.paths, counts, strict=True)}
         with skeleton.holding(by_path, noise) as learner:
-            batch = batch_of(dict(zip(inputs.fields, own, strict=True)))
+            batch = batch_from_tensors(dict(zip(inputs.fields, own, strict=True)))
             named = dict(zip(skeleton.parameters, weights, strict=True))
             return functional_call(learner, named, (batch, *peers))  # type: ignore[no-any-return]
 

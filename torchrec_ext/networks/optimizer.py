@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, has_kernel, touched
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, has_kernel, rows_with_gradient
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.train.config import Schedule
@@ -25,7 +25,7 @@ class _Weights(NamedTuple):
     is_table: bool
 
 
-class Moved(NamedTuple):
+class StackedWeights(NamedTuple):
     """What one entry of an optimizer moves: the weights ``name`` of the members in ``members``, which lie together."""
 
     name: str
@@ -78,7 +78,7 @@ class StackedOptimizer:
         self._step = 0
         choices = {name: _choices(stack, name, configs[name]) for name in stack.members}
         self._inside = self._in_the_norm(choices)
-        self._moved: list[tuple[dict[str, Any], Moved]] = []
+        self._moved: list[tuple[dict[str, Any], StackedWeights]] = []
         kinds = dict.fromkeys(choice.kind for choice in choices[stack.members[0]].values())
         self._optimizers = [self._optimizer(kind, choices) for kind in kinds]
 
@@ -155,7 +155,7 @@ class StackedOptimizer:
         """Schedules go on after so many steps."""
         self._step = steps
 
-    def entries(self) -> list[tuple[dict[str, Any], Moved, dict[str, Tensor]]]:
+    def entries(self) -> list[tuple[dict[str, Any], StackedWeights, dict[str, Tensor]]]:
         """What is moved: the settings by which, which weights, and their state."""
         return [(group, moved, self._owner(moved.parameter).state[moved.parameter]) for group, moved in self._moved]
 
@@ -200,7 +200,7 @@ class StackedOptimizer:
         )
         return next(owners)
 
-    def _state(self, moved: Moved) -> list[dict[str, Tensor]]:
+    def _state(self, moved: StackedWeights) -> list[dict[str, Tensor]]:
         state = self._owner(moved.parameter).state[moved.parameter]
         count = len(moved.members)
         parts: list[dict[str, Tensor]] = [{} for _ in moved.members]
@@ -239,7 +239,7 @@ def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[
     return [*tables, *(_Weights(name, value.detach(), grads[name], False) for name, value in stack.dense.items())]
 
 
-def _runs(weights: _Weights, own: Mapping[str, _Rule]) -> list[tuple[Moved, _Rule]]:
+def _runs(weights: _Weights, own: Mapping[str, _Rule]) -> list[tuple[StackedWeights, _Rule]]:
     """The weights of all members at once where they agree and lie together, else member by member."""
     members = tuple(own)
     if len(set(own.values())) == 1 and weights.value.is_contiguous():
@@ -250,17 +250,17 @@ def _runs(weights: _Weights, own: Mapping[str, _Rule]) -> list[tuple[Moved, _Rul
     ]
 
 
-def _entry(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_table: bool) -> Moved:
+def _entry(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_table: bool) -> StackedWeights:
     parameter = nn.Parameter(value)
     parameter.grad = grad
-    return Moved(name, members, parameter, is_table)
+    return StackedWeights(name, members, parameter, is_table)
 
 
-def _decay(moved: Moved, left: float) -> None:
+def _decay(moved: StackedWeights, left: float) -> None:
     if not moved.is_table:
         moved.parameter.mul_(left)
         return
-    rows = touched(moved.parameter.grad)  # type: ignore[arg-type]
+    rows = rows_with_gradient(moved.parameter.grad)  # type: ignore[arg-type]
     moved.parameter.index_copy_(0, rows, moved.parameter[rows] * left)
 
 

@@ -29,7 +29,7 @@ class StackError(ValueError):
     """These networks cannot be one stack; the message says why and what to do."""
 
 
-class Part:
+class JaggedStandIn:
     """Stands for one KeyedJaggedTensor of a batch: a network may hand it to a collection, and read nothing of it."""
 
     def __init__(self, name: str) -> None:
@@ -43,8 +43,8 @@ class Part:
         )
 
 
-def part_of(batch: TowerBatch, name: str) -> KeyedJaggedTensor:
-    """The KeyedJaggedTensor that a :class:`Part` of that name stands for."""
+def jagged_of(batch: TowerBatch, name: str) -> KeyedJaggedTensor:
+    """The KeyedJaggedTensor that a :class:`JaggedStandIn` of that name stands for."""
     return batch.shared.sparse if name == "shared.sparse" else getattr(batch, name)  # type: ignore[union-attr]
 
 
@@ -63,13 +63,19 @@ class _MembersRows(SharedRows):
         return rows[self.index]
 
 
-def batch_of(tensors: Mapping[str, Tensor]) -> TowerBatch:
-    """A batch of ``tensors``, its ids :class:`Part`s."""
+def batch_from_tensors(tensors: Mapping[str, Tensor]) -> TowerBatch:
+    """A batch of ``tensors``, its ids :class:`JaggedStandIn`s."""
     shared: Any = None
     if "shared.index" in tensors:
-        shared = _MembersRows(Part("shared.sparse"), *(tensors[f"shared.{name}"] for name in _SHARED))
+        shared = _MembersRows(JaggedStandIn("shared.sparse"), *(tensors[f"shared.{name}"] for name in _SHARED))
     own: dict[str, Any] = {name: tensors.get(name) for name in _FIELDS}
-    return TowerBatch(sparse=Part("sparse"), shared=shared, joint=Part("joint"), weighted=Part("weighted"), **own)
+    return TowerBatch(
+        sparse=JaggedStandIn("sparse"),
+        shared=shared,
+        joint=JaggedStandIn("joint"),
+        weighted=JaggedStandIn("weighted"),
+        **own,
+    )
 
 
 class _Tables(nn.Module):
@@ -85,7 +91,7 @@ class _Tables(nn.Module):
         self.strides: Mapping[str, int] = {}
         self.device = torch.device("cpu")
 
-    def forward(self, features: Part) -> KeyedTensor:
+    def forward(self, features: JaggedStandIn) -> KeyedTensor:
         if self.pooled is not None:
             return Pooled(self.names, self.pooled)
         if self.reads:
@@ -165,13 +171,13 @@ class Skeleton:
     def _probe(self, batch: TowerBatch) -> None:
         tensors = tensors_of(batch)
         names = ["sparse", *(["shared.sparse"] if batch.shared is not None else []), "joint", "weighted"]
-        strides = {name: part.stride() for name in names if (part := part_of(batch, name)) is not None}
+        strides = {name: part.stride() for name in names if (part := jagged_of(batch, name)) is not None}
         for table in self.tables.values():
             table.strides, table.device = strides, batch.dense.device
         order: list[_Dropout] = []
         hooks = [layer.register_forward_hook(lambda layer, *_: order.append(layer)) for layer in self.dropouts]
         with torch.no_grad():
-            self.learner(batch_of(tensors))
+            self.learner(batch_from_tensors(tensors))
         for hook in hooks:
             hook.remove()
         if len(set(order)) < len(order):
@@ -224,7 +230,7 @@ def layers(network: nn.Module) -> Iterator[Layer]:
         yield Layer(path, {"layer": type(module).__qualname__, **own, **shapes})
 
 
-def difference(networks: Mapping[str, nn.Module]) -> str | None:
+def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
     """The first field in which one of the networks differs from the first of them; None where all have one shape.
 
     Example:

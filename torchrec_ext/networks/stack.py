@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.networks.graph import Inputs, trace
-from torchrec_ext.networks.skeleton import Skeleton, StackError, difference, part_of, tensors_of
+from torchrec_ext.networks.skeleton import Skeleton, StackError, first_difference, jagged_of, tensors_of
 
 
 class _Bags(NamedTuple):
@@ -244,7 +244,7 @@ class Stack(nn.Module):
             raise StackError("a stack needs at least one network")
         if len({id(network) for network in networks.values()}) < len(networks):
             raise StackError(f"two of {list(networks)} are one network; give each member weights of its own")
-        if (differs := difference(networks)) is not None:
+        if (differs := first_difference(networks)) is not None:
             raise StackError(
                 f"{differs}: a stack holds networks of one shape; give both the same, or train them beside each other "
                 "on rank "
@@ -378,7 +378,7 @@ class Stack(nn.Module):
         fields = self._fields(batches)
         pooled: list[list[Tensor]] = []
         for path, tables in self.tables.items():
-            parts = [part_of(batch, skeleton.tables[path].reads) for batch in batches]
+            parts = [jagged_of(batch, skeleton.tables[path].reads) for batch in batches]
             if look_up:
                 pooled.append(tables(parts))
             else:

@@ -24,8 +24,8 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.graph import Inputs, trace_logits
-from torchrec_ext.networks.optimizer import Moved, StackedOptimizer
-from torchrec_ext.networks.skeleton import StackError, part_of, tensors_of
+from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
+from torchrec_ext.networks.skeleton import StackError, jagged_of, tensors_of
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import EarlyStopWatch, Record
@@ -101,7 +101,7 @@ def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> Keye
     return KeyedOptimizer(params, state, [])
 
 
-def _parts(stack: Stack, moved: Moved, held: dict[str, Tensor], place: int) -> dict[str, dict[str, Tensor]]:
+def _parts(stack: Stack, moved: StackedWeights, held: dict[str, Tensor], place: int) -> dict[str, dict[str, Tensor]]:
     """By name of a weight the state of the member at ``place`` of those that are moved together."""
     count = len(moved.members)
     own = {slot: value.chunk(count)[place] if value.dim() else value for slot, value in held.items()}
@@ -208,7 +208,7 @@ class StalePeers:
         pooled = []
         for path, tables in self._stack.tables.items():
             reads = skeleton.tables[path].reads
-            pooled.append(tables.look_up([part_of(batch, reads) for batch in batches], self._tables[path]))
+            pooled.append(tables.look_up([jagged_of(batch, reads) for batch in batches], self._tables[path]))
         inputs = Inputs(self._dense, list(self._stack.tables), pooled, tensors_of(batches[0]), [], [], True)
         key = inputs.shapes()
         if key not in self._graphs:

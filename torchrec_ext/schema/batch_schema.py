@@ -23,18 +23,18 @@ from torchrec_ext.schema.features import (
     Joint,
     Keys,
     SparseFeature,
-    columns_of,
     features_of,
     joints,
     merged,
+    source_columns,
     unique,
     widths_of,
 )
 from torchrec_ext.schema.validation import (
-    Bags,
+    CheckedBags,
     DataError,
+    ExpectedRows,
     Jagged,
-    Rows,
     array_of,
     bags_of,
     between,
@@ -195,9 +195,11 @@ class BatchColumns:
 
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
         """What to raise where ``columns`` lack a column of the schema."""
-        needed = [*self.keys, *columns_of(self.dense), *self.weight_columns]
-        had = sorted(columns_of(columns))
-        return DataError(f"column '{columns_of([name])[0]}' is missing; the batch has {had}, the schema needs {needed}")
+        needed = [*self.keys, *source_columns(self.dense), *self.weight_columns]
+        had = sorted(source_columns(columns))
+        return DataError(
+            f"column '{source_columns([name])[0]}' is missing; the batch has {had}, the schema needs {needed}"
+        )
 
 
 _Column = TypeVar("_Column")
@@ -249,18 +251,18 @@ class BatchSchema(BatchColumns):
         Raises:
             DataError: a column is missing, has another length or type, or holds an invalid value.
         """
-        own = Rows(labels.numel(), "B", rows)
+        own = ExpectedRows(labels.numel(), "B", rows)
         queries = own
         if index is not None:
             if shared_rows is None:
                 raise ValueError("index without shared_rows: give the number of each of the Q shared rows too")
-            queries = Rows(shared_rows.numel(), "Q", shared_rows)
+            queries = ExpectedRows(shared_rows.numel(), "Q", shared_rows)
             if isinstance(index, int):
                 check_repeats(index, own, queries)
             else:
                 check_index(index, own, queries)
             if rows is None:
-                own = Rows(own.size, "B", shared_rows, index)
+                own = ExpectedRows(own.size, "B", shared_rows, index)
         halves = (queries, own) if self.shared else (own,)
         if not isinstance(dense, Dense):
             dense = Dense(
@@ -289,7 +291,7 @@ class BatchSchema(BatchColumns):
         )
 
     def _keyed(
-        self, sparse: Mapping[str, Jagged], keys: Keys, *rows: Rows, weighted: bool = False
+        self, sparse: Mapping[str, Jagged], keys: Keys, *rows: ExpectedRows, weighted: bool = False
     ) -> KeyedJaggedTensor:
         """``rows``: of each bag of a key; in the joint one Q, then B."""
         bags = [self._bags(sparse, feature, rows[at % len(rows)]) for at, feature in enumerate(keys.features)]
@@ -305,7 +307,7 @@ class BatchSchema(BatchColumns):
         weights = torch.cat([bag.weights_or_ones() for bag in bags]) if weighted else None
         return KeyedJaggedTensor(keys=list(keys.keys), values=values, weights=weights, lengths=lengths, stride=stride)
 
-    def _targets(self, targets: Tensor | None, rows: Rows) -> Tensor | None:
+    def _targets(self, targets: Tensor | None, rows: ExpectedRows) -> Tensor | None:
         if targets is None and self.tasks:
             raise DataError(
                 f"the labels of the tasks {list(self.tasks)} are missing; give targets of shape (B, {len(self.tasks)})"
@@ -320,10 +322,10 @@ class BatchSchema(BatchColumns):
             between(name, column, rows, self.label_range)
         return targets.float()
 
-    def _bags(self, sparse: Mapping[str, Jagged], feature: SparseFeature | None, rows: Rows) -> Bags:
+    def _bags(self, sparse: Mapping[str, Jagged], feature: SparseFeature | None, rows: ExpectedRows) -> CheckedBags:
         return bags_of(feature, self._column(sparse, feature.name), rows) if feature else no_bags(rows)
 
-    def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: Rows) -> Tensor:
+    def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: ExpectedRows) -> Tensor:
         widths = {name: width for name, width in widths_of(names, dense).items() if name in dense}
         arrays = {name: array_of(name, dense[name], width, rows) for name, width in widths.items()}
         elements = {
@@ -347,7 +349,7 @@ class BatchSchema(BatchColumns):
         if missing and (missing == sides[0] | sides[1] or missing not in sides):
             lacking = [name for name in self.keys if name in missing]
             raise DataError(f"the KeyedJaggedTensor lacks {lacking}; it has the keys {features.keys()}")
-        rows, replace = Rows(features.stride(), "B"), self.out_of_range == "oov"
+        rows, replace = ExpectedRows(features.stride(), "B"), self.out_of_range == "oov"
         values = []
         for name in features.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
             own, feature = parts[name].values(), self._by_name.get(name)

@@ -245,7 +245,7 @@ def widths_of(names: Iterable[str], columns: Collection[str] = ()) -> dict[str, 
     return widths
 
 
-def columns_of(names: Iterable[str], columns: Collection[str] = ()) -> list[str]:
+def source_columns(names: Iterable[str], columns: Collection[str] = ()) -> list[str]:
     """The columns of the data in which ``names`` stand: an array column for its elements.
 
     Example:

@@ -23,7 +23,7 @@ class DataError(ValueError):
     """Input that breaks a rule: the message names the feature, the table, the value, the row and the remedy."""
 
 
-class Rows(NamedTuple):
+class ExpectedRows(NamedTuple):
     """The ``size`` rows that a column must have, and what a message calls them: by ``numbers``.
 
     ``places``: of each row in ``numbers``; or how many rows each number has, one after the other.
@@ -46,14 +46,14 @@ class Rows(NamedTuple):
         return f"({self.axis},) = ({self.size},)"
 
 
-def side_by_side(names: Sequence[str], columns: Sequence[Tensor], rows: Rows) -> Tensor:
+def side_by_side(names: Sequence[str], columns: Sequence[Tensor], rows: ExpectedRows) -> Tensor:
     """(B, columns) float32."""
     if not columns:
         return torch.empty(rows.size, 0)
     return torch.stack([_of_shape(name, column, rows) for name, column in zip(names, columns, strict=True)], dim=1)
 
 
-def array_of(name: str, array: Tensor, width: int, rows: Rows) -> Tensor:
+def array_of(name: str, array: Tensor, width: int, rows: ExpectedRows) -> Tensor:
     """(B, W) an array column."""
     if array.shape != (rows.size, width):
         raise DataError(
@@ -62,7 +62,7 @@ def array_of(name: str, array: Tensor, width: int, rows: Rows) -> Tensor:
     return array
 
 
-def finite_matrix(names: Sequence[str], matrix: Tensor, rows: Rows) -> Tensor:
+def finite_matrix(names: Sequence[str], matrix: Tensor, rows: ExpectedRows) -> Tensor:
     """The matrix, every value finite: one NaN poisons the dense weights and all tables of all ranks in one step."""
     if matrix.shape != (rows.size, len(names)):
         raise DataError(f"dense columns {list(names)}: shape {tuple(matrix.shape)}, must be {(rows.size, len(names))}")
@@ -72,12 +72,12 @@ def finite_matrix(names: Sequence[str], matrix: Tensor, rows: Rows) -> Tensor:
     return matrix
 
 
-def finite(name: str, column: Tensor, rows: Rows) -> Tensor:
+def finite(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
     """The column as float32, every value finite."""
     return between(name, column, rows, None)
 
 
-def between(name: str, column: Tensor, rows: Rows, bounds: tuple[float, float] | None) -> Tensor:
+def between(name: str, column: Tensor, rows: ExpectedRows, bounds: tuple[float, float] | None) -> Tensor:
     """The column as float32, every value finite and within ``bounds``."""
     column = _of_shape(name, column, rows)
     if not column.numel():
@@ -97,7 +97,7 @@ def between(name: str, column: Tensor, rows: Rows, bounds: tuple[float, float] |
     return column
 
 
-def _of_shape(name: str, column: Tensor, rows: Rows) -> Tensor:
+def _of_shape(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
     if column.dim() != 1 or column.numel() != rows.size:
         raise DataError(f"column '{name}': shape {tuple(column.shape)}, must be {rows.shape}")
     return column.float()
@@ -109,7 +109,7 @@ def finite_range(values: Tensor) -> tuple[float, float] | None:
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def check_index(index: Tensor, own: Rows, queries: Rows) -> None:
+def check_index(index: Tensor, own: ExpectedRows, queries: ExpectedRows) -> None:
     """Refuses an index that does not name a shared row for each row."""
     fits = index.shape == (own.size,)
     if fits and own.size:
@@ -121,7 +121,7 @@ def check_index(index: Tensor, own: Rows, queries: Rows) -> None:
         )
 
 
-def check_repeats(repeats: int, own: Rows, queries: Rows) -> None:
+def check_repeats(repeats: int, own: ExpectedRows, queries: ExpectedRows) -> None:
     """Refuses a number of rows for each shared row that does not make all rows."""
     if queries.size * repeats != own.size:
         raise DataError(
@@ -150,13 +150,13 @@ class Jagged(NamedTuple):
     weights: Tensor | None = None
 
 
-class Bags(NamedTuple):
+class CheckedBags(NamedTuple):
     """The bags of a feature, of the right type and number; their ids are not checked yet. Without a feature all are empty."""
 
     feature: SparseFeature | None
     values: Tensor
     lengths: Tensor | None
-    rows: Rows
+    rows: ExpectedRows
     weights: Tensor | None = None
 
     def weights_or_ones(self) -> Tensor:
@@ -168,7 +168,7 @@ class Bags(NamedTuple):
         return torch.ones(self.rows.size, dtype=torch.int32) if self.lengths is None else self.lengths.int()
 
 
-def bags_of(feature: SparseFeature, column: Jagged, rows: Rows) -> Bags:
+def bags_of(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> CheckedBags:
     """The column's bags with ids in int64: one type on every rank, since two types abort the process group.
 
     Raises:
@@ -180,10 +180,10 @@ def bags_of(feature: SparseFeature, column: Jagged, rows: Rows) -> Bags:
         _check_lengths(feature.name, values, lengths, rows)
     elif values.numel() != rows.size:
         raise _wrong_size(feature.name, values.numel(), rows)
-    return Bags(feature, values.long(), lengths, rows, _weights(feature, column, rows))
+    return CheckedBags(feature, values.long(), lengths, rows, _weights(feature, column, rows))
 
 
-def _weights(feature: SparseFeature, column: Jagged, rows: Rows) -> Tensor | None:
+def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tensor | None:
     """The weights of the ids, float32 and finite, where the feature has such."""
     if feature.weights is None and column.weights is None:
         return None
@@ -206,12 +206,12 @@ def _weights(feature: SparseFeature, column: Jagged, rows: Rows) -> Tensor | Non
     return weights
 
 
-def no_bags(rows: Rows) -> Bags:
+def no_bags(rows: ExpectedRows) -> CheckedBags:
     """An empty bag for each row."""
-    return Bags(None, torch.empty(0, dtype=torch.int64), torch.zeros(rows.size, dtype=torch.int32), rows)
+    return CheckedBags(None, torch.empty(0, dtype=torch.int64), torch.zeros(rows.size, dtype=torch.int32), rows)
 
 
-def check_ids(values: Tensor, bags: Sequence[Bags], *, replace: bool) -> None:
+def check_ids(values: Tensor, bags: Sequence[CheckedBags], *, replace: bool) -> None:
     """Checks ``values``, the ids of ``bags`` one after the other; those of features with one id per row in one pass.
 
     Args:
@@ -230,9 +230,9 @@ def check_ids(values: Tensor, bags: Sequence[Bags], *, replace: bool) -> None:
         start = stop
 
 
-def _runs(bags: Sequence[Bags]) -> Iterator[list[Bags]]:
+def _runs(bags: Sequence[CheckedBags]) -> Iterator[list[CheckedBags]]:
     """Neighbours with one id for each of equally many rows, which are a matrix; each of the others by itself."""
-    run: list[Bags] = []
+    run: list[CheckedBags] = []
     for bag in bags:
         if run and (bag.lengths is not None or run[0].lengths is not None or bag.rows.size != run[0].rows.size):
             yield run
@@ -242,7 +242,7 @@ def _runs(bags: Sequence[Bags]) -> Iterator[list[Bags]]:
         yield run
 
 
-def _check_run(ids: Tensor, bags: list[Bags], replace: bool) -> None:
+def _check_run(ids: Tensor, bags: list[CheckedBags], replace: bool) -> None:
     if len(bags) == 1:  # over all dimensions it takes half the time
         low, high = ([bound.item()] for bound in torch.aminmax(ids))
     else:
@@ -257,7 +257,7 @@ def _check_run(ids: Tensor, bags: list[Bags], replace: bool) -> None:
             own[bad] = feature.oov_id
 
 
-def _out_of_range(feature: SparseFeature, bag: Bags, ids: Tensor, bad: Tensor) -> DataError:
+def _out_of_range(feature: SparseFeature, bag: CheckedBags, ids: Tensor, bad: Tensor) -> DataError:
     first = int(bad.nonzero()[0])
     row = first if bag.lengths is None else int(torch.searchsorted(bag.lengths.long().cumsum(0), first, right=True))
     return DataError(
@@ -286,7 +286,7 @@ def _check_types(name: str, column: Jagged) -> None:
             )
 
 
-def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: Rows) -> None:
+def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: ExpectedRows) -> None:
     if lengths.numel() != rows.size:
         raise _wrong_size(name, lengths.numel(), rows)
     if lengths.numel() and int(lengths.min()) < 0:
@@ -299,5 +299,5 @@ def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: Rows) -> No
         )
 
 
-def _wrong_size(name: str, found: int, rows: Rows) -> DataError:
+def _wrong_size(name: str, found: int, rows: ExpectedRows) -> DataError:
     return DataError(f"feature '{name}': {found} rows, must be {rows.shape}; give one entry for each row")

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 
 from torchx_apps.cli.overrides import apply_overrides, field_hint, is_group, nearest, type_name
 
-__all__ = ["apply_overrides", "build_parser", "describe", "list_recipes", "load_recipe"]
+__all__ = ["apply_overrides", "build_parser", "describe_keys", "list_recipes", "load_recipe"]
 
 _BUILT_IN = "torchx_apps.recipes"
 
@@ -86,7 +86,7 @@ def list_recipes() -> str:
     return "\n".join(f"{name:{width}}  {(inspect.getdoc(f) or '').split(chr(10))[0]}" for name, f in recipes.items())
 
 
-def describe(config: Any) -> str:
+def describe_keys(config: Any) -> str:
     """Every key of a config as `--set` takes it, with its type, value and meaning.
 
     Example:
@@ -98,7 +98,7 @@ def describe(config: Any) -> str:
         ...         batch_size: B, rows per rank and step.
         ...     '''
         ...     batch_size: int = 1024
-        >>> print(describe(Loader()))
+        >>> print(describe_keys(Loader()))
         key         type    value    meaning
         ----------  ------  -------  --------------------------
         batch_size  int     1024     B, rows per rank and step.

@@ -20,7 +20,7 @@ _PATIENCE_S = 3.0
 
 
 class RankErrorHandler(ErrorHandler):
-    """Writes this rank's error where torchrun looks for it, in the words of `describe`."""
+    """Writes this rank's error where torchrun looks for it, in the words of `describe_error`."""
 
     def record_exception(self, e: BaseException) -> None:
         """Writes the reply file that torchrun named, if it named one."""
@@ -28,7 +28,7 @@ class RankErrorHandler(ErrorHandler):
             # Another rank failed first and this one only noticed. torchrun reports the first to *exit*, and stops the
             # rest: give it the time to find the one with the cause.
             time.sleep(_PATIENCE_S)
-        _reply(f"{type(e).__name__}: {e}", describe(e))
+        _reply(f"{type(e).__name__}: {e}", describe_error(e))
 
 
 def end_process(message: str) -> None:
@@ -51,11 +51,11 @@ def _reply(message: str, told: str) -> bool:
     return True
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The error as the last words of this rank.
 
     Example:
-        >>> print(describe(ValueError("loader.batch_size is 0; it must be at least 1")))
+        >>> print(describe_error(ValueError("loader.batch_size is 0; it must be at least 1")))
         loader.batch_size is 0; it must be at least 1
     """
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

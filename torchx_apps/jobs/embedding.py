@@ -45,7 +45,7 @@ BLOCK_ROWS = 4096  # see torchrec_ext.retrieval.store.writer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class RowBlock:
     """Rows that lie together.
 
     Args:
@@ -141,7 +141,7 @@ class CatalogueFiles:
         own = self._derived
         return own is not None and {*own.reads} <= {*names} and not {*own.makes} <= {*names}
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[RowBlock]:
         """The blocks of this rank.
 
         Raises:
@@ -169,7 +169,7 @@ class CatalogueFiles:
                 f"{file.name}: row group {group} cannot be read ({error}); copy or write the file again"
             ) from error
 
-    def _block(self, where: str, rows: pa.RecordBatch) -> Block:
+    def _block(self, where: str, rows: pa.RecordBatch) -> RowBlock:
         ids = rows.column(self._key)
         if ids.null_count:
             row = ids.is_null().index(True).as_py()
@@ -177,7 +177,7 @@ class CatalogueFiles:
         held = dict(zip(rows.schema.names, rows.columns, strict=True))
         if self._is_published(list(held)):
             held |= self._derived.make(held)
-        return Block(
+        return RowBlock(
             where=where, ids=_plain_ids(where, self._key, ids), columns={name: held[name] for name in self._columns}
         )
 
@@ -205,14 +205,14 @@ class KnownUsers:
         self._first, self._last = (len(users) * share // world_size for share in (rank, rank + 1))
         self.rows = self._last - self._first
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[RowBlock]:
         """The blocks of this rank."""
         for start in range(self._first, self._last, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self._last)
             rows = self._users.block(start, stop)
             columns = {name: rows.column(name) for name in rows.schema.names}
             ids = pa.array(self._users.ids.ids(range(start, stop)))
-            yield Block(where=f"the bundle's users from place {start} on", ids=ids, columns=columns)
+            yield RowBlock(where=f"the bundle's users from place {start} on", ids=ids, columns=columns)
 
 
 def _plain_ids(where: str, name: str, ids: pa.Array) -> pa.Array:
@@ -228,7 +228,7 @@ def _plain_ids(where: str, name: str, ids: pa.Array) -> pa.Array:
     )
 
 
-class TowerRows:
+class TowerGroup:
     """Towers that read the same rows, and this rank's share of the rows.
 
     Args:
@@ -269,7 +269,7 @@ class TowerRows:
         self.rows = self._files.rows if self._files else 0
         self._unknown: Counter[str] = Counter()
 
-    def blocks(self) -> Iterator[tuple[NDArray[Any], Block]]:
+    def blocks(self) -> Iterator[tuple[NDArray[Any], RowBlock]]:
         """The ids and the rows of each block, whose number is shown as they stream by."""
         done = 0
         with Progress(self.runtime, "embed") as progress:
@@ -284,7 +284,7 @@ class TowerRows:
             return self._users.ids.ids(range(len(self._users)))
         return ids_in(self.catalogue or (), self.key)
 
-    def vectors(self, block: Block) -> Tensor:
+    def vectors(self, block: RowBlock) -> Tensor:
         """(N, D).
 
         Raises:
@@ -311,7 +311,7 @@ def _known(bundle: Bundle, names: Sequence[str]) -> UserTable:
     return bundle.users
 
 
-def embed_files(rows: TowerRows, out: Path, dtype: Dtype) -> EmbeddingStore:
+def embed_files(rows: TowerGroup, out: Path, dtype: Dtype) -> EmbeddingStore:
     """Writes a version of the store in ``out``, a folder that all ranks see, with these rows and no others.
 
     Raises:
@@ -332,7 +332,7 @@ def embed_files(rows: TowerRows, out: Path, dtype: Dtype) -> EmbeddingStore:
 
 
 @contextmanager
-def _meanwhile(rows: TowerRows, out: Path) -> Iterator[Path]:
+def _meanwhile(rows: TowerGroup, out: Path) -> Iterator[Path]:
     """A folder of this run alone, which all ranks see: another run may write the same store at the same time."""
     with ExitStack() as first:
         named = [str(first.enter_context(hidden_folder(out.absolute()))) if rows.runtime.is_main else ""]
@@ -340,7 +340,7 @@ def _meanwhile(rows: TowerRows, out: Path) -> Iterator[Path]:
         yield Path(named[0])
 
 
-def refresh_files(rows: TowerRows, folder: Path, deleted: Ids) -> tuple[EmbeddingStore, str]:
+def refresh_files(rows: TowerGroup, folder: Path, deleted: Ids) -> tuple[EmbeddingStore, str]:
     """Writes a version of the store in ``folder`` in which these rows are changed or new and ``deleted`` are gone.
 
     The towers run on all ranks, each on its share; the first then copies the store.
@@ -366,7 +366,7 @@ def refresh_files(rows: TowerRows, folder: Path, deleted: Ids) -> tuple[Embeddin
     return store, f"{len(changed) - new:,} changed, {new:,} new, {len(set(gone)):,} deleted"
 
 
-def _store_of(rows: TowerRows, folder: Path) -> EmbeddingStore:
+def _store_of(rows: TowerGroup, folder: Path) -> EmbeddingStore:
     if not versions(folder):
         raise ValueError(
             f"--refresh {folder}: there is no store; write one of the whole catalogue first, with --out {folder}"
@@ -385,7 +385,7 @@ def _store_of(rows: TowerRows, folder: Path) -> EmbeddingStore:
 _TIMEOUT_S = 5.0  # a server that answers requests waits 50 ms; who writes them all can wait
 
 
-def fill_redis(rows: TowerRows, url: str, expiry_s: float | None, deleted: Ids) -> str:
+def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Ids) -> str:
     """Writes each row's vector, pipelined, and takes ``deleted`` out; each rank writes its own share.
 
     Args:
@@ -430,7 +430,7 @@ def fill_redis(rows: TowerRows, url: str, expiry_s: float | None, deleted: Ids) 
     return f"{told}; {gone:,} of {len(deleted):,} deleted)" if len(deleted) else f"{told})"
 
 
-def _check_ids(rows: TowerRows, deleted: Ids) -> None:
+def _check_ids(rows: TowerGroup, deleted: Ids) -> None:
     """A Redis takes an id twice without a word, and then the vector of either row."""
     if not rows.catalogue:
         return
@@ -440,7 +440,7 @@ def _check_ids(rows: TowerRows, deleted: Ids) -> None:
         raise ValueError(f"--delete: {gone[both][0]!s} is also among the ids to write; leave it out")
 
 
-def _written(rows: TowerRows, written: int) -> str:
+def _written(rows: TowerGroup, written: int) -> str:
     whose = f" of rank {rows.runtime.rank}" if rows.runtime.world_size > 1 else ""
     done = (
         f"{written:,} of {rows.rows:,} rows{whose} were written, or a few more"

@@ -78,10 +78,10 @@ def end_with_bundle(
             print(f"\nno bundle: {error}")
         return
     if runtime.is_main:
-        print(f"\n{told(manifest, out)}", flush=True)
+        print(f"\n{describe_bundle(manifest, out)}", flush=True)
 
 
-def check_onnx(model: nn.Module, skip: Sequence[str]) -> None:
+def check_exportable_to_onnx(model: nn.Module, skip: Sequence[str]) -> None:
     """Refuses a model with towers that no ONNX file can be made of, before minutes of loading."""
     from torchrec_ext.retrieval.bundle.audit import LiveModel
     from torchrec_ext.retrieval.onnx.bundle import check_exportable
@@ -94,12 +94,12 @@ def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overw
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.onnx import bundle as onnx_bundle
 
-    return onnx_bundle.told(
+    return onnx_bundle.describe_onnx(
         onnx_bundle.export_bundle(Bundle.load(bundle, verify=False), out, skip=skip, overwrite=overwrite), out
     )
 
 
-def told(manifest: Manifest, out: Path) -> str:
+def describe_bundle(manifest: Manifest, out: Path) -> str:
     """What a bundle is, and the command that serves it."""
     items, users, apart = (
         manifest.content["coverage"]["items"],

@@ -79,10 +79,10 @@ def write(folder: Path, text: str, report: dict[str, Any], ranks: Sequence[RankF
         raise ValueError(
             f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
         ) from None
-    draw(folder / "memory.png", ranks, cluster)
+    draw_plan(folder / "memory.png", ranks, cluster)
 
 
-def draw(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> None:
+def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> None:
     """What each rank holds on the left, against what it has; the time of its tables on the right."""
     try:
         from matplotlib.figure import Figure
@@ -160,7 +160,7 @@ class Asked:
         return made, forecast(made, self.model, self.cluster, self.optimizer)
 
 
-def run(options: argparse.Namespace, job: Job | None) -> int:
+def run_plan(options: argparse.Namespace, job: Job | None) -> int:
     """Prints the plan that the flags ask for, and writes it to ``--out``.
 
     Returns:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from torchrec_ext.data.files.find import find_files
 from torchrec_ext.data.preprocess import FittedPreprocessor, Vocabulary
-from torchrec_ext.data.preprocess.columns import NUMBERS, TIMES, Types, is_list, working_type
+from torchrec_ext.data.preprocess.columns import NUMBERS, TIMES, Types, is_list_column, working_type
 from torchrec_ext.data.preprocess.engines import Engine, connected, floor_div, number
 from torchrec_ext.data.preprocess.files import Source, scan
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
@@ -47,7 +47,7 @@ def missing_shares(source: Source, columns: Sequence[str], engine: Engine) -> Sh
 
     def missing(name: str) -> Any:
         column, raw = table[name], opened.raw[name]
-        if is_list(raw):
+        if is_list_column(raw):
             return column.length() == 0
         return column.isnull() | ~engine.is_finite(column) if raw.startswith("float") else column.isnull()
 
@@ -62,7 +62,7 @@ def unknown_shares(folder: Path, fitted: FittedPreprocessor, engine: Engine) -> 
     found = {}
     for name in fitted.vocab:
         column = table[name]
-        values = table.select(id=column.unnest() if is_list(fitted.outputs[name]) else column)
+        values = table.select(id=column.unnest() if is_list_column(fitted.outputs[name]) else column)
         share = engine.collect(values.aggregate(share=(values.id == 0).cast("float64").mean()))["share"][0].as_py()
         found[name] = 0.0 if share is None else share
     return found
@@ -119,7 +119,7 @@ def need_matplotlib() -> Any:
     return Figure
 
 
-def draw(path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequence[Rate]) -> None:
+def draw_statistics(path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequence[Rate]) -> None:
     """Id frequencies on the left, missing values, and the label's mean by day where it is known."""
     panels = 2 + bool(rates)
     figure = need_matplotlib()(figsize=(5.5 * panels, 4.2), layout="constrained")
@@ -217,7 +217,7 @@ def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
 _SUMMARY = "summary.json"
 
 
-def run(job: PreprocessJob) -> Path:
+def run_preprocess(job: PreprocessJob) -> Path:
     """Writes ``out/<split>/*.parquet``, ``out/preprocessor/``, ``out/summary.json`` and ``out/preprocess.png``.
 
     The folder appears when all of it is written. What can fail without reading all rows fails first.
@@ -244,7 +244,7 @@ def run(job: PreprocessJob) -> Path:
         unknown = {split: unknown_shares(staging / split, fitted, engine) for split in rows}
         _summarise(job, staging / _SUMMARY, fitted, rows, missing, unknown, engine)
         if job.pictures:
-            draw(staging / "preprocess.png", fitted, missing, rates)
+            draw_statistics(staging / "preprocess.png", fitted, missing, rates)
     seconds = time.monotonic() - begun
     print(f"\n{table_text(fitted, missing, unknown)}\n")
     print(f"{sum(rows.values()):,} rows in {seconds:.1f} s with {engine.name}; written to {out}", flush=True)

@@ -25,7 +25,7 @@ from torchx_apps.tasks.job import Task
 _FALLING = ("log_loss", "ne")  # figures that are better when they are less
 
 
-def say_start(task: Task, runtime: Runtime) -> None:
+def report_start(task: Task, runtime: Runtime) -> None:
     """The data and the ranks, as soon as both are known: what comes next takes seconds."""
     print(f"data: {task.describe()}")
     if task.licence:
@@ -38,7 +38,7 @@ def say_start(task: Task, runtime: Runtime) -> None:
     sys.stdout.flush()
 
 
-def finish(
+def finish_training(
     folder: RunFolder,
     task: Task,
     figures: Record,
@@ -122,7 +122,7 @@ def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, f
 
 
 def read_warning(run: Path) -> dict[str, str]:
-    """What :func:`finish` had to say against the model of a run folder, by ``warning``; nothing where it had not."""
+    """What :func:`finish_training` had to say against the model of a run folder, by ``warning``; nothing where it had not."""
     with suppress(OSError, ValueError):
         summary = json.loads((run / "summary.json").read_text())
         return {"warning": summary["warning"]} if "warning" in summary else {}

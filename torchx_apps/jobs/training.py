@@ -66,7 +66,7 @@ from torchx_apps.jobs.resuming import (
     telling_how_to_go_on,
     where_to_begin,
 )
-from torchx_apps.tasks.job import Job, Judge, Task, schema_of
+from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
 from torchx_apps.tasks.served import NamedData
 
 
@@ -151,7 +151,7 @@ def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record
 _FORMAT = warnings.formatwarning
 
 
-def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None:
+def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None:
     """Trains ``job`` on this process's share of the ranks; rank 0 prints and writes the run folder.
 
     Args:
@@ -170,7 +170,7 @@ def run(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None
             job, data=dataclasses.replace(job.data, name=task.name)
         )  # after a fallback another one
         if runtime.is_main:
-            report.say_start(task, runtime)
+            report.report_start(task, runtime)
         torch.manual_seed(job.train.seed)
         model = build_model(job, task)
         job, decision = place_towers(job, task, model, runtime)
@@ -271,7 +271,7 @@ def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtim
 def _finish(
     folder: RunFolder | None,
     task: Task,
-    judge: Judge,
+    judge: Evaluator,
     decision: Decision | None,
     history: Sequence[Record],
     seconds: float,
@@ -285,7 +285,7 @@ def _finish(
         return
     if decision is not None:
         report_steps(folder, decision, history)
-    report.finish(folder, task, figures, judge.baseline("test"), example, history, seconds, memory)
+    report.finish_training(folder, task, figures, judge.baseline("test"), example, history, seconds, memory)
     beside = judge.baseline("validation") if task.validates else None
     report.say_end(folder.path, folder.close(beside, baseline_name=task.baseline_name))
 

@@ -84,7 +84,7 @@ def read_result(member: MemberJob, folder: Path, seconds: float | None, ranks: S
     return result_of(member.name, records, told.get("test", {}), took, ranks, str(folder))
 
 
-def say_start(task: Task, runtime: Runtime, members: Sequence[str], loaders: int) -> None:
+def report_networks_start(task: Task, runtime: Runtime, members: Sequence[str], loaders: int) -> None:
     """The data, and which members are one stack."""
     print(f"data: {task.describe()}")
     if task.licence:
@@ -175,7 +175,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def finish(root: Path, members: Sequence[MemberJob], results: Sequence[Result]) -> bool:
+def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[Result]) -> bool:
     """Prints and writes the table (``results.txt``, ``results.json``) and the picture ``networks.png``."""
     text = table(members, results)
     best = best_of(members, results)
@@ -188,7 +188,7 @@ def finish(root: Path, members: Sequence[MemberJob], results: Sequence[Result]) 
         "members": [asdict(result) for result in results],
     }
     (root / "results.json").write_text(json.dumps(document, indent=2) + "\n")
-    draw(root / "networks.png", results, best)
+    draw_networks(root / "networks.png", results, best)
     print(f"\n{text}\n")
     if best is not None:
         how = f"{part} {name}" + ("" if part == "validation" else ", as this set has no validation rows")
@@ -200,7 +200,7 @@ def finish(root: Path, members: Sequence[MemberJob], results: Sequence[Result]) 
     return best is not None
 
 
-def draw(path: Path, results: Sequence[Result], best: Result | None) -> None:
+def draw_networks(path: Path, results: Sequence[Result], best: Result | None) -> None:
     """The training loss, and every validation figure, against epochs; a line for each member."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure

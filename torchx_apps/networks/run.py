@@ -29,7 +29,7 @@ from torchx_apps.networks.report import Result
 from torchx_apps.networks.stacks import STACK_FILE, Built, NetworksConfig, StackedMembers, apart, build
 
 
-def run(
+def run_networks(
     members: Sequence[MemberJob],
     groups: Sequence[RankGroup],
     world: World,
@@ -64,7 +64,7 @@ def run(
         return True
     told = [json.loads(text) for text in world.told([f"results/{number}" for number in range(len(groups))])]
     results = {result["name"]: Result(**result) for own in told for result in own}
-    return report.finish(root, members, [results[member.name] for member in members])
+    return report.finish_networks(root, members, [results[member.name] for member in members])
 
 
 def _begin(recipe: str, run_dir: Path | None, config: NetworksConfig, world: World) -> tuple[Path, NetworksConfig]:
@@ -189,7 +189,7 @@ class _Group:
         if self._world.rank == self._group.ranks[0]:
             print(f"\n{member.name}: on rank(s) {', '.join(map(str, self._group.ranks))}", flush=True)
         try:
-            training.run(member.job, folder, resume=self._config.resume)
+            training.run_training(member.job, folder, resume=self._config.resume)
         except TrainingDivergedError as error:
             print(f"{member.name}: {error}", flush=True)
         if self._world.rank != self._group.ranks[0]:

@@ -20,11 +20,11 @@ from torch import nn
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, initialise_tables
-from torchrec_ext.networks.skeleton import difference
+from torchrec_ext.networks.skeleton import first_difference
 from torchrec_ext.networks.training import Codistillation, Member, is_over, train_stack
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, newest_good, read_manifest
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, newest_good, read_checkpoint_manifest
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import Loader
@@ -34,7 +34,7 @@ from torchx_apps.jobs.resuming import CHECKPOINTS, asked_to_stop, common_checkpo
 from torchx_apps.networks import report as report
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.networks.report import Result
-from torchx_apps.tasks.job import Job, Judge, Task, schema_of
+from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
 
 _ROWS = ("batch_size", "negatives", "sampling", "shared_negatives", "label", "weight", "drop_last")
 # Settings of a Job, all of a group where none is named, that change how a network is trained and that a stack does not
@@ -106,7 +106,7 @@ def apart(first: Built, other: Built) -> str | None:
     for key, mine, theirs in pairs:
         if mine != theirs:
             return f"{key} is {mine} in '{first.member.name}' and {theirs} in '{other.member.name}'"
-    return difference({first.member.name: first.network, other.member.name: other.network})
+    return first_difference({first.member.name: first.network, other.member.name: other.network})
 
 
 def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
@@ -176,7 +176,7 @@ class StackedMembers:
         self._judges = {name: self._judge(one) for name, one in self._built.items()}
         self._progress = report.StackProgress(list(self._built))
 
-    def _judge(self, one: Built) -> Judge:
+    def _judge(self, one: Built) -> Evaluator:
         return one.task.judge(one.schema, _Unsharded(one.network), self._runtime)  # type: ignore[arg-type]
 
     def train(self) -> list[Result]:
@@ -189,7 +189,9 @@ class StackedMembers:
         loaders = loaders_of(list(self._built.values()), self._runtime)
         first = next(iter(self._built.values()))
         begin = self._begin()
-        report.say_start(first.task, self._runtime, list(self._built), len({id(loader) for loader in loaders.values()}))
+        report.report_networks_start(
+            first.task, self._runtime, list(self._built), len({id(loader) for loader in loaders.values()})
+        )
         members = {
             name: Member(
                 network=one.network,
@@ -235,7 +237,9 @@ class StackedMembers:
         return found
 
     def _is_over(self, name: str, path: str) -> bool:
-        return is_over(Position(**read_manifest(path)["content"]["position"]), self._built[name].job.train.epochs)
+        return is_over(
+            Position(**read_checkpoint_manifest(path)["content"]["position"]), self._built[name].job.train.epochs
+        )
 
     def _folder_of(self, one: Built) -> str:
         return one.job.checkpoint.folder or str(self._root / one.member.name / CHECKPOINTS)

@@ -26,7 +26,7 @@ Lookups = Literal["auto", "merged", "apart"]
 Export = Literal["never", "auto", "require"]
 
 
-class Judge(Protocol):
+class Evaluator(Protocol):
     """The figures of a model on held-out data; every rank calls each method but :meth:`baseline`."""
 
     def validate(self) -> Record:
@@ -63,7 +63,7 @@ class Task(Protocol):
 
     @property
     def baseline_name(self) -> str:
-        """What :meth:`Judge.baseline` is."""
+        """What :meth:`Evaluator.baseline` is."""
 
     @property
     def validates(self) -> bool:
@@ -83,7 +83,7 @@ class Task(Protocol):
             ValueError: settings from which nothing can be learned on this data.
         """
 
-    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Judge:
+    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Evaluator:
         """Who measures ``model``."""
 
     def served(self, schema: BatchSchema) -> Served:

@@ -140,7 +140,7 @@ class RankingJudge:
 
     def baseline(self, part: str) -> Record:
         """The popularity ranking of the same items and candidates."""
-        return _told(self._data, popularity_ranks(self._data, part))
+        return _told(self._data, heldout_popularity_ranks(self._data, part))
 
     def example(self) -> str:
         """What the user of the first test row would be shown."""
@@ -228,7 +228,7 @@ class RankingJudge:
         return metrics.embed_all(self._model.module, "item", batches, self._runtime)
 
 
-def popularity_ranks(data: InteractionData, part: str) -> metrics.Ranks:
+def heldout_popularity_ranks(data: InteractionData, part: str) -> metrics.TargetRanks:
     """The places of the held-out items of ``part`` when every user's candidates are ranked by how often they stand in ``train``."""
     popularity = torch.from_numpy(data.popularity())
     if part not in data.evaluation.candidates:
@@ -238,11 +238,13 @@ def popularity_ranks(data: InteractionData, part: str) -> metrics.Ranks:
     return metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
 
 
-def _told(data: InteractionData, ranks: metrics.Ranks) -> Record:
+def _told(data: InteractionData, ranks: metrics.TargetRanks) -> Record:
     return metrics.ranking_metrics(ranks, data.evaluation.at, data.evaluation.figures)
 
 
-def _outside_missed(data: InteractionData, question: metrics.Question, ranks: metrics.Ranks) -> metrics.Ranks:
+def _outside_missed(
+    data: InteractionData, question: metrics.Question, ranks: metrics.TargetRanks
+) -> metrics.TargetRanks:
     """``ranks`` with the held-out items that are not in the catalogue behind all places that are looked at."""
     missed = question.targets > data.num_items
     behind = max(data.num_items, *data.evaluation.at)

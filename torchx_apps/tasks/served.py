@@ -20,7 +20,7 @@ from torchrec_ext.data.datasets.labelled import LabelledData
 from torchrec_ext.data.datasets.sequences import SequenceData, most_recent
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Normalize, Step, Vocabulary
-from torchrec_ext.retrieval.export.writer import Catalogue, Users
+from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
 from torchrec_ext.schema import BatchSchema
 
 PARTS = ("test", "validation", "train")  # a user's features are those of the first part that has a row of his or hers
@@ -32,7 +32,7 @@ class Served:
     """The arguments of :func:`torchrec_ext.retrieval.export.export.export` that are data."""
 
     catalogue: Catalogue
-    users: Users
+    users: NamedUsers
     queries: pa.Table | None = None
     preprocessor: FittedPreprocessor | None = None
     candidate: str | None = None
@@ -75,7 +75,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
             categories=None if data.categories is None else data.categories[1 : data.num_items + 1],
             trained=ids["item_id"][np.unique(data.train["item_id"].values)],
         ),
-        users=Users(
+        users=NamedUsers(
             key="user_id",
             ids=ids["user_id"][users],
             features=rows["user"],
@@ -107,7 +107,7 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> Served:
         catalogue=Catalogue(
             ids=data.ids("item_id", items), features=features["item_id"], trained=data.ids("item_id", items)
         ),
-        users=Users(
+        users=NamedUsers(
             key="user_id",
             ids=data.ids("user_id", users),
             features=features["user_id"],
@@ -142,7 +142,7 @@ def of_sequences(data: SequenceData) -> Served:
     trained = names[np.unique(data.training().values)]
     return Served(
         catalogue=Catalogue(ids=names[1:], features=pa.table({"candidates": ids}), trained=trained),
-        users=Users(
+        users=NamedUsers(
             key="user_id",
             ids=np.asarray(users),
             features=pa.table({"session": session}),

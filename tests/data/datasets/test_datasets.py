@@ -14,7 +14,7 @@ import pytest
 
 from torchrec_ext.data.datasets import catalog as datasets
 from torchrec_ext.data.datasets import catalog as download
-from torchrec_ext.data.datasets.catalog import DataConfig, DatasetUnavailable, Download, fetch, load, sha256
+from torchrec_ext.data.datasets.catalog import DataConfig, DatasetUnavailable, Download, fetch, load_dataset, sha256
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.movielens import GENRES, from_parquet
 from torchrec_ext.schema import DataError
@@ -72,13 +72,13 @@ def same(left: Any, right: Any) -> bool:
 def test_the_set_is_downloaded_once_and_then_found_in_the_cache(
     publisher: Download, home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    data = load("ml-100k")
+    data = load_dataset("ml-100k")
     shown = capfd.readouterr().err
     assert "research use only" in shown
     assert "Harper" in shown
     assert "100%" in shown
     (home / "published.zip").unlink()
-    again = load("ml-100k", offline=True)
+    again = load_dataset("ml-100k", offline=True)
     assert capfd.readouterr().err == ""
     assert same(data.train, again.train)
     cached = home / "cache" / "torchrec_ext" / "ml-100k"
@@ -87,7 +87,7 @@ def test_the_set_is_downloaded_once_and_then_found_in_the_cache(
 
 @pytest.mark.unit
 def test_the_publishers_text_becomes_features(publisher: Download) -> None:
-    data = load("ml-100k", progress=False)
+    data = load_dataset("ml-100k", progress=False)
     assert data.titles is not None
     assert data.items_by_row.tolist() == [0, 1, 3, 242, 267], "rows of the items that there are"
     assert [data.titles[row] for row in range(5)] == [
@@ -112,7 +112,7 @@ def test_the_publishers_text_becomes_features(publisher: Download) -> None:
 def test_two_processes_at_once_leave_one_whole_file(publisher: Download, home: Path) -> None:
     results: list[int] = []
     threads = [
-        threading.Thread(target=lambda: results.append(load("ml-100k", progress=False).train.num_rows))
+        threading.Thread(target=lambda: results.append(load_dataset("ml-100k", progress=False).train.num_rows))
         for _ in range(4)
     ]
     for thread in threads:
@@ -126,7 +126,7 @@ def test_two_processes_at_once_leave_one_whole_file(publisher: Download, home: P
 def test_offline_says_which_file_to_put_where(home: Path) -> None:
     where = home / "cache" / "torchrec_ext" / "ml-100k" / "ml-100k.zip"
     with pytest.raises(DatasetUnavailable) as caught:
-        load("ml-100k", offline=True)
+        load_dataset("ml-100k", offline=True)
     message = str(caught.value)
     for part in (
         str(where),
@@ -143,7 +143,7 @@ def test_offline_says_which_file_to_put_where(home: Path) -> None:
 def test_a_publisher_out_of_reach_is_unavailable_and_leaves_nothing(publisher: Download, home: Path) -> None:
     (home / "published.zip").unlink()
     with pytest.raises(DatasetUnavailable, match=r"was not downloaded: file://.*published\.zip"):
-        load("ml-100k", progress=False)
+        load_dataset("ml-100k", progress=False)
     assert [path.name for path in (home / "cache" / "torchrec_ext" / "ml-100k").iterdir()] == [".lock"]
 
 
@@ -175,14 +175,14 @@ def test_a_damaged_zip_in_the_folder_is_refused(publisher: Download, home: Path)
     folder.mkdir(parents=True)
     (folder / "ml-100k.zip").write_bytes((home / "published.zip").read_bytes()[:-7])
     with pytest.raises(DataError, match=r"data/ml-100k/ml-100k\.zip: .* the publisher's file has"):
-        load("ml-100k", folder=str(home / "data"))
+        load_dataset("ml-100k", folder=str(home / "data"))
 
 
 @pytest.mark.unit
 def test_a_text_file_of_another_form_names_file_and_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "ML_100K", publish(home / "published.zip", users="22|25|M|writer\n"))
     with pytest.raises(DataError, match=r"u\.user line 1 has 4 fields, must have 5"):
-        load("ml-100k", progress=False)
+        load_dataset("ml-100k", progress=False)
 
 
 @pytest.mark.unit
@@ -205,19 +205,19 @@ def test_parquet_that_was_written_again_is_read_with_a_warning(home: Path, monke
     pq.write_table(pa.table(items), folder / "items.parquet")
     monkeypatch.setenv("TORCHREC_EXT_DATA", str(home))
     with pytest.warns(UserWarning, match=r"inter\.parquet: sha256 is .*figures may differ"):
-        assert load("ml-100k").train.num_rows == 2
+        assert load_dataset("ml-100k").train.num_rows == 2
     pq.write_table(pa.table({name: 2 * values for name, values in users.items()}), folder / "users.parquet")
     with (
         pytest.warns(UserWarning, match="figures may differ"),
         pytest.raises(DataError, match=r"users\.parquet: column 'user_id', rows 0 and 1: both describe id 1"),
     ):
-        load("ml-100k")
+        load_dataset("ml-100k")
     pq.write_table(pa.table({"user_id": [1]}), folder / "items.parquet")
     with (
         pytest.warns(UserWarning, match="figures may differ"),
         pytest.raises(DataError, match=r"items\.parquet: column 'item_id' is missing"),
     ):
-        load("ml-100k")
+        load_dataset("ml-100k")
 
 
 def test_the_parquet_files_and_the_publishers_zip_give_the_same_data(
@@ -243,7 +243,7 @@ def test_the_parquet_files_and_the_publishers_zip_give_the_same_data(
         ),
     )
     monkeypatch.setattr(datasets, "ML_100K", source)
-    data = load("ml-100k", progress=False)
+    data = load_dataset("ml-100k", progress=False)
     assert data.titles == ml_100k.titles
     assert data.vocab == ml_100k.vocab
     for part in ("train", "validation", "test", "items"):
@@ -269,7 +269,7 @@ def test_a_set_that_does_not_exist_is_told_with_those_that_do(home: Path) -> Non
     with pytest.raises(
         DataError, match=r"data\.name='ml-1b': there is no such set; choose one of ml-100k, ml-1m-ncf, planted"
     ):
-        load("ml-1b")
+        load_dataset("ml-1b")
 
 
 @pytest.mark.unit

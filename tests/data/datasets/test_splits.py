@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.catalog import load
+from torchrec_ext.data.datasets.catalog import load_dataset
 from torchrec_ext.data.datasets.features import side_features
 from torchrec_ext.data.datasets.folder import from_folder
 from torchrec_ext.data.datasets.interactions import TEST, TRAIN, VALIDATION, Evaluation, InteractionData, with_profiles
@@ -157,12 +157,12 @@ def test_a_folder_of_pairs_without_candidates_is_ranked_whole(tmp_path: Path) ->
 @pytest.mark.unit
 def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ncf_folder(tmp_path / "mine")
-    assert load("mine", folder=str(tmp_path)).name == "mine"
+    assert load_dataset("mine", folder=str(tmp_path)).name == "mine"
     monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
     with pytest.raises(
         DataError, match=r"data\.name='mine': there is no such set; choose one of ml-100k, .* or give a folder of that"
     ):
-        load("mine")
+        load_dataset("mine")
 
 
 @pytest.mark.unit
@@ -240,10 +240,10 @@ def test_recboles_file_must_hold_each_rating_once(tmp_path: Path) -> None:
 
 def test_the_published_splits_of_movielens(ml_100k_folder: Path) -> None:
     root = str(ml_100k_folder.parent)
-    made = load("ml-100k", folder=root, split="recbole")
+    made = load_dataset("ml-100k", folder=root, split="recbole")
     assert (made.train.num_rows, made.validation.num_rows, made.test.num_rows) == (80_808, 9_596, 9_596)
     assert made.evaluation.by == "user"
-    tutorial = load("ml-100k", folder=root, split="tfrs", validation=False)
+    tutorial = load_dataset("ml-100k", folder=root, split="tfrs", validation=False)
     # 18 titles have two ids each: 206 ratings are a user's second of one title.
     assert (tutorial.train.num_rows + tutorial.test.num_rows, tutorial.test.num_rows) == (99_794, 19_987)
     for data in (made, tutorial):
@@ -265,7 +265,7 @@ def test_the_published_splits_of_movielens(ml_100k_folder: Path) -> None:
 )
 def test_a_wrong_split_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load(**options)
+        load_dataset(**options)
 
 
 @pytest.mark.unit
@@ -282,7 +282,7 @@ def test_the_ncf_papers_split(ml_100k_folder: Path) -> None:
     folder = ml_100k_folder.parent / "ml-1m-ncf"
     if not folder.exists():
         pytest.skip("needs TORCHREC_EXT_DATA/ml-1m-ncf")
-    data: InteractionData = load("ml-1m-ncf", folder=str(folder.parent), validation=False, history_length=0)
+    data: InteractionData = load_dataset("ml-1m-ncf", folder=str(folder.parent), validation=False, history_length=0)
     assert (data.train.num_rows, data.test.num_rows, data.num_items) == (994_169, 6_040, 3_706)
     assert data.evaluation.candidates["test"].shape == (6_040, 99)
     assert "n_interactions" not in data.items, "it counts the test items"

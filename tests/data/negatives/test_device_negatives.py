@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.data.negatives.test_negatives import SAMPLERS, Sampler, known_by, random_pairs  # noqa: F401
 from torchrec_ext.data.negatives import on_device as module
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.on_device import DeviceKnownPairs, on_device
+from torchrec_ext.data.negatives.on_device import DeviceKnownPairs, sampler_on_device
 from torchrec_ext.data.negatives.random import device_uniform, stream, uniform
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import DataError
@@ -37,7 +37,7 @@ def test_a_hundred_thousand_draws_are_bit_for_bit_the_same(
         rows = np.arange(1000) * 7919
         who = rows % 53 - 1  # unknown users among them
         expected = drawer.draw(who, rows, seed, 100)
-        made = on_device(drawer, device).draw(
+        made = sampler_on_device(drawer, device).draw(
             torch.from_numpy(who).to(device), torch.from_numpy(rows).to(device), seed, 100
         )
         assert np.array_equal(made.ids.cpu().numpy(), expected.ids)
@@ -59,7 +59,7 @@ class Ops(TorchDispatchMode):
 def test_a_draw_runs_the_same_ops_whatever_it_rejects_and_waits_for_none(sampler: Sampler) -> None:
     ops = []
     for density in (0.05, 0.95):
-        drawer = on_device(sampler(300, *random_pairs(50, 300, density)), torch.device("cpu"))
+        drawer = sampler_on_device(sampler(300, *random_pairs(50, 300, density)), torch.device("cpu"))
         with Ops() as seen:
             drawer.draw(torch.arange(40), torch.arange(40), 0, 4)
         ops.append(seen.names)
@@ -80,8 +80,8 @@ def test_known_pairs_agree(device: torch.device) -> None:
 def test_a_user_who_has_taken_every_item_is_named_before_the_first_draw(device: torch.device) -> None:
     drawer = UniformNegatives(3, np.array([7, 7, 7, 8]), np.array([1, 2, 3, 3]))
     with pytest.raises(DataError, match="user 7 has taken all 3 items"):
-        on_device(drawer, device)
-    made = on_device(drawer, device, users=np.array([8])).draw(
+        sampler_on_device(drawer, device)
+    made = sampler_on_device(drawer, device, users=np.array([8])).draw(
         torch.tensor([8, 7], device=device), torch.arange(2, device=device), 0, 9
     )
     assert made.ids[0].min() > 0
@@ -93,7 +93,7 @@ def test_a_sampler_without_a_torch_form_is_refused() -> None:
         pass
 
     with pytest.raises(ValueError, match="sampler=Mine: must be UniformNegatives or PopularityNegatives"):
-        on_device(Mine(3, np.array([1]), np.array([1])), torch.device("cpu"))
+        sampler_on_device(Mine(3, np.array([1]), np.array([1])), torch.device("cpu"))
 
 
 @pytest.mark.unit

@@ -20,7 +20,15 @@ from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, plan_sh
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig
-from torchrec_ext.distributed.tower_parallel.exchange import TowerRows, Widths, cut, joined, packed, padded, unpacked
+from torchrec_ext.distributed.tower_parallel.exchange import (
+    TowerRows,
+    Widths,
+    joined,
+    pack_rows,
+    pad_rows,
+    slice_rows,
+    unpacked,
+)
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
@@ -105,18 +113,18 @@ def test_rows_survive_the_journey(features: int, dense: int) -> None:
     """Cut, packed, unpacked and joined again, and padded by empty rows."""
     lengths = torch.randint(0, 4, (features, 7), dtype=torch.int32)
     rows = TowerRows(torch.arange(int(lengths.sum())), lengths, torch.rand(7, dense))
-    parts = [cut(rows, start, stop) for start, stop in ((0, 3), (3, 3), (3, 7))]
+    parts = [slice_rows(rows, start, stop) for start, stop in ((0, 3), (3, 3), (3, 7))]
     widths = Widths(features, dense)
-    payload = packed([(part, widths) for part in parts], torch.device("cpu"))
+    payload = pack_rows([(part, widths) for part in parts], torch.device("cpu"))
     found, start = [], 0
     for part in parts:
-        stop = start + len(packed([(part, widths)], torch.device("cpu")))
+        stop = start + len(pack_rows([(part, widths)], torch.device("cpu")))
         found.append(unpacked(payload[start:stop], part.height, len(part.values), widths))
         start = stop
     assert start == len(payload)
     for again, was in zip(joined(found), rows, strict=True):
         assert torch.equal(again, was)
-    more = padded(rows, 9)
+    more = pad_rows(rows, 9)
     assert torch.equal(more.values, rows.values)
     assert more.lengths[:, 7:].sum() == 0
     assert (more.height, more.dense.shape) == (9, (9, dense))

@@ -30,7 +30,7 @@ from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.modules.session_tower import SessionTower
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle.architecture import INTERACTIONS, TOWERS, describe, rebuild
+from torchrec_ext.retrieval.bundle.architecture import INTERACTIONS, TOWERS, describe_module, rebuild
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 
 pytestmark = pytest.mark.unit
@@ -148,10 +148,10 @@ def test_there_and_back(kind: type[nn.Module]) -> None:
     @settings(max_examples=6, deadline=None)
     def there_and_back(data: st.DataObject) -> None:
         module = MAKES[kind](data.draw)
-        described = json.loads(json.dumps(describe(module)))
+        described = json.loads(json.dumps(describe_module(module)))
         again = rebuild(described)
         assert type(again) is type(module)
-        assert describe(again) == described
+        assert describe_module(again) == described
         shapes = {name: (value.shape, value.dtype) for name, value in module.state_dict().items()}
         assert {name: (value.shape, value.dtype) for name, value in again.state_dict().items()} == shapes
         assert all(value.is_meta for value in again.state_dict().values())
@@ -175,20 +175,20 @@ class Forgetful(nn.Module):
 
 
 def test_a_class_of_ones_own_is_named_by_who_exports_and_by_who_loads() -> None:
-    described = describe(Halved([4, 4]), also=[Halved])
+    described = describe_module(Halved([4, 4]), also=[Halved])
     assert type(rebuild(described, also=[Halved])) is Halved
     with pytest.raises(BundleError, match=r"class 'Halved' is not one that a bundle may name .*also="):
         rebuild(described)
     with pytest.raises(BundleError, match=r"Halved: not one of the classes.*also=\[Halved\]"):
-        describe(Halved([4, 4]))
+        describe_module(Halved([4, 4]))
     with pytest.raises(BundleError, match="Forgetful must be Recorded"):
-        describe(Forgetful(), also=[Forgetful])
+        describe_module(Forgetful(), also=[Forgetful])
 
 
 def test_a_class_of_ones_own_cannot_take_the_name_of_ours() -> None:
     taken = type("Tower", (Halved,), {})
     with pytest.raises(BundleError, match="a name of its own"):
-        rebuild(describe(DotProduct([4, 4])), also=[taken])
+        rebuild(describe_module(DotProduct([4, 4])), also=[taken])
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_what_is_no_description_is_refused(description: Any, message: str) -> No
 
 
 def test_deep_nesting_is_refused() -> None:
-    described: Any = describe(DotProduct([4, 4]))
+    described: Any = describe_module(DotProduct([4, 4]))
     for _ in range(100):
         described = {"class": "Reordered", "arguments": {"interaction": described, "order": [0, 1], "widths": [4, 4]}}
     with pytest.raises(BundleError, match="nested deeper than"):
@@ -246,9 +246,9 @@ def test_a_huge_table_takes_no_memory() -> None:
 def test_a_setting_of_a_table_that_no_bundle_holds_is_named() -> None:
     table = EmbeddingBagConfig(name="t", feature_names=["t"], num_embeddings=4, embedding_dim=4, need_pos=True)
     with pytest.raises(BundleError, match="table 't' has need_pos=True"):
-        describe(Tower([table], [2]))
+        describe_module(Tower([table], [2]))
 
 
 def test_an_argument_that_is_no_value_is_named() -> None:
     with pytest.raises(BundleError, match=r"Halved\(widths=.*a object cannot be written down"):
-        describe(Halved([4, object()]), also=[Halved])  # type: ignore[list-item]
+        describe_module(Halved([4, object()]), also=[Halved])  # type: ignore[list-item]

@@ -17,7 +17,7 @@ from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, Users
+from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
 from torchrec_ext.schema import DataError, Jagged
 
 pytest.importorskip("ibis", reason="needs the extra `data`")
@@ -168,7 +168,7 @@ def test_users_of_a_preprocessed_bundle_are_raw_rows(fitted: FittedPreprocessor,
     ids = np.unique(pq.read_table(log)["item"].to_numpy())
     none = pa.array([[]] * 8, type=pa.list_(pa.int64()))
     nobody = {"user": "", "time": 880_000_000, "age": 30.0, "history_items": [], "history_times": []}
-    users = Users(
+    users = NamedUsers(
         key="user", ids=np.array([f"p{at}" for at in range(8)]), features=asked, unknown=nobody, seen=none, liked=none
     )
     catalogue = Catalogue(ids=ids, features=pa.table({"item": ids}))

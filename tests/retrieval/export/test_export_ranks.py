@@ -21,7 +21,7 @@ from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, Users
+from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
 from torchrec_ext.schema import DataError
 
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
@@ -57,7 +57,7 @@ def next_items(runtime: Runtime, folder: Path) -> str:
     items, users = np.arange(1, ITEMS), np.arange(3)
     session = pa.array([[1, 2, 3], [4], [5, 6]], type=pa.list_(pa.int64()))
     none = pa.array([[], [], []], type=pa.list_(pa.int64()))
-    known = Users(
+    known = NamedUsers(
         key="user_id",
         ids=users,
         features=pa.table({"session": session}),

@@ -19,7 +19,7 @@ from tests.retrieval.server.running import serving
 from torchrec_ext.data.datasets.catalog import load_config
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
-from torchx_apps.jobs.training import run
+from torchx_apps.jobs.training import run_training
 
 pytestmark = pytest.mark.skipif(
     "TORCHREC_EXT_DATA" not in os.environ, reason="needs MovieLens 100K in $TORCHREC_EXT_DATA"
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 def trained(folder: Path, *changes: str) -> dict[str, Any]:
     """Trains two_tower on MovieLens 100K briefly, and returns its summary; the bundle is in ``folder``."""
     settings = ["train.epochs=1", "train.eval_every=1", "export=require", *changes]
-    run(apply_overrides(load_recipe("two_tower"), settings), folder)
+    run_training(apply_overrides(load_recipe("two_tower"), settings), folder)
     return json.loads((folder / "summary.json").read_text())  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,7 @@ import uvicorn
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
 from torchrec_ext.retrieval.server.service import Service
-from torchrec_ext.retrieval.server.settings import Settings
+from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.telemetry import Log
 from torchrec_ext.retrieval.server.worker import uvicorn_config
 
@@ -74,7 +74,7 @@ class Running:
 def serving(bundle: Bundle, *, vectors: Sequence[UserVectors] = (), **settings: Any) -> Iterator[Running]:
     """A service of ``bundle`` until the block ends."""
     log = io.StringIO()
-    service = Service(Settings(bundle=Path("unused"), **settings), bundle, vectors=vectors, log=Log(log))
+    service = Service(ServerConfig(bundle=Path("unused"), **settings), bundle, vectors=vectors, log=Log(log))
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn_config(service))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

@@ -23,7 +23,7 @@ from tests.retrieval.server.running import Running, serving
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
 from torchrec_ext.retrieval.server.service import Service
-from torchrec_ext.retrieval.server.settings import Limits, Settings
+from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 from torchrec_ext.retrieval.server.telemetry import Log, resident_bytes
 
 pytestmark = pytest.mark.unit
@@ -64,7 +64,7 @@ def test_recommend_answers_what_the_scorer_does(running: Running) -> None:
 
 def test_a_first_stage_that_misses_most_is_told(bundle: Bundle) -> None:
     log = io.StringIO()
-    service = Service(Settings(bundle=Path("unused"), stage="dot", retrieve=1), bundle, log=Log(log))
+    service = Service(ServerConfig(bundle=Path("unused"), stage="dot", retrieve=1), bundle, log=Log(log))
     service.tell_bundle()
     loaded, unsuitable = map(json.loads, log.getvalue().splitlines())
     assert loaded["stage_recall_at_10"] < 0.5
@@ -348,7 +348,7 @@ def test_a_token_is_asked_of_callers_and_not_of_probes(bundle: Bundle) -> None:
         assert "secret" not in running.log.getvalue()
         assert "secret" not in repr(running.service.settings)
     with pytest.raises(ValueError, match="the token is empty"):
-        Settings(bundle=running.service.settings.bundle, token=" ")
+        ServerConfig(bundle=running.service.settings.bundle, token=" ")
 
 
 def test_ids_of_users_are_not_told_without_a_token(running: Running) -> None:

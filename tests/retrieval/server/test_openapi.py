@@ -16,7 +16,7 @@ from tests.retrieval.served import Made
 from tests.retrieval.server.running import Running, serving
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.server.openapi import document
-from torchrec_ext.retrieval.server.settings import Limits, Settings
+from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 
 LIMITS = Limits(k=50, candidates=40, rows=4)
 
@@ -28,7 +28,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.mark.unit
 def test_the_description_has_the_columns_ids_and_limits_of_the_bundle(bundle: Bundle) -> None:
-    found = document(bundle, Settings(bundle=Path("b"), limits=LIMITS, token="t" * 32))
+    found = document(bundle, ServerConfig(bundle=Path("b"), limits=LIMITS, token="t" * 32))
     body = found["paths"]["/v1/recommend"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert set(body["properties"]["user"]["properties"]) == {"user_id", "age", "history"}
     assert body["properties"]["candidates"]["maxItems"] == 40

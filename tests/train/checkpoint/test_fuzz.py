@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from tests.train.checkpoint.test_files import HERE, filled, saved
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import read_index, read_manifest
+from torchrec_ext.train.checkpoint.folder import read_checkpoint_manifest, read_index
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 from torchrec_ext.train.checkpoint.vectors import read_vectors
@@ -83,11 +83,11 @@ def test_a_crafted_index_takes_no_memory_and_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("lost", ["step", "tables", "row_parts", "files", "layers"])
 def test_a_sealed_manifest_that_lacks_a_part(checkpoint: Path, tmp_path: Path, lost: str) -> None:
-    whole = read_manifest(str(checkpoint))
+    whole = read_checkpoint_manifest(str(checkpoint))
     for content in ({name: value for name, value in whole.items() if name != lost}, {**whole, lost: "x"}):
         (tmp_path / manifest.NAME).write_bytes(manifest.sealed(content))
         with pytest.raises(CheckpointError, match=f"is no manifest of a checkpoint: it lacks {lost}"):
-            read_manifest(str(tmp_path))
+            read_checkpoint_manifest(str(tmp_path))
 
 
 @pytest.mark.parametrize("examples", [30, pytest.param(3_000, marks=pytest.mark.slow)])

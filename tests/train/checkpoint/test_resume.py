@@ -21,7 +21,7 @@ from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_manifest
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_checkpoint_manifest
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.config import EarlyStop, Schedule
 from torchrec_ext.train.guards.finite import RunStoppedError
@@ -195,11 +195,12 @@ def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(
     for name, value in whole["state"].items():
         assert torch.equal(outcome["state"][name], value), name
     manifests = {
-        step: read_manifest(CheckpointFolder(str(folder)).path(step)) for step in CheckpointFolder(str(folder)).steps()
+        step: read_checkpoint_manifest(CheckpointFolder(str(folder)).path(step))
+        for step in CheckpointFolder(str(folder)).steps()
     }
     for content in manifests.values():
         if content["parent"]["step"] in manifests:
-            assert content["parent"]["sha256"] == manifest.digest_of(manifests[content["parent"]["step"]])
+            assert content["parent"]["sha256"] == manifest.manifest_digest(manifests[content["parent"]["step"]])
 
 
 def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:

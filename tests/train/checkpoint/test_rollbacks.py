@@ -14,7 +14,7 @@ import pytest
 
 from tests.train.checkpoint.test_killed import Attempt
 from torchrec_ext.train.checkpoint import folder as manifest
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_manifest
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_checkpoint_manifest
 
 RANKS, PLAN, EPOCHS = 2, "row_wise", 2
 
@@ -28,12 +28,12 @@ def digest(found: Any) -> str:
 
 def lineage(folder: CheckpointFolder) -> list[int]:
     """Steps of the folder, each of which names the one before it as its parent wherever that is still there."""
-    manifests = {step: read_manifest(folder.path(step)) for step in folder.steps()}
+    manifests = {step: read_checkpoint_manifest(folder.path(step)) for step in folder.steps()}
     for step, content in manifests.items():
         parent = content["parent"]
         assert parent is None or parent["step"] < step
         if parent is not None and parent["step"] in manifests:
-            assert parent["sha256"] == manifest.digest_of(manifests[parent["step"]]), step
+            assert parent["sha256"] == manifest.manifest_digest(manifests[parent["step"]]), step
     return list(manifests)
 
 

@@ -21,7 +21,7 @@ from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import StartConfig, begin_with
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
-from torchrec_ext.train.checkpoint.vectors import publish
+from torchrec_ext.train.checkpoint.vectors import publish_weights
 from torchx_apps.publish import main
 
 COLD = 3
@@ -125,7 +125,7 @@ def test_publishing_holds_one_block_at_a_time(tmp_path: Path) -> None:
     checkpointer.save(1, model_state(model))
     checkpointer.close()
     seen: list[int] = []
-    publish(checkpointer.folder.path(1), tmp_path / "m.safetensors", progress=seen.append)
+    publish_weights(checkpointer.folder.path(1), tmp_path / "m.safetensors", progress=seen.append)
     assert max(seen) <= 32 * 2**20
     assert sum(seen) >= rows * DIM * 4
     found: Tensor = load_file(tmp_path / "m.safetensors")["towers.towers.user.embeddings.embedding_bags.user_id.weight"]

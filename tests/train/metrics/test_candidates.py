@@ -14,7 +14,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics import (
     Question,
-    Ranks,
+    TargetRanks,
     candidate_ranks,
     catalogue_ranks,
     gather_ranks,
@@ -128,7 +128,7 @@ def test_too_few_queries_are_told() -> None:
 
 def gathered(runtime: Runtime) -> list[list[int]]:
     own = [torch.arange(5), torch.arange(0)][runtime.rank]
-    return [part.tolist() for part in gather_ranks(Ranks(own, own + 1), runtime)[:2]]
+    return [part.tolist() for part in gather_ranks(TargetRanks(own, own + 1), runtime)[:2]]
 
 
 def test_a_rank_without_queries_gets_those_of_the_others() -> None:
@@ -151,7 +151,7 @@ def test_popularity_on_the_split_of_the_ncf_paper() -> None:
     ids = torch.from_numpy(np.concatenate([targets[:, None], drawn], axis=1)).long()
     ranks = ranks_among(popularity[ids], ids)
     lost, shared, won = (
-        ranking_metrics(r) for r in (ranks.ties_lost(), ranks, Ranks(ranks.better, torch.zeros_like(ranks.ties)))
+        ranking_metrics(r) for r in (ranks.ties_lost(), ranks, TargetRanks(ranks.better, torch.zeros_like(ranks.ties)))
     )
     assert lost == pytest.approx({"hr@10": 0.4531, "ndcg@10": 0.2541}, abs=1e-4)
     assert shared == pytest.approx({"hr@10": 0.45348, "ndcg@10": 0.25427}, abs=1e-5)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.metrics import RankingMetrics, Ranks, query_figures, ranking_metrics
+from torchrec_ext.train.metrics import RankingMetrics, TargetRanks, query_figures, ranking_metrics
 
 ALL = ("hr", "recall", "precision", "ndcg", "mrr")
 
 
 def figures(better: int, ties: int, k: int = 10) -> tuple[float, float]:
-    found = ranking_metrics(Ranks(torch.tensor([better]), torch.tensor([ties])), k)
+    found = ranking_metrics(TargetRanks(torch.tensor([better]), torch.tensor([ties])), k)
     return found[f"hr@{k}"], found[f"ndcg@{k}"]
 
 
@@ -44,7 +44,7 @@ def test_figures_of_one_query_by_hand(better: int, ties: int, k: int, hr: float,
 @given(better=st.integers(0, 30), ties=st.integers(0, 30), k=st.integers(1, 12))
 def test_a_tie_counts_as_the_mean_over_the_places_it_may_take(better: int, ties: int, k: int) -> None:
     def all_figures(better: int, ties: int) -> tuple[float, ...]:
-        return tuple(ranking_metrics(Ranks(torch.tensor([better]), torch.tensor([ties])), k, ALL).values())
+        return tuple(ranking_metrics(TargetRanks(torch.tensor([better]), torch.tensor([ties])), k, ALL).values())
 
     places = [all_figures(better + others, 0) for others in range(ties + 1)]
     expected = tuple(sum(values) / len(places) for values in zip(*places, strict=True))
@@ -53,7 +53,7 @@ def test_a_tie_counts_as_the_mean_over_the_places_it_may_take(better: int, ties:
 
 def test_several_relevant_items_by_hand() -> None:
     """Relevant at places 1, 3 and 12 of one query, at place 2 of another."""
-    ranks = Ranks(torch.tensor([0, 2, 11, 1]), torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 0, 1]))
+    ranks = TargetRanks(torch.tensor([0, 2, 11, 1]), torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 0, 1]))
     found = ranking_metrics(ranks, 10, ALL)
     ideal = 1 + 1 / math.log2(3) + 1 / 2
     assert found == pytest.approx(
@@ -88,7 +88,7 @@ def test_several_relevant_items_count_as_the_mean_over_all_orders_of_the_ties(
 ) -> None:
     scores = [score for score, _ in candidates]
     own = [score for score, relevant in candidates if relevant]
-    ranks = Ranks(
+    ranks = TargetRanks(
         torch.tensor([sum(other > score for other in scores) for score in own]),
         torch.tensor([scores.count(score) - 1 for score in own]),
         torch.zeros(len(own), dtype=torch.int64),
@@ -101,11 +101,11 @@ def test_several_relevant_items_count_as_the_mean_over_all_orders_of_the_ties(
     assert list(ranking_metrics(ranks, k, ALL).values()) == pytest.approx(expected)
 
 
-def some_ranks() -> Ranks:
+def some_ranks() -> TargetRanks:
     generator = torch.Generator().manual_seed(0)
     queries = torch.arange(40).repeat_interleave(torch.randint(1, 4, (40,), generator=generator))
     better = torch.randint(0, 15, (len(queries),), generator=generator)
-    return Ranks(better, torch.zeros_like(better), queries)
+    return TargetRanks(better, torch.zeros_like(better), queries)
 
 
 @pytest.mark.unit
@@ -135,7 +135,7 @@ def streamed(runtime: Runtime, parts: int) -> dict[str, Any]:
         if (part % 3 > 0) != (runtime.rank == 0) and runtime.world_size > 1:
             continue
         own = (whole.queries * parts // 40) == part
-        made.update(Ranks(whole.better[own], whole.ties[own], whole.queries[own]))
+        made.update(TargetRanks(whole.better[own], whole.ties[own], whole.queries[own]))
     return made.compute(runtime)
 
 
@@ -162,6 +162,6 @@ def test_wrong_arguments_are_named() -> None:
 
 @pytest.mark.unit
 def test_lost_ties_stand_behind_all_others() -> None:
-    lost = Ranks(torch.tensor([0, 2]), torch.tensor([3, 0])).ties_lost()
+    lost = TargetRanks(torch.tensor([0, 2]), torch.tensor([3, 0])).ties_lost()
     assert lost.better.tolist() == [3, 2]
     assert lost.ties.tolist() == [0, 0]

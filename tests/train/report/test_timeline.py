@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ STEPS = 3
 
 
 def rank(
-    busy: list[Interval], exchange: list[Interval] = [], **towers: tuple[list[Interval], list[Interval]]
+    busy: list[Interval], exchange: Sequence[Interval] = (), **towers: tuple[list[Interval], list[Interval]]
 ) -> RankSpans:
     forward, backward = ({name: ways[way] for name, ways in towers.items()} for way in (0, 1))
-    return RankSpans(forward=forward, backward=backward, busy=busy, exchange=exchange)
+    return RankSpans(forward=forward, backward=backward, busy=busy, exchange=list(exchange))
 
 
 @pytest.mark.unit

@@ -20,7 +20,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step import choose as steps
-from torchrec_ext.train.step.captured import Engine, as_it_is, traced
+from torchrec_ext.train.step.captured import StepExecutor, as_it_is, traced
 
 SIZES = [24, 24, 24, 12, 24, 24]  # two steps are watched, the third is captured
 
@@ -62,7 +62,7 @@ def breaking(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
 
 
 def end_of(
-    runtime: Runtime, model: nn.Module, engine: Engine, compile_: str, sizes: list[int] = SIZES
+    runtime: Runtime, model: nn.Module, engine: StepExecutor, compile_: str, sizes: list[int] = SIZES
 ) -> tuple[str, Any, str]:
     """The error that ended a run, if any, the weights, and what was said."""
     steps.PAYS_S, steps.WATCHED, steps.PATIENCE = {"cpu": 0.0}, 2, 0
@@ -99,7 +99,7 @@ def test_an_error_of_the_users_own_code_is_raised_as_it_is_and_not_taken_for_one
 
 
 def engine_errors(runtime: Runtime) -> list[tuple[str, Any, str]]:
-    ways: list[tuple[Engine, str]] = [(as_it_is, "off"), (refusing, "auto"), (refusing, "require")]
+    ways: list[tuple[StepExecutor, str]] = [(as_it_is, "off"), (refusing, "auto"), (refusing, "require")]
     found = [end_of(runtime, small_model(META), engine, compile_) for engine, compile_ in ways]
     return [*found, end_of(runtime, small_model(META), breaking, "auto")]
 

@@ -42,7 +42,7 @@ from torchrec_ext.train.step import choose as steps
 from torchrec_ext.train.step.captured import (
     MOST_GRAPHS,
     CapturedStep,
-    Engine,
+    StepExecutor,
     as_it_is,
     cuda_graph,
     engine_for,
@@ -77,7 +77,7 @@ def stepped(model: nn.Module, optimizer: Any, batch: TowerBatch) -> Tensor:
 
 
 def differences(
-    runtime: Runtime, kind: tuple[str, str, dict[str, Any]], engine: Engine, count: int
+    runtime: Runtime, kind: tuple[str, str, dict[str, Any]], engine: StepExecutor, count: int
 ) -> list[dict[str, float]]:
     """After ``count`` steps, of tables moved whole and row by row: how far loss, weights and state are from the sharded model's."""
     given = [batch.to(runtime.device) for batch in batches(count)]
@@ -173,7 +173,7 @@ def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
     return parallel, optimizer, loader
 
 
-def runs(runtime: Runtime, engine: Engine, **options: Any) -> dict[str, Any]:
+def runs(runtime: Runtime, engine: StepExecutor, **options: Any) -> dict[str, Any]:
     """Three epochs with and without a captured step; what was said."""
     found: dict[str, Any] = {}
     steps.engine_for = lambda _: (engine, "capturing")

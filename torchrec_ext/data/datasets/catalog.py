@@ -207,7 +207,7 @@ ML_100K_PARQUET = {
 }
 
 
-def load(
+def load_dataset(
     name: str = "ml-100k",
     *,
     history_length: int = 50,

@@ -36,12 +36,49 @@ LICENCE = (
 )
 LICENCE_1M = LICENCE.replace("100K", "1M")
 # In the order of u.item's flags. The publisher's first flag, `unknown`, is id 0.
-GENRES = tuple(
-    ["Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"]
+GENRES = (
+    "Action",
+    "Adventure",
+    "Animation",
+    "Children's",
+    "Comedy",
+    "Crime",
+    "Documentary",
+    "Drama",
+    "Fantasy",
+    "Film-Noir",
+    "Horror",
+    "Musical",
+    "Mystery",
+    "Romance",
+    "Sci-Fi",
+    "Thriller",
+    "War",
+    "Western",
 )
 GENDERS = ("M", "F")
-OCCUPATIONS = tuple(
-    ["administrator", "artist", "doctor", "educator", "engineer", "entertainment", "executive", "healthcare", "homemaker", "lawyer", "librarian", "marketing", "none", "other", "programmer", "retired", "salesman", "scientist", "student", "technician", "writer"]
+OCCUPATIONS = (
+    "administrator",
+    "artist",
+    "doctor",
+    "educator",
+    "engineer",
+    "entertainment",
+    "executive",
+    "healthcare",
+    "homemaker",
+    "lawyer",
+    "librarian",
+    "marketing",
+    "none",
+    "other",
+    "programmer",
+    "retired",
+    "salesman",
+    "scientist",
+    "student",
+    "technician",
+    "writer",
 )
 DIGITS = "0123456789"
 CANADA = len(DIGITS) + 1  # 18 of the 943 users gave a Canadian code, which starts with a letter

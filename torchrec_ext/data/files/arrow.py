@@ -21,7 +21,7 @@ Kind = Literal["int", "float", "bool", "string", "ints", "floats"]
 
 def kind_of(dtype: pa.DataType) -> Kind | None:
     """What a column of this type holds; None for a type that cannot become a feature."""
-    if is_list(dtype):
+    if is_list_type(dtype):
         inner = kind_of(dtype.value_type)
         return "ints" if inner == "int" else "floats" if inner == "float" else None
     if pa.types.is_integer(dtype):
@@ -33,7 +33,7 @@ def kind_of(dtype: pa.DataType) -> Kind | None:
     return "string" if pa.types.is_string(dtype) or pa.types.is_large_string(dtype) else None
 
 
-def is_list(dtype: pa.DataType) -> bool:
+def is_list_type(dtype: pa.DataType) -> bool:
     """Whether a row of this type has several values."""
     return bool(pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype))
 
@@ -64,7 +64,7 @@ class ColumnRules:
             DataError: a null that may not be, or a list that is too long.
         """
         array = _one_piece(data)
-        if not is_list(array.type):
+        if not is_list_type(array.type):
             return Column(_numpy(self._filled(where, name, array, first)))
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         if array.null_count and name not in self.fill:

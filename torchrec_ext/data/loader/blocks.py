@@ -39,7 +39,7 @@ NUMBERS: tuple[Kind, ...] = ("float", "int", "bool")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class BlockLayout:
     """What a block holds of each column.
 
     Args:
@@ -59,7 +59,7 @@ class Layout:
     @classmethod
     def of(
         cls, schema: BatchSchema, ids: Sequence[str], floats: tuple[str | None, str | None], without: Sequence[str]
-    ) -> Layout:
+    ) -> BlockLayout:
         """The layout for the schema's columns but ``without``, further ids, and ``floats``: the label and the weight."""
         labels = [name for name in (floats[0], *schema.tasks) if name]
         bounds = dict.fromkeys(labels, schema.label_range) if schema.label_range else {}
@@ -96,9 +96,9 @@ class Layout:
         kinds = source.require({name: IDS if feature else SCALAR for name, feature in self.features.items()})
         return frozenset(name for name, kind in kinds.items() if kind == "ints")
 
-    def only(self, name: str) -> Layout:
+    def only(self, name: str) -> BlockLayout:
         """The layout for one float column alone."""
-        return Layout(features={}, floats=(name,), out_of_range=self.out_of_range, bounds=self.bounds)
+        return BlockLayout(features={}, floats=(name,), out_of_range=self.out_of_range, bounds=self.bounds)
 
     def checked(self, group: RowGroup, chunk: Chunk) -> tuple[dict[str, Column], dict[str, Array]]:
         """(ids as int64 by name, floats as float32 by name) of the rows of a group or of a part of one, every value valid."""
@@ -202,13 +202,13 @@ class Memory:
             buffer = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
         return buffer[:size].view(dtype).reshape(columns, rows), buffer
 
-    def give(self, rows: Rows) -> None:
+    def give(self, rows: BlockRows) -> None:
         """Takes a block's memory back; nobody may read the block any more."""
         with self._lock:
             self._free = [*self._free, *rows.buffers][-_SPARE:]
 
 
-class Rows:
+class BlockRows:
     """The rows of a block, in the order in which they are handed out.
 
     Args:
@@ -239,7 +239,7 @@ class Rows:
 class Slice(NamedTuple):
     """Rows ``start`` to ``stop`` of a block."""
 
-    rows: Rows
+    rows: BlockRows
     start: int
     stop: int
 
@@ -256,7 +256,7 @@ class Assembler:
     """
 
     def __init__(
-        self, schema: BatchSchema, layout: Layout, ragged: frozenset[str], label: str | None, weight: str | None
+        self, schema: BatchSchema, layout: BlockLayout, ragged: frozenset[str], label: str | None, weight: str | None
     ) -> None:
         self.schema = schema
         self._layout = layout

@@ -21,7 +21,7 @@ import torch
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate
 from torchrec_ext.data.files.arrow import RowGroup, Source
-from torchrec_ext.data.loader.blocks import Assembler, Float32, Layout, Memory, Rows, Slice, Vectors
+from torchrec_ext.data.loader.blocks import Assembler, BlockLayout, BlockRows, Float32, Memory, Slice, Vectors
 from torchrec_ext.data.loader.candidates import Pairing, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epoch_order import Block, Piece, Segment, StreamPlan
@@ -38,14 +38,14 @@ class LaneReader:
         part_rows: the most rows to read at once.
     """
 
-    def __init__(self, source: Source, layout: Layout, part_rows: int) -> None:
+    def __init__(self, source: Source, layout: BlockLayout, part_rows: int) -> None:
         self.layout = layout
         self._source, self._part_rows = source, part_rows
         self._parts: Iterator[Chunk] = iter(())
         self._next: tuple[int, int] | None = None  # row group and row that the next part begins with
 
     def read(self, segment: Segment) -> tuple[dict[str, Column], dict[str, Float32]]:
-        """The ids and the floats of a segment, see :meth:`Layout.checked`."""
+        """The ids and the floats of a segment, see :meth:`BlockLayout.checked`."""
         group, first = self._source.groups[segment.group], 0
         if group.rows <= self._part_rows:
             chunk = self._source.read(group, self.layout.names)
@@ -68,7 +68,7 @@ class LaneReader:
         return chunk
 
 
-def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int64, memory: Memory) -> Rows:
+def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int64, memory: Memory) -> BlockRows:
     """Reads, checks and shuffles a block.
 
     Args:
@@ -83,7 +83,7 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
     ids = {name: [part[0][name] for part in parts] for name in lane.layout.ids}
     scalars = [[column.values for column in columns] for columns in ids.values() if not columns[0].ragged]
     buffers: list[Array] = []
-    rows = Rows(
+    rows = BlockRows(
         _ordered(scalars, np.int64, order, memory, buffers),
         {name: _reordered(concatenate(columns), order) for name, columns in ids.items() if columns[0].ragged},
         _ordered(
@@ -128,7 +128,7 @@ def _reordered(column: Column, order: Int64 | None) -> Column:
     return Column.from_lengths(values.numpy(), lengths.numpy())
 
 
-class Step(NamedTuple):
+class BatchRows(NamedTuple):
     """``mine``: this rank's rows. ``everyone``: those of all ranks, with their weights alone where they are not read here."""
 
     mine: list[Slice]
@@ -153,7 +153,7 @@ class Stream:
     def __init__(
         self,
         source: Source,
-        layout: Layout,
+        layout: BlockLayout,
         plan: StreamPlan,
         *,
         weight: str | None,
@@ -174,12 +174,12 @@ class Stream:
         buffered = {"lanes": plan.num_lanes, "buffer_rows": plan.buffer_rows} if plan.shuffle else {}
         return {"rows": plan.num_rows, "row_groups": counts} | buffered
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[BatchRows]:
         """The steps of an epoch from ``start`` on."""
         lanes = self.plan.blocks(epoch)
         memory = Memory()
         blocks = prefetched(self._load(epoch, start, memory), self._read_ahead)
-        held: dict[tuple[int, int], Rows] = {}
+        held: dict[tuple[int, int], BlockRows] = {}
         for step in range(start, self.plan.steps):
             pieces = self._pieces(lanes, step)
             keys = dict.fromkeys((piece.block.lane, piece.block.number) for piece in pieces)
@@ -190,12 +190,12 @@ class Stream:
                     held[key] = next(blocks)
             slices = [Slice(held[piece.block.lane, piece.block.number], piece.start, piece.stop) for piece in pieces]
             mine = [part for part, piece in zip(slices, pieces, strict=True) if piece.mine]
-            yield Step(mine, slices, min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size))
+            yield BatchRows(mine, slices, min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size))
 
     def _pieces(self, lanes: list[list[Block]], step: int) -> list[Piece]:
         return list(self.plan.pieces(lanes, step, self._rank, self._world_size, everyone=self._weight is not None))
 
-    def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[Rows]:
+    def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[BlockRows]:
         """The blocks in the order in which the steps first need them, each once."""
         lanes = self.plan.blocks(epoch)
         last: dict[int, int] = {}
@@ -242,7 +242,7 @@ class StreamedRows:
         share: Share,
     ) -> None:
         without = [name for name in items or () if name != "item_id"]
-        layout = Layout.of(schema, pairing.ids if pairing else (), (config.label, config.weight), without)
+        layout = BlockLayout.of(schema, pairing.ids if pairing else (), (config.label, config.weight), without)
         plan = StreamPlan(
             group_rows=tuple(group.rows for group in source.groups),
             batch_size=config.batch_size,
@@ -279,7 +279,7 @@ class StreamedRows:
             else:
                 yield self._pairing.batch(self._columns(step, total), epoch, number)
 
-    def _columns(self, step: Step, total: float) -> StepRows:
+    def _columns(self, step: BatchRows, total: float) -> StepRows:
         chunk, weight = self._assembler.chunk(step.mine), self._config.weight
         numbers = np.concatenate(
             [np.zeros(0, np.int64), *(piece.rows.numbers[piece.start : piece.stop] for piece in step.mine)]

@@ -21,7 +21,7 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.features import SparseFeature
 
 
-class ResumableLoader(Protocol):
+class WrappedLoader(Protocol):
     """What :class:`IdDropout` wraps, such as a ChunkLoader."""
 
     def __iter__(self) -> Iterator[TowerBatch]: ...
@@ -66,7 +66,7 @@ class IdDropout:
     """
 
     def __init__(
-        self, loader: ResumableLoader, schema: BatchSchema, rates: Mapping[str, float], *, seed: int = 0
+        self, loader: WrappedLoader, schema: BatchSchema, rates: Mapping[str, float], *, seed: int = 0
     ) -> None:
         if rates and isinstance(loader, SessionLoader):
             feature, rate = next(iter(rates.items()))

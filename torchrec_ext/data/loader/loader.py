@@ -149,7 +149,7 @@ def on_host(
     return StreamedRows(chunk, schema, config, items, None if as_they_are else pairing, share)
 
 
-def on_device(
+def batches_on_device(
     chunk: Chunk | Source,
     schema: BatchSchema,
     config: LoaderConfig,
@@ -261,7 +261,7 @@ class ChunkLoader(Epochs):
         if device is None:
             self._rows = on_host(chunk, schema, padded, items, negatives, share)
         else:
-            self._rows = on_device(chunk, schema, padded, items, negatives, share, torch.device(device))
+            self._rows = batches_on_device(chunk, schema, padded, items, negatives, share, torch.device(device))
         super().__init__(config, self._rows.num_rows, "rows")
         if not self._rows.ahead:
             self._depth, self._pin = 0, False

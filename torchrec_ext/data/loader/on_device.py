@@ -20,17 +20,17 @@ from torchrec_ext.batch import DrawnStep, SharedRows, TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
 from torchrec_ext.data.files.arrow import RowGroup, Source
 from torchrec_ext.data.loader.batch_builder import known_items
-from torchrec_ext.data.loader.blocks import Layout
+from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.loader.in_memory import order_of
-from torchrec_ext.data.negatives.on_device import on_device
+from torchrec_ext.data.negatives.on_device import sampler_on_device
 from torchrec_ext.data.negatives.samplers import Negatives
 from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.schema.features import Keys
 
 
-class Bags(NamedTuple):
+class DeviceBags(NamedTuple):
     """``values`` (sum of lengths,) of B rows and their ``lengths`` (B,) int32; ``lengths=None`` is one id for each row."""
 
     values: Tensor
@@ -77,7 +77,7 @@ class DeviceTable:
         made._ids, made._numbers = ids, numbers
         return made
 
-    def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, Bags]:
+    def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, DeviceBags]:
         """Of the columns ``names`` that this table has; ``totals`` says how many ids those of a ragged column hold together.
 
         Who knows the number spares a device the wait for it.
@@ -86,7 +86,7 @@ class DeviceTable:
         matrix = self._ids.index_select(0, rows).t().contiguous()
         for name in names:
             if name in self._scalar:
-                found[name] = Bags(matrix[self._scalar[name]], None)
+                found[name] = DeviceBags(matrix[self._scalar[name]], None)
             elif name in self.ragged:
                 found[name] = _gathered(self._ragged[name], rows, totals[name])
         return found
@@ -112,11 +112,11 @@ class DeviceTable:
         return _Ragged(torch.from_numpy(own).to(self._device), places[:-1], places.diff().int())
 
 
-def _gathered(column: _Ragged, rows: Tensor, total: int) -> Bags:
+def _gathered(column: _Ragged, rows: Tensor, total: int) -> DeviceBags:
     lengths = column.lengths.index_select(0, rows)
     ends = lengths.long().cumsum(0)
     shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(lengths, output_size=total)
-    return Bags(column.values.index_select(0, shift + torch.arange(total, device=rows.device)), lengths)
+    return DeviceBags(column.values.index_select(0, shift + torch.arange(total, device=rows.device)), lengths)
 
 
 _BLOCK = 1 << 16  # rows drawn at a time where an epoch's bags are counted
@@ -157,7 +157,7 @@ class DeviceCandidates:
     ) -> None:
         self.ids = ("user_id", "item_id") if negatives else ("item_id",)
         self.features = [name for name in items if name != "item_id"]
-        layout = Layout(
+        layout = BlockLayout(
             features={feature.name: feature for feature in schema.sparse if feature.name in items},
             floats=tuple(name for name in schema.dense if name in items),
             out_of_range=schema.out_of_range,
@@ -173,7 +173,7 @@ class DeviceCandidates:
         if sampler is not None and negatives:
             users = rows["user_id"].values.astype(np.int64)
             self._users = torch.from_numpy(users).to(device)
-            self._sampler = on_device(sampler, device, users=np.unique(users))
+            self._sampler = sampler_on_device(sampler, device, users=np.unique(users))
 
     def draw(self, rows: Tensor, epoch: int) -> Drawn:
         """The candidates of the rows with the numbers ``rows`` (B,)."""
@@ -240,7 +240,7 @@ class ResidentRows:
         self._schema, self._config, self._share, self._device = schema, config, share, device
         self._candidates = candidates
         ids, without = (candidates.ids, candidates.features) if candidates else ((), [])
-        layout = Layout.of(schema, ids, (config.label, config.weight), without)
+        layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
         missing = [name for name in layout.names if name not in rows]
         if missing:
             raise DataError(f"column '{missing[0]}' is missing; the rows have {sorted(rows)}")
@@ -380,7 +380,7 @@ class ResidentRows:
 
     def _columns(
         self, place: _Place, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int]
-    ) -> tuple[dict[str, Bags], dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, DeviceBags], dict[str, Tensor], Tensor | None]:
         """(bags, numbers, log_q) of a batch before its padding: those of the rows, and of their candidates."""
         names, shared = [*self._schema.keys, *self._schema.weight_columns], self._schema.shared
         repeated = (
@@ -398,7 +398,9 @@ class ResidentRows:
         size = self._share.rows(self._config.batch_size) * self._width
         return bags, numbers, None if drawn.log_q is None else _padded(drawn.log_q.reshape(-1), size)
 
-    def _keyed(self, bags: Mapping[str, Bags], keys: Keys, *rows: int, weighted: bool = False) -> KeyedJaggedTensor:
+    def _keyed(
+        self, bags: Mapping[str, DeviceBags], keys: Keys, *rows: int, weighted: bool = False
+    ) -> KeyedJaggedTensor:
         """``rows``: of each bag of a key; in the joint one Q, then B."""
         sizes = [rows[at % len(rows)] for at in range(len(keys.features))]
         lengths = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
@@ -446,7 +448,7 @@ def read_all(
         ids: further columns with an id per row.
         without: columns of the schema that the source need not have.
     """
-    layout = Layout.of(schema, ids, (config.label, config.weight), without)
+    layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
     layout.require(source)
     chunks = []
     for group in source.groups:

@@ -123,7 +123,7 @@ class KnownItems(nn.Module):
 
 
 class DeviceNegatives(ABC):
-    """Made by :func:`on_device`; see there."""
+    """Made by :func:`sampler_on_device`; see there."""
 
     def __init__(self, sampler: RejectionNegatives, device: torch.device, users: Int64 | None) -> None:
         sampler.known.free(np.arange(sampler.known.num_users) if users is None else users)
@@ -143,7 +143,7 @@ class DeviceNegatives(ABC):
     def draw(self, users: Tensor, positions: Tensor, epoch: int, n: int) -> DeviceSample:
         """N = ``n`` items for each of B rows: see :meth:`Negatives.draw`.
 
-        A user without a negative who was not among the ``users`` of :func:`on_device` gets item 0, since to raise would
+        A user without a negative who was not among the ``users`` of :func:`sampler_on_device` gets item 0, since to raise would
         take a synchronisation.
 
         Args:
@@ -211,7 +211,7 @@ class _Popularity(DeviceNegatives):
         )
 
 
-def on_device(sampler: Negatives, device: torch.device, *, users: Int64 | None = None) -> DeviceNegatives:
+def sampler_on_device(sampler: Negatives, device: torch.device, *, users: Int64 | None = None) -> DeviceNegatives:
     """The sampler's draws as torch ops.
 
     Args:

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.columns import ID_LISTS, IDS, Cells, Mask, Types, element, is_list, map_texts
-from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Step, Table, positive
+from torchrec_ext.data.preprocess.columns import ID_LISTS, IDS, Cells, Mask, Types, element, is_list_column, map_texts
+from torchrec_ext.data.preprocess.step import ColumnStep, State, Step, StepContext, Table, positive
 from torchrec_ext.schema import DataError
 
 if TYPE_CHECKING:
@@ -122,13 +122,14 @@ class Categorify(Step):
                     "give both one type, or each its own Categorify"
                 )
         return {
-            name: "list<int64>" if is_list(kind) else "int64" for name, kind in zip(self.writes, found, strict=True)
+            name: "list<int64>" if is_list_column(kind) else "int64"
+            for name, kind in zip(self.writes, found, strict=True)
         }
 
-    def fit(self, table: Table, types: Types, run: Run) -> Vocabulary:
+    def fit(self, table: Table, types: Types, run: StepContext) -> Vocabulary:
         """Counts the values."""
         column = table[self.column]
-        values = table.select(value=column.unnest() if is_list(types[self.column]) else column)
+        values = table.select(value=column.unnest() if is_list_column(types[self.column]) else column)
         counts = values.filter(values.value.notnull()).group_by("value").aggregate(count=lambda t: t.count())
         if self.min_count > 1:
             counts = counts.filter(counts["count"] >= self.min_count)
@@ -137,11 +138,11 @@ class Categorify(Step):
         kind = pa.int64() if element(types[self.column]) == "int64" else pa.string()
         return Vocabulary(_one_piece(found["value"], kind), _one_piece(found["count"], pa.int64()))
 
-    def transform(self, table: Table, types: Types, state: Vocabulary, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: Vocabulary, run: StepContext) -> Table:
         """Joins with the vocabulary."""
         vocabulary = run.engine.register(state.table("__value__", "__id__"))
         for name, output in zip(self.reads, self.writes, strict=True):
-            if is_list(types[name]):
+            if is_list_column(types[name]):
                 table = _replace_elements(table, name, output, vocabulary, run.column(name))
             else:
                 table = _replace(table, name, output, vocabulary)
@@ -236,16 +237,18 @@ class HashBucket(ColumnStep):
         found = types.need(
             self, self.column, IDS | ID_LISTS, "bucket a number with Bucketize, or cast it where it is written"
         )
-        return {self.writes[0]: "list<int64>" if is_list(found) else "int64"}
+        return {self.writes[0]: "list<int64>" if is_list_column(found) else "int64"}
 
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """The hash of each value, or of each element."""
 
         def hashed(value: Table) -> Table:
             return hashed_id_expression(value.cast("string"), self.buckets, self.salt, run.engine).fill_null(0)
 
         column = table[self.column]
-        return table.mutate({self.writes[0]: column.map(hashed) if is_list(types[self.column]) else hashed(column)})
+        return table.mutate(
+            {self.writes[0]: column.map(hashed) if is_list_column(types[self.column]) else hashed(column)}
+        )
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """The same hash."""
@@ -298,7 +301,7 @@ class Cross(Step):
             types.need(self, name, IDS, "bucket a number first; a list cannot be crossed")
         return {self.writes[0]: "int64"}
 
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """The hash of the parts' digests, which all have one length: ("ab", "c") and ("a", "bc") stay apart."""
         first, *rest = (table[name].cast("string").hexdigest("md5") for name in self.columns)
         for digest in rest:

@@ -59,7 +59,7 @@ def raw_type(dtype: pa.DataType) -> str | None:
 @lru_cache
 def arrow_type(raw: str) -> pa.DataType:
     """The Arrow type in which values of a raw type are told apart from others."""
-    if is_list(raw):
+    if is_list_column(raw):
         return pa.list_(arrow_type(element(raw)))
     if raw in TIMES:
         return pa.timestamp(raw[len("timestamp[") : -1], "UTC")
@@ -75,17 +75,17 @@ def working_type(raw: str) -> str:
         >>> working_type("list<float32>"), working_type("bool"), working_type("string")
         ('list<float64>', 'int64', 'string')
     """
-    return f"list<{working_type(element(raw))}>" if is_list(raw) else _WORKING.get(raw, raw)
+    return f"list<{working_type(element(raw))}>" if is_list_column(raw) else _WORKING.get(raw, raw)
 
 
-def is_list(name: str) -> bool:
+def is_list_column(name: str) -> bool:
     """Whether a row holds any number of values."""
     return name.startswith("list<")
 
 
 def element(name: str) -> str:
     """The type of one value of a list, or of a scalar column itself."""
-    return name[len("list<") : -1] if is_list(name) else name
+    return name[len("list<") : -1] if is_list_column(name) else name
 
 
 def check_case(names: Collection[str]) -> None:
@@ -228,7 +228,7 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     except _REFUSALS:
         raise _refused(name, data, raw) from None
     lengths = None
-    if is_list(raw):
+    if is_list_column(raw):
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
         array = array.flatten()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
@@ -240,7 +240,7 @@ def _plain(data: Sequence[Any], raw: str) -> Cells | None:
     kind, lengths = element(raw), None
     if kind not in _PLAIN or type(data) is not list:
         return None
-    if is_list(raw):
+    if is_list_column(raw):
         if set(map(type, data)) - {list}:
             return None
         lengths = np.array([len(row) for row in data], np.int64)
@@ -286,7 +286,7 @@ def _stands_for(dtype: pa.DataType, raw: str) -> bool:
     found = raw_type(dtype)
     return (
         found is not None
-        and is_list(found) == is_list(raw)
+        and is_list_column(found) == is_list_column(raw)
         and element(found) in _TAKES.get(element(raw), TIMES | {"int64"})
     )
 

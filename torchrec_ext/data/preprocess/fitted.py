@@ -183,7 +183,7 @@ class FittedPreprocessor:
         Raises:
             DataError: a file is missing or damaged, or of a version or a step that this package does not know.
         """
-        return load(Path(folder))
+        return load_preprocessor(Path(folder))
 
 
 def stages(steps: Sequence[Step], where: str, raw: Mapping[str, str]) -> list[Types]:
@@ -363,8 +363,8 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
         (staging / _SUM).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
 
 
-def load(folder: Path) -> FittedPreprocessor:
-    """See :meth:`FittedPreprocessor.load`."""
+def load_preprocessor(folder: Path) -> FittedPreprocessor:
+    """See :meth:`FittedPreprocessor.load_preprocessor`."""
     folder = standing(folder)
     text = _text(folder / _MAIN)
     if hashlib.sha256(text.encode()).hexdigest() != _text(folder / _SUM).strip():

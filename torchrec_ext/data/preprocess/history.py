@@ -11,7 +11,7 @@ import numpy as np
 from torchrec_ext.data.preprocess.columns import IDS, NUMBERS, TIMES, Cells, Types
 from torchrec_ext.data.preprocess.engines import exact, number
 from torchrec_ext.data.preprocess.lists import list_of
-from torchrec_ext.data.preprocess.step import Run, State, Step, Table, positive
+from torchrec_ext.data.preprocess.step import State, Step, StepContext, Table, positive
 from torchrec_ext.schema import DataError
 
 
@@ -72,7 +72,7 @@ class History(Step):
             types.need(self, self.where, NUMBERS, "give a column of numbers")
         return {self.output: list_of(item)}
 
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Numbers each user's events, counts for each (user, time) how many came before, and joins the two."""
         import ibis
 
@@ -87,7 +87,7 @@ class History(Step):
         filled = joined.mutate({self.output: ibis.coalesce(joined["__tail__"], empty)})
         return filled.drop("__user__", "__time__", "__tail__")
 
-    def _events(self, run: Run, types: Types) -> Table:
+    def _events(self, run: StepContext, types: Types) -> Table:
         rows = run.events
         if self.where:
             rows = rows.filter(number(rows[self.where], types[self.where], run.engine) >= exact(self.at_least))

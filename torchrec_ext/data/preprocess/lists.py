@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.columns import Cells, Types, element, is_list
-from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Table, positive
+from torchrec_ext.data.preprocess.columns import Cells, Types, element, is_list_column
+from torchrec_ext.data.preprocess.step import ColumnStep, State, StepContext, Table, positive
 from torchrec_ext.schema import DataError
 
 TooLong = Literal["recent", "error"]
@@ -52,7 +52,7 @@ class Lists(ColumnStep):
             return {self.writes[0]: "list<string>"}
         return {self.writes[0]: types.need(self, self.column, _TYPES, "give separator to split a string")}
 
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Splits, filters and cuts."""
         table = table.mutate({self.writes[0]: self._whole(table)})
         if self.max_length is None:
@@ -113,4 +113,4 @@ class Lists(ColumnStep):
 
 def list_of(kind: str) -> str:
     """The type of a list of such values."""
-    return kind if is_list(kind) else f"list<{element(kind)}>"
+    return kind if is_list_column(kind) else f"list<{element(kind)}>"

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from torchrec_ext.data.preprocess.columns import NUMBERS, Cells, Types
 from torchrec_ext.data.preprocess.engines import exact, number, step_function
-from torchrec_ext.data.preprocess.step import ColumnStep, Run, State, Table
+from torchrec_ext.data.preprocess.step import ColumnStep, State, StepContext, Table
 from torchrec_ext.schema import DataError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class _NumberStep(ColumnStep):
         types.need(self, self.column, NUMBERS, "give it numbers")
         return {self.writes[0]: "float64"}
 
-    def _number(self, table: Table, types: Types, run: Run) -> Any:
+    def _number(self, table: Table, types: Types, run: StepContext) -> Any:
         return number(table[self.column], types[self.column], run.engine)
 
 
@@ -150,7 +150,7 @@ class Bucketize(_NumberStep):
         types.need(self, self.column, NUMBERS, "give it numbers; Categorify takes strings")
         return {self.writes[0]: "int64"}
 
-    def fit(self, table: Table, types: Types, run: Run) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> State:
         """The boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
@@ -158,7 +158,7 @@ class Bucketize(_NumberStep):
         found = quantiles_of(self, table.select(x=self._number(table, types, run)), shares, types.where, run.engine)
         return {"boundaries": sorted(set(found))}
 
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Bisection, as nested conditions."""
         x = self._number(table, types, run)
         edges = state["boundaries"]
@@ -204,7 +204,7 @@ class LogClip(_NumberStep):
                 f"LogClip('{self.column}'): low={self.low}, high={self.high}: must be finite, low at most high"
             )
 
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Conditions and a logarithm."""
         x = self._number(table, types, run)
         x = (x < exact(self.low)).ifelse(exact(self.low), x)
@@ -242,12 +242,12 @@ class Normalize(_NumberStep):
         """``column``."""
         return (self.column,)
 
-    def fit(self, table: Table, types: Types, run: Run) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> State:
         """Mean and standard deviation."""
         mean, std = mean_and_std(self, table.select(x=self._number(table, types, run)), types.where, run.engine)
         return {"mean": mean, "std": std or 1.0}
 
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """A difference and a quotient."""
         x = self._number(table, types, run)
         return table.mutate({self.writes[0]: (x - exact(state["mean"])) / exact(state["std"])})
@@ -311,7 +311,7 @@ class FillMissing(ColumnStep):
             )
         return {self.writes[0]: "float64" if numeric else found}
 
-    def fit(self, table: Table, types: Types, run: Run) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> State:
         """The value."""
         if self.statistic is None:
             return {"value": self.value}
@@ -324,7 +324,7 @@ class FillMissing(ColumnStep):
             return {"value": mean_and_std(self, values, types.where, run.engine)[0]}
         return {"value": quantiles_of(self, values, [0.5], types.where, run.engine)[0]}
 
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """The first of column and value that is there."""
         kind, value = self.types(types)[self.writes[0]], state["value"]
         column = number(table[self.column], types[self.column], run.engine) if kind == "float64" else table[self.column]

@@ -18,7 +18,7 @@ State = Any  # what fitting found: a Vocabulary, or a dict of JSON values
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class StepContext:
     """What a step may use beside its table.
 
     Args:
@@ -65,12 +65,12 @@ class Step(ABC):
             DataError: a column is missing or has a type that the step cannot take.
         """
 
-    def fit(self, table: Table, types: Types, run: Run) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> State:
         """What is to be known of the training rows."""
         return {}
 
     @abstractmethod
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """The table with ``writes`` added or replaced; further columns stay, the number of rows too."""
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
@@ -130,7 +130,7 @@ class Chain:
         states: of the steps that are fitted already; a list may grow.
         engine: runs the expressions.
         table: the rows as they stand before any step.
-        events: see :class:`Run`.
+        events: see :class:`StepContext`.
     """
 
     steps: Sequence[Step]
@@ -140,9 +140,9 @@ class Chain:
     table: Table
     events: Table
 
-    def run(self, at: int) -> Run:
+    def run(self, at: int) -> StepContext:
         """What step ``at`` may use."""
-        return Run(engine=self.engine, events=self.events, column=lambda name: self.before(at, (name,)))
+        return StepContext(engine=self.engine, events=self.events, column=lambda name: self.before(at, (name,)))
 
     def apply(self, at: int, table: Table) -> Table:
         """The table after step ``at``."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_ext.data.preprocess.columns import is_list, working_type
+from torchrec_ext.data.preprocess.columns import is_list_column, working_type
 from torchrec_ext.data.preprocess.engines import ROW, Engine
 from torchrec_ext.data.preprocess.files import Files, Source, blaming, raw_types, scan
 from torchrec_ext.data.preprocess.step import Table
@@ -104,7 +104,7 @@ def _working(column: Any, raw: str) -> Any:
     """The column in the type that steps see; a null list becomes an empty one."""
     import ibis
 
-    if is_list(raw):
+    if is_list_column(raw):
         dtype = f"array<{working_type(raw)[5:-1]}>"
         return ibis.coalesce(column.cast(dtype), ibis.literal([], type=dtype))
     if raw.startswith("timestamp"):

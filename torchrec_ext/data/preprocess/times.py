@@ -21,7 +21,7 @@ import numpy as np
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import TIMES, Cells, Mask, Types
 from torchrec_ext.data.preprocess.engines import floor_div, floor_mod, step_function
-from torchrec_ext.data.preprocess.step import Run, State, Step, Table
+from torchrec_ext.data.preprocess.step import State, Step, StepContext, Table
 
 _FIRST_ZONES, _LAST_ZONES = 1970, 2100
 _DAY = 86_400
@@ -129,12 +129,12 @@ class TimeFeatures(Step):
         types.need(self, self.column, TIMES | {"int64"}, "convert it to a timestamp, or to seconds since 1970")
         return dict.fromkeys(self.writes, "int64")
 
-    def fit(self, table: Table, types: Types, run: Run) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> State:
         """The zone's table of offsets, as this machine knows it today; the rows are not looked at."""
         starts, offsets = offsets_of(self.zone)
         return {"starts": list(starts), "offsets": list(offsets)}
 
-    def transform(self, table: Table, types: Types, state: State, run: Run) -> Table:
+    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Whole-number arithmetic; the calendar is the engine's."""
         given = table.columns
         table = table.mutate(__second__=second_of(table[self.column], types[self.column], PER_SECOND[self.unit]))

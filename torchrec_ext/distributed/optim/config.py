@@ -66,7 +66,7 @@ class RowAdam(torch.optim.Optimizer):
                 if table.grad is not None:
                     state, rule = self.state[table], {name: group[name] for name in self.defaults}
                     _start(state, table, rule["row_wise"])
-                    rows = touched(table.grad)
+                    rows = rows_with_gradient(table.grad)
                     move_rows(table, rows, table.grad[rows], state, **rule)
 
 
@@ -116,7 +116,7 @@ def move_rows(
     table.index_add_(0, rows, update, alpha=-lr)
 
 
-def touched(grad: Tensor) -> Tensor:
+def rows_with_gradient(grad: Tensor) -> Tensor:
     """(n,) the rows of a table that have a gradient."""
     return grad.ne(0).any(dim=1).nonzero().squeeze(1)
 

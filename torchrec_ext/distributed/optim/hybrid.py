@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
-from torchrec_ext.distributed.optim.config import Choice, touched
+from torchrec_ext.distributed.optim.config import Choice, rows_with_gradient
 from torchrec_ext.distributed.optim.sharded import ShardedAdam
 
 
@@ -166,7 +166,7 @@ class HybridOptimizer(CombinedOptimizer):
                 if parameter.grad is None:
                     continue
                 if parameter in self._tables:
-                    rows = touched(parameter.grad)
+                    rows = rows_with_gradient(parameter.grad)
                     parameter.index_copy_(0, rows, parameter[rows] * left)
                 else:
                     parameter.mul_(left)

@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_ext.distributed.optim.config import Choice, move_rows, touched
+from torchrec_ext.distributed.optim.config import Choice, move_rows, rows_with_gradient
 from torchrec_ext.distributed.tables import collections
 
 
@@ -228,7 +228,7 @@ class ShardedAdam(KeyedOptimizer):
         for steps in {id(shard.steps): shard.steps for shard in self._shards}.values():
             steps += 1
         for shard, (rows, gradient) in zip(self._shards, self._taken, strict=True):
-            live = touched(gradient)
+            live = rows_with_gradient(gradient)
             shard.move(rows[live], gradient[live], self._rates["lr"])
         self._taken = []
 

@@ -72,13 +72,13 @@ def _apart(towers: Mapping[str, Any], world_size: int) -> TowerPlacement:
             "of ranks, and none runs beside another; give each a table of its own name, or leave plan.towers at "
             "data_parallel"
         )
-    loads = {name: sum(load(towers[tower]) for tower in unit) for name, unit in together.items()}
+    loads = {name: sum(tower_cost(towers[tower]) for tower in unit) for name, unit in together.items()}
     ranks = TowerPlacement.apart(loads, world_size).ranks
     of_tower = {tower: ranks[name] for name, unit in together.items() for tower in unit}
     return TowerPlacement(ranks={tower: of_tower[tower] for tower in towers}, world_size=world_size)
 
 
-def load(tower: nn.Module) -> float:
+def tower_cost(tower: nn.Module) -> float:
     """What a row costs a tower: the multiplications of its dense layers, and as many numbers as it reads from tables."""
     own = {f"{path}.{name}" for path, collection in collections(tower) for name, _ in collection.named_parameters()}
     dense = sum(value.numel() for name, value in tower.named_parameters() if name not in own)

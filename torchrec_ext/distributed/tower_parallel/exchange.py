@@ -45,7 +45,7 @@ class Widths(NamedTuple):
     dense: int
 
 
-def packed(parts: Sequence[tuple[TowerRows, Widths]], device: torch.device) -> Tensor:
+def pack_rows(parts: Sequence[tuple[TowerRows, Widths]], device: torch.device) -> Tensor:
     """All of them as int64, one after the other."""
     sizes = [packed_size(rows.height, len(rows.values), widths) for rows, widths in parts]
     payload = torch.empty(sum(sizes), dtype=torch.int64, device=device)
@@ -82,7 +82,7 @@ def joined(parts: Sequence[TowerRows]) -> TowerRows:
     return TowerRows(values, lengths, torch.cat([part.dense for part in parts]))
 
 
-def cut(rows: TowerRows, start: int, stop: int) -> TowerRows:
+def slice_rows(rows: TowerRows, start: int, stop: int) -> TowerRows:
     """Rows ``start`` to ``stop``."""
     if (start, stop) == (0, rows.height):
         return rows
@@ -94,7 +94,7 @@ def cut(rows: TowerRows, start: int, stop: int) -> TowerRows:
     return TowerRows(torch.cat(runs), rows.lengths[:, start:stop].contiguous(), rows.dense[start:stop])
 
 
-def padded(rows: TowerRows, count: int) -> TowerRows:
+def pad_rows(rows: TowerRows, count: int) -> TowerRows:
     """``rows`` and empty ones after them, ``count`` together."""
     missing = count - rows.height
     if not missing:
@@ -110,7 +110,7 @@ class Route(NamedTuple):
 
 
 @dataclass
-class Step(Multistreamable):
+class ExchangeContext(Multistreamable):
     """What one batch leaves for its outputs: by rank the rows sent to it for each tower, and by tower those that each rank sent."""
 
     route: Route = field(default_factory=lambda: Route([], []))
@@ -181,7 +181,7 @@ class TowerExchange:
         self._busiest: dict[tuple[str, tuple[int, ...]], int] = {}
         self._routes: dict[tuple[str, ...], Route] = {}
 
-    def begin(self, step: Step, own: Mapping[str, TowerRows], counts: tuple[int, int]) -> After:
+    def begin(self, step: ExchangeContext, own: Mapping[str, TowerRows], counts: tuple[int, int]) -> After:
         """Announces this rank's rows to the ranks of their towers; to be waited for twice, then the rows have :class:`Arrived`.
 
         Args:
@@ -191,7 +191,7 @@ class TowerExchange:
         """
         step.route = route = self._route(tuple(own))
         cuts = {name: iter(self._placement.cuts(name, self._rank, rows.height)) for name, rows in own.items()}
-        parts = [[cut(own[name], *next(cuts[name])) for name in to] for to in route.to]
+        parts = [[slice_rows(own[name], *next(cuts[name])) for name in to] for to in route.to]
         step.sent = [[part.height for part in to] for to in parts]
         header = [
             number for to in parts for number in (*counts, *(size for p in to for size in (p.height, len(p.values))))
@@ -218,7 +218,7 @@ class TowerExchange:
             self._routes[names] = Route(to, coming)
         return self._routes[names]
 
-    def _send(self, step: Step, parts: list[list[TowerRows]], headers: list[list[int]]) -> After:
+    def _send(self, step: ExchangeContext, parts: list[list[TowerRows]], headers: list[list[int]]) -> After:
         coming = [
             list(zip(names, header[2::2], header[3::2], strict=True))
             for names, header in zip(step.route.coming, headers, strict=True)
@@ -226,7 +226,7 @@ class TowerExchange:
         received = [sum(self._size(*announced) for announced in some) for some in coming]
         going = [list(zip(names, some, strict=True)) for names, some in zip(step.route.to, parts, strict=True)]
         counts = [sum(self._size(name, rows.height, len(rows.values)) for name, rows in some) for some in going]
-        sent = packed([(rows, self._journeys[name].widths) for some in going for name, rows in some], self._device)
+        sent = pack_rows([(rows, self._journeys[name].widths) for some in going for name, rows in some], self._device)
         out = sent.new_empty(sum(received))
         work = dist.all_to_all_single(out, sent, received, counts, group=self._group, async_op=True)
         return After(work, lambda: self._arrived(step, coming, out, headers))
@@ -235,7 +235,7 @@ class TowerExchange:
         return packed_size(rows, ids, self._journeys[name].widths)
 
     def _arrived(
-        self, step: Step, coming: list[list[tuple[str, int, int]]], payload: Tensor, headers: list[list[int]]
+        self, step: ExchangeContext, coming: list[list[tuple[str, int, int]]], payload: Tensor, headers: list[list[int]]
     ) -> Arrived:
         announced = [one for some in coming for one in some]
         parts: dict[str, list[TowerRows]] = {}
@@ -249,7 +249,7 @@ class TowerExchange:
         for name, journey in ((name, journey) for name, journey in self._journeys.items() if name in parts):
             found = joined(parts[name])
             rows_of[name] = (
-                padded(found, self._most(name, tuple(h[journey.shared] for h in headers))) if journey.equal else found
+                pad_rows(found, self._most(name, tuple(h[journey.shared] for h in headers))) if journey.equal else found
             )
         return Arrived(rows_of)
 
@@ -259,7 +259,7 @@ class TowerExchange:
             self._busiest[name, counts] = self._placement.busiest(name, counts)
         return self._busiest[name, counts]
 
-    def back(self, step: Step, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def back(self, step: ExchangeContext, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Each row's outputs on the rank that it came from, by tower."""
         served = {name: iter(torch.split(outputs[name][: sum(rows)], rows)) for name, rows in step.served.items()}
         sending = [[next(served[name]).reshape(-1) for name in coming] for coming in step.route.coming]

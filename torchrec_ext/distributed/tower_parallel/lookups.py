@@ -21,7 +21,7 @@ from torchrec_ext.distributed.tower_parallel.exchange import TowerRows
 from torchrec_ext.modules.shared_tables import Joint, SharedTables, look_ups, readers, values_by_table
 
 
-class Bags(NamedTuple):
+class FeatureBags(NamedTuple):
     """The bags of one feature: ``values`` and their ``lengths``."""
 
     values: Tensor
@@ -75,13 +75,13 @@ def unhosted(model: nn.Module, path: str) -> str:
     return f"{hosted.stood_at}.{rest}" if isinstance(hosted, SharedTables) else path
 
 
-def of_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, Bags]:
+def of_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags]:
     """By feature the bags that stand in ``batch.joint``: Q of a shared one, B of another."""
-    found: dict[str, Bags] = {}
+    found: dict[str, FeatureBags] = {}
     for key in joint.keys():  # noqa: SIM118
         values, lengths = joint[key].values(), joint[key].lengths()
         place = int(lengths[:queries].sum())
-        halves = Bags(values[:place], lengths[:queries]), Bags(values[place:], lengths[queries:])
+        halves = FeatureBags(values[:place], lengths[:queries]), FeatureBags(values[place:], lengths[queries:])
         found |= {feature: half for feature, half in zip(key.split("|"), halves, strict=True) if feature}
     return found
 
@@ -94,7 +94,7 @@ class Arriving(NamedTuple):
     rows: TowerRows | None
 
 
-def batch_of(towers: Iterable[Arriving], joint: Sequence[Joint], device: torch.device) -> TowerBatch:
+def batch_of_arrivals(towers: Iterable[Arriving], joint: Sequence[Joint], device: torch.device) -> TowerBatch:
     """What :class:`SharedTables` looks up, of the rows that came for the towers of a set of ranks.
 
     Args:
@@ -107,7 +107,7 @@ def batch_of(towers: Iterable[Arriving], joint: Sequence[Joint], device: torch.d
         max((rows.height for _, own, rows in towers if own == shared and rows), default=0) for shared in (False, True)
     ]
     none = [
-        Bags(torch.empty(0, dtype=torch.int64, device=device), torch.zeros(n, dtype=torch.int32, device=device))
+        FeatureBags(torch.empty(0, dtype=torch.int64, device=device), torch.zeros(n, dtype=torch.int32, device=device))
         for n in heights
     ]
     # Sharded collections keep the order of the keys that they saw first, whichever towers are asked.
@@ -118,7 +118,7 @@ def batch_of(towers: Iterable[Arriving], joint: Sequence[Joint], device: torch.d
     for features, shared, rows in towers:
         if rows is not None:
             values = torch.split(rows.values, rows.lengths.sum(dim=1).tolist())
-            bags[shared].update(zip(features, map(Bags, values, rows.lengths), strict=True))
+            bags[shared].update(zip(features, map(FeatureBags, values, rows.lengths), strict=True))
     halves = [
         (bags[True].get(pair.shared or "", none[True]), bags[False].get(pair.row or "", none[False])) for pair in joint
     ]
@@ -139,7 +139,7 @@ def batch_of(towers: Iterable[Arriving], joint: Sequence[Joint], device: torch.d
     )
 
 
-def _keyed(keys: list[str], bags: Sequence[Bags], stride: int) -> KeyedJaggedTensor:
+def _keyed(keys: list[str], bags: Sequence[FeatureBags], stride: int) -> KeyedJaggedTensor:
     if not keys:
         return KeyedJaggedTensor(
             [], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int32), stride=stride

@@ -40,8 +40,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.distributed.placement import TowerPlacement, TowerPlan
 from torchrec_ext.distributed.sharders import BagSharder, SequenceSharder, ShardedBags
 from torchrec_ext.distributed.tables import collections
-from torchrec_ext.distributed.tower_parallel.exchange import Arrived, Journey, Step, TowerExchange, TowerRows, Widths
-from torchrec_ext.distributed.tower_parallel.lookups import Arriving, Bags, batch_of, hosts, of_joint
+from torchrec_ext.distributed.tower_parallel.exchange import (
+    Arrived,
+    ExchangeContext,
+    Journey,
+    TowerExchange,
+    TowerRows,
+    Widths,
+)
+from torchrec_ext.distributed.tower_parallel.lookups import Arriving, FeatureBags, batch_of_arrivals, hosts, of_joint
 from torchrec_ext.modules.tower import Towers
 
 
@@ -164,7 +171,9 @@ class _Outputs(LazyGetItemMixin[str, Tensor], LazyAwaitable[dict[str, Tensor]]):
         return self._outputs
 
 
-class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor], Step], FusedOptimizerModule):
+class ShardedTowers(
+    ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor], ExchangeContext], FusedOptimizerModule
+):
     """:class:`Towers` of which each rank holds and runs those that its plan gives it; called as Towers is, by all ranks together.
 
     Args:
@@ -219,13 +228,13 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
                 self.add_module(name, tower)
                 self._run[name] = on_ranks(tower, plan.tables[name], sharders, groups[name], device)
 
-    def create_context(self) -> Step:
+    def create_context(self) -> ExchangeContext:
         """For one batch."""
-        return Step()
+        return ExchangeContext()
 
     def input_dist(
         self,
-        ctx: Step,
+        ctx: ExchangeContext,
         sparse: KeyedJaggedTensor,
         dense: Tensor,
         shared_sparse: KeyedJaggedTensor | None = None,
@@ -235,7 +244,7 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         names: Sequence[str] | None = None,
         weights: Tensor | None = None,
         shared_weights: Tensor | None = None,
-    ) -> KJTListSplitsAwaitable[Step]:
+    ) -> KJTListSplitsAwaitable[ExchangeContext]:
         """Begins to send each row to the ranks of its towers.
 
         The arguments are those of :meth:`Towers.forward`; ``joint`` is the batch's, which holds the bags of shared
@@ -254,7 +263,7 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
         counts = len(dense), 0 if shared_dense is None else len(shared_dense)
         return KJTListSplitsAwaitable([self._exchange.begin(ctx, own, counts)], ctx)
 
-    def compute(self, ctx: Step, dist_input: KJTList) -> dict[str, Tensor]:
+    def compute(self, ctx: ExchangeContext, dist_input: KJTList) -> dict[str, Tensor]:
         """The outputs of this rank's towers for all rows that came, in the order of the ranks that they came from."""
         arrived: Arrived = dist_input[0]
         outputs = {}
@@ -283,10 +292,12 @@ class ShardedTowers(ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor],
             if asked:
                 look_ups: Any = self.get_submodule(host).lookups
                 arriving = [Arriving(self._features[name], self._reads[name].shared, rows.get(name)) for name in names]
-                found |= dict.fromkeys(asked, look_ups(batch_of(arriving, look_ups.joint, self._device), asked))
+                found |= dict.fromkeys(
+                    asked, look_ups(batch_of_arrivals(arriving, look_ups.joint, self._device), asked)
+                )
         return found
 
-    def output_dist(self, ctx: Step, output: dict[str, Tensor]) -> LazyAwaitable[dict[str, Tensor]]:
+    def output_dist(self, ctx: ExchangeContext, output: dict[str, Tensor]) -> LazyAwaitable[dict[str, Tensor]]:
         """Each row's outputs on the rank that it came from."""
         return _Outputs(self._exchange.back(ctx, output))
 
@@ -343,13 +354,13 @@ def _features(tower: Any) -> list[str]:
     return list(dict.fromkeys(feature for table in tower.tables for feature in table.feature_names))
 
 
-def _rows(kjt: KeyedJaggedTensor, beside: Mapping[str, Bags], dense: Tensor, features: list[str]) -> TowerRows:
+def _rows(kjt: KeyedJaggedTensor, beside: Mapping[str, FeatureBags], dense: Tensor, features: list[str]) -> TowerRows:
     """``beside``: the bags of features that ``kjt`` has not."""
     keys = kjt.keys()
     if not beside or set(features) <= set(keys):
         own = kjt if keys == features else kjt.permute([keys.index(name) for name in features])
         return TowerRows(own.values().long(), own.lengths().int().view(len(features), own.stride()), dense)
-    bags = [Bags(kjt[name].values(), kjt[name].lengths()) if name in keys else beside[name] for name in features]
+    bags = [FeatureBags(kjt[name].values(), kjt[name].lengths()) if name in keys else beside[name] for name in features]
     return TowerRows(
         torch.cat([bag.values for bag in bags]).long(), torch.stack([bag.lengths for bag in bags]).int(), dense
     )

@@ -55,7 +55,7 @@ _MOST_REPEATED, _WIDEST, _LONGEST, _DEEPEST = 256, 2**24, 4096, 16
 _MOST_ROWS = 2**48
 
 
-def describe(module: nn.Module | Made, *, also: Sequence[type[nn.Module]] = ()) -> dict[str, Any]:
+def describe_module(module: nn.Module | Made, *, also: Sequence[type[nn.Module]] = ()) -> dict[str, Any]:
     """A module as JSON values: its class by name, and the arguments it was made with.
 
     Args:
@@ -90,7 +90,7 @@ def rebuild(description: Any, *, also: Sequence[type[nn.Module]] = ()) -> nn.Mod
     """The module of a description, on the meta device: without weights, and without memory.
 
     Args:
-        description: from :func:`describe`, perhaps from a file of a stranger.
+        description: from :func:`describe_module`, perhaps from a file of a stranger.
         also: classes of your own that it may name.
 
     Raises:
@@ -114,7 +114,7 @@ def _written(where: str, value: Any, also: Sequence[type[nn.Module]]) -> Any:
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, nn.Module):
-        return describe(value, also=also)
+        return describe_module(value, also=also)
     if isinstance(value, EmbeddingBagConfig | EmbeddingConfig):
         return _written_table(where, value)
     if isinstance(value, Compression):
@@ -244,7 +244,7 @@ def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], ta
     module.load_state_dict(dict(tensors), strict=False, assign=True)
 
 
-def fill_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None:
+def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None:
     """Puts the rows of every table of ``model`` in the place of those on the meta device, memory-mapped.
 
     Args:

@@ -24,7 +24,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import Cosine, DotProduct, Reordered
 from torchrec_ext.modules.layers import Made, how_made
 from torchrec_ext.modules.session_tower import SessionTower
-from torchrec_ext.retrieval.bundle.architecture import describe, rebuild
+from torchrec_ext.retrieval.bundle.architecture import describe_module, rebuild
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.request_columns import Columns, Read
 from torchrec_ext.retrieval.bundle.sides import Side
@@ -66,16 +66,16 @@ class LiveModel:
         if self.candidate not in made:
             raise BundleError(f"candidate={self.candidate!r}: is no tower of the model; they are {', '.join(made)}")
         self.names = [*(name for name in made if name != self.candidate), self.candidate]
-        self.towers = {name: describe(made[name], also=also) for name in self.names}
+        self.towers = {name: describe_module(made[name], also=also) for name in self.names}
         self._order = [self.names.index(name) for name in self._names]
         inner = unwrapped.interaction
         self.metric: Metric = (
             "dot" if isinstance(inner, DotProduct) else "cosine" if isinstance(inner, Cosine) else "top_nn"
         )
-        self.interaction = describe(how_made(inner), also=also)
+        self.interaction = describe_module(how_made(inner), also=also)
         if self.names != self._names:
             widths = [int(rebuild(self.towers[name], also=also).out_features) for name in self.names]  # type: ignore[arg-type]
-            self.interaction = describe(
+            self.interaction = describe_module(
                 Made(Reordered, {"interaction": inner, "order": self._order, "widths": widths}), also=also
             )
 
@@ -204,7 +204,7 @@ def logits(query: Side, read: Read, candidates: Tensor, interaction: nn.Module) 
     return interaction([*query.outputs(read), candidates]).float()  # type: ignore[no-any-return]
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def largest_difference(found: Tensor, expected: Tensor) -> float:
     """The greatest difference; infinite where a number is not finite."""
     if not bool(torch.isfinite(found).all()) or not bool(torch.isfinite(expected).all()):
         return float("inf")
@@ -222,7 +222,7 @@ def check_logits(where: str, found: Tensor, expected: Tensor, remedy: str) -> fl
     Raises:
         BundleError: it is beyond the tolerance.
     """
-    apart, allowed = difference(found, expected), tolerance(expected)
+    apart, allowed = largest_difference(found, expected), tolerance(expected)
     if not apart <= allowed:
         raise BundleError(
             f"{where}: {len(expected)} logits differ by up to {apart:.3g}, at most {allowed:.3g} is rounding; {remedy}"
@@ -259,7 +259,7 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
             "export the bundle again"
         )
     apart, allowed = (
-        difference(store.rows(torch.from_numpy(audit.positions)), vectors),
+        largest_difference(store.rows(torch.from_numpy(audit.positions)), vectors),
         1.01 * lost + tolerance(vectors),
     )
     if not apart <= allowed:

@@ -16,7 +16,7 @@ Kind = Literal["exact", "flat", "ivf", "hnsw", "pq"]
 FOLDER = "index"
 
 
-def check_kind(kind: Kind, metric: str) -> None:
+def check_index_metric(kind: Kind, metric: str) -> None:
     """Refuses an index that does not search by the loss's own metric.
 
     Raises:

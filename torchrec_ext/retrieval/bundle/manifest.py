@@ -45,7 +45,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """SHA-256 of the content: the name of what is served."""
-        return digest_of(self.content)
+        return json_digest(self.content)
 
     @property
     def metric(self) -> str:
@@ -69,7 +69,7 @@ class Manifest:
             "format": FORMAT,
             "digest": self.digest,
             "content": dict(self.content),
-            "seal": digest_of(self.certificate),
+            "seal": json_digest(self.certificate),
             "certificate": dict(self.certificate),
         }
 
@@ -102,12 +102,12 @@ class Manifest:
                 "version of torchrec_ext that wrote it"
             )
         for part, mark in (("content", "digest"), ("certificate", "seal")):
-            if not isinstance(whole.get(part), dict) or digest_of(whole[part]) != whole.get(mark):
+            if not isinstance(whole.get(part), dict) or json_digest(whole[part]) != whole.get(mark):
                 raise BundleError(f"{path}: its {part} does not have its {mark}: it was changed or damaged; {_ANEW}")
         return cls(content=whole["content"], certificate=whole["certificate"])
 
 
-def digest_of(value: Any) -> str:
+def json_digest(value: Any) -> str:
     """SHA-256 of JSON values, whatever order their keys stand in."""
     return hashlib.sha256(
         json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -16,7 +16,7 @@ from torchrec_ext.data.preprocess.columns import missing_column, read_cells
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.step import Step
 from torchrec_ext.schema import BatchSchema, DataError, Jagged, SparseFeature
-from torchrec_ext.schema.features import columns_of, widths_of
+from torchrec_ext.schema.features import source_columns, widths_of
 
 Rows = Mapping[str, Sequence[Any]]
 
@@ -62,8 +62,8 @@ class Columns:
         self.unseen = {name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()}
         names = types.keys() if preprocessor is None else preprocessor.outputs.keys()
         self._widths = widths_of(schema.dense, names)
-        wanted = [*schema.keys, *columns_of(schema.dense, names), *schema.weight_columns]
-        self._part = None if preprocessor is None else part_of(preprocessor, wanted)
+        wanted = [*schema.keys, *source_columns(schema.dense, names), *schema.weight_columns]
+        self._part = None if preprocessor is None else steps_for_columns(preprocessor, wanted)
         if self._part is None:
             self.request_columns = {name: _type_of(name, types) for name in wanted}
         else:
@@ -121,7 +121,7 @@ class Columns:
         return {name: Values(chunk[name].values, chunk[name].lengths if chunk[name].ragged else None) for name in chunk}
 
 
-def part_of(preprocessor: FittedPreprocessor, wanted: Collection[str]) -> FittedPreprocessor:
+def steps_for_columns(preprocessor: FittedPreprocessor, wanted: Collection[str]) -> FittedPreprocessor:
     """The steps of a preprocessor that the columns ``wanted`` come from, so that a request need not have the others' columns."""
     needed = set(wanted)
     steps: list[Step] = []

@@ -20,8 +20,8 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle.architecture import fill_dense, fill_tables, read_tensors, rebuild, table_paths
-from torchrec_ext.retrieval.bundle.manifest import BundleError, digest_of, read_json
+from torchrec_ext.retrieval.bundle.architecture import fill_dense, map_tables, read_tensors, rebuild, table_paths
+from torchrec_ext.retrieval.bundle.manifest import BundleError, json_digest, read_json
 from torchrec_ext.retrieval.bundle.request_columns import Columns, Read, Rows
 from torchrec_ext.schema import Jagged, SparseFeature
 
@@ -206,7 +206,9 @@ def towers_of(architecture: Architecture, names: Sequence[str], also: Sequence[t
     return TowerModel(towers, nn.Identity()).eval().requires_grad_(False)
 
 
-def columns_of(architecture: Architecture, model: TowerModel, preprocessor: FittedPreprocessor | None) -> Columns:
+def raw_request_columns(
+    architecture: Architecture, model: TowerModel, preprocessor: FittedPreprocessor | None
+) -> Columns:
     """From raw rows to what the towers of ``model`` read."""
     known = model.schema().keys
     schema = model.schema(oov_ids={name: row for name, row in architecture.oov_ids.items() if name in known})
@@ -227,12 +229,12 @@ def open_side(
     """
     try:
         model = towers_of(architecture, names, also)
-        columns = columns_of(architecture, model, preprocessor)
+        columns = raw_request_columns(architecture, model, preprocessor)
     except BundleError as error:
         raise BundleError(f"{folder / ARCHITECTURE}: {error}") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise BundleError(f"{folder / ARCHITECTURE}: towers {list(names)}: {error}; export the bundle again") from None
-    fill_tables(folder, model, architecture.tables)
+    map_tables(folder, model, architecture.tables)
     dense = {
         f"towers.{name}.{key}": value
         for name in names
@@ -275,13 +277,13 @@ def tower_digest(architecture: Architecture, names: Sequence[str], files: Mappin
     own += [found["sha256"] for name, found in sorted(files.items()) if name.startswith(f"{PREPROCESSOR}/")]
     described = {name: architecture.towers[name] for name in names}
     unseen = [dict(architecture.unseen)] if architecture.unseen else []
-    return digest_of([described, dict(architecture.oov_ids), dict(architecture.types), named, own, *unseen])
+    return json_digest([described, dict(architecture.oov_ids), dict(architecture.types), named, own, *unseen])
 
 
 def projection_digest(architecture: Architecture, files: Mapping[str, Mapping[str, Any]]) -> str:
     """The digest of all that decides what the projection makes of a candidate: its tower, and the interaction."""
     tower = tower_digest(architecture, [architecture.candidate], files)
-    return digest_of([tower, architecture.interaction, files[INTERACTION]["sha256"]])
+    return json_digest([tower, architecture.interaction, files[INTERACTION]["sha256"]])
 
 
 def tables_of(description: Mapping[str, Any]) -> list[str]:

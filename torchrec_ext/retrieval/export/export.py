@@ -16,8 +16,8 @@ from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.index import Kind
 from torchrec_ext.retrieval.bundle.manifest import NAME, BundleError, Manifest, sync
-from torchrec_ext.retrieval.export.weights import LiveWeights, Ranks
-from torchrec_ext.retrieval.export.writer import Catalogue, Parts, Progress, Settings, Users
+from torchrec_ext.retrieval.export.weights import ExportRanks, LiveWeights
+from torchrec_ext.retrieval.export.writer import BundleContent, Catalogue, ExportConfig, NamedUsers, Progress
 from torchrec_ext.retrieval.store.quantized import Dtype
 
 
@@ -26,7 +26,7 @@ def export(
     out: Path | str,
     *,
     catalogue: Catalogue,
-    users: Users | None = None,
+    users: NamedUsers | None = None,
     queries: pa.Table | None = None,
     preprocessor: FittedPreprocessor | None = None,
     candidate: str | None = None,
@@ -74,9 +74,9 @@ def export(
             model's logits.
         DataError: the folder is taken, or cannot be written.
     """
-    ranks = Ranks()
+    ranks = ExportRanks()
     live = LiveModel(model, candidate=candidate, also=also)
-    parts = Parts(
+    parts = BundleContent(
         live=live,
         catalogue=catalogue,
         users=users,
@@ -84,7 +84,7 @@ def export(
         preprocessor=preprocessor,
         oov_ids=oov_ids or {},
         unseen=unseen or {},
-        settings=Settings(store=store, index=index, recall=recall),
+        settings=ExportConfig(store=store, index=index, recall=recall),
         also=tuple(also),
         details=details or {},
         progress=progress or (lambda *_: None),
@@ -110,7 +110,7 @@ def export(
     return outcome  # type: ignore[no-any-return]
 
 
-def _queries(queries: pa.Table | None, users: Users | None) -> pa.Table:
+def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
     rows = queries if queries is not None else None if users is None else users.features
     if rows is None or not len(rows):
         raise BundleError(

@@ -29,7 +29,7 @@ class _Piece(NamedTuple):
     columns: int
 
 
-class Ranks:
+class ExportRanks:
     """What the ranks of an export learn from each other; without a process group there is one.
 
     Every rank makes one and calls each method alike.
@@ -70,7 +70,7 @@ class LiveWeights:
         tables: by name their whole shape, on every rank alike.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, ranks: ExportRanks) -> None:
         self._ranks = ranks
         self._shards: dict[str, list[Shard]] = {}
         for shard in local_shards(model):

@@ -28,7 +28,7 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.bundle import audit as audits
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.bundle import ITEMS, PROJECTED, STORE, USERS
-from torchrec_ext.retrieval.bundle.index import Kind, build_index, check_kind
+from torchrec_ext.retrieval.bundle.index import Kind, build_index, check_index_metric
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
 from torchrec_ext.retrieval.bundle.sides import (
@@ -37,10 +37,10 @@ from torchrec_ext.retrieval.bundle.sides import (
     PREPROCESSOR,
     Architecture,
     Side,
-    columns_of,
     open_interaction,
     open_side,
     projection_digest,
+    raw_request_columns,
     tables_of,
     tower_digest,
     towers_of,
@@ -85,7 +85,7 @@ class Catalogue:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Users:
+class NamedUsers:
     """What is known of U users, so that a request may name one by id alone.
 
     Args:
@@ -121,7 +121,7 @@ BLOCK_ROWS = 4096  # of the catalogue: blocks of one size, so that vectors do no
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ExportConfig:
     """See :func:`torchrec_ext.retrieval.export.export.export`."""
 
     store: Dtype = "fp32"
@@ -137,23 +137,23 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Parts:
+class BundleContent:
     """What a bundle is made of; the same on every rank. See :func:`~torchrec_ext.retrieval.export.export.export` for arguments."""
 
     live: LiveModel
     catalogue: Catalogue
-    users: Users | None
+    users: NamedUsers | None
     queries: pa.Table
     preprocessor: FittedPreprocessor | None
     oov_ids: Mapping[str, int]
     unseen: Mapping[str, Sequence[int]]
-    settings: Settings
+    settings: ExportConfig
     also: tuple[type[nn.Module], ...]
     details: Mapping[str, Any]
     progress: Progress
 
     def __post_init__(self) -> None:
-        check_kind(self.settings.index, self.live.metric)
+        check_index_metric(self.settings.index, self.live.metric)
         missing = self.missing
         if missing:
             raise BundleError(
@@ -199,7 +199,7 @@ class Parts:
 
     def columns(self, names: Sequence[str]) -> Columns:
         """From raw rows to what these towers read."""
-        return columns_of(self.architecture, towers_of(self.architecture, names, self.also), self.preprocessor)
+        return raw_request_columns(self.architecture, towers_of(self.architecture, names, self.also), self.preprocessor)
 
     def write(
         self,
@@ -304,14 +304,16 @@ class Parts:
         tower = tower_digest(self.architecture, [self.architecture.candidate], files)
         store = write_store(folder / STORE, self._vectors(candidate), dtype=self.settings.store, tower=tower)
         positions = torch.from_numpy(self.audit.positions)
-        lost = {"store_difference": audits.difference(store.rows(positions), vectors)}
+        lost = {"store_difference": audits.largest_difference(store.rows(positions), vectors)}
         said = {STORE: _said(store)}
         made = projection(interaction, candidate.width)
         if made.projected:
             digest = projection_digest(self.architecture, files)
             blocks = ((ids, made.candidates(block)) for ids, block in self._vectors(candidate))
             projected = write_store(folder / PROJECTED, blocks, dtype=self.settings.store, tower=digest)
-            lost["projected_difference"] = audits.difference(projected.rows(positions), made.candidates(vectors))
+            lost["projected_difference"] = audits.largest_difference(
+                projected.rows(positions), made.candidates(vectors)
+            )
             said[PROJECTED] = _said(projected)
         return store, {**said, "audit": lost}
 

@@ -142,7 +142,9 @@ class Blockwise:
                     found.append(self._of_all(query, k, hidden, hide[at : at + 1]))
                 else:
                     scores = torch.from_numpy(one[1])[None] + self._constant(query)
-                    found.append((padded(scores, k, -torch.inf), padded(torch.from_numpy(one[0])[None], k, -1)))
+                    found.append(
+                        (pad_candidates(scores, k, -torch.inf), pad_candidates(torch.from_numpy(one[0])[None], k, -1))
+                    )
         return torch.cat([scores for scores, _ in found]), torch.cat([positions for _, positions in found])
 
     def quantize(self) -> bool:
@@ -183,7 +185,7 @@ class Blockwise:
                 row[places[(places >= start) & (places < stop)] - start] = -np.inf
             best.add(start, scores)
         scores, positions = best.result()
-        return padded(scores, k, -torch.inf), padded(positions, k, -1)
+        return pad_candidates(scores, k, -torch.inf), pad_candidates(positions, k, -1)
 
     def _gathered(self, places: NDArray[np.int64]) -> NDArray[np.float32]:
         """(N, D) as they are compared."""
@@ -245,7 +247,7 @@ def check_request(
             raise ValueError(f"excluded: {int(wrong[0])} is no position (0 to {size - 1}); leave unknown ids, -1, out")
 
 
-def padded(found: Tensor, k: int, value: float) -> Tensor:
+def pad_candidates(found: Tensor, k: int, value: float) -> Tensor:
     """(Q, K) of (Q, fewer)."""
     if found.shape[1] == k:
         return found

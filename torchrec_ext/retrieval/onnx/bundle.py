@@ -98,7 +98,7 @@ def _apart(what: str, path: Path, found: NDArray[Any], expected: Tensor) -> floa
         raise ExportError(
             f"{what}: {path.name} answers {found.shape}, the bundle {tuple(expected.shape)}; export it again"
         )
-    apart, allowed = audits.difference(torch.from_numpy(found), expected), audits.tolerance(expected, TOLERANCE)
+    apart, allowed = audits.largest_difference(torch.from_numpy(found), expected), audits.tolerance(expected, TOLERANCE)
     if not apart <= allowed:
         raise ExportError(
             f"{what}: {path.name} differs from the bundle by up to {apart:.3g} on {len(expected)} audit rows, at most "
@@ -239,7 +239,7 @@ def export_bundle(
     return said
 
 
-def told(said: Mapping[str, Any], out: Path) -> str:
+def describe_onnx(said: Mapping[str, Any], out: Path) -> str:
     """What was written, and how far it is from the bundle."""
     parts = ", ".join(f"{name} {apart:.1g}" for name, apart in said["differences"].items())
     left = f"; without {', '.join(said['skipped'])}" if said["skipped"] else ""

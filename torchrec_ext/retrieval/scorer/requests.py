@@ -29,7 +29,7 @@ class RequestError(ValueError):
         self.field = field
 
 
-def check_kind(field: str, one: Id, kind: str) -> None:
+def check_id_type(field: str, one: Id, kind: str) -> None:
     """Refuses an id of another type than ``kind``, ``int64`` or ``str``.
 
     Raises:
@@ -254,7 +254,7 @@ def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = 
     """
     if not len(ids):
         return torch.empty(0, dtype=torch.int64), []
-    check_kind(field, ids[0], bundle.store.ids.kind)
+    check_id_type(field, ids[0], bundle.store.ids.kind)
     try:
         positions = np.array(bundle.store.ids.positions(cast(Sequence[int], ids)))
     except ValueError as error:

@@ -35,7 +35,7 @@ from torchrec_ext.retrieval.scorer.requests import (
     selection,
 )
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
-from torchrec_ext.retrieval.scorer.users import Found, Users
+from torchrec_ext.retrieval.scorer.users import Found, UserLookup
 from torchrec_ext.retrieval.store.versions import StoreError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Serving:
         self.index = _first_stage(bundle, stage)
         if isinstance(self.index, Blockwise):
             self.index.quantize()  # here, where no request waits for it
-        self.users = Users(bundle, vectors)
+        self.users = UserLookup(bundle, vectors)
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)
         self.search_s = self._measured()

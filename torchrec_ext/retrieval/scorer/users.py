@@ -18,7 +18,7 @@ from torchrec_ext.retrieval.scorer.requests import (
     RequestError,
     ScoreRequest,
     UnavailableError,
-    check_kind,
+    check_id_type,
 )
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
 
@@ -37,7 +37,7 @@ class Found:
     place: int
 
 
-class Users:
+class UserLookup:
     """Finds the users of a batch of requests, with one bundle."""
 
     def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors]) -> None:
@@ -98,7 +98,7 @@ class Users:
             raise RequestError(
                 f"{where}.{users.key}", f"{type(given).__name__} is no id; ids are whole numbers or strings"
             )
-        check_kind(f"{where}.{users.key}", given, users.ids.kind)
+        check_id_type(f"{where}.{users.key}", given, users.ids.kind)
         try:
             return int(users.ids.positions([given])[0])
         except (ValueError, OverflowError) as error:

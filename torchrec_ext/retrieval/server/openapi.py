@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchrec_ext.retrieval.server.parsing import MAX_LIKED
-from torchrec_ext.retrieval.server.settings import Limits, Settings
+from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -31,7 +31,7 @@ _STATUSES = {
 }
 
 
-def document(bundle: Bundle, settings: Settings) -> Schema:
+def document(bundle: Bundle, settings: ServerConfig) -> Schema:
     """The description, OpenAPI 3.1."""
     limits = settings.limits
     digest = {"type": "string", "description": "Digest of the bundle that answered."}

@@ -15,7 +15,7 @@ from torchrec_ext.retrieval.scorer.requests import Answer, Embedded, Request, Re
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
 from torchrec_ext.retrieval.server.responses import ClientGoneError, Refusal, over_limit
-from torchrec_ext.retrieval.server.settings import Settings
+from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.telemetry import Log, Metrics
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Service:
     """
 
     def __init__(
-        self, settings: Settings, bundle: Bundle, *, vectors: Sequence[UserVectors] = (), log: Log | None = None
+        self, settings: ServerConfig, bundle: Bundle, *, vectors: Sequence[UserVectors] = (), log: Log | None = None
     ) -> None:
         self.settings = settings
         self.scorer = Scorer(

@@ -45,7 +45,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServerConfig:
     """One service.
 
     Args:

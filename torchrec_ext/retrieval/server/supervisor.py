@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
-from torchrec_ext.retrieval.server.settings import Settings
+from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.worker import ALIVE, FAILED, run_worker
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
@@ -72,7 +72,7 @@ class Supervisor:
         log: where events go; see :class:`~torchrec_ext.retrieval.server.telemetry.Log`.
     """
 
-    def __init__(self, settings: Settings, listening: socket.socket, log: Callable[..., None]) -> None:
+    def __init__(self, settings: ServerConfig, listening: socket.socket, log: Callable[..., None]) -> None:
         self._settings, self._listening, self._log = settings, listening, log
         self._workers: list[_Worker] = []
         self._signals: list[int] = []

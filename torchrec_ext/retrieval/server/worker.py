@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torchrec_ext.retrieval.bundle.manifest import NAME as MANIFEST
-from torchrec_ext.retrieval.server.settings import Settings
+from torchrec_ext.retrieval.server.settings import ServerConfig
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -37,7 +37,7 @@ _OWN_FILES = 256  # of a worker: two bundles while one takes the other's place, 
 _BEATS = 10  # signs of life in the time after which a worker counts as hanging
 
 
-def run_worker(settings: Settings, listening: socket.socket, parent: Connection) -> None:
+def run_worker(settings: ServerConfig, listening: socket.socket, parent: Connection) -> None:
     """Loads the bundle, says so to the parent, and answers until SIGTERM; ends the process with 0, or with 1 where it cannot begin.
 
     SIGHUP looks for another bundle at once. SIGINT is the parent's affair: a terminal sends it to all.
@@ -82,7 +82,7 @@ def _signs_of_life(parent: Connection, every_s: float) -> Iterator[None]:
         beating.join()  # since the pipe is not for two threads at a time
 
 
-def _prepared(settings: Settings) -> tuple[Service, Any]:
+def _prepared(settings: ServerConfig) -> tuple[Service, Any]:
     import torch
     import uvicorn  # noqa: F401  before the collector is told what stays
 

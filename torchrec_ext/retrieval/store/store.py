@@ -25,8 +25,8 @@ from torchrec_ext.retrieval.store.versions import (
     check_files,
     current,
     new_version,
-    publish,
-    read_manifest,
+    publish_version,
+    read_store_manifest,
 )
 
 ROWS, SCALES, LIVE = "rows.bin", "scales.bin", "live.npy"
@@ -58,7 +58,7 @@ class EmbeddingStore:
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
         """Opens the version in ``folder`` itself; :meth:`open` follows the pointer."""
         self.folder = folder
-        manifest = read_manifest(folder)
+        manifest = read_store_manifest(folder)
         check_files(folder, manifest["files"], verify=verify)
         self.manifest = manifest
         self.width, self.dtype, self.tower, self.loss = _of(manifest, folder)
@@ -200,7 +200,7 @@ def refresh_store(
         np.save(path / LIVE, live)
         content = {key: old.manifest[key] for key in ("width", "dtype", "tower")}
         content |= {"rows": len(kept), "loss": _loss(old, block, decode(rows, scales))}
-        return EmbeddingStore(publish(path, content, {}))
+        return EmbeddingStore(publish_version(path, content, {}))
 
 
 def _checked(old: EmbeddingStore, ids: Ids, vectors: NDArray[Any] | Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def current(folder: Path) -> str:
     return name
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_store_manifest(folder: Path) -> dict[str, Any]:
     """What a version says of itself.
 
     Raises:
@@ -106,7 +106,7 @@ def file_digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def new_version(folder: Path) -> Iterator[Path]:
-    """A folder to write the next version to, which :func:`publish` then makes the current one; removed when the block raises.
+    """A folder to write the next version to, which :func:`publish_version` then makes the current one; removed when the block raises.
 
     Raises:
         StoreError: another process is writing, or the disk refuses.
@@ -130,7 +130,7 @@ def new_version(folder: Path) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(path: Path, content: dict[str, Any], digests: dict[str, str]) -> Path:
+def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]) -> Path:
     """Makes what was written to ``path`` the current version and returns its folder.
 
     Args:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrec_ext.retrieval.store.ids import IdMap, Ids, checked_ids
 from torchrec_ext.retrieval.store.quantized import Dtype, LossMeter, check_dtype, decode, encode, some_of
 from torchrec_ext.retrieval.store.store import LIVE, ROWS, SCALES, EmbeddingStore
-from torchrec_ext.retrieval.store.versions import new_version, publish
+from torchrec_ext.retrieval.store.versions import new_version, publish_version
 
 Block = tuple[Ids, "NDArray[Any] | Tensor"]
 
@@ -60,7 +60,7 @@ def write_store(
         np.save(path / LIVE, np.ones(len(kept), np.bool_))
         loss = None if writer.meter is None else writer.meter.loss().as_dict()
         content = {"rows": len(kept), "width": writer.width, "dtype": dtype, "tower": tower, "loss": loss}
-        return EmbeddingStore(publish(path, content, writer.digests))
+        return EmbeddingStore(publish_version(path, content, writer.digests))
 
 
 class RowWriter:

@@ -20,7 +20,7 @@ from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, check_shared, newest_good
-from torchrec_ext.train.checkpoint.load import load
+from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, State
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, writer
 
@@ -124,8 +124,8 @@ class Checkpointer:
         return newest_good(self.folder, self.together, say)
 
     def load(self, path: str, state: ModelState, extra: State | None = None) -> dict[str, Any]:
-        """Writes the checkpoint of a run into its model, whatever plan and ranks it was saved with; see :func:`load`."""
-        return load(path, state, self.together, extra)[0]
+        """Writes the checkpoint of a run into its model, whatever plan and ranks it was saved with; see :func:`load_checkpoint`."""
+        return load_checkpoint(path, state, self.together, extra)[0]
 
     def branch(
         self, saved: Mapping[str, Any], best: Mapping[str, Any] | None, say: Callable[[str], None] = print
@@ -133,11 +133,11 @@ class Checkpointer:
         """Goes on from a checkpoint: those ahead of it in this folder are set aside, and what is saved next has it as its parent.
 
         Args:
-            saved: the checkpoint's manifest, as :meth:`load` returns it.
+            saved: the checkpoint's manifest, as :meth:`load_checkpoint` returns it.
             best: figures and ``best_step`` of the best checkpoint that the loaded run knew, or None.
             say: called on rank 0 with a line where something was set aside.
         """
-        self._parent = {"step": saved["step"], "sha256": manifest.digest_of(saved)}
+        self._parent = {"step": saved["step"], "sha256": manifest.manifest_digest(saved)}
         line = self.together.on_main(lambda: self._set_aside(saved["step"], best))
         if line and self._runtime.is_main:
             say(line)
@@ -175,7 +175,7 @@ class Checkpointer:
     def _commit(self, step: int, content: Mapping[str, Any]) -> None:
         content = {**content, "parent": self._parent}
         self.folder.commit(step, manifest.sealed(content))
-        self._parent = {"step": step, "sha256": manifest.digest_of(content)}
+        self._parent = {"step": step, "sha256": manifest.manifest_digest(content)}
         best = self.folder.noted("best.json")
         self.folder.prune(self._keep, [best["step"]] if isinstance(best, dict) and "step" in best else [])
 

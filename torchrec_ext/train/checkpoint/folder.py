@@ -60,7 +60,7 @@ def sealed(content: Mapping[str, Any]) -> bytes:
     return (json.dumps({**whole, "sha256": _of(whole)}, indent=1) + "\n").encode()
 
 
-def digest_of(content: Mapping[str, Any]) -> str:
+def manifest_digest(content: Mapping[str, Any]) -> str:
     """The digest that a manifest of ``content`` is sealed with, by which a later checkpoint names its parent."""
     return _of({"format": FORMAT, **content})
 
@@ -417,7 +417,7 @@ _CONTENT = {
 }
 
 
-def read_manifest(path: str) -> dict[str, Any]:
+def read_checkpoint_manifest(path: str) -> dict[str, Any]:
     """What a checkpoint says of itself.
 
     Raises:
@@ -443,7 +443,7 @@ def read_index(path: str) -> Metadata:
 def damage(path: str, together: Together) -> str | None:
     """What is wrong with a checkpoint, or None; the ranks share the reading of its files."""
     try:
-        listed = read_manifest(path)["files"]
+        listed = read_checkpoint_manifest(path)["files"]
         found = damaged(url_to_fs(path)[0], path, listed, sorted(listed)[together.rank :: together.ranks])
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         found = str(error)

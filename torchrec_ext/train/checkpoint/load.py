@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchrec_ext.train.checkpoint.folder import Together, read_index, read_manifest
-from torchrec_ext.train.checkpoint.state import LoadPlanner, ModelState, Part, Parts, State
+from torchrec_ext.train.checkpoint.folder import Together, read_checkpoint_manifest, read_index
+from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, ModelState, Parts, State
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 
 Change = Literal["more_rows", "new_tables", "fewer_tables", "new_layers", "fewer_layers"]
@@ -114,7 +114,7 @@ def _clipped(held: Any, size: tuple[int, ...]) -> Any:
     """The rows of a table that were saved."""
     if not isinstance(held, Parts) or held.size() == size:
         return held
-    parts = [Part(part.tensor[: max(size[0] - part.offsets[0], 0)], part.offsets) for part in held.parts]
+    parts = [LocalShard(part.tensor[: max(size[0] - part.offsets[0], 0)], part.offsets) for part in held.parts]
     return Parts(size, parts)
 
 
@@ -171,7 +171,7 @@ def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Te
     return (saved.double() @ weights.to(saved.device)).to(saved.dtype).unsqueeze(1)
 
 
-def load(
+def load_checkpoint(
     path: str,
     state: ModelState,
     together: Together,
@@ -198,7 +198,7 @@ def load(
     Raises:
         CheckpointError: it is of another model; every difference is named.
     """
-    saved, index = read_manifest(path), read_index(path)
+    saved, index = read_checkpoint_manifest(path), read_index(path)
     counted = state.counted()
     found = match(path, state, {**state.tensors, **counted}, index, saved, allow, together)
     wanted = {**found.tensors, **{n: held for n, held in (extra or {}).items() if n in index.state_dict_metadata}}
@@ -206,12 +206,12 @@ def load(
     for name in found.row_states:
         own, widths = state.row_states[name], saved["row_parts"][name]
         rows = found.grown.get(name.split(".")[1], own.rows)
-        parts = [Part(part.tensor[: max(rows - part.offsets[0], 0)], part.offsets) for part in own.parts]
+        parts = [LocalShard(part.tensor[: max(rows - part.offsets[0], 0)], part.offsets) for part in own.parts]
         if tuple(widths) == own.widths:
             wanted[name] = Parts((rows, len(widths)), parts)
         else:
             lengths = {part.offsets[0]: len(part.tensor) for part in parts}
-            made = [Part(torch.empty(length, len(widths)), (row, 0)) for row, length in lengths.items()]
+            made = [LocalShard(torch.empty(length, len(widths)), (row, 0)) for row, length in lengths.items()]
             other[name] = Parts((rows, len(widths)), made)
     cold_rows = _cold_rows(state, found, cold or {})
     _read(path, {**wanted, **other}, together)
@@ -261,7 +261,9 @@ def _cold_rows(state: ModelState, found: Match, cold: Mapping[str, int]) -> dict
     rows: dict[str, Any] = {}
     for table, before in found.grown.items():
         dim = state.tables[table][1]
-        rows[f"tables.{table}.weight"] = Parts((before, dim), [Part(torch.empty(1, dim), (cold.get(table, 0), 0))])
+        rows[f"tables.{table}.weight"] = Parts(
+            (before, dim), [LocalShard(torch.empty(1, dim), (cold.get(table, 0), 0))]
+        )
     return rows
 
 

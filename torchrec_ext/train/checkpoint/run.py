@@ -21,7 +21,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, damage, read_index
-from torchrec_ext.train.checkpoint.load import Change, load, load_weights
+from torchrec_ext.train.checkpoint.load import Change, load_checkpoint, load_weights
 from torchrec_ext.train.checkpoint.state import State, model_state
 
 Changed = Literal["refuse", "next_epoch"]
@@ -131,7 +131,7 @@ class Sums(Protocol):
         """Of this rank."""
 
 
-class Run(Protocol):
+class CheckpointedRun(Protocol):
     """What is saved of a run: the attributes of the loop's."""
 
     model: nn.Module
@@ -190,7 +190,7 @@ class RunCheckpoints:
         """Whether anything is saved, the best evaluation included."""
         return self._config.saves
 
-    def restore(self, run: Run) -> Position:
+    def restore(self, run: CheckpointedRun) -> Position:
         """Loads the checkpoint to begin from, if there is one, and says where the run stands.
 
         Raises:
@@ -226,12 +226,12 @@ class RunCheckpoints:
             self._last, self._history = position.step, len(saved["content"]["position"]["history"])
         return position
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, run: CheckpointedRun) -> None:
         """Saves, where the config says so."""
         if self._config.steps and run.at.step % self._config.steps == 0:
             self.save(run)
 
-    def before_evaluation(self, run: Run, *, last: bool) -> None:
+    def before_evaluation(self, run: CheckpointedRun, *, last: bool) -> None:
         """Saves, where the config says so or this is the ``last`` epoch: what follows may take long, and be stopped.
 
         A run that resumes here evaluates first.
@@ -239,7 +239,7 @@ class RunCheckpoints:
         if self._due(run) or (self._config.saves and last):
             self.save(run)
 
-    def after_epoch(self, run: Run, *, last: bool, best: bool) -> None:
+    def after_epoch(self, run: CheckpointedRun, *, last: bool, best: bool) -> None:
         """Saves, where the config says so or this was the ``last`` epoch; keeps it where it is the ``best`` so far.
 
         What was saved before the evaluation is not saved again: its outcome is noted beside it.
@@ -259,7 +259,7 @@ class RunCheckpoints:
         if best:
             self._checkpointer.mark_best(run.at.step, run.watch.state_dict()["best"] or {})
 
-    def _due(self, run: Run) -> bool:
+    def _due(self, run: CheckpointedRun) -> bool:
         config = self._config
         by_epoch = config.epochs and (run.at.epoch + 1) % config.epochs == 0
         return bool(by_epoch or (config.steps and run.at.step % config.steps == 0))
@@ -296,7 +296,7 @@ class RunCheckpoints:
                 return True
         return False
 
-    def save(self, run: Run) -> None:
+    def save(self, run: CheckpointedRun) -> None:
         """Begins to save, unless this step was saved last."""
         if self._last == run.at.step:
             return
@@ -349,7 +349,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _of_rank(run: Run) -> State:
+def _of_rank(run: CheckpointedRun) -> State:
     """What each rank has of its own: the random states that dropout draws from, and sums for the next record."""
     own = {"cpu": torch.get_rng_state(), "sums": run.window.sums}
     if run.runtime.device.type == "cuda":
@@ -357,7 +357,7 @@ def _of_rank(run: Run) -> State:
     return {f"rank.{run.runtime.rank}.{name}": state for name, state in own.items()}
 
 
-def _restore_rank(states: State, run: Run) -> None:
+def _restore_rank(states: State, run: CheckpointedRun) -> None:
     own = {name.rpartition(".")[2]: state for name, state in states.items() if name.startswith("rank.")}
     torch.set_rng_state(own["cpu"])  # type: ignore[arg-type]
     run.window.sums.copy_(own["sums"])  # type: ignore[arg-type]
@@ -427,7 +427,7 @@ def begin_with(
         config: how the model may differ.
         cold: by table, the row that stands for ids never seen.
     """
-    saved, found = load(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
+    saved, found = load_checkpoint(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
     grown = [
         f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}"
         for name, rows in found.grown.items()

@@ -31,7 +31,7 @@ from torchrec_ext.distributed.tower_parallel.lookups import unhosted
 BLOCK_BYTES = 32 * 2**20  # a reader holds one saved block at a time, whatever it is asked for
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """One rectangle: writing ``tensor`` writes the whole from ``offsets`` onwards."""
 
     tensor: Tensor
@@ -50,7 +50,7 @@ class Parts:
         parts: of this rank; may be none.
     """
 
-    def __init__(self, shape: Sequence[int], parts: Sequence[Part]) -> None:
+    def __init__(self, shape: Sequence[int], parts: Sequence[LocalShard]) -> None:
         self.shape = torch.Size(shape)
         self.parts = [part for part in parts if part.tensor.numel()]
 
@@ -61,7 +61,8 @@ class Parts:
     def map(self, function: Any) -> Parts:
         """The same rectangles of ``function(tensor, number)``."""
         return Parts(
-            self.shape, [Part(function(part.tensor, number), part.offsets) for number, part in enumerate(self.parts)]
+            self.shape,
+            [LocalShard(function(part.tensor, number), part.offsets) for number, part in enumerate(self.parts)],
         )
 
     def at(self, offsets: Sequence[int]) -> Tensor:
@@ -86,15 +87,15 @@ class Parts:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [_chunk(part) for part in self.parts]
 
-    def _blocks(self) -> Iterator[Part]:
+    def _blocks(self) -> Iterator[LocalShard]:
         """The parts in blocks of rows."""
         for tensor, (row, *rest) in self.parts:
             rows = max(BLOCK_BYTES // max(tensor[0].numel() * tensor.element_size(), 1), 1)
             for start in range(0, len(tensor), rows):
-                yield Part(tensor[start : start + rows], (row + start, *rest))
+                yield LocalShard(tensor[start : start + rows], (row + start, *rest))
 
 
-def _chunk(part: Part) -> ChunkStorageMetadata:
+def _chunk(part: LocalShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=part.tensor.shape)
 
 
@@ -145,7 +146,7 @@ class RowState:
 
     widths: tuple[int, ...]
     rows: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LocalShard] = field(default_factory=list)
 
 
 @dataclass
@@ -194,9 +195,9 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
         for config in configs.values()
     }
     tensors: State = {}
-    held: dict[str, list[Part]] = {}
+    held: dict[str, list[LocalShard]] = {}
     for shard in local_shards(model):
-        held.setdefault(shard.config.name, []).append(Part(shard.tensor.detach(), (shard.row, shard.column)))
+        held.setdefault(shard.config.name, []).append(LocalShard(shard.tensor.detach(), (shard.row, shard.column)))
     for name, parts in held.items():
         tensors[f"tables.{name}.weight"] = Parts(tables[name][:2], parts)
     for key, value in get_unwrapped_module(model).state_dict().items():
@@ -275,13 +276,13 @@ def _add_of_table(
         # Of a table with copies the state is a DTensor, its weight a ShardedTensor of one copy all the same.
         places, own = [at for _, at in _pieces(weight)], [tensor for tensor, _ in _pieces(value)]
         if value.size() == weight.size():
-            tensors[name] = Parts(shape, [Part(tensor, at) for tensor, at in zip(own, places, strict=True)])
+            tensors[name] = Parts(shape, [LocalShard(tensor, at) for tensor, at in zip(own, places, strict=True)])
         else:
             rows[name] = _row_state(config, weight, zip(own, places, strict=True))
     elif value.shape == shape:
-        tensors[name] = Parts(shape, [Part(value, (0, 0))])
+        tensors[name] = Parts(shape, [LocalShard(value, (0, 0))])
     else:
-        rows[name] = RowState((config.embedding_dim,), config.num_embeddings, [Part(value.view(-1, 1), (0, 0))])
+        rows[name] = RowState((config.embedding_dim,), config.num_embeddings, [LocalShard(value.view(-1, 1), (0, 0))])
 
 
 def _pieces(held: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[int, ...]]]:
@@ -301,7 +302,7 @@ def _row_state(
         if shard.shard_sizes[0]
     }
     places = sorted(widths)
-    parts = [Part(own.view(-1, 1), (at[0], places.index(at[1]))) for own, at in shards if own.numel()]
+    parts = [LocalShard(own.view(-1, 1), (at[0], places.index(at[1]))) for own, at in shards if own.numel()]
     return RowState(tuple(widths[place] for place in places), config.num_embeddings, parts)
 
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.tensor_file import Shape, TensorWriter
-from torchrec_ext.train.checkpoint.folder import read_index, read_manifest
-from torchrec_ext.train.checkpoint.state import LoadPlanner, Part, Parts
+from torchrec_ext.train.checkpoint.folder import read_checkpoint_manifest, read_index
+from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, Parts
 from torchrec_ext.train.checkpoint.storage import CheckpointError, reader
 
 BLOCK = 65536
@@ -133,7 +133,9 @@ def _parquet(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids, torch.from_numpy(flat).view(len(ids), -1)
 
 
-def publish(path: str, file: Path, *, progress: Callable[[int], None] | None = None) -> dict[str, tuple[int, ...]]:
+def publish_weights(
+    path: str, file: Path, *, progress: Callable[[int], None] | None = None
+) -> dict[str, tuple[int, ...]]:
     """Writes the weights of a checkpoint to one safetensors file, under the names of the unsharded model's state dict.
 
     One saved block (32 MiB) is in memory at a time.
@@ -149,7 +151,7 @@ def publish(path: str, file: Path, *, progress: Callable[[int], None] | None = N
     Raises:
         CheckpointError: it cannot be read, or the file not be written.
     """
-    saved, index = read_manifest(path), read_index(path)
+    saved, index = read_checkpoint_manifest(path), read_index(path)
     names = dict(_published(saved, index.state_dict_metadata))
     held: dict[str, Any] = {name: index.state_dict_metadata[own] for name, own in names.items()}
     try:
@@ -181,7 +183,7 @@ def _blocks(path: str, name: str, held: Any) -> Iterator[tuple[int, Tensor]]:
     starts = sorted({chunk.offsets[0] for chunk in held.chunks}) if size else [0]
     for start, stop in zip(starts, [*starts[1:], size[0] if size else 0], strict=True):
         block = torch.empty((stop - start, *size[1:]) if size else (), dtype=held.properties.dtype)
-        into: Any = Parts(size, [Part(block, (start, *[0] * (len(size) - 1)))]) if len(size) > 1 else block
+        into: Any = Parts(size, [LocalShard(block, (start, *[0] * (len(size) - 1)))]) if len(size) > 1 else block
         whole = block if len(size) <= 1 else into
         dcp.load({name: whole}, storage_reader=reader(path), planner=LoadPlanner(), no_dist=True)
         yield start, block

@@ -11,14 +11,14 @@ from torchrec_ext.train.metrics.classification import (
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watched, watching
 from torchrec_ext.train.metrics.ranking import (
     RankingMetrics,
-    Ranks,
+    TargetRanks,
     candidate_ranks,
     gather_ranks,
     query_figures,
     ranking_metrics,
     ranks_among,
 )
-from torchrec_ext.train.metrics.shares import Kept, Recommender, Share, embed_all, gather_rows, own_share
+from torchrec_ext.train.metrics.shares import Kept, PaddedRows, Recommender, embed_all, gather_uneven_rows, own_share
 
 __all__ = [
     "ClassificationMetrics",
@@ -27,18 +27,18 @@ __all__ = [
     "EvaluationWatch",
     "GroupedAuc",
     "Kept",
+    "PaddedRows",
     "Question",
     "RankingMetrics",
-    "Ranks",
     "Recommender",
-    "Share",
+    "TargetRanks",
     "auc",
     "candidate_ranks",
     "catalogue_ranks",
     "classification_metrics",
     "embed_all",
     "gather_ranks",
-    "gather_rows",
+    "gather_uneven_rows",
     "grouped_auc",
     "own_share",
     "popularity_ranks",

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.evaluation_watch import watched
-from torchrec_ext.train.metrics.ranking import Ranks
-from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_rows, own_start
+from torchrec_ext.train.metrics.ranking import TargetRanks
+from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_uneven_rows, own_start
 
 
 class Coverage:
@@ -133,7 +133,7 @@ class Question:
         return rows, self.seen_items[order]
 
 
-def ranks_of(scores: Tensor, question: Question, start: int = 0) -> Ranks:
+def ranks_of(scores: Tensor, question: Question, start: int = 0) -> TargetRanks:
     """Ranks of the targets of queries ``start`` to ``start + B`` by ``scores`` (B, I), in which what is left out becomes -inf.
 
     Raises:
@@ -151,7 +151,7 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0) -> Ranks:
     scores[:, list(question.not_items)] = -torch.inf
     scores[rows, items] = wanted
     better, ties = _compare(scores, rows, wanted, alone=question.target_rows is None)
-    return Ranks(better, ties, None if question.target_rows is None else rows + start)
+    return TargetRanks(better, ties, None if question.target_rows is None else rows + start)
 
 
 def _compare(scores: Tensor, rows: Tensor, wanted: Tensor, *, alone: bool) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ def catalogue_ranks(
     *,
     towers: Sequence[str] = ("user", "item"),
     coverage: Coverage | None = None,
-) -> Ranks:
+) -> TargetRanks:
     """Ranks each query's targets among all items; every rank must call it and gets the ranks of all queries.
 
     Both towers run once per row, spread over the ranks; then each rank scores its own queries against the whole
@@ -217,11 +217,11 @@ def catalogue_ranks(
         if coverage is not None:
             coverage.update(scores)
         start += len(block)
-    better, ties = gather_rows(torch.cat(parts), runtime).cpu().unbind(1)
-    return Ranks(better, ties, question.target_rows)
+    better, ties = gather_uneven_rows(torch.cat(parts), runtime).cpu().unbind(1)
+    return TargetRanks(better, ties, question.target_rows)
 
 
-def popularity_ranks(popularity: Tensor, question: Question) -> Ranks:
+def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
     """Ranks of the targets where every query is ranked by ``popularity`` (I,), on the same candidates: what a model must beat."""
     parts, block = [], max(1, PAIRS_PER_BLOCK // len(popularity))
     for start in range(0, question.queries, block):
@@ -229,7 +229,7 @@ def popularity_ranks(popularity: Tensor, question: Question) -> Ranks:
         ranks = ranks_of(scores, question, start)
         parts.append(torch.stack([ranks.better, ranks.ties], dim=1))
     better, ties = torch.cat(parts).unbind(1)
-    return Ranks(better, ties, question.target_rows)
+    return TargetRanks(better, ties, question.target_rows)
 
 
 def _check_scores(scores: Tensor, wanted: Tensor, start: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.metrics.shares import gather_rows
+from torchrec_ext.train.metrics.shares import gather_uneven_rows
 
 BITS = 18  # sign, exponent and 9 bits after the point: a bin is at most a 512th of its logits wide
 
@@ -38,7 +38,7 @@ def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> fl
     Raises:
         ValueError: shapes that differ, a logit that is not finite, a label outside 0 to 1, a weight below 0.
     """
-    rows = gather_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
+    rows = gather_uneven_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
     values, places = torch.unique(rows[:, 0], return_inverse=True)
     classes = torch.zeros(2, len(values), dtype=torch.float64, device=rows.device)
     classes.index_add_(1, places, by_class(rows[:, 1], rows[:, 2]))
@@ -183,8 +183,8 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
             f"groups: {groups.dtype} of shape {tuple(groups.shape)}; must be integers, one for each of {len(logits)} "
             "rows"
         )
-    rows = gather_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
-    names, group = torch.unique(gather_rows(groups[weights != 0].long(), runtime), return_inverse=True)
+    rows = gather_uneven_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
+    names, group = torch.unique(gather_uneven_rows(groups[weights != 0].long(), runtime), return_inverse=True)
     values, place = torch.unique(rows[:, 0], return_inverse=True)
     cells, cell = torch.unique(group * len(values) + place, return_inverse=True)  # by group, then by ascending logit
     positive, negative = torch.zeros(2, len(cells), dtype=torch.float64, device=rows.device).index_add_(

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.evaluation_watch import watched
-from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_rows, own_start
+from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_uneven_rows, own_start
 
 Figure = Literal["hr", "recall", "precision", "ndcg", "mrr"]
 _DEFAULT: tuple[Figure, ...] = ("hr", "ndcg")
 
 
-class Ranks(NamedTuple):
+class TargetRanks(NamedTuple):
     """Where T relevant items stand: ``better`` (T,) candidates score higher, ``ties`` (T,) other candidates score the same.
 
     ``queries`` (T,) says which query each belongs to, ascending; None: one for each query. A query's other relevant
@@ -34,7 +34,7 @@ class Ranks(NamedTuple):
     ties: Tensor
     queries: Tensor | None = None
 
-    def ties_lost(self) -> Ranks:
+    def ties_lost(self) -> TargetRanks:
         """Every relevant item behind all that tie with it: for figures published so, such as He et al.'s (2017) of popularity.
 
         Raises:
@@ -44,10 +44,12 @@ class Ranks(NamedTuple):
             raise ValueError(
                 "queries: given; ties can only be lost where each query has one relevant item: leave them shared"
             )
-        return Ranks(self.better + self.ties, torch.zeros_like(self.ties))
+        return TargetRanks(self.better + self.ties, torch.zeros_like(self.ties))
 
 
-def ranking_metrics(ranks: Ranks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT) -> dict[str, float]:
+def ranking_metrics(
+    ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT
+) -> dict[str, float]:
     """The mean over the queries of each figure at each k; see :func:`query_figures`.
 
     Example:
@@ -70,7 +72,7 @@ class RankingMetrics:
         self._keys = list(query_figures(_NO_RANKS, k, names))
         self._sums = torch.zeros(1 + len(self._keys), dtype=torch.float64)
 
-    def update(self, ranks: Ranks) -> None:
+    def update(self, ranks: TargetRanks) -> None:
         """Adds queries that no other update, of any rank, has or will have: a query's relevant items come in one update."""
         figures = query_figures(ranks, self._k, self._names)
         count = len(next(iter(figures.values())))
@@ -86,7 +88,9 @@ class RankingMetrics:
         return dict(zip(self._keys, (sums[1:] / sums[0]).tolist(), strict=True))
 
 
-def query_figures(ranks: Ranks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT) -> dict[str, Tensor]:
+def query_figures(
+    ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT
+) -> dict[str, Tensor]:
     """(U,) float64 figures of each query, by ``name@k``.
 
     ``hr``: whether a relevant item is among the first k. ``recall``: the share of the relevant items that are.
@@ -180,13 +184,13 @@ def _check(ks: Sequence[int], names: Sequence[str]) -> None:
         raise ValueError(f"names={list(names)}: must be some of {', '.join(get_args(Figure))}")
 
 
-_NO_RANKS = Ranks(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+_NO_RANKS = TargetRanks(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
 PAIRS_PER_BLOCK = 2**13  # each holds both towers' outputs: 4 MiB at width 64
 
 
-def ranks_among(scores: Tensor, ids: Tensor) -> Ranks:
+def ranks_among(scores: Tensor, ids: Tensor) -> TargetRanks:
     """Where each row's first candidate stands among the row's others.
 
     An id counts once in a row, where it stands first: a target that is also among its own negatives, as for 156 of the
@@ -208,7 +212,7 @@ def ranks_among(scores: Tensor, ids: Tensor) -> Ranks:
     wanted = scores[:, :1]
     others = ~_repeated(ids) & (ids >= 0)
     others[:, 0] = False
-    return Ranks(((scores > wanted) & others).sum(1), ((scores == wanted) & others).sum(1))
+    return TargetRanks(((scores > wanted) & others).sum(1), ((scores == wanted) & others).sum(1))
 
 
 @torch.no_grad()
@@ -220,7 +224,7 @@ def candidate_ranks(
     ids: Tensor,
     *,
     towers: Sequence[str] = ("user", "item"),
-) -> Ranks:
+) -> TargetRanks:
     """Ranks each query's target among its own candidates; every rank must call it and gets the ranks of all queries.
 
     Both towers run once per row, as in :func:`catalogue_ranks`; the interaction runs over the pairs, 2**13 at a time.
@@ -250,12 +254,12 @@ def candidate_ranks(
     return gather_ranks(ranks_among(torch.cat(scores), asked), runtime)
 
 
-def gather_ranks(ranks: Ranks, runtime: Runtime) -> Ranks:
+def gather_ranks(ranks: TargetRanks, runtime: Runtime) -> TargetRanks:
     """The ranks of all ranks' queries, one relevant item each, in rank order; for scores that were made otherwise."""
     better, ties = (
-        gather_rows(torch.stack([ranks.better, ranks.ties], dim=1).to(runtime.device), runtime).cpu().unbind(1)
+        gather_uneven_rows(torch.stack([ranks.better, ranks.ties], dim=1).to(runtime.device), runtime).cpu().unbind(1)
     )
-    return Ranks(better, ties)
+    return TargetRanks(better, ties)
 
 
 def _repeated(ids: Tensor) -> Tensor:

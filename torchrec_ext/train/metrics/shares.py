@@ -34,14 +34,14 @@ class Recommender(Protocol):
         """(B, D)."""
 
 
-class Share(NamedTuple):
+class PaddedRows(NamedTuple):
     """Rows of one look-up, never none (a row-wise sharded look-up of no rows fails), of which the first ``keep`` count."""
 
     rows: slice
     keep: int
 
 
-def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[Share]:
+def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[PaddedRows]:
     """This rank's rows of ``total`` (1 or more), a block at a time: as many look-ups on every rank.
 
     Example:
@@ -53,7 +53,7 @@ def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[Share]:
     shares = []
     for start in range(runtime.rank * share, (runtime.rank + 1) * share, block):
         keep = max(0, min(start + block, stop) - start)
-        shares.append(Share(slice(start, start + keep) if keep else slice(total - 1, total), keep))
+        shares.append(PaddedRows(slice(start, start + keep) if keep else slice(total - 1, total), keep))
     return shares
 
 
@@ -77,7 +77,7 @@ def own_start(found: int, total: int, runtime: Runtime) -> int:
 @torch.no_grad()
 def embed_all(model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime) -> Tensor:
     """(rows of all ranks, D), the outputs of one tower; ``batches`` as in :func:`catalogue_ranks`."""
-    return gather_rows(embed_own(model, [tower], batches, runtime)[0], runtime)
+    return gather_uneven_rows(embed_own(model, [tower], batches, runtime)[0], runtime)
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def embed_own(model: Recommender, towers: Sequence[str], batches: Iterable[Kept]
     return [torch.cat(part) for part in parts]
 
 
-def gather_rows(rows: Tensor, runtime: Runtime) -> Tensor:
+def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
     """The (n_r, ...) rows of all ranks below one another, n_r differing between ranks."""
     if runtime.world_size == 1:
         return rows

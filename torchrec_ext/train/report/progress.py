@@ -187,11 +187,13 @@ class RunFolder:
         self._metrics.close()
         self._events.close()
         picture = self.path / "training.png"
-        draw(self.records, picture, baselines or {}, baseline_name)
+        draw_training(self.records, picture, baselines or {}, baseline_name)
         return picture
 
 
-def draw(records: list[Record], path: Path, baselines: Mapping[str, float], baseline_name: str = "popularity") -> None:
+def draw_training(
+    records: list[Record], path: Path, baselines: Mapping[str, float], baseline_name: str = "popularity"
+) -> None:
     """Loss over steps on the left, one panel per evaluated figure beside it."""
     from matplotlib.figure import Figure
 

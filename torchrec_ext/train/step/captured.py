@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import row_by_row
-from torchrec_ext.train.step.lowering import CannotCaptureError, Layout, Packer, lowered, static_bags
-from torchrec_ext.train.step.memory import Moved, StepMemory, TableRows
+from torchrec_ext.train.step.lowering import BatchLayout, CannotCaptureError, Packer, lowered, static_bags
+from torchrec_ext.train.step.memory import StepMemory, TableRows, UpdatedParameter
 from torchrec_ext.train.step.update_rules import stepped
 
 # At 1,280 rows half of a step was Python between kernels. Whoever calls looks at shapes.
@@ -36,7 +36,7 @@ Step = Callable[..., list[Tensor]]
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
-class Engine(Protocol):
+class StepExecutor(Protocol):
     """Takes the step and the tensors it was made for."""
 
     def __call__(self, step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
 
 def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
-    """Runs the step op by op: an :class:`Engine` for tests, and for finding out what another one gains."""
+    """Runs the step op by op: an :class:`StepExecutor` for tests, and for finding out what another one gains."""
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -154,7 +154,7 @@ def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     return run
 
 
-def engine_for(device: torch.device) -> tuple[Engine, str]:
+def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
     """The engine of a device, and what a user should know while it works.
 
     Raises:
@@ -229,7 +229,7 @@ class CapturedStep:
         self,
         model: nn.Module,
         optimizer: HybridOptimizer,
-        engine: Engine,
+        engine: StepExecutor,
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         rule: Callable[[int, int], bool] = row_by_row,
@@ -325,7 +325,11 @@ class CapturedStep:
                 f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size"
             )
         last = next(known for known in reversed(self._calls) if _rows(known) == _rows(key))
-        how = last.difference(key) if isinstance(last, Layout) and isinstance(key, Layout) else f"{last} and {key}"
+        how = (
+            last.difference(key)
+            if isinstance(last, BatchLayout) and isinstance(key, BatchLayout)
+            else f"{last} and {key}"
+        )
         raise CannotCaptureError(f"batches of {_rows(key)} rows differ in more than {MOST_GRAPHS} ways: {how}")
 
     def _captured(self, inputs: Sequence[Tensor], item: TowerBatch | DrawnStep, make: Any) -> _Call:
@@ -411,7 +415,7 @@ class CapturedStep:
         for name in limited:
             grads[name] = [None if grad is None else grad * factor for grad in grads[name]]
 
-    def _move(self, moved: Moved, tensors: dict[str, Tensor], grad: Tensor | None) -> None:
+    def _move(self, moved: UpdatedParameter, tensors: dict[str, Tensor], grad: Tensor | None) -> None:
         assert grad is not None
         clock, state = self._memory.clock(moved, tensors), self._memory.state(moved, tensors)
         values, new = stepped(tensors[moved.name], grad, state, clock.step, clock.lr, moved.choice, table=False)
@@ -421,12 +425,12 @@ class CapturedStep:
 
 def _size(key: Any) -> Any:
     """What the shapes of two batches have in common of which one's lists have outgrown the other's."""
-    return key.sizes if isinstance(key, Layout) else key
+    return key.sizes if isinstance(key, BatchLayout) else key
 
 
 def _rows(key: Any) -> int:
     """Of a batch of that shape."""
-    return int(dict(key.fields)["labels"][0][0] if isinstance(key, Layout) else key[0][0])
+    return int(dict(key.fields)["labels"][0][0] if isinstance(key, BatchLayout) else key[0][0])
 
 
 class _Call:

@@ -27,7 +27,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.train.guards.amp import Context, LossScaling
 from torchrec_ext.train.guards.finite import FiniteLoss
-from torchrec_ext.train.step.captured import CapturedStep, Engine, RareShapeError, engine_for
+from torchrec_ext.train.step.captured import CapturedStep, RareShapeError, StepExecutor, engine_for
 from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.plain import PlainStep
 
@@ -312,7 +312,7 @@ class Steps:
         self._say(f"{doing} ...")
         return step
 
-    def _engine(self) -> tuple[Engine, str]:
+    def _engine(self) -> tuple[StepExecutor, str]:
         if not isinstance(self._optimizer, HybridOptimizer):
             raise CannotCaptureError(
                 f"the optimizer is a {type(self._optimizer).__name__}, not that of hybrid_parallel()"

@@ -147,7 +147,7 @@ _GRAIN = 64
 
 
 @dataclass(frozen=True)
-class Bags:
+class KeyedLayout:
     """A KeyedJaggedTensor without its tensors: S bags for each of its keys, and how many ids each key's part holds."""
 
     keys: tuple[str, ...]
@@ -168,23 +168,23 @@ class Bags:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """All of a batch but its tensors: what is there, by field, and each tensor's shape."""
 
     fields: tuple[tuple[str, Any], ...]
 
     @property
-    def sizes(self) -> Layout:
+    def sizes(self) -> BatchLayout:
         """The layout without the numbers of ids: what two batches have in common of which one's lists have outgrown the other's."""
-        return Layout(tuple((name, _size(kind)) for name, kind in self.fields))
+        return BatchLayout(tuple((name, _size(kind)) for name, kind in self.fields))
 
-    def difference(self, other: Layout) -> str:
+    def difference(self, other: BatchLayout) -> str:
         """The first field in which two layouts differ, and how; empty where they are equal."""
         for (name, own), (_, theirs) in zip(self.fields, other.fields, strict=True):
             if own != theirs:
                 return (
                     own.difference(theirs)
-                    if isinstance(own, Layout) and isinstance(theirs, Layout)
+                    if isinstance(own, BatchLayout) and isinstance(theirs, BatchLayout)
                     else _told(name, own, theirs)
                 )
         return ""
@@ -196,14 +196,14 @@ class Layout:
 
 
 def _size(kind: Any) -> Any:
-    if isinstance(kind, Bags):
+    if isinstance(kind, KeyedLayout):
         return dataclasses.replace(kind, parts=())
-    return kind.sizes if isinstance(kind, Layout) else kind
+    return kind.sizes if isinstance(kind, BatchLayout) else kind
 
 
 def _told(name: str, own: Any, theirs: Any) -> str:
     shown = [
-        f"{kind.stride} bags of {', '.join(kind.keys)}" if isinstance(kind, Bags) else str(kind)
+        f"{kind.stride} bags of {', '.join(kind.keys)}" if isinstance(kind, KeyedLayout) else str(kind)
         for kind in (own, theirs)
     ]
     return f"'{name}' is {shown[0]} in one and {shown[1]} in another"
@@ -212,9 +212,9 @@ def _told(name: str, own: Any, theirs: Any) -> str:
 def _unpacked(kind: Any, left: Any) -> Any:
     if kind is None or isinstance(kind, int):
         return kind
-    if isinstance(kind, Bags):
+    if isinstance(kind, KeyedLayout):
         return kind.keyed([next(left) for _ in range(3 if kind.weighted else 2)])
-    if isinstance(kind, Layout):
+    if isinstance(kind, BatchLayout):
         return SharedRows(**{name: _unpacked(own, left) for name, own in kind.fields})
     return next(left)
 
@@ -228,12 +228,12 @@ class Packer:
     def __init__(self) -> None:
         self._capacities: dict[tuple[str, str, int], int] = {}
 
-    def pack(self, batch: TowerBatch) -> tuple[Layout, list[Tensor]]:
+    def pack(self, batch: TowerBatch) -> tuple[BatchLayout, list[Tensor]]:
         """The layout of a batch and its tensors."""
         tensors: list[Tensor] = []
         return self._fields("batch", batch, tensors), tensors
 
-    def _fields(self, where: str, part: Any, tensors: list[Tensor]) -> Layout:
+    def _fields(self, where: str, part: Any, tensors: list[Tensor]) -> BatchLayout:
         found = []
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
@@ -248,9 +248,9 @@ class Packer:
                 kind = (tuple(value.shape), value.dtype)
                 tensors.append(value)
             found.append((field.name, kind))
-        return Layout(tuple(found))
+        return BatchLayout(tuple(found))
 
-    def _bags(self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor]) -> Bags:
+    def _bags(self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor]) -> KeyedLayout:
         stride, keys = bags.stride(), bags.keys()
         counts = bags.length_per_key()
         lengths = bags.lengths()
@@ -274,7 +274,7 @@ class Packer:
             values = _padded(bags.values(), counts, parts)
             weights = None if weights is None else _padded(weights, counts, parts)
         tensors += [values, lengths, *([weights] if weights is not None else [])]
-        return Bags(tuple(keys), stride, parts, weights is not None)
+        return KeyedLayout(tuple(keys), stride, parts, weights is not None)
 
     def _make_room(self, where: str, stride: int, counts: Mapping[str, int]) -> None:
         """Capacities for so many ids. Where one is outgrown all grow, since lists of one batch often grow together."""

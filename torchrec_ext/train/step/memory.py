@@ -163,7 +163,7 @@ _STATES = {"adam": 2, "lazy_adam": 2, "adagrad": 1, "row_wise_adagrad": 1, "sgd"
 
 
 @dataclass
-class Moved:
+class UpdatedParameter:
     """One parameter and what moves it; the tensors are the optimizer's and the model's own memory.
 
     Args:
@@ -187,7 +187,7 @@ class Moved:
     choice: Choice
 
 
-def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Moved]:
+def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[UpdatedParameter]:
     """Every parameter that ``optimizer`` moves on this one rank, after its first step, which makes its state.
 
     Raises:
@@ -215,7 +215,7 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Moved
                 f"'{fqn}' has {len(state)} tensors of {choice.kind} state, not {_STATES[choice.kind]}: run a step"
             )
         sharded = config is not None and isinstance(own[0], ShardedTensor)
-        found.append(Moved(name, config is not None, sharded, weight.detach(), state, steps, group, choice))
+        found.append(UpdatedParameter(name, config is not None, sharded, weight.detach(), state, steps, group, choice))
     return found
 
 
@@ -279,7 +279,7 @@ class StepMemory:
     """
 
     def __init__(self, model: nn.Module, optimizer: HybridOptimizer, fixed: Mapping[str, Tensor]) -> None:
-        self.moved: list[Moved] = moved_parameters(model, optimizer)
+        self.moved: list[UpdatedParameter] = moved_parameters(model, optimizer)
         self.fixed = dict(fixed)
         self._clips = bool(optimizer.clip_norm)
         self._groups = list({id(moved.group): moved.group for moved in self.moved}.values())
@@ -295,7 +295,7 @@ class StepMemory:
         self.reload()
 
     @property
-    def tables(self) -> dict[str, Moved]:
+    def tables(self) -> dict[str, UpdatedParameter]:
         """By name."""
         return {moved.name: moved for moved in self.moved if moved.table}
 
@@ -329,7 +329,7 @@ class StepMemory:
                 self._all_made(moved.name)
         self._unsettled = 0
 
-    def _catch_up(self, moved: Moved) -> None:
+    def _catch_up(self, moved: UpdatedParameter) -> None:
         """Every row of a table, a block of rows at a time."""
         since, _, sums, _ = self._since[moved.name]
         (first, second), now = moved.state, self._step.int()
@@ -367,7 +367,7 @@ class StepMemory:
                     self._most = min(self._most, len(sums) - 1)
                 self._since[name] = since, torch.zeros_like(since), sums.to(self.device), powers.to(self.device)
 
-    def _by_row(self, moved: Moved, lookups: int, rule: Callable[[int, int], bool]) -> bool:
+    def _by_row(self, moved: UpdatedParameter, lookups: int, rule: Callable[[int, int], bool]) -> bool:
         if moved.choice.kind == "adam" and not has_closed_form(moved.choice.betas):
             return False
         if moved.choice.l2:
@@ -396,7 +396,7 @@ class StepMemory:
                 }
         return memory
 
-    def table(self, moved: Moved, tensors: Mapping[str, Tensor]) -> TableRows:
+    def table(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> TableRows:
         """A table in one step on ``tensors``, which stand for those of :meth:`tensors`."""
         state, clock = self.state(moved, tensors), self.clock(moved, tensors)
         if moved.name not in self._since:
@@ -404,11 +404,11 @@ class StepMemory:
         since, place, sums, powers = (tensors[f"{moved.name}/{part}"] for part in _ROWS)
         return RowTable(tensors[moved.name], state, since, place, sums, powers, moved.choice, clock)
 
-    def state(self, moved: Moved, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def state(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The optimizer's state of a parameter."""
         return [tensors[f"{moved.name}/{at}"] for at in range(len(moved.state))]
 
-    def clock(self, moved: Moved, tensors: Mapping[str, Tensor]) -> Clock:
+    def clock(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
         """Steps and learning rate of a parameter."""
         return Clock(
             tensors["step"], tensors[f"rate {next(at for at, g in enumerate(self._groups) if g is moved.group)}"]

@@ -61,7 +61,7 @@ def _lazy_adam(
     values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
 ) -> tuple[Tensor, list[Tensor]]:
     moved, moments = _adam(values, grad, state, step, lr, choice)
-    live = touched(grad)
+    live = gradient_row_mask(grad)
     return torch.where(live, moved, values), [
         torch.where(live, new, old) for new, old in zip(moments, state, strict=True)
     ]
@@ -98,7 +98,7 @@ UPDATES: dict[str, Update] = {
 }
 
 
-def touched(grad: Tensor) -> Tensor:
+def gradient_row_mask(grad: Tensor) -> Tensor:
     """(n, 1) whether a row of a table has a gradient."""
     return grad.ne(0).any(dim=1, keepdim=True)
 
@@ -119,7 +119,7 @@ def stepped(
     """
     if choice.weight_decay:
         decayed = values * (1 - lr * choice.weight_decay)
-        values = torch.where(touched(grad), decayed, values) if table else decayed
+        values = torch.where(gradient_row_mask(grad), decayed, values) if table else decayed
     if choice.l2:
         grad = grad + choice.l2 * values
     return UPDATES[choice.kind](values, grad, state, step, lr, choice)
