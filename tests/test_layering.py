@@ -13,7 +13,7 @@ TORCH = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
 
 # A unit is a module or subpackage of torchrec_ext, or one of the two folders beside it. Each may import itself and what
 # stands here; "modules.tower" is one module of a unit. `needs_torch` is open to all of torchrec_ext and torchx_apps.
-BASE = {"schema", "batch", "timing", "tensor_file"}
+BASE = {"schema", "batch", "tensor_file", "sealed"}
 SET_UP = {"stack", "needs_torch", "probe", "doctor"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "stack": set(),
@@ -22,29 +22,17 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "doctor": {"stack"},
     "schema": BASE,
     "batch": BASE,
-    "timing": BASE,
     "tensor_file": set(),
     "sealed": set(),
-    "data": BASE | {"sealed"},  # a folder that is replaced in one step
+    "data": BASE,
     "modules": BASE,
     "models": BASE | {"modules"},
-    "distributed": {"batch", "timing", "modules.tower", "modules.shared_tables"},
-    "train": {"distributed", "batch", "timing", "tensor_file", "sealed"},
-    "networks": {"train", "distributed", "modules", "batch", "timing"},
+    "distributed": {"batch", "modules.tower", "modules.shared_tables"},
+    "train": {"distributed", "batch", "tensor_file", "sealed"},
+    "networks": {"train", "distributed", "modules", "batch"},
     # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone.
-    "retrieval": {
-        "schema",
-        "batch",
-        "modules",
-        "models",
-        "tensor_file",
-        "sealed",
-        "data.preprocess",
-        "distributed.tables",
-    },
-    "diagnose": {"timing"},
-    "torchx_apps": BASE
-    | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "diagnose", "stack"},
+    "retrieval": BASE | {"modules", "models", "data.preprocess", "distributed.tables"},
+    "torchx_apps": BASE | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "stack"},
     "components": set(),
 }
 
@@ -91,8 +79,6 @@ def complaint(module: str, name: str) -> str | None:
         return None if top in ("torchx", "typing") else "a component imports torchx and typing only"
     if unit in SET_UP - {"probe"} and top not in ("torchrec_ext", *sys.stdlib_module_names):
         return f"{unit} must work where nothing is installed: standard library only"
-    if module.startswith("torchrec_ext.diagnose.rules") and top in TORCH:
-        return "the rules of diagnose are pure functions and need no torch"
     if top not in OURS:
         return None
     target = unit_of(name)
@@ -170,7 +156,7 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
         (
             "torchrec_ext.data.loader.loader",
             "from torchrec_ext import modules",
-            "data may import batch, schema, sealed, tensor_file, timing",
+            "data may import batch, schema, sealed, tensor_file",
         ),
         ("torchrec_ext.data.loader.loader", "from ...modules import tower", "data may import"),
         ("torchrec_ext.retrieval.bundle.bundle", "from torchrec_ext.train.loop import train", "retrieval may import"),
@@ -183,8 +169,6 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
         ("torchrec_ext.modules.tower", "from torchrec_ext import Tower", "modules may import"),
         ("torchrec_ext.batch", "import torchx_apps.train", "batch may import"),
         ("torchrec_ext.doctor", "import torch", "standard library only"),
-        ("torchrec_ext.diagnose.rules", "import torch", "pure functions"),
-        ("torchrec_ext.utils", "import torchrec_ext.batch", "stands in no layer"),
         ("components.train", "import os", "torchx and typing only"),
         ("components.train", "from torchrec_ext import stack", "torchx and typing only"),
         ("torchx_apps.train", "from components.train import hybrid", "torchx_apps may import"),

@@ -46,7 +46,9 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
         for path in (ROOT / folder).rglob("*.py")
     }
     assert {name for name in wheel.namelist() if name.endswith(".py")} == here
-    assert "torchrec_ext/py.typed" in wheel.namelist()
+    stubs = {f"torchrec_ext/{path.relative_to(ROOT / 'torchrec_ext')}" for path in ROOT.glob("torchrec_ext/**/*.pyi")}
+    assert len(stubs) > 5
+    assert {"torchrec_ext/py.typed", *stubs} <= set(wheel.namelist())  # attached at run time too, see lazy_loader
     assert not [name for name in wheel.namelist() if name.startswith(("components/", "tests/", "benchmarks/"))]
 
 

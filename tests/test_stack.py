@@ -194,32 +194,3 @@ def test_a_mixed_triple_says_so_and_loads_no_torch(mixed: str, code: str) -> Non
 def test_a_stack_built_by_hand_passes_when_asked(mixed: str) -> None:
     done = in_fresh_interpreter("import torchrec_ext.needs_torch", PYTHONPATH=mixed, TORCHREC_EXT_UNCHECKED="1")
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.unit
-def test_no_export_shares_its_name_with_a_submodule() -> None:
-    """Such a name is the function or the module, whichever was imported last."""
-    import torchrec_ext
-
-    folder = Path(torchrec_ext.__file__).parent
-    submodules = {path.stem for path in folder.glob("*.py")} | {
-        path.parent.name for path in folder.glob("*/__init__.py")
-    }
-    assert not submodules & set(torchrec_ext.__all__)
-    assert sorted(torchrec_ext.__all__) == sorted(torchrec_ext._EXPORTS)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("name", sorted(__import__("torchrec_ext").__all__))
-def test_every_export_is_there(name: str) -> None:
-    import torchrec_ext
-
-    assert getattr(torchrec_ext, name).__name__ == name
-
-
-@pytest.mark.unit
-def test_an_unknown_name_answers_with_the_known_ones() -> None:
-    import torchrec_ext
-
-    with pytest.raises(AttributeError, match=r"no attribute 'Towers'; it has ArrowSource, BatchSchema, .*TowerModel"):
-        _ = torchrec_ext.Towers

@@ -1,14 +1,18 @@
-"""Measures how easy the code is to find one's way in: `python tools/house.py [FOLDER] [--list MEASURE]`.
+"""Measures how hard it is to find one's way in the code: `python tools/house.py [FOLDER] [--list MEASURE] [--walk]`.
 
-Reads the sources of a checkout (this one, or FOLDER, such as a worktree of an older commit) and runs none of them,
-except for `--walk`, which runs a small job in FOLDER and counts the files of ours that it passes through.
+FOLDER is a checkout, such as a worktree of an older commit; this one where not given. Its sources are read and not run,
+except by `--walk`: three small jobs, of which the files and the calls from file to file are counted.
 """
 
 import argparse
 import ast
+import json
+import os
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,7 +65,9 @@ class House:
         """
         module = self._module(path)
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for node in self._nodes(self.trees[path], lazy=lazy):
+        stub = path.with_suffix(".pyi")  # of a subpackage: the names it exports, imported when first used
+        tree = ast.parse(stub.read_text()) if lazy and stub.exists() else self.trees[path]
+        for node in self._nodes(tree, lazy=lazy):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -106,7 +112,7 @@ class House:
 
 
 def duplicate_names(house: House) -> list[Place]:
-    """Public classes and functions whose name stands in two files; `main` of an app, and components, are named by TorchX."""
+    """Public classes and functions whose name stands in two files; TorchX names components and `main`, which are left out."""
     where = defaultdict(list)
     for path in house.paths:
         if path.relative_to(house.root).parts[0] == "components":
@@ -129,7 +135,7 @@ def duplicate_classes(house: House) -> list[Place]:
 
 def single_importers(house: House) -> list[Place]:
     """Modules whose one importer is a file in the same folder."""
-    importers = defaultdict(set)
+    importers: defaultdict[str, set[Path]] = defaultdict(set)
     for path in house.paths:
         for target in house.imports(path, lazy=True):
             importers[target].add(path)
@@ -262,12 +268,108 @@ def _count(name: str, places: Sequence[Place]) -> int:
     return len({place[2] for place in places}) if "names" in name or "classes" in name.split()[-1:] else len(places)
 
 
+# Runs in FOLDER, in a process of its own: counts functions of ours that call functions in another file of ours.
+_TRACER = """
+import inspect, json, os, sys, threading
+root, job = sys.argv[1], sys.argv[2]
+tops = tuple(os.path.join(root, top) + os.sep for top in ("torchrec_ext", "torchx_apps", "components"))
+calls, files = set(), set()
+def profile(frame, event, _):
+    code = frame.f_code
+    if event != "call" or not code.co_filename.startswith(tops) or not code.co_flags & inspect.CO_OPTIMIZED:
+        return  # bodies of modules and classes run at import
+    caller = frame.f_back
+    while caller is not None and not caller.f_code.co_filename.startswith(tops):
+        caller = caller.f_back
+    if caller is not None and not caller.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return
+    files.add(code.co_filename)
+    if caller is not None and caller.f_code.co_filename != code.co_filename:
+        calls.add((caller.f_code, code))
+sys.path.insert(0, root)
+sys.argv = ["house"]
+threading.setprofile(profile)
+sys.setprofile(profile)
+try:
+    exec(compile(job, "job", "exec"), {"__name__": "job"})
+finally:
+    sys.setprofile(None)
+    threading.setprofile(None)
+print("\\n" + json.dumps({"files": len(files), "hops": len(calls)}))
+"""
+_TINY = ["data.name=planted", "data.users=60", "data.items=60", "train.epochs=1"]
+_TRAIN = f"""
+from torchx_apps.train import main
+sets = {_TINY!r} + ["export=require"]
+assert main([word for item in sets for word in ("--set", item)] + ["--run-dir", "run"]) == 0
+"""
+_ANSWER = """
+import importlib
+from torchrec_ext import Bundle, Scorer
+for module in ("torchrec_ext.retrieval", "torchrec_ext.retrieval.scorer.requests", "torchrec_ext.retrieval.requests"):
+    try:
+        Request = importlib.import_module(module).RecommendRequest
+        break
+    except (ImportError, AttributeError):
+        pass
+assert Scorer(Bundle.load("run/bundle")).recommend(Request(user={"user_id": 1}, k=3))
+"""
+_KEY = """
+from torchx_apps.train import main
+assert main(["--set", "loader.batch_size=64", "--dry-run"]) == 0
+"""
+_ID = """
+import pyarrow as pa, pyarrow.parquet as pq
+from torchrec import EmbeddingBagConfig
+from torchrec_ext import ChunkLoader, LoaderConfig, ParquetSource, two_tower
+columns = {"user": [1, 2, 3, 4], "item": [3, 1, 2, 1], "label": pa.array([1, 0, 1, 0], pa.float32())}
+pq.write_table(pa.table(columns), "a.parquet")
+tables = [[EmbeddingBagConfig(name=n, feature_names=[n], num_embeddings=9, embedding_dim=4)] for n in ("user", "item")]
+model = two_tower(*tables)
+config = LoaderConfig(batch_size=2, negatives=0, label="label")
+for batch in ChunkLoader(ParquetSource("a.parquet"), model.schema(), config=config, rank=0, world_size=1):
+    model(batch)
+"""
+WALKS = {
+    "a row of data to the answer of a request": _TRAIN + _ANSWER,
+    "--set loader.batch_size to the recipe it changes": _KEY,
+    "an id in a parquet file to its embedding": _ID,
+}
+
+
+def walk(root: Path, job: str) -> dict[str, int]:
+    """Runs a job with the sources of a checkout, and counts what it passes through.
+
+    Args:
+        root: folder of the checkout.
+        job: Python source.
+
+    Returns:
+        ``files`` of ours in which a function ran, and ``hops``: pairs of functions in two files of which one called the
+        other.
+
+    Raises:
+        RuntimeError: the job failed.
+    """
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", _TRACER, str(root.resolve()), job]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    counts: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return counts
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the measures, or the places of one."""
     parser = argparse.ArgumentParser(
         prog="house", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parents[1], help="a checkout")
+    parser.add_argument(
+        "--walk", action="store_true", help="run three small jobs, and count the files they pass through"
+    )
     parser.add_argument("--list", metavar="MEASURE", help="places of the first measure whose name holds this word")
     args = parser.parse_args(argv)
     house = House(args.folder)
@@ -278,6 +380,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     for name, value in summary(house).items():
         print(f"{name:50} {value}")
+    for name, job in WALKS.items() if args.walk else ():
+        counts = walk(args.folder, job)
+        print(f"{name:50} {counts['hops']} hops in {counts['files']} files")
     return 0
 
 

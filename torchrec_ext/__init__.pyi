@@ -1,0 +1,15 @@
+from .batch import TowerBatch as TowerBatch
+from .data.files.sources import ParquetSource as ParquetSource
+from .data.loader.config import LoaderConfig as LoaderConfig
+from .data.loader.loader import ChunkLoader as ChunkLoader
+from .distributed.optim.config import OptimizerConfig as OptimizerConfig
+from .distributed.parallel import hybrid_parallel as hybrid_parallel
+from .distributed.plan.explain import explain as explain
+from .distributed.plan.planner import PlanConfig as PlanConfig
+from .distributed.plan.planner import plan_sharding as plan_sharding
+from .distributed.runtime import Runtime as Runtime
+from .models.tower_model import TowerModel as TowerModel
+from .models.tower_model import two_tower as two_tower
+from .modules.tower import Tower as Tower
+from .retrieval.bundle.bundle import Bundle as Bundle
+from .retrieval.scorer.scorer import Scorer as Scorer

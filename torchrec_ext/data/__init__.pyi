@@ -1,0 +1,17 @@
+from .columns import Chunk as Chunk
+from .columns import Column as Column
+from .datasets.catalog import DataConfig as DataConfig
+from .datasets.catalog import load_dataset as load_dataset
+from .datasets.interactions import InteractionData as InteractionData
+from .datasets.interactions import from_ratings as from_ratings
+from .files.sources import ArrowSource as ArrowSource
+from .files.sources import ParquetSource as ParquetSource
+from .loader.config import LoaderConfig as LoaderConfig
+from .loader.id_dropout import IdDropout as IdDropout
+from .loader.loader import ChunkLoader as ChunkLoader
+from .loader.sessions import SessionLoader as SessionLoader
+from .negatives.hard import HardNegatives as HardNegatives
+from .negatives.known_pairs import KnownPairs as KnownPairs
+from .negatives.mixed import MixedNegatives as MixedNegatives
+from .negatives.samplers import PopularityNegatives as PopularityNegatives
+from .negatives.samplers import UniformNegatives as UniformNegatives

@@ -1,0 +1,17 @@
+from .bundle.bundle import Bundle as Bundle
+from .bundle.index import build_index as build_index
+from .bundle.manifest import BundleError as BundleError
+from .export.export import export as export
+from .export.writer import Catalogue as Catalogue
+from .export.writer import NamedUsers as NamedUsers
+from .index.exact import ExactIndex as ExactIndex
+from .index.faiss import FaissIndex as FaissIndex
+from .scorer.requests import EmbedRequest as EmbedRequest
+from .scorer.requests import RecommendRequest as RecommendRequest
+from .scorer.requests import RequestError as RequestError
+from .scorer.requests import ScoreRequest as ScoreRequest
+from .scorer.scorer import Scorer as Scorer
+from .store.redis import RedisStore as RedisStore
+from .store.store import EmbeddingStore as EmbeddingStore
+from .store.writer import embed as embed
+from .store.writer import write_store as write_store
