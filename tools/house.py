@@ -112,7 +112,7 @@ class House:
 
 
 def duplicate_names(house: House) -> list[Place]:
-    """Public classes and functions whose name stands in two files; TorchX names components and `main`, which are left out."""
+    """Public classes and functions whose name stands in two files; except components and `main`."""
     where = defaultdict(list)
     for path in house.paths:
         if path.relative_to(house.root).parts[0] == "components":

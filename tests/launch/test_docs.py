@@ -1,0 +1,190 @@
+"""The README and the pages of docs: every program runs as it stands, every command of a `sh` block too.
+
+A `console` block shows commands that need what a test has not, such as a server that stays, Redis, Spark or a cluster.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.readme_output import block, shown
+from tests.small_sets import write_ml_100k
+
+CLONE = Path(__file__).resolve().parents[2]
+README = CLONE / "README.md"
+PAGES = [README, *sorted((CLONE / "docs").glob("*.md"))]
+LANGUAGES = {"python", "sh", "console", ""}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: a program, commands, or what they print."""
+
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The file that the program's first line names."""
+        return self._header()[0]
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines of a `sh` block, or the command in the first line of a program."""
+        if self.language == "sh":
+            return [line for line in self.text.splitlines() if line]
+        return [self._header()[1]]
+
+    def _header(self) -> tuple[str, str]:
+        match = re.match(r"# (\S+\.py): (.venv/bin/.*?)(, or .*)?\n", self.text)
+        assert match, f"its first line must be `# NAME.py: COMMAND`: {self.text[:80]!r}"
+        return match[1], match[2]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """All fenced blocks of a page, in its order."""
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        yield Block(language, text)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A reader's folder: an environment, the MovieLens of the tests, a click log."""
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    write_ml_100k(tmp_path)
+    ratings = pq.read_table(tmp_path / "ml-100k" / "inter.parquet")
+    times = pa.array(np.linspace(880_000_000, 893_000_000, ratings.num_rows).astype(np.int64))
+    ratings = ratings.set_column(ratings.schema.get_field_index("timestamp"), "timestamp", times)
+    pq.write_table(ratings, tmp_path / "ml-100k" / "inter.parquet")
+    random = np.random.default_rng(0)
+    columns = {f"c{index}": pa.array(random.integers(0, 1000, 5000)) for index in range(3)}
+    columns |= {f"d{index}": pa.array(random.random(5000, dtype=np.float32)) for index in range(2)}
+    columns["history"] = pa.array([[1, 2], []] * 2500, pa.list_(pa.int64()))
+    columns["label"] = pa.array((random.random(5000) < 0.3).astype(np.float32))
+    (tmp_path / "clicks").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "clicks" / "part-0.parquet", row_group_size=2000)
+    return tmp_path
+
+
+def run(command: str, folder: Path) -> str:
+    """Runs one command as a reader would, in ``folder``, and returns what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHREC_EXT_DATA": str(folder)}
+    words = shlex.split(command, comments=True)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def run_program(program: Block, folder: Path) -> str:
+    (folder / program.name).write_text(program.text)
+    (command,) = program.commands
+    return run(command, folder)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    for each in blocks(page):
+        assert each.language in LANGUAGES
+        assert each.language != "python" or each.commands
+    assert page.read_text().count("```") == 2 * len(list(blocks(page)))
+
+
+@pytest.mark.unit
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", page.read_text()):
+            path = page.parent / target if target else page
+            assert path.exists(), f"{page.name}: {target}"
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor[1:] in [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
+    assert {page.name for page in PAGES[1:]} == set(re.findall(r"\]\(docs/([\w.]+)\)", README.read_text()))
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("page", "name", "printed"),
+    [
+        ("README.md", "my_train.py", r"^loss 0\.\d{4}$"),
+        ("README.md", "my_recipe.py", r"^hr@10 +0\.\d+ "),
+        ("docs/data.md", "my_stream.py", r"epoch 1, step 2 of 2: loss 0\."),
+    ],
+)
+def test_a_program_runs_as_it_stands(page: str, name: str, printed: str, folder: Path) -> None:
+    (program,) = (each for each in blocks(CLONE / page) if each.language == "python" and each.name == name)
+    assert re.search(printed, run_program(program, folder), re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.parametrize("page", [page for page in PAGES if page != README], ids=lambda page: page.stem)
+def test_a_page_runs_from_top_to_bottom(page: Path, folder: Path) -> None:
+    """What one block makes, such as a run folder or a bundle, the next ones take."""
+    for each in blocks(page):
+        if each.language == "python":
+            run_program(each, folder)
+        elif each.language == "sh":
+            for command in each.commands:
+                run(command, folder)
+
+
+RUN = """data: ml-100k, 98,114 training rows
+licence: MovieLens 100K (c) GroupLens, University of Minnesota: research use only, no redistribution at all
+epoch 1, step 1 of 9: loss 0.4
+epoch 1, step 2 of 9: loss 0.4
+epoch 1, step 3 of 9: loss 0.4
+epoch 2, step 4 of 9: loss 0.4
+epoch 2, step 5 of 9: loss 0.4
+epoch 3, step 9 of 9: loss 0.4
+epoch 3, step 9 of 9: auc 0.8
+
+user 7 liked before: One Film; Another Film
+3 recommendations (the held-out item was: Film, A (again)):
+  1. One Film  (2.24)
+  2. Film (1995)  (-1.98)   <- the held-out item
+ 10. Another Film  (1.20)
+"""
+
+
+@pytest.mark.unit
+def test_the_sample_output_is_what_the_script_makes_of_one_run() -> None:
+    made = shown(RUN)
+    assert made == shown(made)
+    assert "Film" not in made
+    assert [line for line in made.splitlines() if line.startswith(("epoch", "."))][4:] == [
+        "epoch 2, step 5 of 9: loss 0.4",
+        "...",
+        "epoch 3, step 9 of 9: auc 0.8",
+    ]
+    assert made.endswith("was: ...):\n  1. ...  (2.24)\n  2. ...  (-1.98)\n  ...\n")
+    sample = block(README.read_text())
+    assert sample == shown(sample)
+    told = [
+        r"data: ml-100k, ",
+        r"ranks: 2 on cpu",
+        r"item_id  +1,683 x 32 ",
+        r"epoch 1, step ",
+        r"\.\.\.$",
+        r"epoch 10, step .*: auc ",
+    ]
+    told += [
+        r"hr@10 +\S+ +\S+ +\S+x$",
+        r"trained in ",
+        r"  1\. \.\.\.  \(",
+        r"run folder: (\S+) ",
+        r"bundle: (\S+)/bundle ",
+    ]
+    at = [re.search(f"^{line}", sample, re.MULTILINE) for line in told]
+    assert all(at), [line for line, found in zip(told, at, strict=True) if not found]
+    assert at[-1][1] == at[-2][1], "of one run"
