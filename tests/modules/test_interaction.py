@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchrec_ext.modules.interaction import (
     HIDDEN_FLOATS,
+    INTERACTIONS,
     Cosine,
     DeepCross,
     DeepFM,
@@ -22,8 +23,7 @@ from torchrec_ext.modules.interaction import (
 
 pytestmark = pytest.mark.unit
 
-NAMES: tuple[Interaction, ...] = ("top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm")
-MANY: tuple[Interaction, ...] = ("top_nn", "dcn", "fm", "deepfm")  # those for any number of towers
+MANY = [name for name, kind in INTERACTIONS.items() if kind.towers is None]  # those for any number of towers
 
 
 def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
@@ -34,7 +34,7 @@ def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("make", "widths"),
     [
-        *((lambda widths, name=name: interaction_layer(name, widths), (8, 8)) for name in NAMES),
+        *((lambda widths, name=name: interaction_layer(name, widths), (8, 8)) for name in INTERACTIONS),
         *((lambda widths, name=name: interaction_layer(name, widths), (4, 4, 4)) for name in MANY),
         *(
             (lambda widths, name=name: interaction_layer(name, widths), (8,)) for name in ("top_nn", "dcn")
@@ -62,7 +62,7 @@ def test_all_pairs_equal_the_pairs_one_by_one(
     torch.testing.assert_close(scores, one_by_one.view(5, 13), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", INTERACTIONS)
 def test_every_parameter_receives_a_gradient(name: Interaction) -> None:
     interaction = interaction_layer(name, [8, 8]).double()
     towers = [output.requires_grad_() for output in outputs(8, 8)]

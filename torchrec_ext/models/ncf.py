@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.models.tower_model import Loss, TowerModel
-from torchrec_ext.modules.interaction import over_pairs
-from torchrec_ext.modules.layers import Activation, Recorded, activation_layer
+from torchrec_ext.modules.interaction import InteractionLayer, over_pairs
+from torchrec_ext.modules.layers import Activation, activation_layer
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 
@@ -138,7 +138,7 @@ class _Half(nn.Module):
         return torch.cat([gmf, self.linear(rest)], dim=1)
 
 
-class NCFHead(Recorded, nn.Module):
+class NCFHead(InteractionLayer):
     """The product of the GMF halves beside the rest of the MLP, and the prediction layer over both: an interaction.
 
     Args:
@@ -147,6 +147,9 @@ class NCFHead(Recorded, nn.Module):
         activation: after each of them.
         dropout: after each activation.
     """
+
+    towers = 2
+    projectable = True
 
     def __init__(
         self, gmf_dim: int, mlp_widths: Sequence[int], *, activation: Activation = "relu", dropout: float = 0.0

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Prediction, TowerModel
-from torchrec_ext.modules.interaction import Cosine, DotProduct
+from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.losses import in_batch_softmax
 from torchrec_ext.modules.softmax import in_batch_negatives, widened
 from torchrec_ext.modules.tower import Tower
@@ -32,7 +32,8 @@ class RetrievalModel(TowerModel):
 
     Args:
         towers: the query's and the candidate's, in this order.
-        interaction: :class:`DotProduct` or :class:`Cosine`, whose temperature is that of the softmax.
+        interaction: one with a ``metric``, :class:`DotProduct` or :class:`Cosine`, whose temperature is then that of
+            the softmax.
         counts: (I,) how often each candidate stands in the training rows, for batches without ``log_q``; these are not
             corrected where it is not given.
         known: from users (B,) and items (C,) to (B, C) bool, what each user is known to have taken, such as a
@@ -50,7 +51,7 @@ class RetrievalModel(TowerModel):
     def __init__(
         self,
         towers: Mapping[str, Tower],
-        interaction: DotProduct | Cosine,
+        interaction: InteractionLayer,
         *,
         counts: Tensor | None = None,
         known: nn.Module | None = None,
@@ -59,11 +60,10 @@ class RetrievalModel(TowerModel):
         temperature: float = 1.0,
         shared: Sequence[str] = (),
     ) -> None:
-        if len(towers) != 2 or not isinstance(interaction, DotProduct | Cosine):
+        if len(towers) != 2 or getattr(interaction, "metric", None) is None:
             raise ValueError(
                 "a softmax over the batch needs a query tower, a candidate tower and DotProduct or Cosine, got "
-                f"{list(towers)} and "
-                f"{type(interaction).__name__}; use TowerModel with a loss over given rows for others"
+                f"{list(towers)} and {type(interaction).__name__}; use TowerModel with a loss over given rows for others"
             )
         super().__init__(towers, interaction, shared=shared)
         self.in_batch = _InBatchSoftmax(interaction, counts, known, item_feature, temperature)
@@ -96,7 +96,7 @@ class _InBatchSoftmax(nn.Module):
 
     def __init__(
         self,
-        interaction: nn.Module,
+        interaction: InteractionLayer,
         counts: Tensor | None,
         known: nn.Module | None,
         item_feature: str,
@@ -104,8 +104,8 @@ class _InBatchSoftmax(nn.Module):
     ) -> None:
         super().__init__()
         self.known = known
-        self._cosine = isinstance(interaction, Cosine)
-        self._temperature = interaction.temperature if isinstance(interaction, Cosine) else temperature
+        self._cosine = interaction.metric == "cosine"
+        self._temperature = interaction.temperature or temperature
         self._item_feature = item_feature
         # What is in no training row is in no batch either; its correction only has to be a number.
         self.register_buffer("log_q", None if counts is None else (counts.clamp(min=1) / counts.sum()).log().float())

@@ -1,20 +1,17 @@
-"""How tower outputs become one logit.
+"""Interactions: modules that turn the towers' outputs into one logit, and INTERACTIONS, which names them.
 
-Interactions whose layers multiply: DCN V2, factorisation machine and DeepFM, from TorchRec's own modules.
+Every interaction computes the logits of given rows (``forward``) and those of every query with every candidate
+(``score_all``). A query is the output of all towers but the last, concatenated; a candidate is the output of the last.
 
-The interactions by the names that recipes use.
-
-Scores of every query with every candidate, and the widths of the towers that they come from.
-
-The query of a score is the output of every tower but the last, concatenated; the candidate is that of the last.
-
-MultiTaskTop: the top NN with a head for each of several tasks over its last hidden layer.
+A new interaction is a class here that extends :class:`InteractionLayer`, and a line in INTERACTIONS: recipes, bundles
+and scorers then know it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -93,16 +90,54 @@ def shapes(widths: Sequence[int]) -> str:
     return ", ".join(f"(B, {width})" for width in widths)
 
 
-class DotProduct(Recorded, nn.Module):
+class InteractionLayer(Recorded, nn.Module):
+    """Base of the interactions. Its attributes say what a class can do, so that nobody has to know the classes by name.
+
+    A class that sets ``self.widths`` to the width of each tower only has to write ``forward``.
+
+    Attributes:
+        towers: number of towers that it takes; None for any number.
+        metric: measure by which an index finds the candidates with the greatest logits, ``dot`` or ``cosine`` of the
+            query's and the candidate's vector; None where only the interaction itself can rank them.
+        projectable: whether what depends on the candidate alone can be computed beforehand and stored, which
+            :mod:`torchrec_ext.retrieval.index.projection` then does.
+        temperature: number by which it has already divided its logits; None where it divides by none.
+    """
+
+    towers: ClassVar[int | None] = None
+    metric: ClassVar[Literal["dot", "cosine"] | None] = None
+    projectable: ClassVar[bool] = False
+    temperature: float | None = None
+    widths: list[int]
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """Returns (B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2).
+
+        This one applies ``forward`` to all pairs, a block at a time, so that memory is bounded: right for layers that
+        multiply query and candidate, of which nothing can be computed once per row.
+        """
+        return over_pairs(query, candidates, self._pairs, sum(self.widths))
+
+    def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
+        pairs = cross_product(query, candidate)
+        outputs = list(torch.split(pairs.flatten(0, 1), self.widths, dim=1))
+        return self.forward(outputs).view(pairs.shape[:2])  # type: ignore[no-any-return]
+
+
+class DotProduct(InteractionLayer):
     """The dot product of a query tower's and a candidate tower's output.
 
     Args:
         widths: D of each tower, in order; both must be equal.
     """
 
+    towers = 2
+    metric = "dot"
+    projectable = True
+
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        equal_width("DotProduct", widths, towers=2, remedy="TopMLP, which takes any")
+        equal_width("DotProduct", widths, towers=self.towers, remedy="TopMLP, which takes any")
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """(B,) logits from the towers' outputs [(B, D), (B, D)]."""
@@ -113,7 +148,7 @@ class DotProduct(Recorded, nn.Module):
         return query @ candidates.T
 
 
-class Cosine(Recorded, nn.Module):
+class Cosine(InteractionLayer):
     """The cosine of the angle between a query tower's and a candidate tower's output, divided by a temperature.
 
     Args:
@@ -121,9 +156,14 @@ class Cosine(Recorded, nn.Module):
         temperature: greater than 0; logits lie between -1 / temperature and 1 / temperature.
     """
 
+    towers = 2
+    metric = "cosine"
+    projectable = True
+    temperature: float
+
     def __init__(self, widths: Sequence[int], *, temperature: float = 0.1) -> None:
         super().__init__()
-        equal_width("Cosine", widths, towers=2, remedy="TopMLP, which takes any")
+        equal_width("Cosine", widths, towers=self.towers, remedy="TopMLP, which takes any")
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 is usual")
         self.temperature = temperature
@@ -137,16 +177,20 @@ class Cosine(Recorded, nn.Module):
         return normalize(query) @ normalize(candidates).T / self.temperature
 
 
-class GeneralizedMF(Recorded, nn.Module):
+class GeneralizedMF(InteractionLayer):
     """Generalised matrix factorisation: a weighted dot product and a bias (He et al. 2017, equation 9).
 
     Args:
         widths: D of each tower, in order; both must be equal.
     """
 
+    towers = 2
+    projectable = True
+
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.linear = nn.Linear(equal_width("GeneralizedMF", widths, towers=2, remedy="TopMLP, which takes any"), 1)
+        width = equal_width("GeneralizedMF", widths, towers=self.towers, remedy="TopMLP, which takes any")
+        self.linear = nn.Linear(width, 1)
 
     @property
     def last_biases(self) -> list[Tensor]:
@@ -162,7 +206,7 @@ class GeneralizedMF(Recorded, nn.Module):
         return (query * self.linear.weight) @ candidates.T + self.linear.bias
 
 
-class TopMLP(Recorded, nn.Module):
+class TopMLP(InteractionLayer):
     """The network on top (YouTube's shape): the towers' outputs concatenated, an activation, an MLP, one logit.
 
     Args:
@@ -173,6 +217,8 @@ class TopMLP(Recorded, nn.Module):
         dropout: after each activation.
         activate_input: False for towers without layers: half of what an embedding says would be cut off.
     """
+
+    projectable = True
 
     def __init__(
         self,
@@ -215,7 +261,7 @@ class TopMLP(Recorded, nn.Module):
         return self.mlp[1:](hidden.flatten(0, 1)).view(hidden.shape[:2])  # type: ignore[no-any-return]
 
 
-class Reordered(Recorded, nn.Module):
+class Reordered(InteractionLayer):
     """An interaction whose inputs come in another order, such as with the candidate last, which was trained in the middle.
 
     Args:
@@ -246,16 +292,8 @@ class Reordered(Recorded, nn.Module):
         reordered = [outputs[place] for place in self.order]
         return self.interaction(reordered, weights) if weighs_rows(self.interaction) else self.interaction(reordered)  # type: ignore[no-any-return]
 
-    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2)."""
-        return over_pairs(query, candidates, self._pairs, sum(self.widths))
 
-    def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
-        pairs = cross_product(query, candidate)
-        return self.forward(list(torch.split(pairs.flatten(0, 1), self.widths, dim=1))).view(pairs.shape[:2])
-
-
-class DeepCross(Recorded, nn.Module):
+class DeepCross(InteractionLayer):
     """Deep & Cross Network V2 in its stacked form: the concatenation x, layers x * (W x_l + b) + x_l, an MLP (Wang et al. 2021).
 
     Args:
@@ -280,15 +318,16 @@ class DeepCross(Recorded, nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.width = sum(query_and_candidate("DeepCross", widths))
+        width = sum(query_and_candidate("DeepCross", widths))
         if layers < 1:
             raise ValueError(f"layers={layers}: must be 1 or more; without crossing layers it is TopMLP")
-        if low_rank is not None and not 1 <= low_rank <= self.width:
+        if low_rank is not None and not 1 <= low_rank <= width:
             raise ValueError(
-                f"low_rank={low_rank}: must be 1 to {self.width}, the width of {len(widths)} outputs side by side"
+                f"low_rank={low_rank}: must be 1 to {width}, the width of {len(widths)} outputs side by side"
             )
-        self.cross = CrossNet(self.width, layers) if low_rank is None else LowRankCrossNet(self.width, layers, low_rank)
-        self.mlp = mlp(self.width, [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
+        self.widths = list(widths)
+        self.cross = CrossNet(width, layers) if low_rank is None else LowRankCrossNet(width, layers, low_rank)
+        self.mlp = mlp(width, [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
 
     @property
     def last_biases(self) -> list[Tensor]:
@@ -299,19 +338,8 @@ class DeepCross(Recorded, nn.Module):
         """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""
         return self.mlp(self.cross(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
 
-    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2).
 
-        Every layer multiplies the two sides, so nothing can be computed once per row; memory is bounded.
-        """
-        return over_pairs(query, candidates, self._pairs, self.width)
-
-    def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
-        pairs = cross_product(query, candidate)
-        return self.forward([pairs.flatten(0, 1)]).view(pairs.shape[:2])
-
-
-class FactorizationMachine(Recorded, nn.Module):
+class FactorizationMachine(InteractionLayer):
     """A bias, a linear term, and the dot products of all pairs of towers (Rendle 2010): sum over i < j of <x_i, x_j>.
 
     TorchRec's module, given the (B, T x D) concatenation, multiplies every number with every other, those of one tower
@@ -320,6 +348,8 @@ class FactorizationMachine(Recorded, nn.Module):
     Args:
         widths: D of each tower, in order; all must be equal.
     """
+
+    projectable = True
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -349,7 +379,7 @@ class FactorizationMachine(Recorded, nn.Module):
         return products.view(columns.shape[:2]).sum(dim=1)  # type: ignore[no-any-return]
 
 
-class DeepFM(Recorded, nn.Module):
+class DeepFM(InteractionLayer):
     """A factorisation machine and a deep half over the same outputs, added (Guo et al. 2017).
 
     TorchRec's ``DeepFM`` is the deep half alone: a concatenation and a module of one's choice, which :class:`TopMLP` is
@@ -399,53 +429,6 @@ class DeepFM(Recorded, nn.Module):
         return self.machine.score_all(query, candidates) + self.deep.score_all(query, candidates)
 
 
-Interaction = Literal["top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm"]
-_PLAIN: dict[str, Callable[..., nn.Module]] = {
-    "dot": DotProduct,
-    "cosine": Cosine,
-    "gmf": GeneralizedMF,
-    "fm": FactorizationMachine,
-}
-_LAYERED: dict[str, Callable[..., nn.Module]] = {"top_nn": TopMLP, "dcn": DeepCross, "deepfm": DeepFM}
-_ACTIVATES_INPUT = ("top_nn", "deepfm")
-
-
-def interaction_layer(
-    name: Interaction,
-    widths: Sequence[int],
-    hidden: Sequence[int] = (64,),
-    *,
-    activation: Activation = "relu",
-    normalization: Normalization = "none",
-    dropout: float = 0.0,
-    activate_input: bool = True,
-) -> nn.Module:
-    """The interaction of that name over towers of ``widths``.
-
-    Args:
-        name: ``top_nn``, :class:`TopMLP`; ``dot``, :class:`DotProduct`; ``cosine``, :class:`Cosine`; ``gmf``,
-            :class:`GeneralizedMF`; ``dcn``, :class:`DeepCross`; ``fm``, :class:`FactorizationMachine`; ``deepfm``,
-            :class:`DeepFM`.
-        widths: D of each tower, in order.
-        hidden: widths of the hidden layers of ``top_nn``, ``dcn`` and ``deepfm``; the others have none.
-        activation: between these.
-        normalization: before each activation.
-        dropout: after each activation.
-        activate_input: whether ``top_nn`` and ``deepfm`` begin with an activation; not over towers without layers.
-
-    Raises:
-        ValueError: another name, or widths that do not fit.
-    """
-    if name not in get_args(Interaction):
-        raise ValueError(f"interaction={name!r}: must be one of {', '.join(get_args(Interaction))}")
-    if name in _PLAIN:
-        return _PLAIN[name](widths)
-    options: dict[str, bool] = {"activate_input": activate_input} if name in _ACTIVATES_INPUT else {}
-    return _LAYERED[name](
-        widths, hidden, activation=activation, normalization=normalization, dropout=dropout, **options
-    )
-
-
 class MultiTaskTop(TopMLP):
     """The towers' outputs concatenated, an MLP, and T heads (hard sharing: Caruana 1997; Covington et al. 2016 on top).
 
@@ -459,6 +442,8 @@ class MultiTaskTop(TopMLP):
         normalization: see :class:`TopMLP`.
         dropout: see :class:`TopMLP`.
     """
+
+    projectable = False
 
     def __init__(
         self,
@@ -489,3 +474,63 @@ class MultiTaskTop(TopMLP):
         for layer in layers:
             hidden = layer(hidden, weights) if isinstance(layer, BatchNorm) else layer(hidden)
         return torch.cat([first(hidden), *(head(hidden) for head in self.further)], dim=1)
+
+
+# What model.interaction of a recipe may be, in the order in which a message lists them. Classes that take hidden
+# layers, an activation or a temperature are given the recipe's.
+INTERACTIONS: Mapping[str, type[InteractionLayer]] = {
+    "top_nn": TopMLP,
+    "dot": DotProduct,
+    "cosine": Cosine,
+    "gmf": GeneralizedMF,
+    "dcn": DeepCross,
+    "fm": FactorizationMachine,
+    "deepfm": DeepFM,
+}
+if TYPE_CHECKING:
+    Interaction: TypeAlias = str
+else:
+    Interaction = Literal[tuple(INTERACTIONS)]  # what --set checks and --dry-run shows
+
+
+def interaction_layer(
+    name: Interaction,
+    widths: Sequence[int],
+    hidden: Sequence[int] = (64,),
+    *,
+    activation: Activation = "relu",
+    normalization: Normalization = "none",
+    dropout: float = 0.0,
+    activate_input: bool = True,
+    temperature: float | None = None,
+) -> InteractionLayer:
+    """Makes the interaction of that name over towers of ``widths``; settings that its class does not take are left out.
+
+    Args:
+        name: ``top_nn``, :class:`TopMLP`; ``dot``, :class:`DotProduct`; ``cosine``, :class:`Cosine`; ``gmf``,
+            :class:`GeneralizedMF`; ``dcn``, :class:`DeepCross`; ``fm``, :class:`FactorizationMachine`; ``deepfm``,
+            :class:`DeepFM`.
+        widths: D of each tower, in order.
+        hidden: widths of the hidden layers of ``top_nn``, ``dcn`` and ``deepfm``; the others have none.
+        activation: layer between the hidden layers.
+        normalization: layer before each activation.
+        dropout: share of values set to 0 after each activation.
+        activate_input: whether ``top_nn`` and ``deepfm`` begin with an activation; not over towers without layers.
+        temperature: divisor of the logits of ``cosine``; its own default where not given.
+
+    Raises:
+        ValueError: another name, or widths that do not fit.
+    """
+    if name not in INTERACTIONS:
+        raise ValueError(f"interaction={name!r}: must be one of {', '.join(INTERACTIONS)}")
+    kind = INTERACTIONS[name]
+    settings = {
+        "hidden": hidden,
+        "activation": activation,
+        "normalization": normalization,
+        "dropout": dropout,
+        "activate_input": activate_input,
+        **({} if temperature is None else {"temperature": temperature}),
+    }
+    taken = inspect.signature(kind.__init__).parameters
+    return kind(widths, **{key: value for key, value in settings.items() if key in taken})

@@ -1,0 +1,66 @@
+"""Whatever a registry names can be trained by a recipe, exported, and served: a place that was forgotten fails here."""
+
+import contextlib
+import io
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.contracts import leave_group, run_ranks
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.modules.interaction import INTERACTIONS
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.index.projection import Projection, projection
+from torchrec_ext.retrieval.scorer.requests import RecommendRequest
+from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs.training import run_training
+
+SET = (
+    *("data.name=planted", "data.users=120", "data.items=60", "loader.batch_size=256", "train.epochs=1"),
+    *("train.compile=off", "model.embedding_dim=8", "model.tower_widths=8", "export=require"),
+)
+
+
+def served(runtime: Runtime, folder: Path) -> dict[str, tuple[str, list[float]]]:
+    """For each interaction its bundle's metric, and the scores of five recommendations; export checks its logits."""
+    leave_group(runtime)
+    answers = {}
+    for name in INTERACTIONS:
+        job = apply_overrides(load_recipe("two_tower"), [*SET, f"model.interaction={name}"])
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_training(job, folder / name)
+        bundle = Bundle.load(folder / name / "bundle")
+        assert bundle.users is not None
+        (user,) = bundle.users.ids.ids(range(1)).tolist()
+        request = RecommendRequest(user={bundle.users.key: user}, k=5)
+        answers[name] = bundle.metric, Scorer(bundle).recommend(request).scores
+    return answers
+
+
+def test_every_interaction_is_trained_exported_and_served(tmp_path: Path) -> None:
+    (answers,) = run_ranks(served, 1, tmp_path)
+    for name, kind in INTERACTIONS.items():
+        metric, scores = answers[name]
+        assert metric == (kind.metric or "top_nn")
+        assert len(scores) == 5
+        assert all(map(math.isfinite, scores))
+        assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", INTERACTIONS)
+def test_an_interaction_says_truly_what_it_can(name: str) -> None:
+    torch.manual_seed(0)
+    interaction = INTERACTIONS[name]([8, 8])
+    assert interaction.projectable == (type(projection(interaction, 8)) is not Projection)
+    queries, candidates = torch.randn(3, 8), torch.randn(40, 8)
+    scores = interaction.score_all(queries, candidates)
+    if interaction.metric == "cosine":
+        queries, candidates = (torch.nn.functional.normalize(rows) for rows in (queries, candidates))
+    if interaction.metric is not None:
+        assert torch.equal(scores.argsort(1), (queries @ candidates.T).argsort(1))
+    if interaction.temperature is not None:
+        assert scores.abs().max() <= 1 / interaction.temperature
