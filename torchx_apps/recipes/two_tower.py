@@ -17,7 +17,7 @@ from torchrec_ext.data.negatives.on_device import KnownItems
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction import Cosine, Interaction, interaction_layer
+from torchrec_ext.modules.interaction import INTERACTIONS, Interaction, interaction_layer
 from torchrec_ext.modules.layers import Activation
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import OutOfRange
@@ -76,7 +76,8 @@ class TwoTowerConfig:
         compression_of(self.compress)
         if self.loss not in get_args(Loss):
             raise ValueError(f"model.loss={self.loss!r}: must be one of {', '.join(get_args(Loss))}")
-        if self.loss == "in_batch" and self.interaction not in ("dot", "cosine"):
+        metric = INTERACTIONS[self.interaction].metric if self.interaction in INTERACTIONS else None
+        if self.loss == "in_batch" and metric is None:
             raise ValueError(
                 f"model.loss=in_batch with model.interaction={self.interaction}: each query meets every candidate of "
                 "the batch, "
@@ -147,17 +148,15 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     widths = [tower.out_features for tower in towers.values()]
     # Under a softmax over the batch each row has a user of its own.
     shared = ("user",) if config.share_user and config.loss == "bce" else ()
-    if config.interaction == "cosine":
-        top = Cosine(widths, temperature=config.temperature)
-    else:
-        top = interaction_layer(
-            config.interaction,
-            widths,
-            config.top_widths,
-            activation=config.activation,
-            dropout=config.dropout,
-            activate_input=bool(config.tower_widths),
-        )
+    top = interaction_layer(
+        config.interaction,
+        widths,
+        config.top_widths,
+        activation=config.activation,
+        dropout=config.dropout,
+        activate_input=bool(config.tower_widths),
+        temperature=config.temperature,
+    )
     if config.loss == "bce":
         return TowerModel(towers, top, shared=shared)
     counts = torch.from_numpy(data.popularity()) if config.correct else None

@@ -15,6 +15,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec_ext.models.ncf import NCFHead, NCFTower
 from torchrec_ext.models.session import NextItemTower
 from torchrec_ext.modules.compression import Compression
+from torchrec_ext.modules.interaction import INTERACTIONS as RECIPE_INTERACTIONS
 from torchrec_ext.modules.interaction import (
     Cosine,
     DeepCross,
@@ -136,6 +137,10 @@ MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
     ),
     Reordered: lambda draw: Reordered(TopMLP([3, 4, 5]), [2, 0, 1], [4, 5, 3]),
 }
+
+
+# An interaction of the registry without a line of its own is tried over two towers of equal width.
+MAKES = {kind: lambda draw, kind=kind: kind([draw(WIDTH)] * 2) for kind in RECIPE_INTERACTIONS.values()} | MAKES
 
 
 def test_every_class_that_a_bundle_can_name_is_tried() -> None:

@@ -23,17 +23,8 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec_ext.models.ncf import NCFHead, NCFTower
 from torchrec_ext.models.session import NextItemTower
 from torchrec_ext.modules.compression import Compression
-from torchrec_ext.modules.interaction import (
-    Cosine,
-    DeepCross,
-    DeepFM,
-    DotProduct,
-    FactorizationMachine,
-    GeneralizedMF,
-    MultiTaskTop,
-    Reordered,
-    TopMLP,
-)
+from torchrec_ext.modules.interaction import INTERACTIONS as RECIPE_INTERACTIONS
+from torchrec_ext.modules.interaction import MultiTaskTop, Reordered
 from torchrec_ext.modules.layers import Made, Recorded, how_made
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.modules.session_tower import SessionTower
@@ -42,9 +33,7 @@ from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 
 TOWERS: tuple[type[nn.Module], ...] = (Tower, NCFTower, SessionTower, NextItemTower)
-INTERACTIONS: tuple[type[nn.Module], ...] = (
-    DotProduct, Cosine, GeneralizedMF, TopMLP, MultiTaskTop, DeepCross, FactorizationMachine, DeepFM, NCFHead, Reordered
-)  # fmt: skip
+INTERACTIONS: tuple[type[nn.Module], ...] = (*RECIPE_INTERACTIONS.values(), MultiTaskTop, NCFHead, Reordered)
 _MODULES = {kind.__name__: kind for kind in (*TOWERS, *INTERACTIONS, SessionEncoder)}
 _TABLES = {kind.__name__: kind for kind in (EmbeddingBagConfig, EmbeddingConfig)}
 _TABLE_FIELDS = ("name", "feature_names", "num_embeddings", "embedding_dim", "data_type", "pooling")

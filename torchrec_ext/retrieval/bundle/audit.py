@@ -21,7 +21,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.session import NextItemModel, as_towers
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction import Cosine, DotProduct, Reordered
+from torchrec_ext.modules.interaction import InteractionLayer, Reordered
 from torchrec_ext.modules.layers import Made, how_made
 from torchrec_ext.modules.session_tower import SessionTower
 from torchrec_ext.retrieval.bundle.architecture import describe_module, rebuild
@@ -69,9 +69,7 @@ class LiveModel:
         self.towers = {name: describe_module(made[name], also=also) for name in self.names}
         self._order = [self.names.index(name) for name in self._names]
         inner = unwrapped.interaction
-        self.metric: Metric = (
-            "dot" if isinstance(inner, DotProduct) else "cosine" if isinstance(inner, Cosine) else "top_nn"
-        )
+        self.metric: Metric = (inner.metric if isinstance(inner, InteractionLayer) else None) or "top_nn"
         self.interaction = describe_module(how_made(inner), also=also)
         if self.names != self._names:
             widths = [int(rebuild(self.towers[name], also=also).out_features) for name in self.names]  # type: ignore[arg-type]
