@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Prediction, TowerModel
 from torchrec_ext.modules.interaction import InteractionLayer
-from torchrec_ext.modules.losses import in_batch_softmax
+from torchrec_ext.modules.losses import check_fed, in_batch_softmax
 from torchrec_ext.modules.softmax import in_batch_negatives, widened
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
@@ -73,6 +73,10 @@ class RetrievalModel(TowerModel):
         """See :meth:`TowerModel.schema`; a loss that compares rows reads no labels, so they may have any value."""
         made = super().schema(out_of_range=out_of_range, oov_ids=oov_ids)
         return dataclasses.replace(made, label_range=None, query=self._query, candidate=self._candidate)
+
+    def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
+        """See :meth:`TowerModel.expect_rows`; drawn negatives would count as positives."""
+        check_fed("in_batch", negatives=negatives, label=label, metric=self._metric())
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """The loss over the batch, (), and each row's own logit in the :class:`Prediction`.

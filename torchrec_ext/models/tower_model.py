@@ -13,9 +13,9 @@ from typing_extensions import Self
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.interaction import Interaction as Interaction
-from torchrec_ext.modules.interaction import interaction_layer
+from torchrec_ext.modules.interaction import InteractionLayer, interaction_layer
 from torchrec_ext.modules.layers import how_made, weighs_rows
-from torchrec_ext.modules.losses import bce
+from torchrec_ext.modules.losses import PairwiseLoss, bce
 from torchrec_ext.modules.shared_tables import shared_tables, values_by_table
 from torchrec_ext.modules.tower import Activation, Normalization, Tower, Towers
 from torchrec_ext.schema import BatchSchema, OutOfRange
@@ -139,6 +139,22 @@ class TowerModel(nn.Module):
                 found.append(math.log(share / (1 - share)))
                 nn.init.constant_(bias, found[-1])
         return found
+
+    def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
+        """Tells the loss which rows it will be given, before the first step.
+
+        Args:
+            negatives: N that the loader draws for each positive.
+            label: column of the rows' own labels; None where every row is a positive.
+
+        Raises:
+            ValueError: the loss cannot learn from such rows.
+        """
+        if isinstance(self.loss.function, PairwiseLoss):
+            self.loss.function.expect_rows(negatives=negatives, label=label, metric=self._metric())
+
+    def _metric(self) -> str | None:
+        return self.interaction.metric if isinstance(self.interaction, InteractionLayer) else None
 
     def _losses(self) -> list[Loss]:
         """Of each head."""

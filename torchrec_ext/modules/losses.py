@@ -1,17 +1,21 @@
-"""Losses as functions of (logits, batch): each divides by the batch's total weight, so ranks' losses average to the global mean.
+"""Losses are functions of (logits, batch), and LOSSES names those that a recipe can train with.
 
-Rows of weight 0 are padding and count nothing. A positive with its N negatives is a group of 1 + N rows, as the loader
-makes them.
+Each divides by the batch's total weight, so that the mean of the ranks' losses is the mean over the global batch. Rows
+of weight 0 are padding and do not count. A positive with its N negatives is a group of 1 + N rows, as the loader makes
+them.
 
-Codistillation: models that train beside each other also learn from each other's slightly old predictions.
+A new loss is a function here and a line in LOSSES, which says what it compares: recipes then know it.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, mse_loss
 
 from torchrec_ext.batch import TowerBatch
@@ -19,9 +23,12 @@ from torchrec_ext.modules.softmax import InBatch, widened
 
 
 def bce(logits: Tensor, batch: TowerBatch) -> Tensor:
-    """Weighted binary cross entropy, () from logits (B,).
+    """Returns the weighted binary cross entropy, (), of logits (B,).
 
     The mean of this value over ranks is ``sum(weight * loss) / sum(weight)`` over the rows of all ranks.
+
+    Raises:
+        ValueError: not one logit for each row.
     """
     check_rows(logits, batch)
     loss = binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="sum")
@@ -29,31 +36,38 @@ def bce(logits: Tensor, batch: TowerBatch) -> Tensor:
 
 
 def bpr(logits: Tensor, batch: TowerBatch, *, negatives: int) -> Tensor:
-    """-log sigmoid(positive - negative), () from logits (B x (1 + N),) (Rendle et al. 2009).
+    """Returns the mean of -log sigmoid(positive - negative), (), Bayesian personalised ranking (Rendle et al. 2009).
 
-    The mean over the negatives of a positive, then over the positives of all ranks. Rows as for
-    :func:`sampled_softmax`.
+    The mean is taken over the negatives of a positive, then over the positives of all ranks.
+
+    Args:
+        logits: (B x (1 + N),) logits of rows as the loader makes them, each positive followed by its N negatives.
+        batch: the rows; the weight of a positive is that of its negatives.
+        negatives: N.
+
+    Raises:
+        ValueError: rows that are not groups of 1 + N.
     """
     groups = _groups(logits, batch, negatives)
     return _mean(-logsigmoid(groups[:, :1] - groups[:, 1:]).mean(dim=1), batch)
 
 
 def hinge(logits: Tensor, batch: TowerBatch, *, negatives: int, margin: float = 1.0, hardest: bool = False) -> Tensor:
-    """By how much a negative is not ``margin`` below its positive, max(0, margin - positive + negative): () from (B x (1 + N),).
+    """Returns the mean of max(0, margin - positive + negative), (): 0 for a negative ``margin`` below its positive.
 
-    The mean over the negatives of a positive, or its ``hardest`` alone, then over the positives of all ranks. Of logits
-    that are negative distances it is the triplet loss (Schroff et al. 2015), with ``hardest`` as in metric learning
-    (Hsieh et al. 2017).
+    The mean is taken over the negatives of a positive, or its ``hardest`` one alone, then over the positives of all
+    ranks. Where logits are negative distances it is the triplet loss (Schroff et al. 2015), with ``hardest`` as in
+    metric learning (Hsieh et al. 2017).
 
     Args:
-        logits: of rows as the loader makes them, a positive followed by its negatives.
+        logits: (B x (1 + N),) logits of rows as the loader makes them, each positive followed by its N negatives.
         batch: the rows; the weight of a positive is that of its negatives.
         negatives: N.
         margin: greater than 0, in the unit of the logits.
-        hardest: count only the negative with the greatest logit.
+        hardest: whether only the negative with the greatest logit counts.
 
     Raises:
-        ValueError: rows that are no groups of 1 + N, a margin that is not positive.
+        ValueError: rows that are not groups of 1 + N, a margin that is not positive.
     """
     if not margin > 0:
         raise ValueError(
@@ -67,22 +81,22 @@ def hinge(logits: Tensor, batch: TowerBatch, *, negatives: int, margin: float = 
 def sampled_softmax(
     logits: Tensor, batch: TowerBatch, *, negatives: int, temperature: float = 1.0, correct: bool = True
 ) -> Tensor:
-    """Softmax cross entropy of each positive against its own N sampled negatives, () from logits (B x (1 + N),).
+    """Returns the softmax cross entropy, (), of each positive against its own N sampled negatives.
 
-    The mean over the positives of all ranks. With ``correct`` each logit is s / temperature - log q, which makes it an
-    estimate of the softmax over all items, whatever they were sampled by (Jean et al. 2015; Yi et al. 2019). The
-    loader's samplers draw none of a user's known items, so there are no accidental hits; for other candidates see
-    ``excluded`` of :func:`softmax_losses`.
+    The mean is taken over the positives of all ranks. With ``correct`` each logit is s / temperature - log q, which
+    makes the loss an estimate of the softmax over all items, however they were sampled (Jean et al. 2015; Yi et al.
+    2019). The loader's samplers draw none of a user's known items, so there are no accidental hits; for other
+    candidates see ``excluded`` of :func:`softmax_losses`.
 
     Args:
-        logits: of rows as the loader makes them, a positive followed by its negatives.
+        logits: (B x (1 + N),) logits of rows as the loader makes them, each positive followed by its N negatives.
         batch: the rows; the weight of a positive is that of its negatives.
         negatives: N.
-        temperature: greater than 0.
-        correct: subtract ``batch.log_q``.
+        temperature: divisor of the logits, greater than 0.
+        correct: whether to subtract ``batch.log_q``.
 
     Raises:
-        ValueError: rows that are no groups of 1 + N, a batch without log_q, a temperature that is not positive.
+        ValueError: rows that are not groups of 1 + N, a batch without log_q, a temperature that is not positive.
     """
     groups = _groups(logits, batch, negatives)
     if correct and batch.log_q is None:
@@ -97,18 +111,18 @@ def sampled_softmax(
 def in_batch_softmax(
     queries: Tensor, negatives: InBatch, *, weights: Tensor, total_weight: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """Softmax cross entropy of each query's own candidate against the others of the batch, of all ranks: ().
+    """Returns the softmax cross entropy, (), of each query's own candidate against the other candidates of all ranks.
 
-    The mean over the rows of all ranks; corrected by ``negatives.log_q`` where it is given (Yi et al. 2019, equation
-    3). Scores are computed in float32 at least, under autocast too: a log q of -20.37 would be -20.375 in bfloat16, and
-    a score of 20.37 with it.
+    The mean is taken over the rows of all ranks. Scores are corrected by ``negatives.log_q`` where it is given (Yi et
+    al. 2019, equation 3), and computed in float32 at least, under autocast too: in bfloat16 a log q of -20.37 would be
+    -20.375.
 
     Args:
-        queries: (B, D).
-        negatives: what :func:`in_batch_negatives` returned for the candidates.
-        weights: (B,), 0 for padding.
+        queries: (B, D) vectors.
+        negatives: result of :func:`in_batch_negatives` for the candidates.
+        weights: (B,) weight of each row, 0 for padding.
         total_weight: () the sum of ``weights`` over all ranks divided by R, see :class:`TowerBatch`.
-        temperature: greater than 0.
+        temperature: divisor of the scores, greater than 0.
 
     Raises:
         ValueError: queries, candidates and weights that do not fit together, a temperature that is not positive.
@@ -116,15 +130,12 @@ def in_batch_softmax(
     _check_temperature(temperature)
     _check_in_batch(queries, negatives, weights)
     with torch.autocast(queries.device.type, enabled=False):
-        scaled, candidates = (
-            widened(queries) / temperature,
-            widened(negatives.candidates).T,
-        )  # B x D divisions in place of B x C
-        logits = (
-            scaled @ candidates
-            if negatives.log_q is None
-            else torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
-        )
+        scaled = widened(queries) / temperature  # B x D divisions, where the scores would need B x C
+        candidates = widened(negatives.candidates).T
+        if negatives.log_q is None:
+            logits = scaled @ candidates
+        else:
+            logits = torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
     return (softmax_losses(logits, negatives.targets, excluded=negatives.excluded) * weights).sum() / total_weight
 
 
@@ -136,23 +147,26 @@ def softmax_losses(
     excluded: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """(B,) -log softmax(logits / temperature - log_q) at the targets, over the candidates that are not excluded, in float32.
+    """Returns (B,) float32 losses, -log softmax(logits / temperature - log_q) at the targets.
 
     Args:
-        logits: (B, N) of B queries with N candidates.
-        targets: (B,) int64 the place of the positive.
+        logits: (B, N) logits of B queries with N candidates.
+        targets: (B,) int64, the column of each query's positive.
         log_q: (N,) or (B, N) log-probability of each candidate, up to one constant per row.
-        excluded: (B, N) bool; must not hold a target.
-        temperature: greater than 0.
+        excluded: (B, N) bool, candidates that the softmax leaves out; must not hold a target.
+        temperature: divisor of the logits, greater than 0.
 
     Raises:
         ValueError: shapes that do not fit together, a temperature that is not positive.
     """
     _check_temperature(temperature)
-    for name, part in (("log_q", log_q), ("excluded", excluded)):
-        if part is not None and part.shape not in (logits.shape, logits.shape[1:] if name == "log_q" else logits.shape):
+    for name, given, shapes in (
+        ("log_q", log_q, (logits.shape, logits.shape[1:])),
+        ("excluded", excluded, (logits.shape,)),
+    ):
+        if given is not None and given.shape not in shapes:
             raise ValueError(
-                f"{name}: shape {tuple(part.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate"
+                f"{name}: shape {tuple(given.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate"
             )
     scores = widened(logits) / temperature
     if log_q is not None:
@@ -171,24 +185,23 @@ def check_rows(logits: Tensor, batch: TowerBatch) -> None:
     if logits.shape != batch.labels.shape:
         raise ValueError(
             f"logits: shape {tuple(logits.shape)} for a batch of {len(batch.labels)} rows; must be (B,) = "
-            f"({len(batch.labels)},): "
-            "squeeze the last axis of a layer with one output"
+            f"({len(batch.labels)},): squeeze the last axis of a layer with one output"
         )
 
 
 def _groups(logits: Tensor, batch: TowerBatch, negatives: int) -> Tensor:
-    """(B, 1 + N): each positive with its negatives."""
+    """Returns (B, 1 + N) logits, in float32 at least: each positive with its negatives."""
     width = 1 + negatives
     if negatives < 1 or len(logits) % width:
         raise ValueError(
             f"negatives={negatives} with {len(logits)} logits: must be those of the loader, 1 or more per positive"
         )
     check_rows(logits, batch)
-    return logits.view(-1, width)
+    return widened(logits).view(-1, width)
 
 
 def _mean(losses: Tensor, batch: TowerBatch) -> Tensor:
-    """() from a loss for each positive, (B,)."""
+    """Returns the weighted mean, (), of the losses of each positive, (B,)."""
     width = len(batch.weights) // max(1, len(losses))
     return (losses * batch.weights.view(len(losses), width)[:, 0]).sum() / (batch.total_weight / width)
 
@@ -198,8 +211,8 @@ def _check_in_batch(queries: Tensor, negatives: InBatch, weights: Tensor) -> Non
     if queries.shape != (count, width) or weights.shape != (count,):
         raise ValueError(
             f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be (B, D) = ({count}, "
-            f"{width}) and "
-            f"(B,) = ({count},), as in_batch_negatives was given {count} queries and candidates of width {width}"
+            f"{width}) and (B,) = ({count},), as in_batch_negatives was given {count} queries and candidates of width "
+            f"{width}"
         )
 
 
@@ -212,15 +225,15 @@ Measure = Literal["cross_entropy", "mse"]
 
 
 def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure: Measure = "cross_entropy") -> Tensor:
-    """How far the predictions are from the mean of the peers', () from logits (B,) (Anil et al. 2018, algorithm 1).
+    """Returns how far the predictions are from the mean of the peers', () (Anil et al. 2018, algorithm 1).
 
-    A term beside the loss of the labels, after some steps without it, in which the peers become worth learning from:
-    ``bce(logits, batch) + codistillation(logits, batch, peers)``. Peers may be many steps old. Their predictions get no
-    gradient. The mean over the rows of all ranks, like every loss.
+    Models that train beside each other learn from each other's slightly old predictions by this term beside the loss of
+    the labels, ``bce(logits, batch) + codistillation(logits, batch, peers)``, once the peers are worth learning from.
+    Peers' predictions may be many steps old and get no gradient. The mean is taken over the rows of all ranks.
 
     Args:
-        logits: (B,) of the model that is trained.
-        batch: the rows; those of weight 0 count nothing.
+        logits: (B,) logits of the model that is trained.
+        batch: the rows; those of weight 0 do not count.
         peers: (P, B) logits of P stale peers for the same rows.
         measure: ``cross_entropy`` to the mean of the peers' probabilities, which is least, though not 0, where they
             agree; or ``mse`` to the mean of their logits.
@@ -238,8 +251,7 @@ def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure:
     if peers.dim() != 2 or peers.shape[1:] != logits.shape or not len(peers):
         raise ValueError(
             f"peers: shape {tuple(peers.shape)}, must be (P, B) = (1 or more, {len(logits)}), a row of logits for each "
-            "peer; "
-            "one peer's alone goes through [None]"
+            "peer; one peer's alone goes through [None]"
         )
     if measure not in get_args(Measure):
         raise ValueError(f"measure={measure!r}: must be one of {', '.join(get_args(Measure))}")
@@ -249,3 +261,137 @@ def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure:
     else:
         losses = binary_cross_entropy_with_logits(logits, peers.sigmoid().mean(dim=0), reduction="none")
     return (losses * batch.weights).sum() / batch.total_weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKind:
+    """What a loss compares, which decides the rows that can feed it; neither of both: each row with its own label.
+
+    Args:
+        function: computes the loss, (), from (logits, batch); a pairwise one takes ``negatives`` too. The function of
+            ``in_batch`` takes vectors and not logits: :class:`torchrec_ext.models.retrieval.RetrievalModel` calls it.
+        pairwise: it compares each positive with its own N drawn negatives.
+        in_batch: it compares each query with the candidates of the whole batch, which an interaction with a ``metric``
+            makes cheap enough.
+    """
+
+    function: Callable[..., Tensor]
+    pairwise: bool = False
+    in_batch: bool = False
+
+    def fits(self, *, negatives: int, label: str | None, metric: str | None) -> bool:
+        """Whether it learns from rows with so many drawn ``negatives``, that ``label`` column, and that interaction."""
+        if self.in_batch:
+            return negatives == 0 and not label and metric is not None
+        return negatives > 0 and not label if self.pairwise else negatives > 0 or bool(label)
+
+
+# What model.loss of a recipe may be, in the order in which a message lists them.
+LOSSES: Mapping[str, LossKind] = {
+    "bce": LossKind(function=bce),
+    "in_batch": LossKind(function=in_batch_softmax, in_batch=True),
+    "bpr": LossKind(function=bpr, pairwise=True),
+    "hinge": LossKind(function=hinge, pairwise=True),
+    "sampled_softmax": LossKind(function=sampled_softmax, pairwise=True),
+}
+if TYPE_CHECKING:
+    LossName: TypeAlias = str
+    RowLossName: TypeAlias = str
+else:  # what --set checks and --dry-run shows
+    LossName = Literal[tuple(LOSSES)]
+    RowLossName = Literal[tuple(name for name, kind in LOSSES.items() if not kind.in_batch)]
+
+
+def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | None) -> None:
+    """Refuses rows from which a pairwise loss, or one over the batch, cannot learn.
+
+    Args:
+        loss: a name in LOSSES.
+        negatives: N that the loader draws for each positive.
+        label: column of the rows' own labels; None where every row is a positive.
+        metric: what an index may search the model's interaction by; see :class:`InteractionLayer`.
+
+    Raises:
+        ValueError: such rows; it names the losses that can learn from them.
+
+    Example:
+        >>> check_fed("bpr", negatives=0, label="clicked", metric="dot")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: model.loss=bpr with loader.label='clicked': it compares ... labels of their own; take model.loss=bce
+    """
+    kind = LOSSES[loss]
+    fed = negatives > 0 and not label if kind.pairwise else negatives == 0 or not kind.in_batch
+    if fed:
+        return
+    if label:
+        rows = f"loader.label={label!r}"
+        why = "it compares each positive with drawn negatives, and these rows have labels of their own"
+        remedies = []
+    elif kind.pairwise:
+        rows = "loader.negatives=0"
+        why = "it compares each positive with its own drawn negatives"
+        remedies = ["set loader.negatives to 1 or more"]
+    else:
+        rows = f"loader.negatives={negatives}"
+        why = "each row is a positive and a negative of the others, so drawn negatives would count as positives"
+        remedies = ["set loader.negatives=0"]
+    others = [name for name, kind in LOSSES.items() if kind.fits(negatives=negatives, label=label, metric=metric)]
+    if others:
+        remedies.append(f"take model.loss={' or '.join(others)}")
+    raise ValueError(f"model.loss={loss} with {rows}: {why}; {', or '.join(remedies)}")
+
+
+class PairwiseLoss(nn.Module):
+    """A pairwise loss of LOSSES over groups of a positive and its N negatives.
+
+    In evaluation rows have labels of their own and no negatives: there it is :func:`bce`.
+
+    Args:
+        name: one of LOSSES that is pairwise.
+        temperature: divisor of the logits, for a loss that takes one.
+        correct: correct for how likely each candidate was drawn, for a loss that can.
+
+    Attributes:
+        negatives: N, which :meth:`expect_rows` sets; 0 before.
+    """
+
+    def __init__(self, name: str, *, temperature: float = 1.0, correct: bool = True) -> None:
+        super().__init__()
+        settings = {"temperature": temperature, "correct": correct}
+        taken = inspect.signature(LOSSES[name].function).parameters
+        self.name, self.negatives = name, 0
+        self.settings = {key: value for key, value in settings.items() if key in taken}
+
+    def expect_rows(self, *, negatives: int, label: str | None, metric: str | None) -> None:
+        """Sets N.
+
+        Raises:
+            ValueError: rows that :func:`check_fed` refuses.
+        """
+        check_fed(self.name, negatives=negatives, label=label, metric=metric)
+        self.negatives = negatives
+
+    def forward(self, logits: Tensor, batch: TowerBatch) -> Tensor:
+        """Returns the loss, (), of logits (B x (1 + N),)."""
+        if not self.training:
+            return bce(logits, batch)
+        return LOSSES[self.name].function(logits, batch, negatives=self.negatives, **self.settings)
+
+
+def row_loss(name: str, *, temperature: float = 1.0, correct: bool = True) -> Callable[[Tensor, TowerBatch], Tensor]:
+    """Makes the loss of that name as a TowerModel takes it; a :class:`PairwiseLoss` is then told N by ``expect_rows``.
+
+    Args:
+        name: one of LOSSES that is not over the batch.
+        temperature: see :class:`PairwiseLoss`.
+        correct: see :class:`PairwiseLoss`.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in get_args(RowLossName):
+        raise ValueError(f"model.loss={name!r}: must be one of {', '.join(get_args(RowLossName))}")
+    if LOSSES[name].pairwise:
+        return PairwiseLoss(name, temperature=temperature, correct=correct)
+    return LOSSES[name].function
