@@ -85,6 +85,12 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "hard": ("loader.sampling=hard", "loader.hard_k=10"),
         "mixed": ("loader.sampling=mixed", "loader.negatives=0", "loader.shared_negatives=64"),
     },
+    "loss": {
+        "recipe's": (),
+        "bpr": ("model.loss=bpr",),
+        "hinge": ("model.loss=hinge",),
+        "sampled_softmax": ("model.loss=sampled_softmax",),
+    },
     "reject_known": {"off": (), "on": ("model.reject_known=true",)},
     "compile": {"off": ("train.compile=off",), "auto": ("train.compile=auto",), "require": ("train.compile=require",)},
     "rows_on": {"host": (), "cpu": ("loader.device=cpu",)},
@@ -146,6 +152,18 @@ REFUSED = [
     Refused(
         {"recipe": _ON_LABELLED, "sampling": ("mixed",)},
         r"loader\.label='label' with loader\.shared_negatives=64: drawn negatives have label 0",
+    ),
+    Refused(
+        {"recipe": ("retrieval",), "loss": ("bpr", "hinge", "sampled_softmax")},
+        r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.negatives=0: .*; set loader\.negatives to 1 or more",
+    ),
+    Refused(
+        {"recipe": ("contextual_ncf",), "loss": ("bpr", "hinge", "sampled_softmax")},
+        r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.label='label': .*; take model\.loss=bce",
+    ),
+    Refused(
+        {"recipe": ("n_tower", "session"), "loss": ("bpr", "hinge", "sampled_softmax")},
+        r"there is no key 'loss'",
     ),
     Refused({"recipe": ("two_tower",), "reject_known": ("on",)}, r"model\.reject_known=true with model\.loss=bce: "),
     Refused(

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.apps.test_recipes import SMALL, job_of, trained
 from tests.contracts import leave_group, run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.interaction import INTERACTIONS
+from torchrec_ext.modules.losses import LOSSES, check_fed
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.index.projection import Projection, projection
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
@@ -64,3 +66,37 @@ def test_an_interaction_says_truly_what_it_can(name: str) -> None:
         assert torch.equal(scores.argsort(1), (queries @ candidates.T).argsort(1))
     if interaction.temperature is not None:
         assert scores.abs().max() <= 1 / interaction.temperature
+
+
+ROWS = {"pairwise": ("loader.negatives=4",), "in_batch": ("loader.negatives=0", "loader.batch_size=512")}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_learns_planted_tastes(name: str) -> None:
+    kind = LOSSES[name]
+    rows = ROWS["in_batch"] if kind.in_batch else ROWS["pairwise"]
+    job = job_of(
+        "two_tower",
+        *SMALL,
+        *(f"model.loss={name}", "model.interaction=dot", "train.epochs=5", "optimizer.tables_lr=0.1", *rows),
+    )
+    (outcome,) = run_ranks(trained, 1, job)
+    assert outcome["test"]["ndcg@10"] > 1.4 * outcome["baseline"]["ndcg@10"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("metric", [None, "dot"])
+@pytest.mark.parametrize(("negatives", "label"), [(0, None), (4, None), (0, "label")])
+def test_a_refused_loss_is_named_with_those_that_fit(
+    name: str, metric: str | None, negatives: int, label: str | None
+) -> None:
+    rows = {"negatives": negatives, "label": label, "metric": metric}
+    # Rows of label 1 alone are refused by their task, an interaction without a metric by its model.
+    if LOSSES[name].fits(**rows) or name == "bce" or (name == "in_batch" and not negatives):
+        check_fed(name, **rows)
+        return
+    fitting = [other for other, kind in LOSSES.items() if kind.fits(**rows)]
+    with pytest.raises(ValueError, match=rf"^model\.loss={name} with loader\.") as error:
+        check_fed(name, **rows)
+    assert not fitting or str(error.value).endswith(f"take model.loss={' or '.join(fitting)}")

@@ -223,8 +223,14 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
 
 
 def build_model(job: Job, task: Task) -> nn.Module:
-    """The untrained model of a job, which predicts the share of positives of its training rows where both tell of one."""
+    """The untrained model of a job, which predicts the share of positives of its training rows where both tell of one.
+
+    Raises:
+        ValueError: its loss cannot learn from the rows that the job's loader makes.
+    """
     model: nn.Module = job.build(job.model, task.data)
+    if isinstance(model, TowerModel):
+        model.expect_rows(negatives=job.loader.negatives, label=job.loader.label)
     if isinstance(model, TowerModel) and isinstance(task, NamedData):
         shares = task.positives(job.loader, model.schema(out_of_range=job.model.out_of_range).tasks)
         if shares:

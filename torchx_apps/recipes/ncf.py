@@ -15,6 +15,7 @@ from torchrec_ext.data.loader.loader import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.modules.layers import Activation
+from torchrec_ext.modules.losses import RowLossName, row_loss
 from torchrec_ext.schema import OutOfRange
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import TrainConfig
@@ -34,6 +35,8 @@ class NCFConfig:
         embedding_std: standard deviation of the first values of the tables of ids.
         activation: between layers.
         dropout: after each activation.
+        loss: ``bce``, over drawn negatives or over labels; or, over drawn negatives, ``bpr``, ``hinge`` or
+            ``sampled_softmax``, which compare a positive with its own negatives.
         share_user: compute the user's side once for a positive and its negatives; the result is the same.
         out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
     """
@@ -45,6 +48,7 @@ class NCFConfig:
     embedding_std: float = 0.01
     activation: Activation = "relu"
     dropout: float = 0.0
+    loss: RowLossName = "bce"
     share_user: bool = True
     out_of_range: OutOfRange = "error"
 
@@ -113,6 +117,7 @@ def _network(
         embedding_std=config.embedding_std,
         activation=config.activation,
         dropout=config.dropout,
+        loss=row_loss(config.loss),
         shared=("user",) if config.share_user else (),
         device=torch.device("meta"),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -19,13 +18,12 @@ from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import INTERACTIONS, Interaction, interaction_layer
 from torchrec_ext.modules.layers import Activation
+from torchrec_ext.modules.losses import LOSSES, LossName, row_loss
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import OutOfRange
 from torchrec_ext.train.loop import TrainConfig
 from torchx_apps.recipes.n_tower import compression_of
 from torchx_apps.tasks.job import Job
-
-Loss = Literal["bce", "in_batch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +41,12 @@ class TwoTowerConfig:
         top_widths: hidden widths of the top NN.
         activation: between layers.
         dropout: after each activation.
-        loss: ``bce`` over the loader's negatives, or ``in_batch``, a softmax over the candidates of the batch, for
+        loss: ``bce`` over the loader's negatives; ``bpr``, ``hinge`` or ``sampled_softmax``, which compare a positive
+            with its own negatives; or ``in_batch``, a softmax over the candidates of the batch, for
             ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``.
-        temperature: of ``in_batch`` and of ``cosine``.
-        correct: correct ``in_batch`` for the popularity of its candidates.
+        temperature: divisor of the scores under ``in_batch``, ``sampled_softmax`` and ``cosine``.
+        correct: correct ``in_batch`` for the popularity of its candidates, and ``sampled_softmax`` for how likely each
+            candidate was drawn.
         reject_known: under ``in_batch`` take no item as a negative of a user who has taken it, exactly. Off, a user's
             other items compete with the row's own, as in the softmax over the whole catalogue that the batch stands
             for.
@@ -64,7 +64,7 @@ class TwoTowerConfig:
     top_widths: tuple[int, ...] = (128, 64)
     activation: Activation = "relu"
     dropout: float = 0.0
-    loss: Loss = "bce"
+    loss: LossName = "bce"
     temperature: float = 1.0
     correct: bool = True
     reject_known: bool = False
@@ -74,16 +74,16 @@ class TwoTowerConfig:
 
     def __post_init__(self) -> None:
         compression_of(self.compress)
-        if self.loss not in get_args(Loss):
-            raise ValueError(f"model.loss={self.loss!r}: must be one of {', '.join(get_args(Loss))}")
+        if self.loss not in LOSSES:
+            raise ValueError(f"model.loss={self.loss!r}: must be one of {', '.join(LOSSES)}")
         metric = INTERACTIONS[self.interaction].metric if self.interaction in INTERACTIONS else None
-        if self.loss == "in_batch" and metric is None:
+        if LOSSES[self.loss].in_batch and metric is None:
             raise ValueError(
                 f"model.loss=in_batch with model.interaction={self.interaction}: each query meets every candidate of "
                 "the batch, "
                 "for which a product is cheap enough; set model.interaction=dot or cosine"
             )
-        if self.reject_known and self.loss != "in_batch":
+        if self.reject_known and not LOSSES[self.loss].in_batch:
             raise ValueError(
                 f"model.reject_known=true with model.loss={self.loss}: drawn negatives are never known items; leave it "
                 "out, or set "
@@ -147,7 +147,8 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     towers = {name: _tower(config, data, columns) for name, columns in sides.items()}
     widths = [tower.out_features for tower in towers.values()]
     # Under a softmax over the batch each row has a user of its own.
-    shared = ("user",) if config.share_user and config.loss == "bce" else ()
+    in_batch = LOSSES[config.loss].in_batch
+    shared = ("user",) if config.share_user and not in_batch else ()
     top = interaction_layer(
         config.interaction,
         widths,
@@ -157,8 +158,11 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         activate_input=bool(config.tower_widths),
         temperature=config.temperature,
     )
-    if config.loss == "bce":
-        return TowerModel(towers, top, shared=shared)
+    if not in_batch:
+        # A cosine has divided by the temperature already.
+        temperature = 1.0 if top.temperature else config.temperature
+        loss = row_loss(config.loss, temperature=temperature, correct=config.correct)
+        return TowerModel(towers, top, loss=loss, shared=shared)
     counts = torch.from_numpy(data.popularity()) if config.correct else None
     known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items)) if config.reject_known else None
     return RetrievalModel(towers, top, counts=counts, known=known, temperature=config.temperature, shared=shared)
