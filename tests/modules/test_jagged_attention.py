@@ -77,9 +77,9 @@ def test_a_packing_by_hand() -> None:
 @given(lengths=st.lists(st.integers(0, 70), min_size=1, max_size=30))
 def test_buckets_hold_each_sequence_once_with_little_padding(lengths: list[int]) -> None:
     packing = Packing(torch.tensor(lengths))
-    found = [row for bucket in packing.buckets for row in packing.rows[bucket.places[:, 0]].tolist()]
-    assert sorted(found) == [row for row, length in enumerate(lengths) if length]
+    rows = [row for bucket in packing.buckets for row in packing.rows[bucket.index[:, 0]].tolist()]
+    assert sorted(rows) == [row for row, length in enumerate(lengths) if length]
     for bucket in packing.buckets:
-        own = packing.lengths[packing.rows[bucket.places[:, 0]]]
-        assert bool((own <= bucket.places.shape[1]).all())
-        assert bool((2 * bucket.places.shape[1] < 3 * own + 2).all()), "at most half as long again"
+        steps = packing.lengths[packing.rows[bucket.index[:, 0]]]
+        assert bool((steps <= bucket.index.shape[1]).all())
+        assert bool((2 * bucket.index.shape[1] < 3 * steps + 2).all()), "at most half as long again"

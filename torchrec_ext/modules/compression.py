@@ -1,7 +1,7 @@
-"""Compression: the layer of a tower that makes its bags narrower before they leave its ranks.
+"""Compression: a layer that narrows a tower's bags before they leave its ranks.
 
-The tower module of Disaggregated Multi-Tower (Luo et al., MLSys 2024): features meet inside their tower, and what
-crosses hosts is D x (c F + p) numbers a row in place of F x N.
+It is the tower module of Disaggregated Multi-Tower (Luo et al., MLSys 2024): features meet inside their tower, and
+D x (c F + p) numbers a row cross hosts instead of F x N.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Kind = Literal["linear", "cross"]
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """What becomes of a tower's F bags, each N wide, and its Fd dense columns.
+    """Settings of the layer that narrows a tower's F bags, each N wide, and its Fd dense columns.
 
     Args:
-        kind: ``linear``, or ``cross``: crossing layers of DCN V2 over all of it first, as DMT does for DCN.
-        dim: D of what comes out.
-        per_feature: c; each bag becomes c vectors of D by one linear layer, the same for all bags.
-        flat: p; all bags and dense columns together become p vectors of D by another one.
-        layers: crossing layers, of the kind ``cross``.
+        kind: ``linear``, or ``cross``, which applies crossing layers of DCN V2 to all of it first, as DMT does for DCN.
+        dim: D, the width of each vector that leaves the tower.
+        per_feature: c, the number of vectors that one linear layer makes of each bag, the same layer for all bags.
+        flat: p, the number of vectors that another linear layer makes of all bags and dense columns together.
+        layers: number of crossing layers under ``cross``.
 
     Raises:
         ValueError: a number out of its range, or neither vectors per feature nor flat ones.
@@ -48,7 +48,7 @@ class Compression:
             raise ValueError("per_feature=0 and flat=0: nothing would leave the tower; give one of them 1 or more")
 
     def out_features(self, features: int, dense: int) -> int:
-        """D (c F + p) for F bags; dense columns that no flat vector reads are kept beside them.
+        """Returns the width of the layer's output, D (c F + p) for F bags; without flat vectors also the dense columns.
 
         Example:
             >>> Compression(dim=16, per_feature=1, flat=2).out_features(features=13, dense=4)
@@ -58,15 +58,15 @@ class Compression:
 
 
 class CompressingLayer(nn.Module):
-    """Bags and dense columns side by side to what leaves the tower, as a :class:`Compression` says.
+    """Narrows bags and dense columns, side by side, to what leaves the tower.
 
     A linear layer that keeps the number of columns starts as the identity, others with orthogonal rows, so that
-    products of vectors are kept as far as that many columns can.
+    products of vectors are kept as far as that many columns allow.
 
     Args:
         widths: N of each bag, in order; all must be equal where there are vectors per feature.
-        dense: Fd.
-        config: what comes out.
+        dense: Fd, the number of dense columns.
+        config: settings of the output.
 
     Raises:
         ValueError: no bag, or bags of different widths.
@@ -94,13 +94,13 @@ class CompressingLayer(nn.Module):
         self.out_features = config.out_features(self.features, dense)
 
     def forward(self, side_by_side: Tensor) -> Tensor:
-        """(B, D (c F + p)) from (B, F N + Fd): the vectors of each feature, then the flat ones or the dense columns."""
+        """Returns (B, D (c F + p)) from (B, F N + Fd): vectors of each bag, then flat ones or dense columns."""
         if self.cross is not None:
             side_by_side = self.cross(side_by_side)
         bags, dense = torch.split(side_by_side, [self.bags, self.dense], dim=1)
-        rows = bags.shape[0]  # an exporter takes len() for a constant
-        parts = [] if self.each is None else [self.each(bags.reshape(rows * self.features, -1)).view(rows, -1)]
-        return torch.cat([*parts, dense if self.all is None else self.all(side_by_side)], dim=1)
+        rows = bags.shape[0]  # an exporter would take len() as a constant
+        vectors = [] if self.each is None else [self.each(bags.reshape(rows * self.features, -1)).view(rows, -1)]
+        return torch.cat([*vectors, dense if self.all is None else self.all(side_by_side)], dim=1)
 
 
 def _start(layer: nn.Linear) -> None:

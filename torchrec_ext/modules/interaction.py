@@ -29,41 +29,41 @@ from torchrec_ext.modules.layers import (
     weighs_rows,
 )
 
-HIDDEN_FLOATS = 2**17  # of a block of pairs: half a MiB, a core's share of the second-level cache
-HIDDEN_FLOATS_GPU = 2**27  # half a GiB: on a GPU many pairs at once
+HIDDEN_FLOATS = 2**17  # floats of a block of pairs: half a MiB, a core's share of the second-level cache
+HIDDEN_FLOATS_GPU = 2**27  # on a GPU half a GiB, for many pairs at once
 
 
 def over_pairs(queries: Tensor, candidates: Tensor, score: Callable[[Tensor, Tensor], Tensor], width: int) -> Tensor:
-    """(B, N) scores of queries (B, ...) with candidates (N, ...), over blocks of pairs that stay in the cache.
+    """Returns (B, N) scores of every query with every candidate, a block of pairs at a time.
 
-    That is several times as fast as all pairs at once.
+    Blocks stay in the cache, which is several times as fast as all pairs at once.
 
     Args:
-        queries: (B, D1).
-        candidates: (N, D2).
-        score: from (b, 1, D1) and (1, n, D2) to (b, n).
-        width: floats that ``score`` needs for a pair.
+        queries: (B, D1) vectors.
+        candidates: (N, D2) vectors.
+        score: function from (b, 1, D1) and (1, n, D2) to scores (b, n).
+        width: floats that ``score`` needs for one pair.
     """
     pairs = max(1, (HIDDEN_FLOATS if queries.device.type == "cpu" else HIDDEN_FLOATS_GPU) // max(1, width))
     blocks = torch.split(candidates, pairs)
-    rows = [
-        torch.cat([score(some[:, None], block[None]) for block in blocks], dim=1)
-        for some in torch.split(queries, max(1, pairs // max(1, len(candidates))))
+    scores = [
+        torch.cat([score(rows[:, None], block[None]) for block in blocks], dim=1)
+        for rows in torch.split(queries, max(1, pairs // max(1, len(candidates))))
     ]
-    return torch.cat(rows)
+    return torch.cat(scores)
 
 
 def cross_product(query: Tensor, candidate: Tensor) -> Tensor:
-    """(b, n, D1 + D2): each of the queries (b, 1, D1) beside each of the candidates (1, n, D2)."""
+    """Returns (b, n, D1 + D2): each of the queries (b, 1, D1) beside each of the candidates (1, n, D2)."""
     shape = (query.shape[0], candidate.shape[1], -1)
     return torch.cat([query.expand(shape), candidate.expand(shape)], dim=2)
 
 
 def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, int]:
-    """(D1, D2): the width of a query and of a candidate; D1 is 0 where there is one tower.
+    """Returns (D1, D2), the widths of a query and of a candidate; D1 is 0 where there is one tower.
 
     Raises:
-        ValueError: no tower, or one of no width.
+        ValueError: no tower, or one whose width is 0.
     """
     if not widths or min(widths) < 1:
         raise ValueError(f"{interaction} needs towers, each of width 1 or more, got {shapes(widths) or 'none'}")
@@ -71,7 +71,13 @@ def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, i
 
 
 def equal_width(interaction: str, widths: Sequence[int], *, towers: int | None = None, remedy: str) -> int:
-    """D, the width of every tower.
+    """Returns D, the width that all towers share.
+
+    Args:
+        interaction: class name for the message.
+        widths: width of each tower's output.
+        towers: number of towers that the interaction takes; None for two or more.
+        remedy: interactions that the message recommends instead.
 
     Raises:
         ValueError: towers of different widths, or not as many as ``towers``.
@@ -86,7 +92,7 @@ def equal_width(interaction: str, widths: Sequence[int], *, towers: int | None =
 
 
 def shapes(widths: Sequence[int]) -> str:
-    """The towers' outputs as a message names them."""
+    """Returns the shapes of the towers' outputs as a message shows them, such as ``(B, 8), (B, 16)``."""
     return ", ".join(f"(B, {width})" for width in widths)
 
 
@@ -111,7 +117,7 @@ class InteractionLayer(Recorded, nn.Module):
     widths: list[int]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Returns (B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2).
+        """Returns (B, N) logits of every query (B, D1) with every candidate (N, D2).
 
         This one applies ``forward`` to all pairs, a block at a time, so that memory is bounded: right for layers that
         multiply query and candidate, of which nothing can be computed once per row.
@@ -125,7 +131,7 @@ class InteractionLayer(Recorded, nn.Module):
 
 
 class DotProduct(InteractionLayer):
-    """The dot product of a query tower's and a candidate tower's output.
+    """The logit is the dot product of a query tower's and a candidate tower's output.
 
     Args:
         widths: D of each tower, in order; both must be equal.
@@ -140,16 +146,16 @@ class DotProduct(InteractionLayer):
         equal_width("DotProduct", widths, towers=self.towers, remedy="TopMLP, which takes any")
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits from the towers' outputs [(B, D), (B, D)]."""
+        """Returns (B,) logits of the towers' outputs [(B, D), (B, D)]."""
         return (outputs[0] * outputs[1]).sum(dim=1)
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, D) with every candidate (N, D)."""
+        """Returns (B, N) logits of every query (B, D) with every candidate (N, D)."""
         return query @ candidates.T
 
 
 class Cosine(InteractionLayer):
-    """The cosine of the angle between a query tower's and a candidate tower's output, divided by a temperature.
+    """The logit is the cosine of the angle between the two towers' outputs, divided by a temperature.
 
     Args:
         widths: D of each tower, in order; both must be equal.
@@ -169,11 +175,11 @@ class Cosine(InteractionLayer):
         self.temperature = temperature
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits from the towers' outputs [(B, D), (B, D)]; a zero vector has the logit 0 with all."""
+        """Returns (B,) logits of the towers' outputs [(B, D), (B, D)]; a zero vector has the logit 0 with all."""
         return (normalize(outputs[0]) * normalize(outputs[1])).sum(dim=1) / self.temperature
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, D) with every candidate (N, D)."""
+        """Returns (B, N) logits of every query (B, D) with every candidate (N, D)."""
         return normalize(query) @ normalize(candidates).T / self.temperature
 
 
@@ -198,24 +204,25 @@ class GeneralizedMF(InteractionLayer):
         return [self.linear.bias]
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits from the towers' outputs [(B, D), (B, D)]."""
+        """Returns (B,) logits of the towers' outputs [(B, D), (B, D)]."""
         return self.linear(outputs[0] * outputs[1]).squeeze(1)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, D) with every candidate (N, D)."""
+        """Returns (B, N) logits of every query (B, D) with every candidate (N, D)."""
         return (query * self.linear.weight) @ candidates.T + self.linear.bias
 
 
 class TopMLP(InteractionLayer):
-    """The network on top (YouTube's shape): the towers' outputs concatenated, an activation, an MLP, one logit.
+    """The top NN (Covington et al. 2016): the towers' outputs concatenated, an activation, an MLP, one logit.
 
     Args:
         widths: D of each tower, in order.
         hidden: widths of the hidden layers.
-        activation: over the concatenation, where towers end in a linear layer, and between the layers.
-        normalization: before each activation between the layers.
-        dropout: after each activation.
-        activate_input: False for towers without layers: half of what an embedding says would be cut off.
+        activation: activation over the concatenation, where towers end in a linear layer, and between the layers.
+        normalization: normalisation before each activation between the layers.
+        dropout: share of values set to 0 after each activation.
+        activate_input: whether to activate the concatenation. False for towers without layers, whose embeddings would
+            lose their negative half.
     """
 
     projectable = True
@@ -241,14 +248,19 @@ class TopMLP(InteractionLayer):
         return [self.mlp[-1].bias]  # type: ignore[list-item]
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""
+        """Returns (B,) logits of the towers' outputs, (B, D) of any D each.
+
+        Args:
+            outputs: output of each tower, in order.
+            weights: (B,) weight of each row for batch normalisation, see :class:`BatchNorm`.
+        """
         return self.mlp(self.activation(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, D1), all towers but the last concatenated, with every candidate (N, D2).
+        """See :meth:`InteractionLayer.score_all`.
 
-        The first layer is linear over the concatenation, so each half is applied once per row and not once per pair;
-        the others run over blocks of pairs.
+        The first layer is linear over the concatenation, so its two halves are applied once per row and not once per
+        pair; the other layers run over blocks of pairs.
         """
         first: nn.Linear = self.mlp[0]  # type: ignore[assignment]
         left, right = torch.split(first.weight, self.widths, dim=1)
@@ -256,21 +268,21 @@ class TopMLP(InteractionLayer):
         return over_pairs(queries, linear(self.activation(candidates), right), self._rest, first.out_features)
 
     def _rest(self, query: Tensor, candidate: Tensor) -> Tensor:
-        """(b, n) from the two halves of the first layer, (b, 1, H) and (1, n, H)."""
+        """Returns (b, n) logits from the two halves of the first layer, (b, 1, H) and (1, n, H)."""
         hidden = query + candidate
         return self.mlp[1:](hidden.flatten(0, 1)).view(hidden.shape[:2])  # type: ignore[no-any-return]
 
 
 class Reordered(InteractionLayer):
-    """An interaction whose inputs come in another order, such as with the candidate last, which was trained in the middle.
+    """Applies an interaction to towers in another order, such as the candidate's last that was trained in the middle.
 
     Args:
-        interaction: over outputs in its own order.
-        order: the place among what comes of each input of ``interaction``.
-        widths: D of each output, in the order in which they come.
+        interaction: interaction that takes the towers in the order of training.
+        order: for each input of ``interaction``, in order, its index among the given outputs.
+        widths: D of each given output, in order.
 
     Raises:
-        ValueError: an order that does not name each place once.
+        ValueError: an order that does not name each output once.
 
     Example:
         >>> outputs = [torch.ones(2, 4), torch.zeros(2, 4)]
@@ -283,27 +295,34 @@ class Reordered(InteractionLayer):
         super().__init__()
         if sorted(order) != list(range(len(widths))):
             raise ValueError(
-                f"order={list(order)}: must name each of the {len(widths)} outputs once, by its place from 0"
+                f"order={list(order)}: must name each of the {len(widths)} outputs once, by its index from 0"
             )
         self.interaction, self.order, self.widths = interaction, list(order), list(widths)
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""
-        reordered = [outputs[place] for place in self.order]
+        """Returns (B,) logits of the towers' outputs, (B, D) of any D each.
+
+        Args:
+            outputs: output of each tower, in order.
+            weights: (B,) weight of each row for batch normalisation, see :class:`BatchNorm`.
+        """
+        reordered = [outputs[index] for index in self.order]
         return self.interaction(reordered, weights) if weighs_rows(self.interaction) else self.interaction(reordered)  # type: ignore[no-any-return]
 
 
 class DeepCross(InteractionLayer):
-    """Deep & Cross Network V2 in its stacked form: the concatenation x, layers x * (W x_l + b) + x_l, an MLP (Wang et al. 2021).
+    """Deep & Cross Network V2, stacked: crossing layers over the concatenation x, then an MLP (Wang et al. 2021).
+
+    A crossing layer is x_l -> x * (W x_l + b) + x_l.
 
     Args:
         widths: D of each tower, in order.
         hidden: widths of the MLP's hidden layers; without any, the crossing layers feed one linear layer.
-        layers: crossing layers; each raises by one the degree of the products it can form.
+        layers: number of crossing layers; each raises the degree of the products that can be formed by one.
         low_rank: rank of each W; full where not given. A quarter of the concatenation's width is usual for wide ones.
-        activation: between the layers of the MLP.
-        normalization: before each activation.
-        dropout: after each activation.
+        activation: activation between the layers of the MLP.
+        normalization: normalisation before each activation.
+        dropout: share of values set to 0 after each activation.
     """
 
     def __init__(
@@ -335,15 +354,20 @@ class DeepCross(InteractionLayer):
         return [self.mlp[-1].bias]  # type: ignore[list-item]
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """(B,) logits from the towers' outputs, each (B, D) with a D of its own; ``weights`` (B,), see :class:`BatchNorm`."""
+        """Returns (B,) logits of the towers' outputs, (B, D) of any D each.
+
+        Args:
+            outputs: output of each tower, in order.
+            weights: (B,) weight of each row for batch normalisation, see :class:`BatchNorm`.
+        """
         return self.mlp(self.cross(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
 
 
 class FactorizationMachine(InteractionLayer):
-    """A bias, a linear term, and the dot products of all pairs of towers (Rendle 2010): sum over i < j of <x_i, x_j>.
+    """Adds a bias, a linear term, and the dot products of all pairs of towers (Rendle 2010).
 
-    TorchRec's module, given the (B, T x D) concatenation, multiplies every number with every other, those of one tower
-    and of different columns too; given one column of all towers at a time it is the published machine.
+    TorchRec's module is given one column of all towers at a time, which makes it the published machine. Given the
+    (B, T x D) concatenation it would multiply every number with every other, within a tower and across columns too.
 
     Args:
         widths: D of each tower, in order; all must be equal.
@@ -363,11 +387,11 @@ class FactorizationMachine(InteractionLayer):
         return [self.first_order.bias]
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits from the towers' outputs, each (B, D)."""
+        """Returns (B,) logits of the towers' outputs, each (B, D)."""
         return self.first_order(torch.cat(outputs, dim=1)).squeeze(1) + self._products(outputs)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, (T - 1) x D), all towers but the last concatenated, with every candidate (N, D)."""
+        """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""
         left, right = torch.split(self.first_order.weight[0], [query.shape[1], candidates.shape[1]])
         outputs = list(torch.split(query, self.width, dim=1))
         alone = query @ left + self._products(outputs) + self.first_order.bias
@@ -380,18 +404,17 @@ class FactorizationMachine(InteractionLayer):
 
 
 class DeepFM(InteractionLayer):
-    """A factorisation machine and a deep half over the same outputs, added (Guo et al. 2017).
+    """Adds the logits of a factorisation machine and of an MLP over the same outputs (Guo et al. 2017).
 
-    TorchRec's ``DeepFM`` is the deep half alone: a concatenation and a module of one's choice, which :class:`TopMLP` is
-    too.
+    TorchRec's ``DeepFM`` is the deep half alone, a concatenation and any module over it, as :class:`TopMLP` is.
 
     Args:
         widths: D of each tower, in order; all must be equal.
         hidden: widths of the deep half's hidden layers.
-        activation: over the concatenation and between the layers of the deep half.
-        normalization: before each activation.
-        dropout: after each activation.
-        activate_input: of the deep half, see :class:`TopMLP`.
+        activation: activation over the concatenation and between the layers of the deep half.
+        normalization: normalisation before each activation.
+        dropout: share of values set to 0 after each activation.
+        activate_input: whether the deep half begins with an activation, see :class:`TopMLP`.
     """
 
     def __init__(
@@ -421,23 +444,23 @@ class DeepFM(InteractionLayer):
         return self.machine.last_biases
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """(B,) logits from the towers' outputs, each (B, D); ``weights`` (B,), see :class:`BatchNorm`."""
+        """Returns (B,) logits of the towers' outputs, each (B, D); for ``weights`` (B,) see :class:`BatchNorm`."""
         return self.machine(outputs) + self.deep(outputs, weights)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, (T - 1) x D), all towers but the last concatenated, with every candidate (N, D)."""
+        """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""
         return self.machine.score_all(query, candidates) + self.deep.score_all(query, candidates)
 
 
 class MultiTaskTop(TopMLP):
-    """The towers' outputs concatenated, an MLP, and T heads (hard sharing: Caruana 1997; Covington et al. 2016 on top).
+    """A top NN with a head for each of T tasks over its last hidden layer (hard sharing, Caruana 1997).
 
-    The first head is TopMLP's own, so that whatever ranks by one logit, :meth:`score_all` too, ranks by the first task.
+    The first head is TopMLP's, so that whatever ranks by one logit, such as :meth:`score_all`, ranks by the first task.
 
     Args:
         widths: D of each tower, in order.
         tasks: T, 2 or more.
-        hidden: widths of the hidden layers, over the last of which the heads are.
+        hidden: widths of the hidden layers; the heads stand over the last one.
         activation: see :class:`TopMLP`.
         normalization: see :class:`TopMLP`.
         dropout: see :class:`TopMLP`.
@@ -467,10 +490,10 @@ class MultiTaskTop(TopMLP):
         return [*super().last_biases, *(head.bias for head in self.further)]  # type: ignore[list-item]
 
     def of_tasks(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """(B, T) logits from the towers' outputs, each (B, D) with a D of its own; column 0 is what :meth:`forward` gives."""
+        """Returns (B, T) logits of the towers' outputs, (B, D) of any D each; :meth:`forward` returns column 0."""
         *layers, first = self.mlp
         hidden = self.activation(torch.cat(outputs, dim=1))
-        # One by one, as TorchRec's pipelines trace them: a slice of a Sequential is none of the model's modules.
+        # Layer by layer, because TorchRec's pipelines trace modules of the model, and a slice of a Sequential is none.
         for layer in layers:
             hidden = layer(hidden, weights) if isinstance(layer, BatchNorm) else layer(hidden)
         return torch.cat([first(hidden), *(head(hidden) for head in self.further)], dim=1)

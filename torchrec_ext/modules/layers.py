@@ -1,8 +1,6 @@
-"""Dense layers: activations by name, and the MLP of towers and interactions.
+"""Dense layers: the MLP of towers and interactions, activations by name, and batch normalisation over all ranks.
 
-BatchNorm: statistics over the rows of all ranks that count, so that a model learns the same on any number of them.
-
-Recorded: a module that remembers the arguments it was made with, so that an equal one can be made elsewhere.
+Recorded, a base of modules that remember their constructor's arguments, lets an equal module be made elsewhere.
 """
 
 from __future__ import annotations
@@ -21,25 +19,24 @@ from torchrec_ext.modules.softmax import gather_rows
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """``nn.BatchNorm1d`` whose batch is the global one, of all ranks, on the CPU too (``nn.SyncBatchNorm`` asks for a GPU).
+    """Normalises over the rows of all ranks, on the CPU too, where ``nn.SyncBatchNorm`` needs a GPU.
 
-    TorchRec's data parallelism does not broadcast buffers: with statistics of its own rows each rank would evaluate,
-    and save, another model. In training every rank must call it, as it must call a look-up; in evaluation there is no
-    exchange.
+    TorchRec's data parallelism does not broadcast buffers: with statistics of its own rows, each rank would evaluate
+    and save another model. In training every rank must call it, as it must call a look-up; in evaluation ranks exchange
+    nothing.
 
-    Mean and variance are weighted by the rows' weights: padding, of weight 0, is normalised and not counted. Only
-    ratios of weights matter. The running variance is multiplied by n / (n - 1), as torch does, where n is the number of
-    rows that say as much as the weighted ones, ``sum(w) ** 2 / sum(w ** 2)`` (Kish 1965): for weights of 0 and 1 the
-    number of those with 1.
+    Mean and variance are weighted by the rows' weights, of which only ratios matter; padding, whose weight is 0, is
+    normalised but not counted. The running variance is multiplied by n / (n - 1), as in torch, where n is the effective
+    number of rows ``sum(w) ** 2 / sum(w ** 2)`` (Kish 1965): for weights of 0 and 1 the number of ones.
 
     Attributes:
-        process_group: the ranks whose rows are one batch, as of ``nn.SyncBatchNorm``; all where None.
+        process_group: ranks whose rows are one batch; all ranks where None.
     """
 
     process_group: dist.ProcessGroup | None = None
 
     def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.BatchNorm1d's own name
-        """(B, D) to (B, D); in training the moments are those of the rows by ``weights`` (B,), all 1 where not given."""
+        """Returns (B, D) from (B, D); training weights the rows by ``weights`` (B,), all 1 where not given."""
         alone = not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
         if not self.training or (weights is None and alone):
             return super().forward(input)
@@ -47,29 +44,29 @@ class BatchNorm(nn.BatchNorm1d):
             return self._weighted(input.to(torch.promote_types(input.dtype, torch.float32)), weights).to(input.dtype)
 
     def _weighted(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        # Sums by products with a vector: a pass less over the rows than a product and a sum, forward and backward.
+        # A sum as a product with a vector saves a pass over the rows, forward and backward, beside product and sum.
         shares = rows.new_ones(len(rows)) if weights is None else weights.detach().to(rows)
         sums = self._over_ranks(torch.cat([shares @ rows, torch.stack([shares.sum(), shares.square().sum()])]))
         total, squares = sums[-2:].detach()
-        # A batch of which nothing counts has neither moments nor a say in the running ones.
-        some = total > 0
-        total = torch.where(some, total, 1.0)
+        # A batch whose weights are all 0 has no moments and does not move the running ones.
+        counts = total > 0
+        total = torch.where(counts, total, 1.0)
         mean = sums[:-2] / total
         centred = rows - mean
         variance = self._over_ranks(shares @ centred.square()) / total
-        independent = total.square() / torch.where(some, squares, 1.0)
+        independent = total.square() / torch.where(counts, squares, 1.0)
         unbiased = variance.detach() * independent / (independent - 1).clamp(min=torch.finfo(rows.dtype).eps)
-        self._remember(mean.detach(), torch.where(independent > 1, unbiased, variance.detach()), some)
+        self._remember(mean.detach(), torch.where(independent > 1, unbiased, variance.detach()), counts)
         return torch.addcmul(self.bias, centred, torch.rsqrt(variance + self.eps) * self.weight)
 
-    def _over_ranks(self, own: Tensor) -> Tensor:
-        """(D,) the sum over ranks of (D,), with a gradient to each."""
-        return gather_rows(own[None], self.process_group).sum(0)
+    def _over_ranks(self, values: Tensor) -> Tensor:
+        """Returns the sum over ranks of ``values`` (D,), (D,), with a gradient to each rank's."""
+        return gather_rows(values[None], self.process_group).sum(0)
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor, some: Tensor) -> None:
-        rate = some * self.momentum  # type: ignore[operator]
-        self.num_batches_tracked.add_(some)  # type: ignore[union-attr]
+    def _remember(self, mean: Tensor, variance: Tensor, counts: Tensor) -> None:
+        rate = counts * self.momentum  # type: ignore[operator]
+        self.num_batches_tracked.add_(counts)  # type: ignore[union-attr]
         self.running_mean.lerp_(mean.to(self.running_mean), rate.to(self.running_mean))  # type: ignore[union-attr]
         self.running_var.lerp_(variance.to(self.running_var), rate.to(self.running_var))  # type: ignore[union-attr]
 
@@ -80,32 +77,36 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "s
 
 
 def activation_layer(name: Activation) -> nn.Module:
-    """The activation of that name."""
+    """Makes the activation of that name.
+
+    Raises:
+        ValueError: another name.
+    """
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation={name!r}: must be one of {', '.join(get_args(Activation))}")
     return _ACTIVATIONS[name]()
 
 
 class Layers(nn.Sequential):
-    """Layers one after the other, of which those that take statistics are given the rows' weights."""
+    """``nn.Sequential`` that passes the rows' weights to layers that normalise over the batch."""
 
     def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
-        """(B, D) to (B, D'); ``weights`` (B,), see :class:`BatchNorm`."""
+        """Returns (B, D') from (B, D); for ``weights`` (B,) see :class:`BatchNorm`."""
         for layer in self:
             input = layer(input, weights) if isinstance(layer, BatchNorm | Layers) else layer(input)  # noqa: A001
         return input
 
 
 class Residual(Layers):
-    """Layers whose input is added to their output (He et al. 2016)."""
+    """Adds its input to the output of its layers (He et al. 2016)."""
 
     def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
-        """(B, D) to (B, D); ``weights`` (B,), see :class:`BatchNorm`."""
+        """Returns (B, D) from (B, D); for ``weights`` (B,) see :class:`BatchNorm`."""
         return input + super().forward(input, weights)
 
 
 def weighs_rows(module: nn.Module) -> bool:
-    """Whether a tower or an interaction normalises over its batch, and takes the rows' ``weights`` for that."""
+    """Returns whether a tower or an interaction normalises over its batch and takes the rows' ``weights``."""
     normalises = any(isinstance(layer, BatchNorm) for layer in module.modules())
     return normalises and "weights" in inspect.signature(module.forward).parameters
 
@@ -119,16 +120,16 @@ def mlp(
     dropout: float = 0.0,
     residual: bool = False,
 ) -> Layers:
-    """Linear layers; between them normalisation, activation and dropout, none after the last: its output may be of either sign.
+    """Makes linear layers with normalisation, activation and dropout between them, and none after the last.
 
     Args:
         in_features: width of the input.
-        widths: of the layers, in order.
-        activation: after each hidden layer.
-        normalization: before each activation: ``layer`` (Ba et al. 2016), ``batch`` (over the rows of all ranks that
-            are no padding, see :class:`BatchNorm`) or ``none``.
-        dropout: after each activation.
-        residual: add the input of each hidden layer that is as wide as its output.
+        widths: width of each layer's output, in order.
+        activation: activation after each hidden layer.
+        normalization: layer before each activation: ``layer`` (Ba et al. 2016), ``batch`` (over the rows of all ranks
+            without padding, see :class:`BatchNorm`) or ``none``.
+        dropout: share of values set to 0 after each activation.
+        residual: whether to add the input of each hidden layer that is as wide as its output.
 
     Raises:
         ValueError: a width below 1, a wrong name, or ``residual`` where no hidden layer is as wide as its input.
@@ -143,14 +144,14 @@ def mlp(
     for before, width in pairwise(hidden):
         block = _block(before, width, activation, normalization, dropout)
         layers += [Residual(*block)] if residual and before == width else block
-    activation_layer(activation)  # a wrong name is told of without hidden layers too
+    activation_layer(activation)  # raises for a wrong name even without hidden layers
     return Layers(*layers, nn.Linear(hidden[-1], widths[-1]))
 
 
 def _block(
     before: int, width: int, activation: Activation, normalization: Normalization, dropout: float
 ) -> list[nn.Module]:
-    # Batch normalisation takes a constant away again, so a bias before it would never receive a gradient.
+    # Batch normalisation subtracts any constant, so a bias before it would never receive a gradient.
     block: list[nn.Module] = [nn.Linear(before, width, bias=normalization != "batch")]
     if normalization != "none":
         block.append(nn.LayerNorm(width) if normalization == "layer" else BatchNorm(width))
@@ -174,17 +175,17 @@ def _check(in_features: int, widths: Sequence[int], normalization: str, dropout:
 
 
 class Made(NamedTuple):
-    """How a module was made: its class and the arguments by name, those with their default left out; None where it does not say."""
+    """How a module was made: its class, and the given arguments by name, None where they are not recorded."""
 
     kind: type[nn.Module]
     arguments: dict[str, Any] | None
 
 
 class Recorded:
-    """Put before ``nn.Module`` among the bases: ``arguments`` then holds what the constructor was called with, by name.
+    """Records the constructor's arguments by name in ``arguments``; goes before ``nn.Module`` among the bases.
 
-    That is what :mod:`torchrec_ext.retrieval.bundle.architecture` writes down, whatever becomes of the module: a plan
-    may put sharded collections in the place of its tables.
+    :mod:`torchrec_ext.retrieval.bundle.architecture` writes them down, whatever has happened to the module since: a
+    plan may have replaced its tables by sharded collections.
 
     Example:
         >>> class Doubling(Recorded, nn.Module):
@@ -197,7 +198,7 @@ class Recorded:
     arguments: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Remembers; a copy is made without arguments, and then given those of the original as all its attributes."""
+        """Records the arguments; a copy is made without any, and receives the original's with its other attributes."""
         made = super().__new__(cls)
         bound = inspect.signature(cls.__init__).bind_partial(made, *args, **kwargs).arguments
         made.__dict__["arguments"] = dict(list(bound.items())[1:])
@@ -205,5 +206,5 @@ class Recorded:
 
 
 def how_made(module: nn.Module) -> Made:
-    """Its class, and the arguments where it is :class:`Recorded`."""
+    """Returns the module's class, and its arguments where it is :class:`Recorded`."""
     return Made(type(module), module.arguments if isinstance(module, Recorded) else None)

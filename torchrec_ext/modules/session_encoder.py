@@ -1,6 +1,6 @@
-"""SessionEncoder: positions and transformer layers over packed sequences; it has no tables and is the same on every rank.
+"""SessionEncoder: positions and transformer layers over packed sequences, without tables and alike on all ranks.
 
-Self-attention over sequences of unequal length that lie one after the other, P steps in all, without computing on
+Sequences of unequal length are packed one after the other, P steps in all, so that self-attention computes little on
 padding.
 """
 
@@ -23,27 +23,28 @@ Attention = Literal["bucketed", "nested", "padded"]
 class Bucket(NamedTuple):
     """b sequences of similar length, padded at the end to W steps.
 
-    ``places`` (b, W) are packed places, those of padding the sequence's own last; ``valid`` (b, W) is False for
-    padding, and None where there is none.
+    Attributes:
+        index: (b, W) int64, each step's index among the P packed steps; padding repeats the sequence's last step.
+        valid: (b, W) bool, False for padding; None where there is none.
     """
 
-    places: Tensor
+    index: Tensor
     valid: Tensor | None
 
 
 class Packing:
-    """Where each step of B packed sequences stands; made once per batch and shared by all layers.
+    """Positions of the steps of B packed sequences; made once per batch and shared by all layers.
 
     Lengths 3, 0, 2 are packed as::
 
-        rows     0 0 0 2 2      which sequence
-        index    0 1 2 0 1      how many steps of it stand before
-        to_end   2 1 0 1 0      how many steps of it follow
+        rows     0 0 0 2 2      the step's sequence
+        index    0 1 2 0 1      steps of that sequence before it
+        to_end   2 1 0 1 0      steps of that sequence after it
 
     Args:
         lengths: (B,) steps of each sequence, 0 or more.
-        attention: ``bucketed`` pads each sequence to the next of a few lengths, at most half as long again; ``padded``
-            pads all to the longest, to compare with; ``nested`` is torch's jagged layout, padded nowhere.
+        attention: ``bucketed`` pads each sequence to the next of a few lengths, by half its length at most; ``padded``
+            pads all to the longest, for comparison; ``nested`` is torch's jagged layout, without padding.
     """
 
     def __init__(self, lengths: Tensor, attention: Attention = "bucketed") -> None:
@@ -51,42 +52,42 @@ class Packing:
         self.attention = attention
         self.offsets = pad(self.lengths.cumsum(0), (1, 0))
         self.rows = torch.repeat_interleave(self.lengths)
-        places = torch.arange(len(self.rows), device=lengths.device)
-        self.index = places - self.offsets[self.rows]
-        self.to_end = self.offsets[self.rows + 1] - 1 - places
+        steps = torch.arange(len(self.rows), device=lengths.device)
+        self.index = steps - self.offsets[self.rows]
+        self.to_end = self.offsets[self.rows + 1] - 1 - steps
 
     @cached_property
     def longest(self) -> int:
-        """Steps of the longest sequence, 0 without any."""
+        """Number of steps of the longest sequence, 0 without any."""
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Every sequence that has a step, in exactly one bucket."""
+        """The buckets, which together hold each sequence of one step or more once."""
         widths = torch.tensor(
             _widths(self.longest) if self.attention == "bucketed" else [self.longest], device=self.lengths.device
         )
         chosen = torch.bucketize(self.lengths, widths).masked_fill(self.lengths == 0, -1)
-        members = [(int(width), (chosen == at).nonzero()[:, 0]) for at, width in enumerate(widths.tolist())]
+        members = [(int(width), (chosen == index).nonzero()[:, 0]) for index, width in enumerate(widths.tolist())]
         return [self._bucket(rows, width) for width, rows in members if len(rows)]
 
     def _bucket(self, rows: Tensor, width: int) -> Bucket:
         steps, lengths = torch.arange(width, device=rows.device), self.lengths[rows][:, None]
-        places = self.offsets[rows][:, None] + torch.minimum(steps, lengths - 1)
+        index = self.offsets[rows][:, None] + torch.minimum(steps, lengths - 1)
         valid = steps < lengths
-        return Bucket(places, None if bool(valid.all()) else valid)
+        return Bucket(index, None if bool(valid.all()) else valid)
 
     @cached_property
     def back(self) -> Tensor:
-        """(P,) where each packed step stands in the flattened buckets, one after the other."""
-        valid = [torch.ones_like(b.places, dtype=torch.bool) if b.valid is None else b.valid for b in self.buckets]
+        """(P,) int64, each packed step's index among the steps of all buckets, flattened one after the other."""
+        valid = [torch.ones_like(b.index, dtype=torch.bool) if b.valid is None else b.valid for b in self.buckets]
         flat = torch.cat([v.flatten() for v in valid]).nonzero()[:, 0]
-        places = torch.cat([bucket.places.flatten() for bucket in self.buckets])[flat]
-        return torch.empty_like(flat).scatter_(0, places, flat)
+        packed = torch.cat([bucket.index.flatten() for bucket in self.buckets])[flat]
+        return torch.empty_like(flat).scatter_(0, packed, flat)
 
 
 def _widths(longest: int) -> Sequence[int]:
-    """Lengths that sequences are padded to: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
+    """Returns the lengths that sequences are padded to: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
 
     Example:
         >>> _widths(10)
@@ -99,21 +100,18 @@ def _widths(longest: int) -> Sequence[int]:
 
 
 def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
-    """Multi-head attention of each step to the steps of its own sequence.
+    """Returns (P, H, d), the multi-head attention of each step to the steps of its own sequence.
 
     Args:
         projected: (P, 3, H, d), query, key and value of each of H heads.
-        packing: of the P steps.
-        causal: to the steps before and itself only.
-
-    Returns:
-        (P, H, d).
+        packing: positions of the P steps.
+        causal: whether a step attends only to itself and the steps before it.
 
     Raises:
         ValueError: ``nested`` and causal on a CPU, for which torch has no kernel.
     """
     if not len(projected):
-        return projected.sum(dim=1)  # nothing, but part of the graph: DistributedDataParallel waits for every gradient
+        return projected.sum(dim=1)  # empty, but in the graph: DistributedDataParallel waits for every gradient
     if packing.attention == "nested":
         return _nested(projected, packing, causal)
     outputs = [_padded(projected, bucket, causal) for bucket in packing.buckets]
@@ -121,14 +119,12 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
 
 
 def _padded(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
-    """(b x W, H, d); the rows of padding hold anything."""
-    size, width = bucket.places.shape
+    """Returns (b x W, H, d); rows of padding hold arbitrary numbers."""
+    size, width = bucket.index.shape
     query, key, value = (
-        projected.index_select(0, bucket.places.flatten())
-        .view(size, width, *projected.shape[1:])
-        .permute(2, 0, 3, 1, 4)
+        projected.index_select(0, bucket.index.flatten()).view(size, width, *projected.shape[1:]).permute(2, 0, 3, 1, 4)
     )
-    # Padding stands at the end, where no earlier step looks, so that causal attention needs no mask.
+    # Padding is at the end and no earlier step attends to it, so causal attention needs no mask.
     mask = None if causal or bucket.valid is None else bucket.valid[:, None, None, :]
     return (
         scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal).transpose(1, 2).flatten(0, 1)
@@ -144,8 +140,8 @@ def _nested(projected: Tensor, packing: Packing, causal: bool) -> Tensor:
     offsets = pad(lengths.cumsum(0), (1, 0))
     shortest, longest = int(lengths.min()), packing.longest
     query, key, value = (
-        torch.nested.nested_tensor_from_jagged(part.contiguous(), offsets, None, 1, shortest, longest).transpose(1, 2)
-        for part in projected.unbind(1)
+        torch.nested.nested_tensor_from_jagged(each.contiguous(), offsets, None, 1, shortest, longest).transpose(1, 2)
+        for each in projected.unbind(1)
     )
     output: Tensor = scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).values()
     return output
@@ -155,18 +151,18 @@ Position = Literal["start", "end", "none"]
 
 
 class TransformerLayer(nn.Module):
-    """Self-attention, then a network of one hidden layer at each step, both with residual and layer norm (Vaswani et al. 2017).
+    """Self-attention, then a network of one hidden layer, both with residual and layer norm (Vaswani et al. 2017).
 
     With the same weights it equals ``torch.nn.TransformerEncoderLayer`` but for dropout of attention weights, which it
-    has not.
+    does not have.
 
     Args:
         width: D.
         heads: H, a divisor of D.
-        hidden: of the network at each step.
-        activation: of the hidden layer.
-        dropout: of both branches before the residual is added, and of the hidden layer.
-        norm_first: normalise what enters a branch and not what leaves it.
+        hidden: width of the hidden layer.
+        activation: activation of the hidden layer.
+        dropout: share of values set to 0 in both branches before the residual is added, and in the hidden layer.
+        norm_first: whether to normalise the input of each branch rather than the sum.
     """
 
     def __init__(
@@ -189,7 +185,7 @@ class TransformerLayer(nn.Module):
         self.activation, self.dropout = activation_layer(activation), nn.Dropout(dropout)
 
     def forward(self, steps: Tensor, packing: Packing, causal: bool) -> Tensor:
-        """(P, D) from (P, D)."""
+        """Returns (P, D) from the packed steps (P, D)."""
         if self.norm_first:
             steps = steps + self._attention(self.attention_norm(steps), packing, causal)
             return steps + self._network(self.network_norm(steps))
@@ -205,21 +201,21 @@ class TransformerLayer(nn.Module):
 
 
 class SessionEncoder(Recorded, nn.Module):
-    """Positions are added to packed steps, then come transformer layers.
+    """Adds positions to packed steps and applies transformer layers.
 
     Args:
         width: D of each step.
         max_length: S, the most steps that a sequence may have.
-        layers: how many.
+        layers: number of transformer layers.
         heads: H, a divisor of D.
-        hidden: of each layer's network; 4 x D where not given.
-        activation: of the hidden layers.
-        dropout: of the steps, and see :class:`TransformerLayer`.
-        causal: each step sees itself and those before it only.
+        hidden: width of each layer's hidden layer; 4 x D where not given.
+        activation: activation of the hidden layers.
+        dropout: share of values set to 0 in the steps and in each layer, see :class:`TransformerLayer`.
+        causal: whether a step attends only to itself and the steps before it.
         norm_first: see :class:`TransformerLayer`; if so, the output is normalised once more.
         position: a learned vector for each number of steps since the ``start``, or until the ``end``; or ``none``,
-            where the steps carry it themselves, such as time gaps.
-        attention: how it is computed, see :class:`Packing`; the result is the same.
+            where the steps say it themselves, such as by time gaps.
+        attention: way of computing attention, see :class:`Packing`; the result is the same.
 
     Raises:
         ValueError: a setting out of its range; when run, a sequence longer than ``max_length``.
@@ -255,9 +251,7 @@ class SessionEncoder(Recorded, nn.Module):
         self._from_start = position == "start"
         self.positions = None if position == "none" else nn.Embedding(max_length, width)
         if self.positions is not None:
-            nn.init.normal_(
-                self.positions.weight, std=0.02
-            )  # small beside a step, which is what tells steps apart at first
+            nn.init.normal_(self.positions.weight, std=0.02)  # small beside the steps, which differ from the start
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             TransformerLayer(
@@ -268,11 +262,15 @@ class SessionEncoder(Recorded, nn.Module):
         self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
 
     def forward(self, steps: Tensor, lengths: Tensor) -> Tensor:
-        """(P, D) from the packed steps (P, D) of B sequences with ``lengths`` (B,)."""
+        """Returns (P, D) from the packed steps (P, D) of B sequences with ``lengths`` (B,)."""
         return self.encode(steps, Packing(lengths, self.attention))
 
     def encode(self, steps: Tensor, packing: Packing) -> Tensor:
-        """The same where the packing is at hand."""
+        """Returns (P, D) from the packed steps (P, D) of an existing packing.
+
+        Raises:
+            ValueError: a sequence longer than ``max_length``.
+        """
         self._check_lengths(packing)
         if self.positions is not None:
             steps = steps + self.positions(packing.index if self._from_start else packing.to_end)
@@ -286,8 +284,7 @@ class SessionEncoder(Recorded, nn.Module):
             row = int(packing.lengths.argmax())
             raise ValueError(
                 f"a sequence of {packing.longest} steps in row {row} of the batch: must have at most "
-                f"max_length={self.max_length}; "
-                "keep the most recent ones where it is read, or enlarge max_length"
+                f"max_length={self.max_length}; keep the most recent ones where it is read, or enlarge max_length"
             )
 
 

@@ -1,4 +1,4 @@
-"""SessionTower: a sequence of steps with the target among them, a transformer over it, an MLP (BST, Chen et al. 2019)."""
+"""SessionTower: a transformer over a sequence of steps, the target among them, then an MLP (BST, Chen et al. 2019)."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ BST_WIDTHS = (1024, 512, 256)
 
 
 class SessionTower(Recorded, nn.Module):
-    """What a user did before, then the target item, as one sequence through a transformer; then an MLP.
+    """Applies a transformer, then an MLP, to the sequence of what a user did before and the target item.
 
-    A tower like :class:`torchrec_ext.modules.tower.Tower`, so that a TowerModel takes it beside others; its tables are
-    an EmbeddingCollection, sharded like any. Each step is the sum of the embeddings of its features, such as item,
-    category and the gap in time to the target (:func:`torchrec_ext.data.datasets.sequences.time_gaps`), which BST
-    concatenates: a sum has the same linear maps of each feature, and one width. A feature pair that names the same
-    things, such as ``history`` and ``item_id``, is read from one table by giving both names in its ``feature_names``.
+    A TowerModel takes it beside any :class:`torchrec_ext.modules.tower.Tower`; its tables are an EmbeddingCollection,
+    sharded like any. Each step is the sum of the embeddings of its features, such as item, category and the gap in time
+    to the target. BST concatenates them; a sum applies the same linear maps to each feature and keeps one width. Two
+    features of the same things, such as ``history`` and ``item_id``, are read from one table by giving both names in
+    its ``feature_names``.
 
     Args:
         tables: TorchRec EmbeddingConfigs of one width D.
         session: features of the earlier steps, oldest first, equally long in a row; an empty session is allowed beside
             a target.
         target: features of the target, one id per row; none for a tower of the session alone.
-        mlp_widths: of the MLP; the last is the width of the tower's output.
+        mlp_widths: widths of the MLP's layers; the last is the width of the tower's output.
         max_length: S, the most steps of a session, without the target.
         dense: names of dense columns, concatenated before the MLP.
-        layers: of the transformer.
-        heads: of its attention.
-        hidden: width of the network at each step; 4 x D where not given.
-        position: a learned vector per place counted from the ``end``, so that the target's is 0 and the latest step's
-            1, or from the ``start``; ``none`` where a feature of the steps says when they were.
-        pooling: ``flatten`` puts the steps side by side in S + 1 places as BST does, the target first, zeros where
-            there is none; ``last`` takes the last step, the target; ``mean`` their mean.
-        activation: of transformer and MLP.
-        dropout: likewise.
+        layers: number of transformer layers.
+        heads: number of attention heads.
+        hidden: width of each transformer layer's hidden layer; 4 x D where not given.
+        position: a learned vector for each number of steps until the ``end``, so that the target's is 0 and the latest
+            step's 1, or since the ``start``; ``none`` where a feature of the steps says when they were.
+        pooling: ``flatten`` concatenates S + 1 steps as BST does, the target first and zeros where there is none;
+            ``last`` takes the last step, the target; ``mean`` the mean of the steps.
+        activation: activation of transformer and MLP.
+        dropout: share of values set to 0 in transformer and MLP.
         norm_first: see :class:`TransformerLayer`; BST normalises last.
         attention: see :class:`Packing`.
-        device: of the tables; ``meta`` declares them without memory.
+        device: device of the tables; ``meta`` declares them without memory.
 
     Raises:
         ValueError: a feature that no table reads, tables of several widths; when run, a session that is too long,
@@ -94,10 +94,10 @@ class SessionTower(Recorded, nn.Module):
         self.device = device or torch.device("cpu")
         self._names = _feature_keys(self.tables)
         self.lend(())
-        width, places = self.tables[0].embedding_dim, max_length + bool(target)
+        width, steps = self.tables[0].embedding_dim, max_length + (1 if target else 0)
         encoder = SessionEncoder(
             width,
-            places,
+            steps,
             layers=layers,
             heads=heads,
             hidden=hidden,
@@ -108,7 +108,7 @@ class SessionTower(Recorded, nn.Module):
             attention=attention,
         )
         self.network = _SessionNetwork(encoder, tuple(session), tuple(target), pooling)
-        inputs = width * (places if pooling == "flatten" else 1) + len(self.dense)
+        inputs = width * (steps if pooling == "flatten" else 1) + len(self.dense)
         self.mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout)
 
     def lend(self, names: Collection[str]) -> None:
@@ -131,7 +131,7 @@ class SessionTower(Recorded, nn.Module):
 
 
 class _SessionNetwork(nn.Module):
-    """From looked-up features to (B, pooled width); no tables, so TorchRec's pipelines do not trace into it."""
+    """Pools looked-up features to (B, pooled width); without tables, so that TorchRec's pipelines do not trace into it."""
 
     def __init__(
         self, encoder: SessionEncoder, session: tuple[str, ...], target: tuple[str, ...], pooling: Pooling
@@ -151,8 +151,8 @@ class _SessionNetwork(nn.Module):
     def _pooled(self, steps: Tensor, packing: Packing) -> Tensor:
         size, width = len(packing.lengths), steps.shape[1]
         if self.pooling == "flatten":
-            places = steps.new_zeros(size * self.encoder.max_length, width)
-            return places.index_copy(0, packing.rows * self.encoder.max_length + packing.to_end, steps).view(size, -1)
+            padded = steps.new_zeros(size * self.encoder.max_length, width)
+            return padded.index_copy(0, packing.rows * self.encoder.max_length + packing.to_end, steps).view(size, -1)
         rows = steps.new_zeros(size, width)
         if self.pooling == "last":
             last = packing.to_end == 0
@@ -161,7 +161,7 @@ class _SessionNetwork(nn.Module):
 
 
 def _summed(embedded: Mapping[str, JaggedTensor], features: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """(P, D) and (B,) lengths of the steps that have these features."""
+    """Returns (P, D) steps, the sums of these features' embeddings, and the sessions' lengths (B,)."""
     first, *others = (embedded[name] for name in features)
     values, lengths = first.values(), first.lengths()
     for name, other in zip(features[1:], others, strict=True):
@@ -170,15 +170,14 @@ def _summed(embedded: Mapping[str, JaggedTensor], features: Sequence[str]) -> tu
             row = int(different[0])
             raise ValueError(
                 f"feature '{name}' has {int(other.lengths()[row])} values in row {row} of the batch and "
-                f"'{features[0]}' "
-                f"{int(lengths[row])}: features of one step must be equally many"
+                f"'{features[0]}' {int(lengths[row])}: features of one step must be equally many"
             )
         values = values + other.values()
     return values, lengths
 
 
 def _appended(steps: Tensor, lengths: Tensor, targets: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's target after its steps, still packed."""
+    """Returns packed steps with each row's target after its steps, and their lengths (B,)."""
     rows = torch.cat([torch.repeat_interleave(lengths), torch.repeat_interleave(ones)])
     return torch.cat([steps, targets]).index_select(0, rows.argsort(stable=True)), lengths + ones
 
@@ -189,8 +188,7 @@ def _check_targets(lengths: Tensor, target: Sequence[str]) -> None:
         row = int(wrong[0])
         raise ValueError(
             f"target feature '{target[0]}' has {int(lengths[row])} values in row {row} of the batch: must be one item, "
-            "or none in "
-            "a padding row; give each candidate a row of its own"
+            "or none in a padding row; give each candidate a row of its own"
         )
 
 
@@ -209,8 +207,7 @@ def _check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], t
     if unread or not session:
         raise ValueError(
             f"session={list(session)}, target={list(target)}: must name features of the tables, one of the session at "
-            "least; "
-            f"the tables read {read}"
+            f"least; the tables read {read}"
         )
     unused = sorted(set(read) - {*session, *target})
     if unused:

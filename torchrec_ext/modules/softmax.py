@@ -1,14 +1,13 @@
-"""In-batch negatives: the candidates of a batch, of all ranks, are each other's negatives.
+"""Softmax over many candidates: those of the batch of all ranks, or those of a whole catalogue.
 
-Axis letters: see torchrec_ext.schema. Here B are the queries of this rank, M extra candidates without a query, P the
-greatest B + M of all ranks, and C = R x P.
-
-Softmax over a catalogue, whole or estimated from a sample that all positions share, a block of scores at a time.
+Axis letters: see torchrec_ext.schema. For candidates of the batch B are the queries of this rank, M extra candidates
+without a query, P the greatest B + M of all ranks, and C = R x P.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-_PADDING = (
-    -1
-)  # what is no candidate at all; item 0 is the unknown one, or padding where nobody says which rows are present
+_PADDING = -1  # id of a row without a candidate; item 0 is the unknown one, or padding where ``present`` is not given
 # torch 2.13 renamed both and warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,10 +25,14 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class InBatch(NamedTuple):
     """The candidates of all ranks, in rank order, as :func:`torchrec_ext.modules.losses.in_batch_softmax` takes them.
 
-    A rank with fewer than P has zeros and item 0 after them, which are excluded for every query.
+    A rank with fewer than P candidates is padded with zeros and item 0, which are excluded for every query.
 
-    ``candidates`` (C, D) with gradient; ``targets`` (B,) int64, the place of each query's own candidate; ``excluded``
-    (B, C) bool, which candidates are no negative of a query; ``log_q`` (C,) float32 or None; ``ids`` (C,) int64.
+    Attributes:
+        candidates: (C, D) vectors, with gradient.
+        targets: (B,) int64, the index of each query's own candidate.
+        excluded: (B, C) bool, candidates that are no negatives of a query.
+        log_q: (C,) float32 log-probability of each candidate, or None.
+        ids: (C,) int64 items.
     """
 
     candidates: Tensor
@@ -52,26 +53,25 @@ def in_batch_negatives(
     is_known: Callable[[Tensor], Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> InBatch:
-    """Gathers the candidates of all ranks and says which of them are negatives of which query.
+    """Gathers the candidates of all ranks and finds which of them are negatives of which query.
 
-    Excluded are accidental hits (the query's own item elsewhere in the batch), the query's other known items, and
-    padding; a query's own candidate never is. On more than one rank three exchanges, the first of which says how many
-    candidates each rank has, or two with ``rows``; on one none.
+    Accidental hits (the query's own item elsewhere in the batch), the query's other known items, and padding are
+    excluded; a query's own candidate never is. Several ranks exchange three times, of which the first tells how many
+    candidates each rank has; twice where ``rows`` is given. One rank does not exchange.
 
     Args:
-        embeddings: (B + M, D); the first B are the positives of this rank's queries, in order, the rest are negatives
-            only (mixed negatives, Yang et al. 2020).
-        ids: (B + M,) int64, which items they are, 0 or more. Not what is looked up for them: a candidate whose id was
-            dropped stays itself, ``batch.items``.
-        log_q: (B + M,) log-probability that a place of the batch holds the item, up to one constant.
+        embeddings: (B + M, D) vectors; the first B are the positives of this rank's queries, in order, the rest are
+            negatives alone (mixed negatives, Yang et al. 2020).
+        ids: (B + M,) int64 items, 0 or more. A candidate whose id was dropped keeps it here, as in ``batch.items``,
+            whatever was looked up for it.
+        log_q: (B + M,) log-probability that a row of the batch holds the item, up to one constant.
         queries: B; all rows where not given.
-        rows: P, where it is known and the same on every rank, as it is of the loader's batches: for batch_size rows of
-            R ranks ceil(batch_size / R), plus M. Spares an exchange, and on CUDA a wait for it.
-        present: (B + M,) bool, which rows have a candidate, the others being padding; where not given those with an id
-            other than 0.
-        is_known: from items (C,) to (B, C) bool, whether each query's user is known to have taken each, such as
-            ``lambda items: known.contains(users[:, None], items)``.
-        group: of ranks; all where not given.
+        rows: P, where it is known and the same on every rank, as for the loader's batches: ceil(batch_size / R) of
+            ``batch_size`` rows over R ranks, plus M. Saves an exchange, and on CUDA the wait for it.
+        present: (B + M,) bool, whether each row has a candidate and is not padding; ids other than 0 where not given.
+        is_known: function from items (C,) to (B, C) bool, whether each query's user is known to have taken each item,
+            such as ``lambda items: known.contains(users[:, None], items)``.
+        group: ranks that exchange their candidates; all where not given.
 
     Raises:
         ValueError: shapes that do not fit together on this rank; or, on every rank unless ``rows`` is given, embeddings
@@ -94,7 +94,7 @@ def in_batch_negatives(
     excluded = (ids == ids[targets][:, None]) | padding
     if is_known is not None:
         excluded |= is_known(items)
-    # No scatter with a value of the host's: that would wait for a copy.
+    # A scatter of a value from the host would wait for its copy to the device.
     excluded &= torch.arange(len(ids), device=ids.device) != targets[:, None]
     if log_q is not None:
         log_q = log_q.masked_fill(padding & log_q.isinf(), 0.0)  # 0 x inf would reach the loss
@@ -102,11 +102,11 @@ def in_batch_negatives(
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """(R x B, D) the rows (B, D) of all ranks in rank order; every rank must give equally many, which nothing checks here.
+    """Returns (R x B, D), the rows (B, D) of all ranks in rank order; every rank must give equally many, unchecked.
 
-    Its gradient on a rank is the sum over ranks of what their losses say about this rank's rows. So the *mean* of the
-    ranks' gradients of dense weights, which DistributedDataParallel and TorchRec take, is that of the mean loss over
-    the whole batch.
+    The gradient of a rank's rows is the sum over ranks of their losses' gradients. The *mean* of the ranks' gradients
+    of dense weights, which DistributedDataParallel and TorchRec take, is therefore that of the mean loss over the whole
+    batch.
     """
     if _ranks(group) == 1:
         return rows
@@ -123,32 +123,32 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        own = gradient.new_empty(len(gradient) // _ranks(ctx.group), *gradient.shape[1:])
-        _REDUCE_SCATTER(own, gradient.contiguous(), group=ctx.group)
-        return own, None
+        local = gradient.new_empty(len(gradient) // _ranks(ctx.group), *gradient.shape[1:])
+        _REDUCE_SCATTER(local, gradient.contiguous(), group=ctx.group)
+        return local, None
 
 
 def _gathered(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    everyone = rows.new_empty(_ranks(group) * len(rows), *rows.shape[1:])
-    _ALL_GATHER(everyone, rows.contiguous(), group=group)
-    return everyone
+    gathered = rows.new_empty(_ranks(group) * len(rows), *rows.shape[1:])
+    _ALL_GATHER(gathered, rows.contiguous(), group=group)
+    return gathered
 
 
 def _gather_facts(ids: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
-    """Ids and log_q of all ranks in one exchange: float64 travels as the int64 of the same bits."""
+    """Returns ids and log_q of all ranks after one exchange, in which float64 travels as the int64 of the same bits."""
     if _ranks(group) == 1:
         return ids, log_q
-    parts = [ids] if log_q is None else [ids, log_q.detach().double().view(torch.int64)]
-    both = _gathered(torch.stack(parts, dim=1), group)
+    columns = [ids] if log_q is None else [ids, log_q.detach().double().view(torch.int64)]
+    both = _gathered(torch.stack(columns, dim=1), group)
     return both[:, 0], None if log_q is None else both[:, 1].contiguous().view(torch.float64).to(log_q.dtype)
 
 
 def _greatest(embeddings: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None) -> int:
-    """P, after a check that makes every rank raise if one would."""
+    """Returns P, after a check that raises on every rank if it does on one."""
     if _ranks(group) == 1:
         return len(embeddings)
-    mine = torch.tensor([[*embeddings.shape, log_q is not None]], device=embeddings.device)
-    sizes = _gathered(mine, group).tolist()
+    local = torch.tensor([[*embeddings.shape, log_q is not None]], device=embeddings.device)
+    sizes = _gathered(local, group).tolist()
     facts = {"D of the embeddings": [size[1] for size in sizes], "log_q given": [bool(size[2]) for size in sizes]}
     for name, by_rank in facts.items():
         if len(set(by_rank)) > 1:
@@ -182,10 +182,10 @@ def _check(
         raise ValueError(
             f"ids: {ids.dtype} of shape {tuple(ids.shape)}; must be int64 of shape (B + M,); convert them with .long()"
         )
-    for name, part in (("log_q", log_q), ("present", present)):
-        if part is not None and part.shape != ids.shape:
+    for name, given in (("log_q", log_q), ("present", present)):
+        if given is not None and given.shape != ids.shape:
             raise ValueError(
-                f"{name}: shape {tuple(part.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id"
+                f"{name}: shape {tuple(given.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id"
             )
     if not 0 <= queries <= size:
         raise ValueError(
@@ -198,44 +198,44 @@ def _check(
 
 
 def widened(values: Tensor) -> Tensor:
-    """``values`` in float32 where they are of half precision, else as they are."""
+    """Returns ``values`` in float32 where they are of half precision, and unchanged otherwise."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-SCORES_PER_BLOCK = 2**20  # 4 MiB: they stay in the cache between the passes over them, and P x C never is in memory
+SCORES_PER_BLOCK = 2**20  # 4 MiB, which stay in the cache between passes; all P x C are never in memory
 
 
 def catalogue_softmax(
     states: Tensor, positives: Tensor, targets: Tensor, candidates: Tensor, candidate_ids: Tensor, *, num_items: int
 ) -> Tensor:
-    """(P,) cross entropy of each target among all items, the score of an item being its dot product with the state.
+    """Returns (P,) cross entropies of each target among all items, scored by the dot product with the state.
 
-    The sum over all items but the target is estimated by num_items / C times the sum over the C candidates but those
-    that are the target. With each item once among the candidates that is the exact softmax; with candidates drawn
-    uniformly, with or without replacement, the sum is estimated without bias (Jean et al. 2015; Bengio and Senecal
-    2003). Scores are computed in float32 at least, under autocast too.
+    The sum over all items but the target is estimated by num_items / C times the sum over the C candidates that are not
+    the target. Where each item is a candidate once, this is the exact softmax; with candidates drawn uniformly, with or
+    without replacement, the estimate of the sum has no bias (Jean et al. 2015; Bengio and Senecal 2003). Scores are
+    computed in float32 at least, under autocast too.
 
     Args:
-        states: (P, D).
-        positives: (P, D) the embeddings of the targets.
-        targets: (P,) int64 ids.
+        states: (P, D) vectors, one for each target.
+        positives: (P, D) embeddings of the targets.
+        targets: (P,) int64 ids of the targets.
         candidates: (C, D) embeddings.
         candidate_ids: (C,) int64 ids; 0 is padding.
-        num_items: items of the catalogue, ids 1 to num_items.
+        num_items: number of items in the catalogue, whose ids are 1 to num_items.
     """
     states, positives, candidates = widened(states), widened(positives), widened(candidates)
     padding = candidate_ids == 0
-    own = (states * positives).sum(dim=1)
+    target_scores = (states * positives).sum(dim=1)
     others: Tensor = _LogSumExp.apply(states, candidates, padding, *_hits(targets, candidate_ids))  # type: ignore[no-untyped-call]
     scale = (num_items / (~padding).sum().to(states)).log()
-    return softplus(others + scale - own)
+    return softplus(others + scale - target_scores)
 
 
 class _LogSumExp(torch.autograd.Function):
-    """(P,) log of the sum of exp(state x candidate) over the candidates but padding and the (rows, columns) left out.
+    """Computes (P,) log of the sum of exp(state x candidate) over candidates; padding and (rows, columns) are left out.
 
-    The scores are made again in the backward, which costs a product and saves the memory and most passes over it: on
-    one core 390 ms in place of 710 for 1,400 x 12,101 scores, 45 in place of 62 for 1,400 x 2,048.
+    The backward computes the scores again, which costs a product and saves the memory and most passes over it: on one
+    core 390 ms instead of 710 for 1,400 x 12,101 scores, 45 instead of 62 for 1,400 x 2,048.
     """
 
     @staticmethod
@@ -252,36 +252,39 @@ class _LogSumExp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         states, candidates, padding, rows, columns, sums = ctx.saved_tensors
-        of_states, of_candidates = torch.empty_like(states), torch.zeros_like(candidates)
+        state_gradient, candidate_gradient = torch.empty_like(states), torch.zeros_like(candidates)
         with torch.autocast(states.device.type, enabled=False):
             for block, scores in _scores(states, candidates, padding, rows, columns):
                 shares = scores.sub_(sums[block, None]).exp_().mul_(gradient[block, None])
-                of_states[block] = shares @ candidates
-                of_candidates.addmm_(shares.T, states[block])
-        return of_states, of_candidates, None, None, None
+                state_gradient[block] = shares @ candidates
+                candidate_gradient.addmm_(shares.T, states[block])
+        return state_gradient, candidate_gradient, None, None, None
 
 
 def _scores(
     states: Tensor, candidates: Tensor, padding: Tensor, rows: Tensor, columns: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of states and their scores. What is left out is not -inf: where nothing is left to sum, the gradient would be NaN."""
-    nothing = torch.finfo(states.dtype).min
-    bias = torch.zeros_like(candidates[:, 0]).masked_fill(padding, nothing)
+    """Yields slices of states with their scores.
+
+    A score that is left out is the least finite number and not -inf, with which the gradient of an empty sum is NaN.
+    """
+    least = torch.finfo(states.dtype).min
+    bias = torch.zeros_like(candidates[:, 0]).masked_fill(padding, least)
     size = max(1, SCORES_PER_BLOCK // max(len(candidates), 1))
     starts = range(0, len(states), size)
     bounds = torch.searchsorted(rows, torch.tensor([*starts, len(states)], device=rows.device)).tolist()
-    for at, start in enumerate(starts):
-        block, left_out = slice(start, min(start + size, len(states))), slice(bounds[at], bounds[at + 1])
+    for start, (first, last) in zip(starts, pairwise(bounds), strict=True):
+        block = slice(start, min(start + size, len(states)))
         scores = torch.addmm(bias, states[block], candidates.T)
-        scores[rows[left_out] - start, columns[left_out]] = nothing
+        scores[rows[first:last] - start, columns[first:last]] = least
         yield block, scores
 
 
 def _hits(targets: Tensor, candidate_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """All pairs (row, column) at which a candidate is the row's target, by row."""
-    ordered, places = candidate_ids.sort()
+    """Returns the (rows, columns) at which a candidate is the row's target, in the order of rows."""
+    ordered, columns = candidate_ids.sort()
     first = torch.searchsorted(ordered, targets)
     counts = torch.searchsorted(ordered, targets, right=True) - first
     rows = torch.repeat_interleave(counts)
     nth = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    return rows, places[first[rows] + nth]
+    return rows, columns[first[rows] + nth]
