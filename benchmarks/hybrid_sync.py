@@ -113,9 +113,9 @@ def qualities(runtime: Runtime, modes: dict[str, SyncConfig], options: Options) 
         job = job_of(sync, runtime.world_size, options.quick)
         schema, parallel, optimizer = built(runtime, job, task)
         loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
-        judge = task.judge(schema, parallel, runtime)
+        evaluator = task.evaluator(schema, parallel, runtime)
         train(parallel, optimizer, loader, runtime, job.train, sync=sync)
-        found[name] = judge.test()
+        found[name] = evaluator.test()
         if runtime.is_main:
             print(
                 f"{name}: hr@10 {found[name]['hr@10']:.4f}, auc {found[name]['auc']:.4f}", file=sys.stderr, flush=True

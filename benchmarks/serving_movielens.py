@@ -120,7 +120,7 @@ def _recombined(run: Path, bundle: Bundle, count: int) -> Tensor:
     job = saved_job(run)
     task = job.task(job.data, progress=False)
     schema = job.build(job.model, task.data).schema(out_of_range=job.model.out_of_range)
-    films = task.served(schema).catalogue.features
+    films = task.export_data(schema).catalogue.features
     pairs = np.random.default_rng(0).choice(len(films) ** 2, count, replace=False)
     rows = films.take(pa.array(pairs // len(films)))
     ids = films["item_id"].take(pa.array(pairs % len(films)))

@@ -60,11 +60,11 @@ def trained(runtime: Runtime, size: int, factor: float, *, quick: bool) -> tuple
         job = job_of(size, factor, min(len(loader), len(loader) * job.train.epochs - 1), quick=quick)
     plan = plan_sharding(model, runtime, job.plan, optimizer=job.optimizer)
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed)
-    judge = task.judge(schema, parallel, runtime)
+    evaluator = task.evaluator(schema, parallel, runtime)
     start = time.perf_counter()
     history = train(parallel, optimizer, loader, runtime, job.train)
     seconds = time.perf_counter() - start
-    return sum(record["rows"] for record in history if record["kind"] == "train") / seconds, judge.test()["hr@10"]
+    return sum(record["rows"] for record in history if record["kind"] == "train") / seconds, evaluator.test()["hr@10"]
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

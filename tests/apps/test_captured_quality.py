@@ -15,7 +15,7 @@ from torchrec_ext.train.loop import train
 from torchx_apps.cli.command_line import apply_overrides
 from torchx_apps.jobs.training import load_task
 from torchx_apps.recipes import Job, two_tower
-from torchx_apps.tasks.ranking import RankingJudge
+from torchx_apps.tasks.ranking import RankingEvaluator
 
 ROOT = Path(os.environ.get("TORCHREC_EXT_DATA", ""))
 WAYS = {
@@ -50,7 +50,7 @@ def reached(runtime: Runtime, epochs: int, seeds: int) -> dict[str, list[float]]
             parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=seed)
             loader = training_loader(data, schema, job.loader)
             train(parallel, optimizer, loader, runtime, job.train)
-            found[way].append(RankingJudge(data, schema, parallel, runtime).test()["hr@10"])
+            found[way].append(RankingEvaluator(data, schema, parallel, runtime).test()["hr@10"])
     return found
 
 

@@ -28,7 +28,7 @@ from torchrec_ext.schema import DataError
 from torchx_apps import embed, recipes
 from torchx_apps.jobs import embedding as catalogue
 from torchx_apps.jobs.embedding import CatalogueFiles, TowerGroup, embed_files
-from torchx_apps.tasks.served import of_interactions
+from torchx_apps.tasks.export_data import of_interactions
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Each recipe ends with a bundle that ranks as its judge does, or says why it cannot; a run's checkpoint gives the same bundle."""
+"""Each recipe ends with a bundle that ranks as its evaluator does, or says why it cannot; a run's checkpoint gives the same bundle."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def job_of(name: str, root: Path) -> Any:
 
 
 def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
-    """A bundle of each recipe's untrained model; what the judge recommends to the user of a test row, where it is asked so."""
+    """A bundle of each recipe's untrained model; what the evaluator recommends to the user of a test row, where it is asked so."""
     found = {}
     for name in RECIPES:
         job = job_of(name, root)
@@ -114,10 +114,10 @@ def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
         plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"), optimizer=job.optimizer)
         sharded, _ = hybrid_parallel(model, runtime, plan=plan, optimizer=job.optimizer)
         export_task(sharded, task, schema, runtime, root / f"bundle-{name}", details={})
-        judge = task.judge(schema, sharded, runtime)
-        if hasattr(judge, "recommend"):
+        evaluator = task.evaluator(schema, sharded, runtime)
+        if hasattr(evaluator, "recommend"):
             sharded.eval()
-            told = judge.recommend()
+            told = evaluator.recommend()
             found[name] = (task.data.users_by_row[told.user], task.data.items_by_row[told.items].tolist())
     return found
 

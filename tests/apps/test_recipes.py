@@ -37,9 +37,9 @@ def trained(runtime: Runtime, job: Job) -> dict[str, Record]:
     schema = model.schema(out_of_range=job.model.out_of_range)
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
     loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
-    judge = task.judge(schema, parallel, runtime)
-    train(parallel, optimizer, loader, runtime, job.train, evaluate=judge.validate if task.validates else None)
-    return {"test": judge.test(), "baseline": judge.baseline("test"), "best": dict(task.best)}
+    evaluator = task.evaluator(schema, parallel, runtime)
+    train(parallel, optimizer, loader, runtime, job.train, evaluate=evaluator.validate if task.validates else None)
+    return {"test": evaluator.test(), "baseline": evaluator.baseline("test"), "best": dict(task.best)}
 
 
 CONTEXT = ("data.name=planted", "loader.batch_size=1024", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")

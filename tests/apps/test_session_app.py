@@ -35,14 +35,14 @@ def trained(runtime: Runtime, job: Job) -> dict[str, Any]:
     schema = model.schema()
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
     loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
-    judge = task.judge(schema, parallel, runtime)
-    history = train(parallel, optimizer, loader, runtime, job.train, evaluate=judge.validate)
+    evaluator = task.evaluator(schema, parallel, runtime)
+    history = train(parallel, optimizer, loader, runtime, job.train, evaluate=evaluator.validate)
     return {
         "validation": [record for record in history if record["kind"] == "eval"][-1],
-        "test": judge.test(),
-        "popularity": judge.baseline("test"),
+        "test": evaluator.test(),
+        "popularity": evaluator.baseline("test"),
         "best": {name.lower(): value for name, value in task.best.items()},
-        "example": judge.example(),
+        "example": evaluator.example(),
         "task": task.describe(),
     }
 

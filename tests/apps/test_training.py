@@ -28,7 +28,7 @@ from torchx_apps.networks import stacks as stackable
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower
 from torchx_apps.tasks.labelled import LabelledTask
-from torchx_apps.tasks.ranking import RankingJudge, RankingTask, Recommended, recommendation_text
+from torchx_apps.tasks.ranking import RankingEvaluator, RankingTask, Recommended, recommendation_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +48,13 @@ def trained(runtime: Runtime, job: Job) -> Outcome:
     schema = model.schema()
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
     loader = training_loader(data, schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
-    judge = RankingJudge(data, schema, parallel, runtime)
+    evaluator = RankingEvaluator(data, schema, parallel, runtime)
     train(parallel, optimizer, loader, runtime, job.train)
     return Outcome(
-        figures=judge.test(),
-        popularity=judge.baseline("test"),
+        figures=evaluator.test(),
+        popularity=evaluator.baseline("test"),
         best={name.lower(): value for name, value in data.best.items()},
-        recommended=[judge.recommend(row) for row in range(3)],
+        recommended=[evaluator.recommend(row) for row in range(3)],
         held_out=data.test["item_id"].values[:3].tolist(),
     )
 
@@ -120,7 +120,7 @@ def drawn_hard(runtime: Runtime) -> list[Any]:
     schema = model.schema()
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
     loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
-    judge = task.judge(schema, parallel, runtime)
+    evaluator = task.evaluator(schema, parallel, runtime)
     train(parallel, optimizer, loader, runtime, job.train)
     asked = np.array([1, 7, 0, 20])
     last = {user: row for row, user in enumerate(task.data.train["user_id"].values.tolist())}
@@ -135,7 +135,7 @@ def drawn_hard(runtime: Runtime) -> list[Any]:
             scores[0] = -torch.inf
             best.append(scores.topk(5).indices.tolist())
     state = loader.state_dict()["sampler"]
-    return [state["refreshes"], judge.hardest(5)(asked).tolist(), best]
+    return [state["refreshes"], evaluator.hardest(5)(asked).tolist(), best]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -152,11 +152,11 @@ def recommended(runtime: Runtime) -> list[Any]:
     data = load_task(job, runtime).data
     model = job.build(job.model, data)
     parallel, _ = hybrid_parallel(model, runtime)
-    judge = RankingJudge(data, model.schema(), parallel, runtime)
+    evaluator = RankingEvaluator(data, model.schema(), parallel, runtime)
     parallel.eval()
     taken = data.seen(data.test["user_id"].values, "train", "validation")
     left = [set(range(1, 51)) - set(taken.row(row).tolist()) for row in range(len(taken))]
-    return [(judge.recommend(row), left[row]) for row in range(len(taken))]
+    return [(evaluator.recommend(row), left[row]) for row in range(len(taken))]
 
 
 def test_nothing_is_recommended_that_the_user_has_taken() -> None:

@@ -21,7 +21,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import Prediction
 from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, train
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
-from torchx_apps.tasks.ranking import RankingJudge
+from torchx_apps.tasks.ranking import RankingEvaluator
 
 
 class Batches:
@@ -167,9 +167,9 @@ def learned(runtime: Runtime, evaluated: bool) -> dict[str, Any]:
     loader = training_loader(
         data, schema, LoaderConfig(batch_size=16), rank=runtime.rank, world_size=runtime.world_size
     )
-    judge = RankingJudge(data, schema, parallel, runtime)
+    evaluator = RankingEvaluator(data, schema, parallel, runtime)
     history = train(
-        parallel, optimizer, loader, runtime, TrainConfig(epochs=3), evaluate=judge.validate if evaluated else None
+        parallel, optimizer, loader, runtime, TrainConfig(epochs=3), evaluate=evaluator.validate if evaluated else None
     )
     losses = [record["loss"] for record in history if record["kind"] == "train"]
     return {"state": gather_state(parallel), "losses": losses, "evaluations": len(history) - len(losses)}

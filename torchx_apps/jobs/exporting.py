@@ -43,13 +43,13 @@ def export_task(
     Raises:
         BundleError: the model or the data cannot be served.
     """
-    if not hasattr(task, "served"):
+    if not hasattr(task, "export_data"):
         raise BundleError(
-            f"the task {type(task).__name__} has no method served(schema), which says what the catalogue and the users "
+            f"the task {type(task).__name__} has no method export_data(schema), which says what the catalogue and the users "
             "are; see "
-            "torchx_apps.tasks.served, or call torchrec_ext.retrieval.export.export.export with them"
+            "torchx_apps.tasks.export_data, or call torchrec_ext.retrieval.export.export.export with them"
         )
-    found = task.served(schema)
+    found = task.export_data(schema)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
     with Progress(runtime, "export", bytes_of=("tables",)) as progress:
         return export(model, out, **vars(found), details=details, progress=progress, **settings)

@@ -66,8 +66,8 @@ from torchx_apps.jobs.resuming import (
     telling_how_to_go_on,
     where_to_begin,
 )
+from torchx_apps.tasks.export_data import NamedData
 from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
-from torchx_apps.tasks.served import NamedData
 
 
 def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
@@ -194,7 +194,7 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
         if not begin:
             _begin_with(job, parallel, optimizer, schema, runtime)
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
-        judge = task.judge(schema, parallel, runtime)
+        evaluator = task.evaluator(schema, parallel, runtime)
         start = time.perf_counter()
         with asked_to_stop() as stop, _watched(job, runtime, path) as watchdog, telling_how_to_go_on(checkpointer):
             history = train(
@@ -203,7 +203,7 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
                 loader,
                 runtime,
                 job.train,
-                evaluate=judge.validate if task.validates else None,
+                evaluate=evaluator.validate if task.validates else None,
                 log=folder.log if folder is not None else None,
                 sync=job.sync,
                 timeline=(lambda found: found.write(folder.path)) if folder is not None else None,
@@ -211,7 +211,7 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
                 stop=stop,
                 watchdog=watchdog,
             )
-        _finish(folder, task, judge, decision, history, time.perf_counter() - start, runtime)
+        _finish(folder, task, evaluator, decision, history, time.perf_counter() - start, runtime)
         if job.export != "never":
             from torchx_apps.jobs.exporting import (
                 BUNDLE,
@@ -277,7 +277,7 @@ def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtim
 def _finish(
     folder: RunFolder | None,
     task: Task,
-    judge: Evaluator,
+    evaluator: Evaluator,
     decision: Decision | None,
     history: Sequence[Record],
     seconds: float,
@@ -285,14 +285,14 @@ def _finish(
 ) -> None:
     """Measures on the test part, and says and writes how the run went; every rank calls it, rank 0 with the folder."""
     with watching(EvaluationWatch(runtime)):
-        figures, example = judge.test(), judge.example()
+        figures, example = evaluator.test(), evaluator.example()
     memory = peak_memory(runtime)
     if folder is None:
         return
     if decision is not None:
         report_steps(folder, decision, history)
-    report.finish_training(folder, task, figures, judge.baseline("test"), example, history, seconds, memory)
-    beside = judge.baseline("validation") if task.validates else None
+    report.finish_training(folder, task, figures, evaluator.baseline("test"), example, history, seconds, memory)
+    beside = evaluator.baseline("validation") if task.validates else None
     report.say_end(folder.path, folder.close(beside, baseline_name=task.baseline_name))
 
 

@@ -157,7 +157,7 @@ STACK_FILE = "stack.json"  # in the run folder of each member of a stack: who th
 
 
 class _Unsharded:
-    """A network in the place of the DistributedModelParallel that a judge asks."""
+    """A network in the place of the DistributedModelParallel that a evaluator asks."""
 
     def __init__(self, network: nn.Module) -> None:
         self.module = network
@@ -173,11 +173,11 @@ class StackedMembers:
         self._built = {one.member.name: one for one in built}
         self._runtime, self._config, self._root = runtime, config, root
         self._folders: dict[str, RunFolder] = {}
-        self._judges = {name: self._judge(one) for name, one in self._built.items()}
+        self._evaluators = {name: self._judge(one) for name, one in self._built.items()}
         self._progress = report.StackProgress(list(self._built))
 
     def _judge(self, one: Built) -> Evaluator:
-        return one.task.judge(one.schema, _Unsharded(one.network), self._runtime)  # type: ignore[arg-type]
+        return one.task.evaluator(one.schema, _Unsharded(one.network), self._runtime)  # type: ignore[arg-type]
 
     def train(self) -> list[Result]:
         """All of them to their ends, from where they were last saved if so configured.
@@ -253,7 +253,7 @@ class StackedMembers:
 
     def _validate(self, name: str) -> Record:
         with torch.no_grad():
-            return self._judges[name].validate()
+            return self._evaluators[name].validate()
 
     def _log(self, name: str, record: Record) -> None:
         if name not in self._folders:  # not before the first step, which shows whether the members can be stacked
@@ -266,17 +266,17 @@ class StackedMembers:
         self._progress.show(name, record)
 
     def _finish(self, name: str, history: Sequence[Record], seconds: float) -> Result:
-        one, folder, judge = self._built[name], self._folders[name], self._judges[name]
+        one, folder, evaluator = self._built[name], self._folders[name], self._evaluators[name]
         diverged = history[-1]["kind"] == "error"
         with torch.no_grad():
-            figures = {} if diverged else judge.test()
+            figures = {} if diverged else evaluator.test()
         result = report.result_of(name, folder.records, figures, seconds, (self._runtime.rank,), str(folder.path))
         folder.write("summary.json", json.dumps({"data": one.task.name, "test": figures, "seconds": seconds}, indent=2))
         if self._config.weights:
             torch.save(
                 {key: value.clone() for key, value in one.network.state_dict().items()}, folder.path / "weights.pt"
             )
-        beside = judge.baseline("validation") if one.task.validates else None
+        beside = evaluator.baseline("validation") if one.task.validates else None
         folder.close(beside, baseline_name=one.task.baseline_name)
         return result
 

@@ -32,8 +32,8 @@ from torchrec_ext.schema import BatchSchema, OutOfRange
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import EarlyStop, Record
 from torchrec_ext.train.loop import TrainConfig
+from torchx_apps.tasks.export_data import ExportData, NamedData, of_sequences
 from torchx_apps.tasks.job import Job
-from torchx_apps.tasks.served import NamedData, Served, of_sequences
 
 K = 10
 SHOWN = 5
@@ -150,17 +150,17 @@ class SessionTask(NamedData):
             windows, schema, config=config, num_items=self.data.num_items, rank=rank, world_size=world_size
         )
 
-    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> SessionJudge:
+    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> SessionEvaluator:
         """HR@10, NDCG@10 and what one user would be shown."""
-        return SessionJudge(self.data, schema, model, runtime)
+        return SessionEvaluator(self.data, schema, model, runtime)
 
-    def served(self, schema: BatchSchema) -> Served:
+    def export_data(self, schema: BatchSchema) -> ExportData:
         """The catalogue, and what each user took before the test item."""
         del schema
         return of_sequences(self.data)
 
 
-class SessionJudge:
+class SessionEvaluator:
     """The figures of a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
 
     def __init__(

@@ -19,8 +19,8 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, StartConfig
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import Loader, TrainConfig
+from torchx_apps.tasks.export_data import ExportData
 from torchx_apps.tasks.ranking import ranking_task
-from torchx_apps.tasks.served import Served
 
 Lookups = Literal["auto", "merged", "apart"]
 Export = Literal["never", "auto", "require"]
@@ -83,10 +83,10 @@ class Task(Protocol):
             ValueError: settings from which nothing can be learned on this data.
         """
 
-    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Evaluator:
+    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Evaluator:
         """Who measures ``model``."""
 
-    def served(self, schema: BatchSchema) -> Served:
+    def export_data(self, schema: BatchSchema) -> ExportData:
         """What a bundle needs of the data."""
 
 

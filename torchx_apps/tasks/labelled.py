@@ -15,7 +15,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
-from torchx_apps.tasks.served import NamedData, Served, of_labelled
+from torchx_apps.tasks.export_data import ExportData, NamedData, of_labelled
 
 
 def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledTask:
@@ -60,16 +60,16 @@ class LabelledTask(NamedData):
             )
         return ChunkLoader(self.data.train, schema, config=config, rank=rank, world_size=world_size)
 
-    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> LabelledJudge:
+    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> LabelledEvaluator:
         """AUC and log loss."""
-        return LabelledJudge(self.data, schema, model, runtime)
+        return LabelledEvaluator(self.data, schema, model, runtime)
 
-    def served(self, schema: BatchSchema) -> Served:
+    def export_data(self, schema: BatchSchema) -> ExportData:
         """All items; a request brings its own context."""
         return of_labelled(self.data, schema)
 
 
-class LabelledJudge:
+class LabelledEvaluator:
     """AUC, AUC within each user's rows, and log loss; every rank calls each method but :meth:`baseline`."""
 
     def __init__(

@@ -20,7 +20,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
-from torchx_apps.tasks.served import NamedData, Served, of_interactions
+from torchx_apps.tasks.export_data import ExportData, NamedData, of_interactions
 
 K = 10
 SHOWN = 5
@@ -41,7 +41,7 @@ class RankingTask(NamedData):
 
     data: InteractionData
     baseline_name: str = "popularity"
-    _judges: list[RankingJudge] = field(default_factory=list, repr=False)
+    _evaluators: list[RankingEvaluator] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if not self.data.test.num_rows:
@@ -76,7 +76,7 @@ class RankingTask(NamedData):
         return f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items{beyond}"
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
-        """The training rows with the negatives that ``config`` asks for; hard ones are those that the last judge's model likes."""
+        """The training rows with the negatives that ``config`` asks for; hard ones are those that the last evaluator's model likes."""
         # A loss over labels asks for a range of them; one that compares rows does not.
         if config.negatives == 0 and not config.label and schema.label_range is not None:
             raise ValueError(
@@ -87,16 +87,16 @@ class RankingTask(NamedData):
             )
 
         def refresh(epoch: int) -> Index:
-            return self._judges[-1].hardest(config.hard_k)
+            return self._evaluators[-1].hardest(config.hard_k)
 
         return training_loader(self.data, schema, config, refresh=refresh, rank=rank, world_size=world_size)
 
-    def judge(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingJudge:
+    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingEvaluator:
         """The figures of ``data.evaluation``, and what one user would be shown."""
-        self._judges.append(RankingJudge(self.data, schema, model, runtime))
-        return self._judges[-1]
+        self._evaluators.append(RankingEvaluator(self.data, schema, model, runtime))
+        return self._evaluators[-1]
 
-    def served(self, schema: BatchSchema) -> Served:
+    def export_data(self, schema: BatchSchema) -> ExportData:
         """The catalogue, and users as they stand before their test items."""
         return of_interactions(self.data, schema)
 
@@ -110,7 +110,7 @@ class Recommended:
     scores: list[float]
 
 
-class RankingJudge:
+class RankingEvaluator:
     """The figures of a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
 
     def __init__(

@@ -28,7 +28,7 @@ AUDITED = 1000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Served:
+class ExportData:
     """The arguments of :func:`torchrec_ext.retrieval.export.export.export` that are data."""
 
     catalogue: Catalogue
@@ -40,7 +40,7 @@ class Served:
     unseen: Mapping[str, Sequence[int]] | None = None
 
 
-def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
+def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     """Users as they stand before their test items: what was validated is what is served.
 
     Ids and features in requests are those of the files. The items are those of the catalogue, the users those with a
@@ -67,7 +67,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     rows = {side: _said(chunk.select(sides[side]), words, ids) for side, chunk in (("user", known), ("item", items))}
     queries = _said(_some(data.train).select([*sides["user"], *context]), words, ids) if context else None
     liked = data.liked.take(users)
-    return Served(
+    return ExportData(
         catalogue=Catalogue(
             ids=ids["item_id"][1:],
             features=rows["item"],
@@ -89,7 +89,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> Served:
     )
 
 
-def of_labelled(data: LabelledData, schema: BatchSchema) -> Served:
+def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
     """Items and users of the training rows; the context of a request is the request's own, so of a user the id alone is known."""
     users, items = data.trained("user_id"), data.trained("item_id")
     train = {name: data.train[name].values for name in ("user_id", "item_id", "label")}
@@ -103,7 +103,7 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> Served:
     features = {name: _said(rows, data.words, {}) for name, rows in known.items()}
     numbered = [name for name in schema.keys if name not in data.words.vocabularies]
     unseen = {name: np.setdiff1d(np.arange(data.oov_ids[name]), data.trained(name)).tolist() for name in numbered}
-    return Served(
+    return ExportData(
         catalogue=Catalogue(
             ids=data.ids("item_id", items), features=features["item_id"], trained=data.ids("item_id", items)
         ),
@@ -123,7 +123,7 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> Served:
     )
 
 
-def of_sequences(data: SequenceData) -> Served:
+def of_sequences(data: SequenceData) -> ExportData:
     """Users with what they took before their test items; a request names items as the file does, the most recent ones count."""
     names = np.arange(data.num_items + 1) if data.item_ids is None else data.item_ids
     asked = data.held_out("test")
@@ -140,7 +140,7 @@ def of_sequences(data: SequenceData) -> Served:
     vocabulary = Vocabulary(ids, pa.array(np.bincount(data.training().values, minlength=len(names))[1:]))
     raw = {"session": f"list<{kind}>", "candidates": kind}
     trained = names[np.unique(data.training().values)]
-    return Served(
+    return ExportData(
         catalogue=Catalogue(ids=names[1:], features=pa.table({"candidates": ids}), trained=trained),
         users=NamedUsers(
             key="user_id",
