@@ -170,7 +170,7 @@ def test_a_redis_that_is_not_there_is_told_before_the_tower_runs(
     [
         (["--tower=item"], "--redis holds users' vectors, and item makes others: add --tower query"),
         (["--delete=7"], "--delete: 7 is also among the ids to write; leave it out"),
-        (["--delete=x"], "--delete: the ids there are whole numbers, x are not all"),
+        (["--delete=x"], "--delete: ids must be whole numbers like those of the store; got x"),
         (["--expire=-1"], "--expire -1.0: must be seconds, or 0 for never"),
         (
             ["--store=fp16"],

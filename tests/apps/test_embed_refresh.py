@@ -109,7 +109,7 @@ def test_a_store_keeps_its_type(folder: Path, tmp_path: Path, capsys: pytest.Cap
             "--refresh nowhere: there is no store; write one of the whole catalogue first, with",
         ),
         (["--delete=5,99"], "deleted: 99 is not in the store; leave it out"),
-        (["--delete=5,x"], "--delete: the ids there are whole numbers, 5, x are not all"),
+        (["--delete=5,x"], "--delete: ids must be whole numbers like those of the store; got 5, x"),
         (["--delete=41", "--catalogue", "changes.parquet"], "deleted: 41 is also among the ids to write; leave it out"),
         (["--delete=none.parquet"], "none.parquet: no such file"),
         (["--delete=5", "--store=int8"], "--store int8: is for --out; a store keeps its type when it is refreshed"),

@@ -1,4 +1,4 @@
-"""The ids of `rec.embed`: those of its files, and those that --delete takes out."""
+"""The ids of `rec.embed`: those in its files, and those that --delete removes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_path(deleted: str) -> bool:
-    """Whether ``--delete`` names parquet files, and not ids; by its form, so that no file nearby changes what it says.
+    """Whether the text of ``--delete`` names parquet files rather than ids; its form decides, not which files exist.
 
     Example:
         >>> is_path("gone.parquet"), is_path("gone/"), is_path("17,18")
@@ -22,36 +22,35 @@ def is_path(deleted: str) -> bool:
     return deleted.endswith(".parquet") or "/" in deleted
 
 
-def deleted_ids(given: str | None, key: str) -> Ids:
-    """The ids that ``--delete`` says, by commas or in the column ``key`` of files.
+def deleted_ids(text: str | None, key: str) -> Ids:
+    """Returns the ids to delete: those in the text, separated by commas, or the column ``key`` of files that it names.
 
     Raises:
-        DataError: no file, none of parquet, or one that lacks the column.
+        DataError: there is no file, none is parquet, or one lacks the column.
     """
-    if given is None:
+    if text is None:
         return []
-    return ids_in([given], key) if is_path(given) else [one.strip() for one in given.split(",")]
+    return ids_in([text], key) if is_path(text) else [item.strip() for item in text.split(",")]
 
 
 def ids_in(paths: Sequence[str], key: str) -> NDArray[Any]:
-    """(N,) int64 or str: the column ``key`` of files."""
-    from torchx_apps.jobs.embedding import CatalogueFiles
+    """Reads the column ``key`` of parquet files, (N,) int64 or str."""
+    from torchx_apps.jobs.embedding_rows import CatalogueFiles
 
-    parts = [block.ids.to_numpy(zero_copy_only=False) for block in CatalogueFiles(paths, [], key)]
-    return np.concatenate(parts or [np.zeros(0, np.int64)])
+    blocks = [block.ids.to_numpy(zero_copy_only=False) for block in CatalogueFiles(paths, [], key)]
+    return np.concatenate(blocks or [np.zeros(0, np.int64)])
 
 
 def of_kind(deleted: Ids, kind: str) -> NDArray[Any]:
-    """Ids to delete as the others are.
+    """Converts ids to delete to the kind of a store's ids, ``int64`` or ``str``.
 
     Raises:
-        ValueError: text where the others are whole numbers.
+        ValueError: an id is text and the store's ids are whole numbers.
     """
     if kind == "str":
-        return np.asarray([str(one) for one in deleted], dtype=object)
+        return np.asarray([str(key) for key in deleted], dtype=object)
     try:
-        return np.asarray([int(one) for one in deleted], np.int64)
+        return np.asarray([int(key) for key in deleted], np.int64)
     except (ValueError, OverflowError):
-        raise ValueError(
-            f"--delete: the ids there are whole numbers, {', '.join(map(str, deleted[:5]))} are not all"
-        ) from None
+        given = ", ".join(map(str, deleted[:5]))
+        raise ValueError(f"--delete: ids must be whole numbers like those of the store; got {given}") from None

@@ -13,7 +13,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest
 from torchrec_ext.retrieval.export.export import export
 from torchrec_ext.schema import BatchSchema
-from torchx_apps.jobs.report import Progress, program
+from torchx_apps.jobs.report import StageProgress, program
 from torchx_apps.tasks.job import Export, Task
 
 BUNDLE = "bundle"
@@ -51,7 +51,7 @@ def export_task(
         )
     found = task.export_data(schema)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
-    with Progress(runtime, "export", bytes_of=("tables",)) as progress:
+    with StageProgress(runtime, "export", bytes_of=("tables",)) as progress:
         return export(model, out, **vars(found), details=details, progress=progress, **settings)
 
 

@@ -1,6 +1,6 @@
 """What a run tells a person: the plan, the figures beside a baseline's, and an example.
 
-Progress: how far a stage of work is: a bar on a terminal, elsewhere a line every ten seconds; of rank 0 alone.
+StageProgress: how far a stage of work is: a bar on a terminal, elsewhere a line every ten seconds; of rank 0 alone.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def read_warning(run: Path) -> dict[str, str]:
 _EVERY_S = 10.0
 
 
-class Progress:
+class StageProgress:
     """Called with a stage, what is done of it and how much there is.
 
     Args:
@@ -168,7 +168,7 @@ class Progress:
             self._bar, self._stage = tqdm(total=total, desc=stage, leave=False, **unit), stage
         self._bar.update(done - self._bar.n)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> StageProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
