@@ -34,10 +34,11 @@ from torchrec_ext.distributed.plan.cluster import (
 from torchrec_ext.distributed.plan.draft import Draft, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, Sharding
+from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
 from torchx_apps.cli.overrides import nearest
 from torchx_apps.tasks.job import Job
 
-_PARTS = {"weights": "#1f5f99", "state": "#b3541e", "buffers": "#6a994e", "dense": "#7b5ea7"}
+_COLOURS = {"weights": BLUE, "state": RED, "buffers": "#6a994e", "dense": "#7b5ea7"}
 
 
 def as_json(
@@ -84,39 +85,25 @@ def write(folder: Path, text: str, report: dict[str, Any], ranks: Sequence[RankF
 
 def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> None:
     """What each rank holds on the left, against what it has; the time of its tables on the right."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(
-            "the picture needs matplotlib: pip install 'torchrec-ext[report]', or leave --out away"
-        ) from None
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    memory, time = figure.subplots(1, 2)
-    places = [rank.rank for rank in ranks]
+    require_matplotlib("leave out --out")
+    figure, (memory, time) = figure_with_panels(2, (11, 3.8), grid="y")
+    numbers = [rank.rank for rank in ranks]
     floor = [0.0] * len(ranks)
-    for part, color in _PARTS.items():
-        heights = [getattr(rank, part) / GB for rank in ranks]
-        memory.bar(places, heights, bottom=floor, width=1.0 if len(ranks) > 32 else 0.8, color=color, label=part)
+    for kind, colour in _COLOURS.items():
+        heights = [getattr(rank, kind) / GB for rank in ranks]
+        memory.bar(numbers, heights, bottom=floor, width=1.0 if len(ranks) > 32 else 0.8, color=colour, label=kind)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
     has = (cluster.device_bytes or cluster.host_bytes) / GB
     if max(floor) > 0.1 * has:  # else the bars would be lines on the ground
         memory.axhline(has, linestyle="--", color="0.3", label="has")
     memory.set(title=f"memory by rank; each has {has:,.1f} GiB", xlabel="rank", ylabel="GiB")
     memory.legend(frameon=False, fontsize="small")
-    time.bar(places, [rank.lookup_ms for rank in ranks], color="#1f5f99", label="look-up")
-    time.bar(
-        places,
-        [rank.exchange_ms for rank in ranks],
-        bottom=[rank.lookup_ms for rank in ranks],
-        color="#b3541e",
-        label="exchange",
-    )
+    lookups = [rank.lookup_ms for rank in ranks]
+    time.bar(numbers, lookups, color=BLUE, label="look-up")
+    time.bar(numbers, [rank.exchange_ms for rank in ranks], bottom=lookups, color=RED, label="exchange")
     time.set(title="tables' part of a step, foreseen", xlabel="rank", ylabel="ms")
     time.legend(frameon=False, fontsize="small")
-    for axis in (memory, time):
-        axis.grid(alpha=0.25, axis="y")
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmb]?)x(\d+)(?:x(\d+(?:\.\d+)?))?", re.IGNORECASE)

@@ -25,11 +25,10 @@ from torchrec_ext.data.preprocess.files import Source, scan
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.tables import open_source
 from torchrec_ext.data.preprocess.times import second_of
-from torchrec_ext.schema import DataError
+from torchrec_ext.train.report.figures import BLUE, figure_with_panels, require_matplotlib, save_figure
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 
 Shares = dict[str, float]
-_BLUE = "#1f5f99"
 
 
 class Rate(NamedTuple):
@@ -104,34 +103,15 @@ def table_text(fitted: FittedPreprocessor, missing: Shares, unknown: Mapping[str
     return str(tabulate(lines, headers=headers, disable_numparse=True))
 
 
-def need_matplotlib() -> Any:
-    """Its figure class.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DataError(
-            "pictures need matplotlib: pip install 'torchrec-ext[report]', or --set pictures=false"
-        ) from None
-    return Figure
-
-
 def draw_statistics(path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequence[Rate]) -> None:
     """Id frequencies on the left, missing values, and the label's mean by day where it is known."""
     panels = 2 + bool(rates)
-    figure = need_matplotlib()(figsize=(5.5 * panels, 4.2), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    for axis in axes:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+    figure, axes = figure_with_panels(panels, (5.5 * panels, 4.2))
     _draw_frequencies(axes[0], fitted)
     _draw_missing(axes[1], missing)
     if rates:
         _draw_rates(axes[2], rates)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _draw_frequencies(axis: Any, fitted: FittedPreprocessor) -> None:
@@ -171,7 +151,7 @@ def _draw_missing(axis: Any, missing: Shares) -> None:
         axis.set(xticks=[], yticks=[], xlabel="")
         axis.spines[:].set_visible(False)
         return
-    bars = axis.barh([name for _, name in most], [share for share, _ in most], color=_BLUE)
+    bars = axis.barh([name for _, name in most], [share for share, _ in most], color=BLUE)
     axis.bar_label(bars, fmt="%.3g %%", padding=3, fontsize="small")
     axis.margins(x=0.15)
     rest = len(missing) - len(most)
@@ -205,8 +185,8 @@ def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
             (mean + 2 / rows) / (1 + 4 / rows),
             2 * np.sqrt(mean * (1 - mean) / rows + 1 / rows**2) / (1 + 4 / rows),
         )
-        axis.fill_between(days, middle - half, middle + half, color=_BLUE, alpha=0.2, linewidth=0)
-    axis.plot(days, mean, color=_BLUE, linewidth=1.2, marker="." if len(days) < 40 else None)
+        axis.fill_between(days, middle - half, middle + half, color=BLUE, alpha=0.2, linewidth=0)
+    axis.plot(days, mean, color=BLUE, linewidth=1.2, marker="." if len(days) < 40 else None)
     locator = AutoDateLocator(maxticks=8)
     axis.xaxis.set_major_locator(locator)
     axis.xaxis.set_major_formatter(ConciseDateFormatter(locator))
@@ -228,7 +208,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
     out = Path(job.out or f"runs/{job.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     begun = time.monotonic()
     if job.pictures:
-        need_matplotlib()
+        require_matplotlib("--set pictures=false")
     with (
         whole_folder(out, overwrite=job.overwrite, mark=_SUMMARY) as staging,
         connected(job.engine, threads=job.threads, memory=job.memory) as engine,

@@ -27,15 +27,18 @@ _FALLING = ("log_loss", "ne")  # figures that are better when they are less
 
 def report_start(task: Task, runtime: Runtime) -> None:
     """The data and the ranks, as soon as both are known: what comes next takes seconds."""
-    print(f"data: {task.describe()}")
-    if task.licence:
-        print(f"licence: {task.licence}")
+    print(describe_data(task))
     print(
         f"ranks: {runtime.world_size} on {runtime.device.type} over {runtime.backend}, {runtime.threads} thread(s) each"
     )
     if runtime.oversubscribed:
         print(f"note: {runtime.oversubscribed}")
     sys.stdout.flush()
+
+
+def describe_data(task: Task) -> str:
+    """Says what a task's data is and, in a second line, what its licence asks."""
+    return f"data: {task.describe()}" + (f"\nlicence: {task.licence}" if task.licence else "")
 
 
 def finish_training(

@@ -11,6 +11,8 @@ from tabulate import tabulate
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
+from torchrec_ext.train.report.figures import figure_with_panels, save_figure
+from torchx_apps.jobs.report import describe_data
 from torchx_apps.networks.members import MemberJob, differing, setting
 from torchx_apps.tasks.job import Job, Task
 
@@ -86,9 +88,7 @@ def read_result(member: MemberJob, folder: Path, seconds: float | None, ranks: S
 
 def report_networks_start(task: Task, runtime: Runtime, members: Sequence[str], loaders: int) -> None:
     """The data, and which members are one stack."""
-    print(f"data: {task.describe()}")
-    if task.licence:
-        print(f"licence: {task.licence}")
+    print(describe_data(task))
     read = "one loader read once for all" if loaders == 1 else f"{loaders} loaders"
     print(
         f"stack of {len(members)} on {runtime.device.type}, {runtime.threads} thread(s), {read}: {', '.join(members)}",
@@ -203,15 +203,13 @@ def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[
 def draw_networks(path: Path, results: Sequence[Result], best: Result | None) -> None:
     """The training loss, and every validation figure, against epochs; a line for each member."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
     figures = list(dict.fromkeys(name for result in results for name in _figures(result, "validation")))
-    figure = Figure(figsize=(4.4 * (1 + len(figures)) + 2.2, 3.8), layout="constrained")
-    axes = figure.subplots(1, 1 + len(figures), squeeze=False)[0]
+    figure, axes = figure_with_panels(1 + len(figures), (4.4 * (1 + len(figures)) + 2.2, 3.8))
     colours = colormaps["viridis"].resampled(max(len(results), 2))
-    for at, result in enumerate(results):
+    for index, result in enumerate(results):
         style = {
-            "color": colours(at),
+            "color": colours(index),
             "linewidth": 2.6 if result is best else 1.2,
             "label": result.name + (" *" if result is best else ""),
         }
@@ -220,17 +218,15 @@ def draw_networks(path: Path, results: Sequence[Result], best: Result | None) ->
             [record["step"] / steps for record in result.loss], [record["loss"] for record in result.loss], **style
         )
         for axis, name in zip(axes[1:], figures, strict=True):
-            found = [record for record in result.validation if name in record]
+            evaluations = [record for record in result.validation if name in record]
             axis.plot(
-                [record["epoch"] for record in found],
-                [record[name] for record in found],
+                [record["epoch"] for record in evaluations],
+                [record[name] for record in evaluations],
                 marker="o",
                 markersize=3,
                 **style,
             )
     for axis, title in zip(axes, ["training loss", *(f"{name}, validation" for name in figures)], strict=True):
         axis.set(title=title, xlabel="epoch")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
+from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, save_figure
 
 _TOGETHER = 32  # steps whose losses and weights are summed at once
 
@@ -195,27 +196,21 @@ def draw_training(
     records: list[Record], path: Path, baselines: Mapping[str, float], baseline_name: str = "popularity"
 ) -> None:
     """Loss over steps on the left, one panel per evaluated figure beside it."""
-    from matplotlib.figure import Figure
-
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
     names = [name for name, value in (evaluations[-1] if evaluations else {}).items() if isinstance(value, float)]
-    figure = Figure(figsize=(4.2 * (1 + len(names)), 3.4), layout="constrained")
-    axes = figure.subplots(1, 1 + len(names), squeeze=False)[0]
-    axes[0].plot([record["step"] for record in train], [record["loss"] for record in train], color="#1f5f99")
+    figure, axes = figure_with_panels(1 + len(names), (4.2 * (1 + len(names)), 3.4))
+    axes[0].plot([record["step"] for record in train], [record["loss"] for record in train], color=BLUE)
     axes[0].set(title="training loss", xlabel="step")
     for axis, name in zip(axes[1:], names, strict=True):
         axis.plot(
-            [r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color="#1f5f99", label="model"
+            [r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color=BLUE, label="model"
         )
         if name in baselines:
-            axis.axhline(baselines[name], linestyle="--", color="#b3541e", label=baseline_name)
+            axis.axhline(baselines[name], linestyle="--", color=RED, label=baseline_name)
             axis.legend(frameon=False)
         axis.set(title=f"{name}, validation", xlabel="step")
-    for axis in axes:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _tensorboard(path: Path) -> Any:
