@@ -1,24 +1,19 @@
 """Preprocess a recipe's files: `torchx run rec.data.preprocess` or `python -m torchx_apps.preprocess`.
 
-This file is the outer shell: command line in, exit code out, one error told once. The work stands in `preprocessing`.
+This file reads the command line and returns an exit code; the work is done by `torchx_apps.jobs.preprocessing`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, load_recipe
-from torchx_apps.cli.overrides import nearest
-from torchx_apps.recipes import preprocess as preprocess_recipes
-from torchx_apps.recipes.preprocess import PreprocessJob
-
-_BUILT_IN = "torchx_apps.recipes.preprocess"
+from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
+from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _preprocess(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     if options.list_recipes:
-        print(_listing())
+        print(list_recipes(PREPROCESS_RECIPES))
         return 0
     if options.run_dir:
         raise ValueError(f"--run-dir {options.run_dir}: preprocessing writes to --out; give that")
@@ -64,7 +59,7 @@ def _preprocess(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = build_parser(_BUILT_IN.removesuffix("_recipes"), __doc__)
+    parser = build_parser("torchx_apps.preprocess", __doc__)
     parser.set_defaults(recipe="ml_100k")
     parser.add_argument("--engine", help="duckdb, spark (the session that is configured here) or a Spark master URL")
     parser.add_argument("--out", help="folder for the result; a new one in runs/ where not given")
@@ -72,34 +67,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(recipe: str) -> PreprocessJob:
-    job = load_recipe(_full_name(recipe))
+    job = load_recipe(recipe, PREPROCESS_RECIPES)
     if not isinstance(job, PreprocessJob):
         raise ValueError(
             f"--recipe {recipe}: it returned a {type(job).__name__}; here a recipe returns a PreprocessJob of "
             "torchx_apps.recipes.preprocess"
         )
     return job
-
-
-def _full_name(recipe: str) -> str:
-    if ":" in recipe:
-        return recipe
-    names = list(_built_in())
-    if recipe not in names:
-        question = nearest(recipe, names) or "; write a built-in name, my_recipe.py:job or my.module:job."
-        raise ValueError(f"--recipe {recipe}: there is no such recipe{question} Built in: {', '.join(names)}")
-    return f"{_BUILT_IN}:{recipe}"
-
-
-def _built_in() -> dict[str, Callable[[], PreprocessJob]]:
-    functions = inspect.getmembers(preprocess_recipes, inspect.isfunction)
-    return {name: f for name, f in functions if inspect.signature(f).return_annotation == "PreprocessJob"}
-
-
-def _listing() -> str:
-    found = _built_in()
-    width = max(map(len, found))
-    return "\n".join(f"{name:{width}}  {(inspect.getdoc(f) or '').splitlines()[0]}" for name, f in found.items())
 
 
 if __name__ == "__main__":

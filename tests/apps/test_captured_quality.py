@@ -14,7 +14,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.command_line import apply_overrides
 from torchx_apps.jobs.training import load_task
-from torchx_apps.recipes import Job, two_tower
+from torchx_apps.recipes import Job, two_tower_job
 from torchx_apps.tasks.ranking import RankingEvaluator
 
 ROOT = Path(os.environ.get("TORCHREC_EXT_DATA", ""))
@@ -33,7 +33,7 @@ def job_of(*overrides: str) -> Job:
         "optimizer.tables=adam",
         "optimizer.tables_lr=0.002",
     )
-    job: Job = apply_overrides(two_tower(), [*given, *overrides])
+    job: Job = apply_overrides(two_tower_job(), [*given, *overrides])
     return job
 
 

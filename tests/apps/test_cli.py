@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from torchx_apps import train
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
+from torchx_apps.cli.command_line import (
+    apply_overrides,
+    build_parser,
+    built_in_recipes,
+    describe_keys,
+    list_recipes,
+    load_recipe,
+    setting_keys,
+)
 from torchx_apps.cli.overrides import convert
 
 if TYPE_CHECKING:
@@ -142,14 +150,42 @@ def test_what_cannot_be_text_says_so(hint: object) -> None:
         convert("1", hint)
 
 
+def described(config: Any) -> dict[str, str]:
+    """What `--dry-run` prints of each key, by key, its lines joined."""
+    entries: dict[str, str] = {}
+    for line in describe_keys(config).splitlines():
+        if line.startswith(" "):
+            entries[list(entries)[-1]] += " " + line.strip()
+        else:
+            entries[line.split(" ")[0]] = line
+    return entries
+
+
 def test_describe_shows_every_key_that_can_be_set() -> None:
-    lines = describe_keys(Root()).splitlines()[2:]
-    rows = {line.split()[0]: line for line in lines}
-    assert list(rows)[:3] == ["name", "loader.batch_size", "loader.rate"]
-    assert "of every draw" in rows["seed"]
-    assert "first step." in rows["window.low"]
-    assert "'planted' | 'checkerboard'" in rows["loader.kind"]
-    assert "OnlyForTypeCheckers | None" in rows["loader.other"]
+    entries = described(Root())
+    keys = {key.path: key for key in setting_keys(Root())}
+    assert list(keys)[:3] == ["loader.batch_size", "loader.rate", "loader.shuffle"]
+    assert list(keys)[-2:] == ["name", "seed"]
+    assert keys.keys() <= entries.keys()
+    assert (keys["seed"].section, keys["loader.rate"].section) == ("job", "loader")
+    assert (keys["seed"].type, keys["seed"].value, keys["seed"].meaning) == ("int", "0", "of every draw")
+    assert "of every draw" in entries["seed"]
+    assert "first step." in entries["window.low"]
+    assert "'planted' | 'checkerboard'" in entries["loader.kind"]
+    assert "OnlyForTypeCheckers | None" in entries["loader.other"]
+
+
+@pytest.mark.parametrize("recipe", built_in_recipes())
+def test_a_description_fits_80_columns_and_loses_nothing(recipe: str) -> None:
+    job = load_recipe(recipe)
+    text, entries = describe_keys(job), described(job)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("most used\n---------\ndata.name ")
+    assert max(map(len, list_recipes().splitlines())) <= 80
+    for key in setting_keys(job):
+        assert re.match(re.escape(key.path) + " +" + re.escape(key.value), entries[key.path])
+        assert key.meaning
+        assert f"{key.type}: {key.meaning}".rstrip() in entries[key.path]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,21 +199,20 @@ class Marked:
     kind: str = "plain"
 
 
-def test_describe_has_no_markup_and_is_broken_where_a_terminal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_has_no_markup_and_is_as_wide_as_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe_keys(Marked()).endswith("plain, see ChunkLoader and LAYOUT.")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "90")
-    assert max(map(len, describe_keys(Marked()).splitlines())) <= 90
+    monkeypatch.setenv("COLUMNS", "110")
     shown = describe_keys(load_recipe("contextual_ncf"))
-    assert max(map(len, shown.splitlines())) <= 130  # no narrower than its columns can be
-    assert re.search(r"^model\.share_user +bool +False ", shown, re.MULTILINE)
+    assert 100 < max(map(len, shown.splitlines())) <= 110
+    assert re.search(r"^model\.share_user +False\n    bool: ", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize("recipe", ["two_tower", "contextual_ncf", "session"])
 def test_a_dry_run_says_how_a_folder_of_ones_own_must_look(recipe: str) -> None:
-    (line,) = [line for line in describe_keys(load_recipe(recipe)).splitlines() if line.startswith("data.name ")]
-    assert "a folder of your own" in line
-    assert ".parquet" in line
+    text = described(load_recipe(recipe))["data.name"]
+    assert "a folder of your own" in text
+    assert ".parquet" in text
 
 
 def test_built_in_recipes_are_listed_with_what_they_are() -> None:
@@ -260,4 +295,4 @@ def test_a_wrong_flag_ends_in_one_line_and_no_traceback(
 
 def test_a_dry_run_prints_the_changed_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--dry-run", "--set", "loader.batch_size=7"]) == 0
-    assert re.search(r"^loader.batch_size +int +7 ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^loader.batch_size +7$", capsys.readouterr().out, re.MULTILINE)

@@ -10,7 +10,7 @@ from tests.examples import META, small_model
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.planner import PlanConfig
 from torchx_apps.jobs.training import merge_lookups
-from torchx_apps.recipes.two_tower import two_tower
+from torchx_apps.recipes.two_tower import two_tower_job
 from torchx_apps.tasks.job import Job
 
 pytestmark = pytest.mark.unit
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
 
 def merged(world_size: int, **fields: Any) -> bool:
     model = small_model(META)
-    merge_lookups(dataclasses.replace(two_tower(), **fields), model, world_size)
+    merge_lookups(dataclasses.replace(two_tower_job(), **fields), model, world_size)
     return model.shared_tables is not None
 
 
@@ -38,8 +38,8 @@ def test_what_is_asked_for_is_done_or_refused() -> None:
     assert merged(1, lookups="merged")
     assert not merged(2, lookups="apart")
     with pytest.raises(ValueError, match="lookups='fused': must be one of auto, merged, apart"):
-        dataclasses.replace(two_tower(), lookups="fused")
+        dataclasses.replace(two_tower_job(), lookups="fused")
     assert merged(2, lookups="merged", plan=PlanConfig(towers="tower_parallel"))
-    job: Job = dataclasses.replace(two_tower(), lookups="merged")
+    job: Job = dataclasses.replace(two_tower_job(), lookups="merged")
     with pytest.raises(ValueError, match="lookups=merged: Linear has no look-ups of several towers; leave it at auto"):
         merge_lookups(job, nn.Linear(1, 1), 2)

@@ -16,13 +16,13 @@ from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.cli.command_line import apply_overrides
 from torchx_apps.jobs.training import load_task, place_towers, report_steps, why_on_every_rank
-from torchx_apps.recipes import Job, two_tower
+from torchx_apps.recipes import Job, two_tower_job
 
 SMALL = ("data.name=planted", "data.users=60", "data.items=50", "plan.towers=auto", "loader.batch_size=256")
 
 
 def small_job(*overrides: str) -> Job:
-    job: Job = apply_overrides(two_tower(), [*SMALL, *overrides])
+    job: Job = apply_overrides(two_tower_job(), [*SMALL, *overrides])
     return job
 
 

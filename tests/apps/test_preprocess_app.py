@@ -100,7 +100,7 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["--recipe", "clicks", "--dry-run", "--engine", "spark", "--set", "config.min_count=7"]) == 0
     shown = capsys.readouterr().out
     assert "ml_100k  MovieLens 100K" in shown
-    assert re.search(r"config\.min_count +int +7 ", shown)
+    assert re.search(r"config\.min_count +7\n", shown)
     assert "'spark'" in shown
 
 

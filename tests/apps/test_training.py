@@ -26,7 +26,7 @@ from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.jobs.training import build_model, load_task
 from torchx_apps.networks import stacks as stackable
 from torchx_apps.networks.members import MemberJob
-from torchx_apps.recipes import Job, two_tower
+from torchx_apps.recipes import Job, two_tower_job
 from torchx_apps.tasks.labelled import LabelledTask
 from torchx_apps.tasks.ranking import RankingEvaluator, RankingTask, Recommended, recommendation_text
 
@@ -60,7 +60,7 @@ def trained(runtime: Runtime, job: Job) -> Outcome:
 
 
 def two_tower_with(*overrides: str) -> Job:
-    job: Job = apply_overrides(two_tower(), list(overrides))
+    job: Job = apply_overrides(two_tower_job(), list(overrides))
     return job
 
 

@@ -7,12 +7,14 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, cast
@@ -21,14 +23,25 @@ from torchx_apps.cli.overrides import apply_overrides, field_hint, is_group, nea
 
 __all__ = ["apply_overrides", "build_parser", "describe_keys", "list_recipes", "load_recipe"]
 
-_BUILT_IN = "torchx_apps.recipes"
+Recipes = Mapping[str, Callable[[], Any]]
+
+_PIPE_COLUMNS = 80  # width of what is printed to a file or a pipe
+_MOST_USED = (
+    *("data.name", "data.folder", "config.folder", "model.embedding_dim", "model.tower_widths", "loader.batch_size"),
+    *("loader.negatives", "optimizer.tables", "optimizer.tables_lr", "optimizer.dense_lr", "train.epochs"),
+    *("train.eval_every", "train.early_stop.metric", "train.seed", "plan.towers", "checkpoint.steps", "export"),
+    *("device", "out", "engine"),
+)
+_SECTIONS = ("data", "model", "loader", "optimizer", "train", "sync", "plan", "checkpoint", "start", "config")
+_JOB = "job"  # section of the keys that belong to no group
 
 
-def load_recipe(spec: str) -> Any:
-    """The Job of a recipe.
+def load_recipe(spec: str, built_in: Recipes | None = None) -> Any:
+    """Returns the job of a recipe.
 
     Args:
-        spec: the name of a built-in recipe, `my_recipe.py:job`, or `my.module:job`.
+        spec: name of a built-in recipe, `my_recipe.py:job`, or `my.module:job`.
+        built_in: built-in recipes by name; those that train where not given.
 
     Raises:
         ValueError: there is no such recipe (the message names the nearest one and the list), Python cannot read its
@@ -46,16 +59,16 @@ def load_recipe(spec: str) -> Any:
         ...
         ValueError: --recipe missing.py:job: there is no file missing.py in ...
     """
-    where, colon, name = spec.rpartition(":")
+    module, colon, name = spec.rpartition(":")
     try:
-        recipe = _from_module(_import(where, spec), name, spec) if colon else _built_in(spec)
+        recipe = _from_module(_import(module, spec), name, spec) if colon else _built_in(spec, built_in)
         _check_callable_bare(recipe, spec)
         job = recipe()
     except SyntaxError as error:
-        at = f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
-        raise ValueError(f"--recipe {spec}: {at}; correct the file") from None
+        mistake = f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
+        raise ValueError(f"--recipe {spec}: {mistake}; correct the file") from None
     except SystemExit as end:
-        # Its status may be 0, and would say that the job has been trained.
+        # Its status may be 0, which would say that the job has been trained.
         raise ValueError(
             f"--recipe {spec}: it ends the program with exit({end.code}); a recipe returns one Job"
         ) from None
@@ -64,30 +77,67 @@ def load_recipe(spec: str) -> Any:
     return job
 
 
-def built_in_recipes() -> dict[str, Callable[[], Any]]:
-    """Every public function of torchx_apps.recipes that needs no argument and is annotated `-> Job`, by its name.
+def built_in_recipes() -> Recipes:
+    """Returns the recipes that train, by name: ``torchx_apps.recipes.RECIPES``.
 
     Example:
         >>> "two_tower" in built_in_recipes()
         True
     """
-    module = importlib.import_module(_BUILT_IN)
-    return {
-        name: function
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if not name.startswith("_") and _returns_a_job(function, module)
-    }
+    from torchx_apps.recipes import RECIPES  # here and not above: it imports torch, which takes seconds
+
+    return RECIPES
 
 
-def list_recipes() -> str:
-    """One line for each built-in recipe: its name, and the first line of its docstring."""
-    recipes = built_in_recipes()
-    width = max(map(len, recipes))
-    return "\n".join(f"{name:{width}}  {(inspect.getdoc(f) or '').split(chr(10))[0]}" for name, f in recipes.items())
+def list_recipes(recipes: Recipes | None = None) -> str:
+    """Returns the name of each built-in recipe with the first line of its docstring, in lines that fit the terminal.
+
+    Args:
+        recipes: recipes by name; those that train where not given.
+    """
+    recipes = built_in_recipes() if recipes is None else recipes
+    column = max(map(len, recipes)) + 2
+    return "\n".join(
+        _fill(f"{name:{column}}{(inspect.getdoc(recipe) or '').splitlines()[0]}", column)
+        for name, recipe in recipes.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingKey:
+    """A key of a config, as ``--set`` takes it.
+
+    Args:
+        path: dotted path, such as ``loader.batch_size``.
+        section: the group that the key belongs to, such as ``loader``; ``job`` for keys of the job itself.
+        type: type of the value, as a reader writes it.
+        value: the value, as Python writes it.
+        meaning: what the value sets, as plain text.
+    """
+
+    path: str
+    section: str
+    type: str
+    value: str
+    meaning: str
+
+
+def setting_keys(config: Any) -> list[SettingKey]:
+    """Returns every key of a config, by section and within it in the order of the config's fields.
+
+    Example:
+        >>> [key.path for key in setting_keys(load_recipe("two_tower"))][:2]
+        ['data.name', 'data.history_length']
+    """
+    keys = list(_keys(config, ""))
+    names = list(dict.fromkeys([*_SECTIONS, *(key.section for key in keys if key.section != _JOB), _JOB]))
+    return sorted(keys, key=lambda key: names.index(key.section))
 
 
 def describe_keys(config: Any) -> str:
-    """Every key of a config as `--set` takes it, with its type, value and meaning.
+    """Describes every key of a config, as `--set` takes it: its value, type and meaning, the most used keys first.
+
+    Lines are as wide as the terminal; in a file or a pipe they have 80 columns.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,22 +149,39 @@ def describe_keys(config: Any) -> str:
         ...     '''
         ...     batch_size: int = 1024
         >>> print(describe_keys(Loader()))
-        key         type    value    meaning
-        ----------  ------  -------  --------------------------
-        batch_size  int     1024     B, rows per rank and step.
+        job
+        ---
+        batch_size  1024
+            int: B, rows per rank and step.
     """
-    from tabulate import tabulate
+    keys = {key.path: key for key in setting_keys(config)}
+    column = max(map(len, keys)) + 2
+    most_used = [keys.pop(path) for path in _MOST_USED if path in keys]
+    sections = {section: list(group) for section, group in itertools.groupby(keys.values(), lambda key: key.section)}
+    blocks = []
+    for title, group in {"most used": most_used, **sections}.items():
+        if group:
+            lines = [title, "-" * len(title), *(_described(key, column) for key in group)]
+            blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
-    rows = list(_rows(config, ""))
-    if sys.stdout.isatty():  # a file or a pipe has a line for each key
-        rows = _broken(rows)
-    return str(tabulate(rows, headers=["key", "type", "value", "meaning"], disable_numparse=True))
+
+def _described(key: SettingKey, column: int) -> str:
+    meaning = " ".join([f"{key.type}:", key.meaning]).rstrip(": ")
+    return f"{_fill(f'{key.path:{column}}{key.value}', column)}\n{_fill(f'    {meaning}', 4)}"
+
+
+def _fill(text: str, indent: int) -> str:
+    """Breaks a text into lines that fit the terminal; the lines after the first are indented."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_COLUMNS
+    width = max(columns, 2 * indent, 40)
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """The flags that every app with a recipe has.
+    """Returns a parser of the flags that every app with a recipe has.
 
-    A wrong flag raises ValueError, so that it is told once and not by every rank.
+    A wrong flag raises ValueError, so that the message is printed once and not by every rank.
 
     Example:
         >>> options = build_parser("train", None).parse_args(["--recipe", "ncf", "--set", "a=1", "--set", "b=2"])
@@ -135,7 +202,8 @@ def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
         "--resume",
         default="never",
         metavar="auto|PATH",
-        help="go on from the last good checkpoint of --run-dir (or of the recipe's newest run), or from that of another run",
+        help="go on from the last good checkpoint of --run-dir (or of the recipe's newest run), "
+        "or from that of another run",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the recipe as changed by --set, and exit")
     parser.add_argument("--list-recipes", action="store_true", help="print the built-in recipes, and exit")
@@ -143,7 +211,7 @@ def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def _folder(text: str) -> Path:
-    """The path; JSON, protobuf and manifests hold it as UTF-8."""
+    """Returns the path, if it is UTF-8, which JSON, protobuf and manifests need."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -160,28 +228,22 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; `{self.prog} --help` lists the flags")
 
 
-def _built_in(name: str) -> Callable[[], Any]:
-    recipes = built_in_recipes()
+def _built_in(name: str, recipes: Recipes | None) -> Callable[[], Any]:
+    recipes = built_in_recipes() if recipes is None else recipes
     if name in recipes:
         return recipes[name]
     question = nearest(name, recipes) or "; write a built-in name, my_recipe.py:job or my.module:job."
     raise ValueError(f"--recipe {name}: there is no such recipe{question} Built in: {', '.join(recipes)}")
 
 
-def _returns_a_job(function: Callable[..., Any], module: ModuleType) -> bool:
-    signature = inspect.signature(function)
-    optional = all(p.default is not p.empty for p in signature.parameters.values())
-    return optional and signature.return_annotation in ("Job", module.Job)
-
-
-def _import(where: str, spec: str) -> ModuleType:
-    if where.endswith(".py"):
-        return _import_file(Path(where), spec)
+def _import(module: str, spec: str) -> ModuleType:
+    if module.endswith(".py"):
+        return _import_file(Path(module), spec)
     try:
-        return importlib.import_module(where)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A module that the recipe itself imports in vain is another story, told with its traceback.
-        if not (where + ".").startswith(f"{error.name}."):
+        # Where the recipe itself imports a module that is missing, the traceback says where.
+        if not (module + ".").startswith(f"{error.name}."):
             raise
         remedy = "install it, or give the file as my_recipe.py:job"
         raise ValueError(f"--recipe {spec}: there is no module {error.name}; {remedy}") from None
@@ -193,12 +255,12 @@ def _import_file(file: Path, spec: str) -> ModuleType:
     # Its neighbours can be imported, as with `python my_recipe.py`; its own name cannot hide an installed module.
     sys.path.insert(0, str(file.resolve().parent))
     name = f"_recipe_{file.stem}"
-    found = importlib.util.spec_from_file_location(name, file)
-    assert found is not None, "a .py file always has a loader"
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    assert module_spec is not None, "a .py file always has a loader"
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses look their module up there
-    found.loader.exec_module(module)
+    module_spec.loader.exec_module(module)
     return module
 
 
@@ -221,14 +283,21 @@ def _from_module(module: ModuleType, name: str, spec: str) -> Callable[[], Any]:
     raise ValueError(f"--recipe {spec}: there is no function {name!r}{question} Functions there: {listed}")
 
 
-def _rows(config: Any, prefix: str) -> Iterator[Sequence[str]]:
+def _keys(config: Any, prefix: str) -> Iterator[SettingKey]:
     meanings = _meanings(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        path = f"{prefix}{field.name}"
         if is_group(value):
-            yield from _rows(value, f"{prefix}{field.name}.")
+            yield from _keys(value, f"{path}.")
         elif field.init:
-            yield f"{prefix}{field.name}", _type_of(config, field), _shown(value), meanings.get(field.name, "")
+            yield SettingKey(
+                path=path,
+                section=prefix.partition(".")[0] or _JOB,
+                type=_type_of(config, field),
+                value=_shown(value),
+                meaning=meanings.get(field.name, ""),
+            )
 
 
 def _type_of(config: Any, field: dataclasses.Field[Any]) -> str:
@@ -245,21 +314,11 @@ def _shown(value: object) -> str:
 def _meanings(config: Any) -> dict[str, str]:
     from docstring_parser import parse  # comes with TorchX, which reads component docstrings with it
 
-    told = {p.arg_name: _plain(p.description or "") for p in parse(type(config).__doc__ or "").params}
-    return told | {f.name: f.metadata["doc"] for f in dataclasses.fields(config) if "doc" in f.metadata}
+    documented = {p.arg_name: _plain(p.description or "") for p in parse(type(config).__doc__ or "").params}
+    return documented | {f.name: f.metadata["doc"] for f in dataclasses.fields(config) if "doc" in f.metadata}
 
 
 def _plain(text: str) -> str:
-    """Without Sphinx's markup, which means nothing in a terminal."""
+    """Removes Sphinx's markup, which means nothing in a terminal."""
     without_roles = re.sub(r":[a-z]+:`[~!]?(?:[\w.]*\.)?(\w+)`", r"\1", " ".join(text.split()))
     return without_roles.replace("``", "")
-
-
-def _broken(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Type, value and meaning in lines that end where the terminal does; tabulate's own maxcolwidths makes 'False' True."""
-    narrow = 24
-    left = shutil.get_terminal_size().columns - max(len(row[0]) for row in rows) - 2 * narrow - 6
-    widths = (narrow, narrow, max(left, narrow))
-    return [
-        (row[0], *(textwrap.fill(cell, width) for cell, width in zip(row[1:], widths, strict=True))) for row in rows
-    ]

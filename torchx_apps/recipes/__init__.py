@@ -1,6 +1,8 @@
-"""Built-in recipes: every public function here that returns a Job is one, by its own name."""
+"""The built-in recipes: a recipe is a function without arguments that returns a Job, and one line in RECIPES."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torchx_apps.recipes.n_tower import n_tower as n_tower
 from torchx_apps.recipes.ncf import contextual_ncf as contextual_ncf
@@ -9,5 +11,16 @@ from torchx_apps.recipes.session import session as session
 from torchx_apps.recipes.two_tower import TwoTowerConfig as TwoTowerConfig
 from torchx_apps.recipes.two_tower import build_two_tower as build_two_tower
 from torchx_apps.recipes.two_tower import retrieval as retrieval
-from torchx_apps.recipes.two_tower import two_tower as two_tower
+from torchx_apps.recipes.two_tower import two_tower_job as two_tower_job
 from torchx_apps.tasks.job import Job as Job
+
+# By the name that `--recipe` takes and that `Job.name` is.
+RECIPES: dict[str, Callable[[], Job]] = {
+    "contextual_ncf": contextual_ncf,
+    "n_tower": n_tower,
+    "ncf": ncf,
+    "retrieval": retrieval,
+    "session": session,
+    "two_tower": two_tower_job,
+}
+two_tower = two_tower_job  # the name by which users' own recipes import it

@@ -1,4 +1,4 @@
-"""Built-in preprocessing recipes: every public function here that returns a PreprocessJob is one, by its own name."""
+"""The built-in preprocessing recipes: functions that return a PreprocessJob, each a line in PREPROCESS_RECIPES."""
 
 from __future__ import annotations
 
@@ -220,3 +220,7 @@ def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
     ]
     splits: dict[str, Source] = {"train": files[:-1], "test": files[-1:]} if len(files) > 1 else {"train": files}
     return Prepared(preprocessor=Preprocessor([*ids, *numbers, *lists], keep=("label",)), splits=splits, label="label")
+
+
+# By the name that `--recipe` of rec.data.preprocess takes.
+PREPROCESS_RECIPES: dict[str, Callable[[], PreprocessJob]] = {"clicks": clicks, "ml_100k": ml_100k}

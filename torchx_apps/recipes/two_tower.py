@@ -93,7 +93,7 @@ class TwoTowerConfig:
             raise ValueError(f"model.temperature={self.temperature}: must be greater than 0")
 
 
-def two_tower() -> Job:
+def two_tower_job() -> Job:
     """User features -> NN_user, item features -> NN_item, both -> top NN; MovieLens 100K."""
     return Job(
         name="two_tower",
