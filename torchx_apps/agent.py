@@ -1,4 +1,4 @@
-"""torchrun with three changes: one clear error ends a failed job, a killed launcher leaves no process behind, and a lost node ends.
+"""torchrun with three changes: a failed job ends with one error, a killed launcher leaves no process, a lost node ends.
 
 `python -m torchx_apps.agent` takes torchrun's flags. The component starts it; plain torchrun runs the same ranks.
 """
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _PR_SET_PDEATHSIG = 1
-# What a rank has of its own once it has imported what it trains with, and before it has data or a model (measured: 265
-# MiB).
+# Private memory of a rank that has imported torch and torchrec, before it has data or a model (measured: 265 MiB).
 _RANK_BYTES = 256 << 20
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below those that Linux gives to connections and Kubernetes to services
 
@@ -52,9 +51,10 @@ def _run(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    _leave_the_error_to_us()
+    _silence_torchruns_error_log()
     options = run.parse_args(argv)
-    if options.nproc_per_node.isdecimal() and (refusal := too_many(int(options.nproc_per_node))):
+    refusal = too_many(int(options.nproc_per_node)) if options.nproc_per_node.isdecimal() else ""
+    if refusal:
         hand_over(refusal)
         return 1
     options.rdzv_endpoint = meeting_point(options.rdzv_endpoint, options.rdzv_id, several=_on_several_nodes(options))
@@ -63,72 +63,70 @@ def _run(argv: Sequence[str]) -> int:
     def stop() -> None:
         raise SignalException("the job was stopped by SIGTERM", signal.SIGTERM)
 
-    # In place of torch's own handler, which at a second signal no longer waits for ranks that save.
+    # Replaces torch's handler, which at a second signal no longer waits for ranks that save.
     options.signals_to_handle = ",".join(
         name for name in options.signals_to_handle.split(",") if name.strip() != "SIGTERM"
     )
     signal.signal(signal.SIGTERM, once(stop, stop))
     try:
-        run.run(
-            options
-        )  # without the wrapper of run.main, which writes the scheduler's reply file too, and not in one move
+        # Not run.main, whose wrapper writes the scheduler's reply file too, and not in one move.
+        run.run(options)
     except ChildFailedError as failed:
         hand_over(describe_failure(*first_failure(failed.failures)))
         return 1
     except RendezvousError as lost:
         hand_over(f"this node lost the other nodes, whose own output has the cause: {lost}")
         return 1
-    except SignalException as stop:
-        print(f"the ranks were stopped by {stop.sigval.name}", file=sys.stderr)
-        return 128 + stop.sigval
+    except SignalException as stopped:
+        print(f"the ranks were stopped by {stopped.sigval.name}", file=sys.stderr)
+        return 128 + stopped.sigval
     return 0
 
 
 def too_many(ranks: int, memory: int | None = None) -> str:
-    """The refusal of more ranks on this machine than its memory has room for, or nothing.
+    """Refuses more ranks than this machine's memory has room for: returns the message, or nothing where they fit.
 
-    Without it -j 1x99999 starts as many interpreters, and the machine answers nobody for minutes.
+    Without this check -j 1x99999 starts as many interpreters, and the machine answers nobody for minutes.
 
     Args:
         ranks: number of processes that would be started here.
-        memory: bytes; what this machine, or this process's container, has where not given.
+        memory: bytes of memory; that of this machine, or of this process's container, where not given.
 
     Example:
-        >>> too_many(99_999, memory=24 << 30)
-        '99999 ranks on one machine: they need 25,000 GiB before they read any data, and it has 24 GiB, enough for 96; start fewer'
+        >>> too_many(99_999, memory=24 << 30)[:83]
+        '99999 ranks on one machine: they need 25,000 GiB before they read any data, and it '
         >>> too_many(2, memory=24 << 30)
         ''
     """
     memory = _memory() if memory is None else memory
     if ranks * _RANK_BYTES <= memory:
         return ""
-    needed, there = ranks * _RANK_BYTES / 2**30, memory / 2**30
+    needed, available = ranks * _RANK_BYTES / 2**30, memory / 2**30
     return (
-        f"{ranks} ranks on one machine: they need {needed:,.0f} GiB before they read any data, and it has {there:,.0f} "
-        "GiB, "
-        f"enough for {memory // _RANK_BYTES}; start fewer"
+        f"{ranks} ranks on one machine: they need {needed:,.0f} GiB before they read any data, and it has "
+        f"{available:,.0f} GiB, enough for {memory // _RANK_BYTES}; start fewer"
     )
 
 
 def _memory() -> int:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        with open("/sys/fs/cgroup/memory.max") as file:  # of a container
+        with open("/sys/fs/cgroup/memory.max") as file:  # the limit of a container
             return min(physical, int(file.read()))
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # there is no limit, or it is "max"
         return physical
 
 
 def meeting_point(endpoint: str, job: str, *, several: bool) -> str:
-    """The endpoint with a port of the job's own in place of port 0, by which two jobs that share their first node stay apart.
+    """Replaces port 0 of an endpoint by a port derived from the job's id, so that jobs on one first node stay apart.
 
-    At one port the second job's agents would take the first job's store for their own, and end when that job does.
+    At one port the second job's agents would join the first job's store, and end when that job does.
 
     Args:
         endpoint: HOST:PORT.
-        job: its id, the same on all of its nodes; where ids are numbers that count up, as Slurm's, 10,000 in a row
-            share no port.
-        several: whether the job is on several nodes; on one node torchrun itself takes port 0 for any that is free.
+        job: id of the job, which all of its nodes know; of ids that count up, as Slurm's do, 10,000 in a row get
+            different ports.
+        several: whether the job runs on several nodes; on one node torchrun itself takes port 0 for any that is free.
 
     Example:
         >>> meeting_point("node1:0", "4711", several=True), meeting_point("node1:0", "4712", several=True)
@@ -144,10 +142,10 @@ def meeting_point(endpoint: str, job: str, *, several: bool) -> str:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The failure that caused the others: one that left an error, else one that torchrun did not itself stop with SIGTERM.
+    """Returns the rank and the failure that caused the others: one with an error, else one not stopped by SIGTERM.
 
-    torchrun's own choice goes by whole seconds alone, and a rank stopped for another's error falls into the same
-    second.
+    torchrun itself chooses by time in whole seconds alone, and a rank that is stopped for another's error falls into
+    the same second.
     """
 
     def order(rank: int) -> tuple[bool, bool, int]:
@@ -159,7 +157,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def describe_failure(rank: int, failure: ProcessFailure) -> str:
-    """The failed rank's own error, or what is known when it left none."""
+    """Returns the failed rank's error, or what is known of its end when it left none."""
     message = failure.message
     if isinstance(message, dict):
         return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message"))
@@ -170,7 +168,7 @@ def describe_failure(rank: int, failure: ProcessFailure) -> str:
 
 
 def hand_over(error: str) -> None:
-    """Gives the error to the scheduler's reply file, where there is one to print it, and else to the console."""
+    """Writes the error to the reply file that the scheduler prints, or to the console where there is none."""
     reply_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not reply_file:
         print(error, file=sys.stderr, flush=True)
@@ -183,7 +181,7 @@ def hand_over(error: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Asks Linux to kill this process the moment its parent dies; does nothing elsewhere.
+    """Asks Linux to kill this process the moment its parent dies; does nothing on other systems.
 
     Example:
         >>> die_with_parent()
@@ -193,14 +191,14 @@ def die_with_parent() -> None:
 
 
 def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
-    """Runs an app, as a rank of torchrun or by itself, and turns whatever happens into an exit code, told once.
+    """Runs an app, as a rank of torchrun or by itself, and turns whatever happens into an exit code and one message.
 
     Args:
-        app: from flags to an exit code.
+        app: function that takes the flags and returns an exit code.
         argv: the flags; the command line when None.
 
     Returns:
-        The app's own, 1 after an error, 130 after Ctrl-C; SIGTERM ends the process with 143.
+        The app's exit code, 1 after an error, 130 after Ctrl-C; SIGTERM ends the process with 143.
     """
     try:
         with ending_the_block():
@@ -211,15 +209,15 @@ def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | 
     except Exception as error:
         from torchx_apps.cli import errors as failures
 
-        # Of a rank the agent prints the error: told here too, it would stand there once per rank. An app that TorchX
-        # starts by itself has no agent, so that the reply is its own to write.
+        # The agent prints a rank's error; printed here too, it would appear once per rank. An app that TorchX starts
+        # by itself has no agent, and writes its reply itself.
         if not ("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_ERROR_FILE")):
             hand_over(failures.describe_error(error))
         return 1
 
 
 def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
-    # Before torch is imported, which takes seconds. Not for a rank started by hand: that one may outlive its shell.
+    # Before torch is imported, which takes seconds. A rank that is started by hand may outlive its shell.
     die_with_parent()
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -228,14 +226,14 @@ def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] |
     return record(app, RankErrorHandler())(argv) or 0
 
 
-def _leave_the_error_to_us() -> None:
-    """Keeps torchrun's log of a failed rank, whose error `hand_over` tells, off the terminal; LOGLEVEL=INFO shows it."""
+def _silence_torchruns_error_log() -> None:
+    """Silences torchrun's log of a failed rank, whose error `hand_over` prints; LOGLEVEL=INFO shows it."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() not in ("INFO", "DEBUG"):
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 
 def _end_when_lost(options: argparse.Namespace) -> None:
-    """On a node of several, see :mod:`torchx_apps.cli.link_watch`."""
+    """Ends this node when it has lost the others, where there are any; see :mod:`torchx_apps.cli.link_watch`."""
     from torchx_apps.cli.link_watch import end_when_lost
 
     def end(message: str) -> None:
@@ -253,7 +251,7 @@ def _on_several_nodes(options: argparse.Namespace) -> bool:
 def _stop_when_orphaned() -> None:
     """Stops the job when the launcher is gone.
 
-    Not a parent-death signal: that one also comes when only the launcher's *thread* ends, as in a notebook.
+    Linux's parent-death signal would not do: it also comes when only the launcher's *thread* ends, as in a notebook.
     """
     parent = os.getppid()
 

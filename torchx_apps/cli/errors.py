@@ -1,4 +1,4 @@
-"""What a failed rank says: a mistake of the user as one clean message, a bug with its traceback."""
+"""The errors of ranks: a user's mistake becomes one clean message, a bug keeps its traceback."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _PATIENCE_S = 3.0
 
 
 class RankErrorHandler(ErrorHandler):
-    """Writes this rank's error where torchrun looks for it, in the words of `describe_error`."""
+    """Writes this rank's error, in the words of `describe_error`, to the file where torchrun looks for it."""
 
     def record_exception(self, e: BaseException) -> None:
-        """Writes the reply file that torchrun named, if it named one."""
+        """Writes the reply file that torchrun named; does nothing where it named none."""
         if lost_a_peer(e):
-            # Another rank failed first and this one only noticed. torchrun reports the first to *exit*, and stops the
-            # rest: give it the time to find the one with the cause.
+            # Another rank failed first and this one only noticed. torchrun reports the first rank to *exit*, and stops
+            # the rest: this pause lets the rank with the cause exit first.
             time.sleep(_PATIENCE_S)
         _reply(f"{type(e).__name__}: {e}", describe_error(e))
 
 
 def end_process(message: str) -> None:
-    """Ends this rank with ``message`` from any of its threads, whatever the others do."""
+    """Ends this rank with ``message``, from any of its threads and whatever the other threads do."""
     if not _reply(message, message):
         print(message, file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _reply(message: str, told: str) -> bool:
-    """Writes where torchrun looks for the error of a rank, if it does."""
+def _reply(message: str, details: str) -> bool:
+    """Writes the file in which torchrun looks for the error of a rank; returns False where it looks for none."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    extra = {"py_callstack": told, "timestamp": str(int(time.time()))}
-    # In one move: TorchX looks into the file of its own process every second, and half a JSON ends it with a traceback.
+    extra = {"py_callstack": details, "timestamp": str(int(time.time()))}
+    # In one move: TorchX reads the file every second, and half a JSON document ends TorchX with a traceback.
     with open(f"{path}.part", "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     os.replace(file.name, path)
@@ -52,7 +52,7 @@ def _reply(message: str, told: str) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error as the last words of this rank.
+    """Returns the text of an error, with its traceback where it is not the user's mistake.
 
     Example:
         >>> print(describe_error(ValueError("loader.batch_size is 0; it must be at least 1")))
@@ -67,9 +67,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def is_users_mistake(error: BaseException) -> bool:
-    """Whether the user can mend it: a ValueError or a missing file, raised by this package or the user's own code.
+    """Whether the user can correct the error: a ValueError or a missing file, raised by this package or by user code.
 
-    A ValueError from deep inside a library is a bug of ours until shown otherwise, and keeps its traceback.
+    A ValueError from deep inside a library is taken for a bug of this package, and keeps its traceback.
     """
     if not isinstance(error, (ValueError, FileNotFoundError)):
         return False
@@ -83,7 +83,7 @@ def is_users_mistake(error: BaseException) -> bool:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether this rank failed only because another one went away.
+    """Whether this rank failed only because it lost the connection to another rank.
 
     Example:
         >>> lost_a_peer(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))

@@ -1,8 +1,8 @@
-"""A node that cannot reach the others any more ends, where torchrun would wait on a dead connection.
+"""Ends a node that can no longer reach the others, where torchrun would wait on a dead connection.
 
-torchrun's agent asks the store of the first node for news by calls that no timeout ends. Where the network between them
-is cut, nobody closes the connection, and the agent of another node hangs in such a call although its own ranks have
-long given up.
+torchrun's agent polls the store of the first node by calls that no timeout ends. Where the network between them is cut,
+nobody closes the connection, and the agent of another node hangs in such a call although its own ranks have long given
+up.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ AFTER_S = 10.0
 class LinkWatch:
     """Says when a node is lost: it has had ranks, has none now, and has not reached the others for a while.
 
-    Not before its first ranks, since nodes start minutes apart; nor while it has ranks, which end by their own
-    timeouts.
+    A node is not lost before its first ranks, since nodes start minutes apart, nor while it has ranks, which end by
+    their own timeouts.
 
     Args:
-        ranks: how many processes this node runs.
-        reaches: whether the others can be reached.
-        after_s: seconds without reaching them.
+        ranks: returns the number of processes that this node runs.
+        reaches: returns whether the other nodes can be reached.
+        after_s: seconds without reaching the others after which the node is lost.
     """
 
     def __init__(self, ranks: Callable[[], int], reaches: Callable[[], bool], after_s: float = AFTER_S) -> None:
@@ -48,7 +48,7 @@ class LinkWatch:
 
 
 def end_when_lost(endpoint: str, end: Callable[[str], None]) -> None:
-    """Calls ``end`` with one line, from a thread, when this node is lost.
+    """Starts a thread that calls ``end`` with a message when this node is lost.
 
     Args:
         endpoint: HOST:PORT where the nodes meet.
@@ -62,20 +62,20 @@ def end_when_lost(endpoint: str, end: Callable[[str], None]) -> None:
             time.sleep(_POLL_S)
         end(
             f"this node has no rank left and cannot reach {endpoint}, where the nodes meet: that host or the network "
-            "in between is "
-            "gone; start the job again with --resume auto when it is back"
+            "in between is gone; start the job again with --resume auto when it is back"
         )
 
     threading.Thread(target=run, daemon=True, name="link-watch").start()
 
 
 def children_of(parent: int, processes: Path = Path("/proc")) -> int:
-    """Processes that another has started and that run; 0 where that cannot be seen."""
+    """Returns the number of running processes that a process has started; 0 where that cannot be seen."""
     count = 0
     for stat in processes.glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError):  # gone meanwhile
-            state, own_parent = stat.read_text().rpartition(")")[2].split()[:2]
-            count += int(own_parent) == parent and state not in ("Z", "X")
+        with suppress(OSError, ValueError):  # the process has ended meanwhile
+            state, parent_id = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent_id) == parent and state not in ("Z", "X"):
+                count += 1
     return count
 
 

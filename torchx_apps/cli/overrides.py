@@ -1,6 +1,6 @@
 """`--set loader.batch_size=4096`: typed changes to a tree of frozen dataclasses.
 
-Text from a command line as a value of the annotated type.
+Text from a command line becomes a value of the annotated type.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _EXAMPLES = {int: "4096, 4_096 or 4e3", float: "0.01 or 1e-2"}
 
 
 def convert(text: str, hint: Any) -> object:
-    """`text` as a value of the annotated type.
+    """Converts a text to a value of the annotated type.
 
     Raises:
-        ValueError: saying what was expected.
+        ValueError: the text is no such value; the message says what was expected.
 
     Example:
         >>> convert("64,32", tuple[int, ...]), convert("none", int | None), convert("off", bool)
@@ -53,7 +53,7 @@ def convert(text: str, hint: Any) -> object:
 
 
 def type_name(hint: object) -> str:
-    """The annotation as a reader writes it.
+    """Returns an annotation as a reader writes it.
 
     Example:
         >>> type_name(int), type_name(tuple[Path, ...]), type_name(Literal["a", "b"])
@@ -67,7 +67,7 @@ def type_name(hint: object) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The question that helps against a typing mistake, or nothing.
+    """Returns a question that names the nearest of some names, or nothing where none is near.
 
     Example:
         >>> nearest("two_towr", ["two_tower", "ncf"])
@@ -101,12 +101,12 @@ def _one_of_values(text: str, values: dict[str, Any]) -> object:
 
 def _several(text: str, kind: Any, hints: tuple[Any, ...]) -> object:
     inside = text.strip().strip("()[]").strip().rstrip(",")
-    parts = [part.strip().strip("'\"") for part in inside.split(",")] if inside else []
+    items = [item.strip().strip("'\"") for item in inside.split(",")] if inside else []
     if kind is tuple and hints and hints[-1] is not Ellipsis:
-        if len(parts) != len(hints):
-            raise ValueError(f"{text!r} has {len(parts)} values; expected {len(hints)}, separated by commas")
-        return tuple(convert(part, hint) for part, hint in zip(parts, hints, strict=True))
-    values = [convert(part, hints[0] if hints else str) for part in parts]
+        if len(items) != len(hints):
+            raise ValueError(f"{text!r} has {len(items)} values; expected {len(hints)}, separated by commas")
+        return tuple(convert(item, hint) for item, hint in zip(items, hints, strict=True))
+    values = [convert(item, hints[0] if hints else str) for item in items]
     return values if kind is list else tuple(values)
 
 
@@ -129,22 +129,22 @@ class _Change:
     value: object
 
 
-# One level of the config: the changes to its own keys, and the same again for every group below it.
+# One level of the config: the changes to its keys, and a tree of its own for every group below it.
 _Tree = dict[str, Union[_Change, "_Tree"]]
 
 
 def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
-    """A copy of `config` with the given keys changed; of two changes to one key the later wins.
+    """Returns a copy of `config` with the given keys changed; of two changes to one key the later wins.
 
-    All changes to one dataclass are made in one go, so that its own checks see the result and no state in between.
+    All changes to one dataclass are made at once, so that its checks see the result and no state in between.
 
     Args:
-        config: a frozen dataclass, its groups being dataclasses again.
-        overrides: `key=value` items, the key a dotted path.
+        config: a frozen dataclass, whose groups are dataclasses again.
+        overrides: `key=value` items, whose keys are dotted paths.
 
     Raises:
-        ValueError: for an unknown key (it names the nearest one), a value of the wrong type, or what a dataclass
-            refuses.
+        ValueError: a key is unknown (the message names the nearest one), a value has the wrong type, or a dataclass
+            refuses it.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
 
 
 def field_hint(config: object, name: str) -> Any:
-    """The type of one field; of one only, because the others may name things that are imported for type checkers alone."""
+    """Returns the type of one field; the others may name types that are imported for type checkers alone."""
     for owner in type(config).__mro__:
         hint = vars(owner).get("__annotations__", {}).get(name)
         if hint is not None:
@@ -182,7 +182,7 @@ def field_hint(config: object, name: str) -> Any:
 
 
 def is_group(value: object) -> bool:
-    """Whether the value is itself a config with keys."""
+    """Whether a value is itself a config with keys."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 

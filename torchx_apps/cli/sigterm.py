@@ -1,8 +1,8 @@
-"""What SIGTERM does to a process of a job. Nothing here needs torch, whose import takes seconds in which the signal may come.
+"""What SIGTERM does to a process of a job. Needs no torch, whose import takes seconds in which the signal may come.
 
-Where Slurm stops a job, each process has the signal from the step and once more from srun, and a rank of torchrun also
-from its agent, all within milliseconds. In a container a process may be process 1, which has no default handler: what
-it does not handle is ignored.
+Where Slurm stops a job, each process receives the signal from the step and once more from srun, and a rank of torchrun
+also from its agent, all within milliseconds. In a container a process may be process 1, for which there are no default
+handlers: it ignores a signal that it does not handle.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ENDED = 128 + signal.SIGTERM
 
 
 def once(first: Callable[[], None], later: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
-    """A signal handler for which the signals of five seconds are one.
+    """Returns a signal handler that takes all signals within five seconds for one.
 
     Args:
         first: called at the first signal.
-        later: called at each that comes five seconds after the first, or later.
+        later: called at each signal that comes five seconds after the first or later.
 
     Example:
         >>> handle = once(lambda: print("first"), lambda: print("later"))
@@ -51,10 +51,11 @@ def once(first: Callable[[], None], later: Callable[[], None]) -> Callable[[int,
 
 @contextmanager
 def ending_the_block() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what was begun is removed, and then the process with 143.
+    """Makes SIGTERM end the block as Ctrl-C does, so that unfinished files are removed, and then the process with 143.
 
-    A rank beside others keeps the default where it has one: it may wait in a collective, and Python handles no signal
-    before that returns. Python handles signals in the first thread alone; in another one the block changes nothing.
+    A rank beside others keeps the default handler where it has one: it may wait in a collective, and Python handles no
+    signal before that returns. Python handles signals in the first thread alone; in another one the block changes
+    nothing.
     """
     if threading.current_thread() is not threading.main_thread() or ("RANK" in os.environ and os.getpid() != 1):
         yield
@@ -71,28 +72,28 @@ def ending_the_block() -> Iterator[None]:
 
 
 def end_where_no_child_runs() -> None:
-    """SIGTERM ends this process at once with 143 as long as it has no child, whatever it waits for.
+    """Makes SIGTERM end this process at once with 143 as long as it has no child, whatever it waits for.
 
-    A handler of Python's would run when the call returns that the first thread is in: over a minute where the agent of
-    a node asks for a host that does not answer. This one is a thread, which the interpreter tells of signals that have
-    a handler in Python.
+    A handler in Python runs only when the current call of the first thread returns, which takes over a minute where a
+    node's agent asks for a host that does not answer. Here a thread waits for the signal instead; the interpreter
+    writes each signal that has a Python handler to a pipe.
     """
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def watch() -> None:
-        while os.read(told, 1) != bytes([signal.SIGTERM]) or children_of(os.getpid()):
+        while os.read(reader, 1) != bytes([signal.SIGTERM]) or children_of(os.getpid()):
             pass
         print("stopped by SIGTERM before any rank was started", file=sys.stderr, flush=True)
         os._exit(ENDED)
 
-    if sys.platform == "linux":  # elsewhere children are not seen
+    if sys.platform == "linux":  # on other systems children cannot be counted
         threading.Thread(target=watch, daemon=True, name="sigterm-watch").start()
 
 
 def end_now() -> None:
-    """Ends this process as SIGTERM does where nobody handles it; process 1, to which that does nothing, with 143."""
+    """Ends this process as an unhandled SIGTERM does; process 1, which ignores that, exits with 143."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(ENDED)
