@@ -32,7 +32,7 @@ from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.export.writer import INDEX_QUERIES
 from torchrec_ext.retrieval.index.exact import ExactIndex, Index
 from torchrec_ext.retrieval.index.faiss import FaissIndex
-from torchx_apps.jobs.resuming import saved_job
+from torchx_apps.jobs.saved_job import saved_job
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("ivf", "hnsw", "pq")

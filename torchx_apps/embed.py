@@ -127,7 +127,7 @@ def _bundle(folder: Path) -> Bundle:
     """The bundle in a folder, or the one that a run ended with."""
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchx_apps.jobs.exporting import BUNDLE
-    from torchx_apps.jobs.resuming import CONFIG
+    from torchx_apps.jobs.saved_job import CONFIG
 
     if (folder / CONFIG).is_file():
         if not (folder / BUNDLE).is_dir():

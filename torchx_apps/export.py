@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     from torchx_apps.cli.command_line import apply_overrides
-    from torchx_apps.jobs.resuming import saved_job
+    from torchx_apps.jobs.saved_job import saved_job
 
     job = apply_overrides(saved_job(options.run, options.recipe), options.set)
     out = options.out or options.run / "bundle"
@@ -95,7 +95,7 @@ def export_run(
         job: of the run.
         run: its folder.
         out: the bundle's folder.
-        checkpoint: which one, see :func:`torchx_apps.jobs.resuming.served_checkpoint`.
+        checkpoint: which one, see :func:`torchx_apps.jobs.resuming.checkpoint_to_export`.
         onnx_skip: refuse towers that ONNX files could not be made of, but these; None where none are wanted.
         settings: of :func:`torchrec_ext.retrieval.export.export.export`.
 
@@ -110,9 +110,10 @@ def export_run(
     from torchrec_ext.train.checkpoint.load import load_checkpoint
     from torchrec_ext.train.checkpoint.state import model_state
     from torchx_apps.jobs.exporting import check_exportable_to_onnx, describe_bundle, export_task
+    from torchx_apps.jobs.placing import merge_lookups
     from torchx_apps.jobs.report import read_warning
-    from torchx_apps.jobs.resuming import served_checkpoint
-    from torchx_apps.jobs.training import load_task, merge_lookups, quieten_libraries
+    from torchx_apps.jobs.resuming import checkpoint_to_export
+    from torchx_apps.jobs.training import load_task, quieten_libraries
     from torchx_apps.tasks.job import schema_of
 
     quieten_libraries()
@@ -120,7 +121,7 @@ def export_run(
         together = Together(runtime)
         stop = job.train.early_stop
         place, restores = job.checkpoint.folder or str(run), bool(stop.metric and stop.restore)
-        path, which = served_checkpoint(place, checkpoint, together, restores=restores)
+        path, which = checkpoint_to_export(place, checkpoint, together, restores=restores)
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, task.data)

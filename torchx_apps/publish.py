@@ -37,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torchrec_ext.train.checkpoint.folder import Together
     from torchrec_ext.train.checkpoint.vectors import publish_weights
     from torchx_apps.cli.errors import describe_error
-    from torchx_apps.jobs.resuming import served_checkpoint
+    from torchx_apps.jobs.resuming import checkpoint_to_export
 
     # Of torch.distributed.checkpoint to each who reads in a process alone, told so or not.
     warnings.filterwarnings(
         "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
     )
     try:
-        path, which = served_checkpoint(options.run, options.checkpoint, Together(Runtime()))
+        path, which = checkpoint_to_export(options.run, options.checkpoint, Together(Runtime()))
         with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
             shapes = publish_weights(path, options.out, progress=bar.update)
     except Exception as error:

@@ -34,7 +34,7 @@ from torchrec_ext.train.loop import train
 from torchx_apps import export
 from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
 from torchx_apps.jobs.exporting import end_with_bundle, export_task
-from torchx_apps.jobs.resuming import saved_job
+from torchx_apps.jobs.saved_job import saved_job
 from torchx_apps.jobs.training import load_task
 
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -309,7 +309,7 @@ def test_a_job_is_made_again_from_its_run_folder(name: str, tmp_path: Path) -> N
     ("config", "message"),
     [
         (None, r"config\.json: cannot be read .*name a run folder"),
-        ("{", r"config\.json: is no JSON"),
+        ("{", r"config\.json: is not a JSON file"),
         ('{"name": "mine"}', r"recipe 'mine' is not built in; say where it is: --recipe my_recipe\.py:job"),
         (
             '{"name": "two_tower", "train": {"epochs": -1}}',

@@ -17,10 +17,10 @@ from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     a_neighbour_died,
     begun,
+    checkpoint_to_export,
     ended,
     newest_networks,
     newest_run,
-    served_checkpoint,
     where_to_begin,
 )
 
@@ -138,7 +138,7 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
     checkpointer.wait()
 
     def found(which: str | None, **options: bool) -> tuple[int, str]:
-        path, told = served_checkpoint(str(tmp_path), which, together, **options)
+        path, told = checkpoint_to_export(str(tmp_path), which, together, **options)
         return int(path[-10:]), told
 
     assert found(None) == found("last") == (6, "the last")

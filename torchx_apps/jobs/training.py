@@ -1,19 +1,11 @@
-"""run(): data, model and ranks meet here: load, plan, shard, train, evaluate, report, export.
-
-What ``plan.towers=auto`` becomes: measured on the ranks of the job, before anything is sharded.
-
-Whether a job looks up the tables of all its towers together.
-"""
+"""Trains a job: its data, model and ranks meet here to load, plan, shard, train, evaluate, report and export."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import json
 import logging
 import os
 import resource
-import statistics
 import time
 import warnings
 from collections.abc import Sequence
@@ -32,7 +24,7 @@ from torchrec_ext.data.datasets.catalog import DatasetUnavailable
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Epochs
 from torchrec_ext.data.loader.id_dropout import IdDropout
-from torchrec_ext.distributed.autotune.choose import EVERYWHERE, Decision, auto_plan
+from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
@@ -54,121 +46,59 @@ from torchrec_ext.train.report.progress import RunFolder
 from torchrec_ext.train.step.pipeline import shard_free_tables
 from torchx_apps.cli.errors import end_process
 from torchx_apps.jobs import report
+from torchx_apps.jobs.placing import merge_lookups, place_towers, report_steps
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     LAUNCH,
     asked_to_stop,
     find_checkpoint,
+    hinting_at_resume,
     launch_id,
     newest_run,
     restarted,
     resume_from,
-    telling_how_to_go_on,
     where_to_begin,
 )
 from torchx_apps.tasks.export_data import NamedData
 from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
 
-
-def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
-    """Merges the look-ups of ``model`` where ``job.lookups`` says so, before it is planned.
-
-    ``auto`` does it where it saves exchanges and nothing stands against it: several ranks, towers on all of them, and
-    no optimizer that is given to a table by the path of its tower.
-
-    Raises:
-        ValueError: ``merged`` for a model that is not made of towers.
-    """
-    merge = getattr(model, "merge_lookups", None)
-    if merge is None:
-        if job.lookups == "merged":
-            raise ValueError(
-                f"lookups=merged: {type(model).__name__} has no look-ups of several towers; leave it at auto"
-            )
-        return
-    by_path = any("." in exception.partition("=")[0] for exception in job.optimizer.per_table)
-    helps = world_size > 1 and job.plan.towers == "data_parallel" and not by_path
-    if job.lookups == "merged" or (job.lookups == "auto" and helps):
-        merge()
-
-
-def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Job, Decision | None]:
-    """``job`` with what was chosen, and why; as it is where its towers are placed already, or there is one rank."""
-    if job.plan.towers != "auto" or runtime.world_size == 1:
-        return job, None
-    loader = task.loader(schema_of(job, task, model), job.loader, rank=runtime.rank, world_size=runtime.world_size)
-    loader.set_epoch(0)
-    if job.lookups == "merged":
-        merge_lookups(job, model, runtime.world_size)
-    flat = dataclasses.replace(job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE))
-    everywhere = copy.deepcopy(model)
-    merge_lookups(flat, everywhere, runtime.world_size)
-    plan, decision = auto_plan(
-        model,
-        next(iter(loader)),
-        runtime,
-        job.plan,
-        job.optimizer,
-        everywhere=everywhere,
-        together=why_on_every_rank(job),
-    )
-    return dataclasses.replace(job, plan=plan), decision
-
-
-def why_on_every_rank(job: Job) -> str:
-    """Why towers must run on every rank, or nothing."""
-    if job.sync.mode != "every_step":
-        return f"sync.mode={job.sync.mode} averages towers that every rank has"
-    if job.sync.table_copies > 1:
-        return f"sync.table_copies={job.sync.table_copies}: towers on ranks of their own have one copy"
-    return ""
-
-
-def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record]) -> None:
-    """Prints the measured step beside the foreseen ones, and writes ``placement.json``.
-
-    Args:
-        folder: of the run.
-        decision: what was chosen before it.
-        history: of the training.
-    """
-    records = [record for record in history if record["kind"] == "train"]
-    steps = [
-        record["step"] - before
-        for record, before in zip(records, [0, *(record["step"] for record in records)], strict=False)
-    ]
-    times = [1e3 * record["rows"] / record["rows_per_s"] / count for record, count in zip(records, steps, strict=True)]
-    measured = statistics.median(times[1:] or times)  # the first steps fill pipelines and pools
-    print(f"\n{decision.text(measured)}")
-    folder.write(
-        "placement.json",
-        json.dumps(
-            {"measured_ms": measured, "candidates": [dataclasses.asdict(one) for one in decision.candidates]}, indent=2
-        ),
-    )
-
-
 _FORMAT = warnings.formatwarning
 
 
-def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None:
-    """Trains ``job`` on this process's share of the ranks; rank 0 prints and writes the run folder.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Where a run is written, and where it begins.
 
     Args:
-        job: what to train.
+        path: the run folder's path.
+        folder: the run folder, on rank 0 alone.
+        checkpointer: saves and loads the run's checkpoints; None where nothing is saved or resumed.
+        checkpoint: path of the checkpoint to resume from, or None.
+    """
+
+    path: Path
+    folder: RunFolder | None
+    checkpointer: Checkpointer | None
+    checkpoint: str | None
+
+
+def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None:
+    """Trains a job on this process's rank; every rank calls it, and rank 0 prints and writes the run folder.
+
+    Args:
+        job: the job to train.
         run_dir: the run folder; ``runs/RECIPE-DATE`` where not given, or the recipe's newest to resume ``auto``.
         resume: ``never``, ``auto`` or a path, see :func:`resume_from`; a job that torchrun or the scheduler has started
-            again goes on in its own run folder by itself.
+            again continues in its own run folder in any case.
 
     Raises:
-        RunStoppedError: SIGTERM; the run has been saved.
+        RunStoppedError: SIGTERM came; the run has been saved.
     """
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
         task = load_task(job, runtime)
-        job = dataclasses.replace(
-            job, data=dataclasses.replace(job.data, name=task.name)
-        )  # after a fallback another one
+        # The set's name differs from the job's after a fallback.
+        job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))
         if runtime.is_main:
             report.report_start(task, runtime)
         torch.manual_seed(job.train.seed)
@@ -177,11 +107,8 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
         merge_lookups(job, model, runtime.world_size)
         schema = schema_of(job, task, model)
         loader = loader_of(job, task, schema, runtime)
-        path, again = _run_folder(job, run_dir, resume, runtime)
-        resume = "auto" if again and resume == "never" else resume
-        checkpointer = _checkpointer(job, path, runtime) if job.checkpoint.saves or resume != "never" else None
-        begin = resume_from(resume, checkpointer, again=again) if checkpointer else None
-        folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
+        run = _open_run(job, run_dir, resume, runtime)
+        folder, checkpointer = run.folder, run.checkpointer
         plan, text = _plan(job, model, decision, runtime)
         if folder is not None:
             print(f"\n{text}\n", flush=True)
@@ -189,14 +116,17 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
         parallel, optimizer = hybrid_parallel(
             model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed, table_copies=job.sync.table_copies
         )
-        if job.streams and isinstance(told := on_streams(parallel, runtime.device), str) and runtime.is_main:
-            print(told)
-        if not begin:
+        if job.streams:
+            message = on_streams(parallel, runtime.device)
+            if isinstance(message, str) and runtime.is_main:
+                print(message)
+        if not run.checkpoint:
             _begin_with(job, parallel, optimizer, schema, runtime)
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         evaluator = task.evaluator(schema, parallel, runtime)
+        checkpoints = RunCheckpoints(checkpointer, job.checkpoint, resume=run.checkpoint) if checkpointer else None
         start = time.perf_counter()
-        with asked_to_stop() as stop, _watched(job, runtime, path) as watchdog, telling_how_to_go_on(checkpointer):
+        with asked_to_stop() as stop, _watched(job, runtime, run.path) as watchdog, hinting_at_resume(checkpointer):
             history = train(
                 parallel,
                 optimizer,
@@ -206,24 +136,22 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
                 evaluate=evaluator.validate if task.validates else None,
                 log=folder.log if folder is not None else None,
                 sync=job.sync,
-                timeline=(lambda found: found.write(folder.path)) if folder is not None else None,
-                checkpoints=RunCheckpoints(checkpointer, job.checkpoint, resume=begin) if checkpointer else None,
+                timeline=(lambda timeline: timeline.write(folder.path)) if folder is not None else None,
+                checkpoints=checkpoints,
                 stop=stop,
                 watchdog=watchdog,
             )
         _finish(folder, task, evaluator, decision, history, time.perf_counter() - start, runtime)
         if job.export != "never":
-            from torchx_apps.jobs.exporting import (
-                BUNDLE,
-                end_with_bundle,
-            )  # costs a second that other runs need not wait
+            # Imported here: it takes a second that other runs need not wait.
+            from torchx_apps.jobs.exporting import BUNDLE, end_with_bundle
 
-            details = {"recipe": job.name, "run": str(path), **report.read_warning(path)}
-            end_with_bundle(job.export, parallel, task, schema, runtime, path / BUNDLE, details)
+            details = {"recipe": job.name, "run": str(run.path), **report.read_warning(run.path)}
+            end_with_bundle(job.export, parallel, task, schema, runtime, run.path / BUNDLE, details)
 
 
 def build_model(job: Job, task: Task) -> nn.Module:
-    """The untrained model of a job, which predicts the share of positives of its training rows where both tell of one.
+    """Builds the untrained model of a job, which predicts the training rows' share of positives where it is known.
 
     Raises:
         ValueError: its loss cannot learn from the rows that the job's loader makes.
@@ -239,12 +167,12 @@ def build_model(job: Job, task: Task) -> nn.Module:
 
 
 def seeded(job: Job) -> LoaderConfig:
-    """The loader's settings with the seed that it draws by; train.seed moves everything, loader.seed order and negatives alone."""
+    """Returns the loader's settings with both seeds added: loader.seed changes order and negatives, train.seed all."""
     return dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
 
 
 def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> Any:
-    """This rank's training batches."""
+    """Returns the loader of this rank's training batches."""
     config = seeded(job)
     loader = task.loader(schema, config, rank=runtime.rank, world_size=runtime.world_size)
     samples = loader.num_samples if isinstance(loader, Epochs) else config.batch_size
@@ -257,7 +185,7 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
 
 
 def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
-    """The plan, and what is printed of it."""
+    """Plans the model's tables; returns the plan, and the text that explains it."""
     rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
     plan = plan_sharding(
         model,
@@ -283,7 +211,7 @@ def _finish(
     seconds: float,
     runtime: Runtime,
 ) -> None:
-    """Measures on the test part, and says and writes how the run went; every rank calls it, rank 0 with the folder."""
+    """Evaluates on the test rows, and reports how the run went; every rank calls it, rank 0 with the folder."""
     with watching(EvaluationWatch(runtime)):
         figures, example = evaluator.test(), evaluator.example()
     memory = peak_memory(runtime)
@@ -292,12 +220,12 @@ def _finish(
     if decision is not None:
         report_steps(folder, decision, history)
     report.finish_training(folder, task, figures, evaluator.baseline("test"), example, history, seconds, memory)
-    beside = evaluator.baseline("validation") if task.validates else None
-    report.say_end(folder.path, folder.close(beside, baseline_name=task.baseline_name))
+    baseline = evaluator.baseline("validation") if task.validates else None
+    report.say_end(folder.path, folder.close(baseline, baseline_name=task.baseline_name))
 
 
 def peak_memory(runtime: Runtime) -> float:
-    """MiB of resident memory that the largest rank has had at most; on a GPU of device memory."""
+    """Returns the largest rank's peak memory in MiB: resident memory, or device memory on a GPU. Collective."""
     if runtime.device.type == "cuda":
         used = torch.cuda.max_memory_allocated(runtime.device) / 2**20
     else:
@@ -308,7 +236,11 @@ def peak_memory(runtime: Runtime) -> float:
 
 
 def load_task(job: Job, runtime: Runtime) -> Task:
-    """The job's data on every rank; one rank of each host looks and downloads first, and all share its outcome."""
+    """Loads the job's data on every rank, after one rank of each host has looked for it or downloaded it. Collective.
+
+    Raises:
+        DatasetUnavailable: the set is not to be had, and ``job.fallback`` names no other.
+    """
     reason = None
     if runtime.local_rank == 0:
         try:
@@ -317,7 +249,7 @@ def load_task(job: Job, runtime: Runtime) -> Task:
             reason = str(error)
     reasons: list[str | None] = [None] * runtime.world_size
     dist.all_gather_object(reasons, reason)
-    reason = next((found for found in reasons if found), None)
+    reason = next(filter(None, reasons), None)
     if reason is None:
         return task if runtime.local_rank == 0 else job.task(job.data, progress=False)
     if job.fallback is None:
@@ -328,36 +260,46 @@ def load_task(job: Job, runtime: Runtime) -> Task:
 
 
 def quieten_libraries() -> None:
-    """Keeps what torch and torchrec say to their own developers, on every rank, out of a user's log; LOGLEVEL=INFO shows it."""
+    """Silences warnings of torch and torchrec that are meant for their developers; LOGLEVEL=INFO shows them."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
         return
     warnings.formatwarning = _one_line
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # of torch.profiler's library, which reads it when first used
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler's library reads it when first used
     logging.getLogger().setLevel(logging.ERROR)
     for library in ("torch", "torchrec", "fbgemm_gpu"):
         logging.getLogger(library).setLevel(logging.ERROR)
         for category in (FutureWarning, DeprecationWarning, UserWarning):
             warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
-    # Of DDP to its caller, which is this package: the argument it would have is not there before torch 2.13.
+    # DDP warns its caller, which is this package: the argument that it asks for does not exist before torch 2.13.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec_ext\.")
 
 
 def _one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning to the user without a line of code; others as Python has them."""
+    """Formats a UserWarning without its line of code; other warnings as Python does."""
     return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)
 
 
+def _open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> _Run:
+    """Opens the run folder, and finds the checkpoint to resume from. Collective."""
+    path, again = _run_folder(job, run_dir, resume, runtime)
+    resume = "auto" if again and resume == "never" else resume
+    checkpointer = _checkpointer(job, path, runtime) if job.checkpoint.saves or resume != "never" else None
+    checkpoint = resume_from(resume, checkpointer, again=again) if checkpointer else None
+    folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
+    return _Run(path=path, folder=folder, checkpointer=checkpointer, checkpoint=checkpoint)
+
+
 def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> tuple[Path, bool]:
-    """The run folder, as rank 0 names it, and whether an earlier attempt of this launch was there before."""
+    """Returns the run folder that rank 0 names, and whether an earlier attempt of this launch has used it."""
     counted: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(counted, restarted())
-    named: list[Any] = [None, False]
+    decided: list[Any] = [None, False]
     if runtime.is_main:
-        named = list(where_to_begin(run_dir, resume, partial(newest_run, job.name), job.name, counted=any(counted)))
-    dist.broadcast_object_list(named, src=0)
-    return named[0], named[1]
+        decided = list(where_to_begin(run_dir, resume, partial(newest_run, job.name), job.name, counted=any(counted)))
+    dist.broadcast_object_list(decided, src=0)
+    return decided[0], decided[1]
 
 
 def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[Watchdog | None]:
@@ -369,9 +311,10 @@ def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[W
 def _begin_with(
     job: Job, model: DistributedModelParallel, optimizer: HybridOptimizer, schema: BatchSchema, runtime: Runtime
 ) -> None:
-    """The vectors and the weights that a new run begins with, and a line for each difference to the earlier run."""
+    """Loads the vectors and weights that a new run begins with, and prints each difference to the earlier run."""
     for name, file in job.pretrained_files().items():
-        if name not in (tables := job.optimizer.for_tables(model)):
+        tables = job.optimizer.for_tables(model)
+        if name not in tables:
             raise ValueError(f"pretrained: '{name}' is no table of the model; its tables are {', '.join(tables)}")
         count = load_vectors(model, name, file)
         if runtime.is_main:
@@ -380,16 +323,16 @@ def _begin_with(
         return
     together = Together(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
-    tables = [table for _, collection in collections(model) for table in table_configs(collection)]
-    features = {table.name: schema.feature(table.feature_names[0]) for table in tables}
+    configs = [table for _, collection in collections(model) for table in table_configs(collection)]
+    features = {table.name: schema.feature(table.feature_names[0]) for table in configs}
     cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}
-    said = begin_with(path, model, optimizer, together, job.start, cold)
+    differences = begin_with(path, model, optimizer, together, job.start, cold)
     if runtime.is_main:
-        print(f"{said}\n", flush=True)
+        print(f"{differences}\n", flush=True)
 
 
 def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:
-    """Of the run in ``path``; what an earlier job of it left half written is removed."""
+    """Returns the checkpointer of the run in ``path``, and removes what an earlier attempt left half written."""
     checkpointer = Checkpointer(job.checkpoint.folder or str(path / CHECKPOINTS), runtime, keep=job.checkpoint.keep)
     if runtime.is_main:
         checkpointer.folder.clean()
@@ -398,9 +341,8 @@ def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:
 
 def _open_folder(job: Job, path: Path, *, replace: bool) -> RunFolder:
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
-    config |= {
-        name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))
-    }
+    for name, function in (("build", job.build), ("task", job.task)):
+        config[name] = f"{function.__module__}:{function.__qualname__}"
     folder = RunFolder(path, config, replace=replace)
     folder.write(LAUNCH, launch_id())
     return folder

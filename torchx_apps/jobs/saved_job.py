@@ -1,0 +1,84 @@
+"""The job of a run folder, made again from its recipe and its ``config.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Union
+
+from torchx_apps.cli.command_line import built_in_recipes, load_recipe
+from torchx_apps.cli.overrides import field_hint, is_group
+from torchx_apps.tasks.job import Job
+
+CONFIG = "config.json"
+
+
+def saved_job(run: Path, recipe: str | None = None) -> Job:
+    """Returns the job that wrote a run folder.
+
+    Args:
+        run: path of the run folder.
+        recipe: recipe of the run; the built-in one that is named in ``config.json`` where not given.
+
+    Raises:
+        ValueError: there is no such folder, its recipe is not built in, or its configuration belongs to another recipe.
+    """
+    path = run / CONFIG
+    try:
+        saved = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); name a run folder, such as runs/two_tower-DATE"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path}: is not a JSON file ({error}); name another run folder") from None
+    name = saved.get("name")
+    if recipe is None and name not in built_in_recipes():
+        raise ValueError(f"{path}: recipe {name!r} is not built in; say where it is: --recipe my_recipe.py:job")
+    job = load_recipe(recipe or name)
+    if job.name != name:
+        raise ValueError(
+            f"--recipe {recipe}: its jobs are named {job.name!r}, {path} is of {name!r}; give the recipe of that run"
+        )
+    try:
+        restored: Job = _restored(job, saved)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: does not fit the recipe as it is now ({error}); give what differs by --set"
+        ) from None
+    return restored
+
+
+def _restored(config: Any, saved: Mapping[str, Any]) -> Any:
+    """Returns ``config`` with the values of a JSON object."""
+    changes = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not field.init or field.name not in saved or callable(value):
+            continue
+        json_value = saved[field.name]
+        if is_group(value) and isinstance(json_value, dict):
+            changes[field.name] = _restored(value, json_value)
+        else:
+            changes[field.name] = _value(field_hint(config, field.name), json_value)
+    return dataclasses.replace(config, **changes)
+
+
+def _value(hint: Any, json_value: Any) -> Any:
+    """Converts a JSON value to the type of a field."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(json_value, dict):
+        group: Any = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+        if group is not None:
+            hints = typing.get_type_hints(group)
+            return group(**{name: _value(hints[name], value) for name, value in json_value.items()})
+    if isinstance(json_value, list):
+        inner = next((typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple), Any)
+        return tuple(_value(inner, value) for value in json_value)
+    if isinstance(json_value, str) and Path in kinds:
+        return Path(json_value)
+    return json_value
