@@ -6,7 +6,7 @@ its 1,664, and a top NN reads both. Both sides train that same network from the 
 one rank, all of them looked up in one exchange, and the layers on both ranks; `towers` with each tower on the host of
 its tables. `two-hosts-plain` has as its baseline the network without compression. Bytes are those of the interfaces'
 counters, headers and acknowledgements included, beside the formula of
-torchrec_ext/distributed/tower_parallel/traffic.py. Needs root, `ip` and `tc`.
+benchmarks/traffic.py. Needs root, `ip` and `tc`.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from hybrid_ranks import Options, Row, in_turn, row
 from torchrec import EmbeddingBagConfig
+from traffic import HostLayout, Traffic, flat_traffic, tower_traffic
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
@@ -36,7 +37,6 @@ from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
-from torchrec_ext.distributed.tower_parallel.traffic import Cluster, Traffic, flat_traffic, tower_traffic
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.compression import Compression
 from torchrec_ext.modules.interaction import interaction_layer
@@ -229,18 +229,16 @@ def _link_speed() -> float:
 
 
 def _formula(model: TowerModel, towers: dict[str, Tower], plan: Any, placement: str, rows: int) -> Traffic:
-    cluster, ids = (
-        Cluster(world_size=2, local_world_size=1, rows=rows),
-        {name: 1.0 for names in NAMES.values() for name in names},
-    )
+    layout = HostLayout(world_size=2, local_world_size=1, rows=rows)
+    ids = {name: 1.0 for names in NAMES.values() for name in names}
     layers = dict(model.named_parameters())
     dense = {name: layers[name].numel() for name in dense_layers(model)}
     if placement == "data_parallel":
         plans = [plan.get_plan_for_module(path) or {} for path, _ in collections(model)]
         owner = {table: own.ranks[0] for found in plans for table, own in found.items()}
-        return flat_traffic(list(towers.values()), cluster, owner, ids, sum(dense.values()))
+        return flat_traffic(list(towers.values()), layout, owner, ids, sum(dense.values()))
     top = sum(count for name, count in dense.items() if not name.startswith("towers."))
-    return tower_traffic(towers, cluster, TowerPlacement.parse(placement, list(towers), 2), ids, top)
+    return tower_traffic(towers, layout, TowerPlacement.parse(placement, list(towers), 2), ids, top)
 
 
 def main() -> None:

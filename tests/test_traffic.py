@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
+from benchmarks.traffic import HostLayout, Traffic, flat_traffic, tower_traffic
 from tests.contracts import run_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.tower_parallel.traffic import Cluster, Traffic, flat_traffic, tower_traffic
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.compression import Compression
 from torchrec_ext.modules.interaction import interaction_layer
@@ -44,9 +44,9 @@ def towers() -> dict[str, Tower]:
 
 @pytest.mark.unit
 def test_two_hosts_of_one_rank() -> None:
-    cluster = Cluster(world_size=2, local_world_size=1, rows=ROWS)
+    layout = HostLayout(world_size=2, local_world_size=1, rows=ROWS)
     owner = {name: rank for rank, names in enumerate(NAMES.values()) for name in names}
-    found = flat_traffic(list(towers().values()), cluster, owner, IDS, dense=100)
+    found = flat_traffic(list(towers().values()), layout, owner, IDS, dense=100)
     ids = 1 + 2 + 3  # of a row in one tower
     assert found == Traffic(
         rows=2 * ROWS * (4 * FEATURES + 8 * ids),
@@ -55,7 +55,7 @@ def test_two_hosts_of_one_rank() -> None:
         dense=2 * 4 * 100,
     )
     placed = tower_traffic(
-        towers(), cluster, TowerPlacement(ranks={"user": (0,), "item": (1,)}, world_size=2), IDS, dense=10
+        towers(), layout, TowerPlacement(ranks={"user": (0,), "item": (1,)}, world_size=2), IDS, dense=10
     )
     assert placed == Traffic(
         rows=2 * ROWS * (4 * FEATURES + 8 * ids + 4),
@@ -69,29 +69,29 @@ def test_two_hosts_of_one_rank() -> None:
 @pytest.mark.unit
 def test_two_hosts_of_two_ranks_where_half_of_all_goes_across() -> None:
     """Each table's rank is on one host, so that the two ranks of the other send to it; a ring of 4 crosses twice."""
-    cluster = Cluster(world_size=4, local_world_size=2, rows=ROWS)
+    layout = HostLayout(world_size=4, local_world_size=2, rows=ROWS)
     owner = dict.fromkeys(IDS, 0) | dict.fromkeys(NAMES["item"], 3)
-    found = flat_traffic(list(towers().values()), cluster, owner, IDS, dense=100)
+    found = flat_traffic(list(towers().values()), layout, owner, IDS, dense=100)
     assert found.outputs == 2 * FEATURES * 2 * ROWS * 4 * WIDTH
     assert found.dense == 2 * (2 * 3 / 4) * 4 * 100
     placement = TowerPlacement(ranks={"user": (0, 1), "item": (2, 3)}, world_size=4)
-    assert tower_traffic(towers(), cluster, placement, IDS, dense=0).outputs == 4 * ROWS * 4 * 20
+    assert tower_traffic(towers(), layout, placement, IDS, dense=0).outputs == 4 * ROWS * 4 * 20
     assert (
-        tower_traffic(towers(), Cluster(world_size=4, local_world_size=4, rows=ROWS), placement, IDS, dense=9).total
+        tower_traffic(towers(), HostLayout(world_size=4, local_world_size=4, rows=ROWS), placement, IDS, dense=9).total
         == 0
     )
 
 
 @pytest.mark.unit
 def test_what_the_formula_does_not_cover_is_refused() -> None:
-    cluster = Cluster(world_size=4, local_world_size=2, rows=ROWS)
+    layout = HostLayout(world_size=4, local_world_size=2, rows=ROWS)
     placement = TowerPlacement(ranks={"user": (1, 2), "item": (3,)}, world_size=4)
     with pytest.raises(ValueError, match=r"tower 'user' on ranks \[1, 2\] spans hosts of 2 ranks"):
-        tower_traffic(towers(), cluster, placement, IDS, dense=0)
+        tower_traffic(towers(), layout, placement, IDS, dense=0)
     with pytest.raises(ValueError, match="world_size=3: must be a multiple of local_world_size=2"):
-        Cluster(world_size=3, local_world_size=2, rows=1)
+        HostLayout(world_size=3, local_world_size=2, rows=1)
     with pytest.raises(ValueError, match="rows=0"):
-        Cluster(world_size=2, local_world_size=2, rows=0)
+        HostLayout(world_size=2, local_world_size=2, rows=0)
 
 
 def batch(model: TowerModel, seed: int) -> TowerBatch:
@@ -141,10 +141,10 @@ def sent_by_a_rank(runtime: Runtime) -> dict[str, Any]:
 
 def test_two_ranks_send_what_the_formula_says() -> None:
     ranks = run_ranks(sent_by_a_rank, 2)
-    cluster = Cluster(world_size=2, local_world_size=1, rows=ROWS)
-    flat = flat_traffic(list(towers().values()), cluster, ranks[0]["data_parallel"]["owner"], IDS, dense=0)
+    layout = HostLayout(world_size=2, local_world_size=1, rows=ROWS)
+    flat = flat_traffic(list(towers().values()), layout, ranks[0]["data_parallel"]["owner"], IDS, dense=0)
     placement = TowerPlacement(ranks={"user": (0,), "item": (1,)}, world_size=2)
-    placed = tower_traffic(towers(), cluster, placement, IDS, dense=0)
+    placed = tower_traffic(towers(), layout, placement, IDS, dense=0)
     for side, expected in (("data_parallel", flat), ("user:0,item:1", placed)):
         numbers = sum(rank[side]["numbers"] for rank in ranks)
         assert numbers == expected.outputs + expected.gradients, side
