@@ -29,7 +29,8 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.autotune.choose import Candidate, Decision, as_config, auto_plan
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.schema import Jagged

@@ -34,7 +34,8 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import dense_layers, hybrid_parallel
 from torchrec_ext.distributed.placement import TowerPlacement
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
 from torchrec_ext.models.tower_model import TowerModel

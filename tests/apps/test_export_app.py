@@ -23,7 +23,8 @@ from tests.contracts import run_ranks
 from tests.small_sets import write_ml_100k
 from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest

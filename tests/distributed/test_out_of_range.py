@@ -11,7 +11,8 @@ from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import DataError, Jagged, OutOfRange
 from torchrec_ext.train.step.pipeline import make_pipeline

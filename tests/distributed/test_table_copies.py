@@ -12,7 +12,8 @@ from tests.distributed.test_sync import SGD, steps
 from tests.examples import META, small_model
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig

@@ -16,8 +16,9 @@ from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import bst

@@ -21,8 +21,9 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.distributed.tables import initialise_tables

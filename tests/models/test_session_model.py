@@ -20,8 +20,10 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.sessions import SessionLoader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import NextItemModel

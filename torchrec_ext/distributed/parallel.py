@@ -33,8 +33,9 @@ from torchrec_ext.distributed.optim.config import (
 )
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, keyed_optimizers
 from torchrec_ext.distributed.optim.sharded import decay_sharded_rows, sharded_adams
-from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding, sharders
+from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sharders import sharders
 from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups

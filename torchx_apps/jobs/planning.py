@@ -31,10 +31,14 @@ from torchrec_ext.distributed.plan.cluster import (
     forecast,
     forecast_text,
 )
-from torchrec_ext.distributed.plan.draft import Draft, draft_plan
+from torchrec_ext.distributed.plan.config import PlanConfig, Sharding
+from torchrec_ext.distributed.plan.draft import Draft, PlanError, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, Sharding
-from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
+from torchrec_ext.train.report.figures import BLUE
+from torchrec_ext.train.report.figures import RED
+from torchrec_ext.train.report.figures import figure_with_panels
+from torchrec_ext.train.report.figures import require_matplotlib
+from torchrec_ext.train.report.figures import save_figure
 from torchx_apps.cli.overrides import nearest
 from torchx_apps.tasks.job import Job
 

@@ -12,7 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec_ext.data.datasets.catalog import DataConfig
 from torchrec_ext.data.loader.loader import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.plan.planner import PlanConfig
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.schema import BatchSchema

@@ -24,8 +24,10 @@ from torchrec_ext.distributed.autotune.choose import (
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import TowerPlacement
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.measurements import Line, Measurements, TowerCost
-from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import Jagged

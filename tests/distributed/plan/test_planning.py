@@ -11,8 +11,10 @@ from torchrec.distributed.planner import ParameterConstraints
 from tests.contracts import run_ranks
 from tests.examples import META, small_model, table
 from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 

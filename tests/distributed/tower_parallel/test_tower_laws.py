@@ -13,7 +13,9 @@ from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, batches, redrawn, table
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, Sharding, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig, Sharding
+from torchrec_ext.distributed.plan.draft import PlanError
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import possible
 from torchrec_ext.distributed.tables import initialise_tables, local_shards

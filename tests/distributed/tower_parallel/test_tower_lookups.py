@@ -16,8 +16,9 @@ from torchrec_ext.distributed.autotune.choose import auto_plan
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import PlacementError
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables, local_shards
 from torchrec_ext.distributed.tower_parallel.lookups import units

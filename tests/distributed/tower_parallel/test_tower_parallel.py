@@ -16,7 +16,8 @@ from tests.examples import DIM, ITEMS, META, USERS, batches, redrawn, small_mode
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables, local_shards
 from torchrec_ext.models.tower_model import TowerModel

@@ -15,8 +15,10 @@ from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import PlacementError, TowerPlacement
 from torchrec_ext.distributed.plan import planner as planning
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import PlanConfig, PlanError, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import synchronised
 from torchrec_ext.distributed.sync_config import SyncConfig

@@ -15,7 +15,8 @@ from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, small_model
 from tests.retrieval.bundles import contents
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder

@@ -16,7 +16,8 @@ from tests.examples import META, small_model
 from tests.train.step.test_captured import Few
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer

@@ -14,7 +14,8 @@ from tests.examples import DIM, ITEMS, META, USERS, small_model, table
 from tests.train.checkpoint.test_plans import losses, whole
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer

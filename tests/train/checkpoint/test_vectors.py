@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, META, USERS, small_model
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchrec_ext.train.checkpoint.vectors import load_vectors

@@ -13,7 +13,8 @@ from tests.train.step.test_captured import farthest
 from tests.train.step.test_plain_step import Twice
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train.guards.amp import LossScaling, forward_context

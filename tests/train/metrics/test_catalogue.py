@@ -19,7 +19,8 @@ from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.metrics import (

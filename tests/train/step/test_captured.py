@@ -26,8 +26,9 @@ from torchrec_ext.data.negatives.on_device import KnownItems
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.streams import TowerStreams, on_streams
 from torchrec_ext.distributed.tables import local_shards

@@ -23,9 +23,10 @@ from torchrec_ext.distributed.autotune.sample import Sample
 from torchrec_ext.distributed.autotune.trials import Trials
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.placement import PlacementError, TowerPlacement
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.measurements import Measurements, TowerCost
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.plan.towers import tower_placement
 from torchrec_ext.distributed.runtime import Runtime
 

@@ -36,9 +36,10 @@ from torchrec_ext.distributed.optim.hybrid import keyed_optimizers
 from torchrec_ext.distributed.parallel import dense_layers
 from torchrec_ext.distributed.placement import TowerPlacement, TowerPlan
 from torchrec_ext.distributed.plan.cluster import Cluster
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.draft import Request
 from torchrec_ext.distributed.plan.measurements import Line, Measurements, TowerCost
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.plan.towers import draft_towers, find_towers
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import sharders

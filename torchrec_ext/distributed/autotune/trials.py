@@ -15,8 +15,9 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.autotune.sample import Sample, Stopwatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.measurements import Measurements
-from torchrec_ext.distributed.plan.planner import PlanConfig, plan_sharding
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 
 _WARM_UP = 2  # steps that fill the pipeline

@@ -26,9 +26,9 @@ from torchrec.distributed.planner.types import (
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.plan.config import Sharding
 from torchrec_ext.distributed.plan.draft import Draft, PlanError
 from torchrec_ext.distributed.plan.explain import bytes_per_weight, ranges, size_text
-from torchrec_ext.distributed.plan.planner import Sharding
 from torchrec_ext.distributed.tables import collections, table_configs
 
 DeviceType = Literal["cuda", "cpu"]

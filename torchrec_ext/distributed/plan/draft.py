@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -21,13 +21,11 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, declare_table_optimizer, shardings
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.explain import size_text, table_bytes
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import possible, refused_because, sharders
 from torchrec_ext.distributed.tables import collections, table_configs
-
-if TYPE_CHECKING:
-    from torchrec_ext.distributed.plan.planner import PlanConfig
 
 
 def refusal(

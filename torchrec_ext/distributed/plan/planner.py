@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,68 +21,15 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig, chosen_optimizer
-from torchrec_ext.distributed.placement import PLACEMENTS, TowerPlan, parse_ranks
-from torchrec_ext.distributed.plan.draft import PlanError as PlanError
-from torchrec_ext.distributed.plan.draft import Request, draft
+from torchrec_ext.distributed.placement import TowerPlan
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
 from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
-from torchrec_ext.distributed.sharders import sharders as sharders
 from torchrec_ext.distributed.sync_config import SyncConfig
 
-Sharding = Literal["auto", "data_parallel", "table_wise", "row_wise", "column_wise", "table_column_wise"]
 GB = 1024**3
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """How tables are spread over ranks.
-
-    Args:
-        sharding: one sharding type for every table, or ``auto``: TorchRec's planner chooses per table.
-        tables: exceptions by table, as ``("user_id=row_wise", "genres=data_parallel")``.
-        memory_gb: memory per rank that tables may take, GiB; what the device has free, divided by its processes, where
-            0.
-        reserve: share of that memory kept for dense layers, activations and buffers, 0 to 1.
-        towers: where the towers of a model run: ``data_parallel``, on every rank, one after the other;
-            ``tower_parallel``, at the same time, each on ranks of its own; ranks for each, as in ``user:0-1,item:2+3``;
-            or ``auto``: data_parallel, unless measurements say otherwise. The tables of a tower are then spread over
-            its ranks alone.
-    """
-
-    sharding: Sharding = "auto"
-    tables: tuple[str, ...] = ()
-    memory_gb: float = 0.0
-    reserve: float = 0.15
-    towers: str = "data_parallel"
-
-    def __post_init__(self) -> None:
-        _check_sharding("sharding", self.sharding)
-        for exception in self.tables:
-            _check_sharding(f"tables: {exception!r}", exception.partition("=")[2])
-        if self.memory_gb < 0:
-            raise ValueError(f"memory_gb={self.memory_gb}: must be positive, or 0 for what the device has free")
-        if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
-        if self.towers not in PLACEMENTS:
-            parse_ranks(self.towers)
-
-    def by_table(self, names: list[str]) -> dict[str, str]:
-        """The sharding type of each table, ``auto`` included."""
-        chosen: dict[str, str] = dict.fromkeys(names, self.sharding)
-        for exception in self.tables:
-            name, _, kind = exception.partition("=")
-            if name not in chosen:
-                raise ValueError(
-                    f"tables: {exception!r} names no table of the model; its tables are {', '.join(names)}"
-                )
-            chosen[name] = kind
-        return chosen
-
-
-def _check_sharding(argument: str, value: str) -> None:
-    if value not in get_args(Sharding):
-        raise ValueError(f"{argument}: sharding {value!r} must be one of {', '.join(get_args(Sharding))}")
 
 
 def plan_sharding(
