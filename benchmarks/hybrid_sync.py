@@ -31,8 +31,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import synchronised
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync import SyncConfig, synchronised
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.step.pipeline import make_pipeline
 from torchx_apps.cli.command_line import apply_overrides

@@ -18,8 +18,7 @@ from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import EveryStep, synchronised
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.report.progress import Window

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from small_model_network import Captured, quiet
 
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync import SyncConfig
 
 LIMIT_S = 900
 

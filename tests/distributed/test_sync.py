@@ -17,8 +17,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import WHOLE_WEIGHTS, Averager, synchronised
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync import WHOLE_WEIGHTS, Averager, SyncConfig, synchronised
 from torchrec_ext.train.step.pipeline import make_pipeline
 
 SGD = OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5)

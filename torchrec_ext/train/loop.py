@@ -24,9 +24,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import EveryStep, synchronised
+from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
-from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import Parts, State, model_state
 from torchrec_ext.train.config import EarlyStopWatch, Record, rates, scheduler

@@ -14,7 +14,7 @@ from torchrec_ext.data.loader.loader import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, StartConfig
 from torchrec_ext.train.config import Record

@@ -13,8 +13,7 @@ from tests.train.test_loop import Batches
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import LocalSGD, UnevenStepsError
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync import LocalSGD, SyncConfig, UnevenStepsError
 from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, exactly, train
 
 SHARDINGS = ("data_parallel", "row_wise")

@@ -12,7 +12,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step import choose as steps
 from torchrec_ext.train.step.captured import as_it_is

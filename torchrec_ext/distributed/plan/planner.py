@@ -27,7 +27,7 @@ from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
 from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync import SyncConfig
 
 GB = 1024**3
 

@@ -24,8 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.sharders import SHARDED
-from torchrec_ext.distributed.sync import refuse_placed_towers
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync import SyncConfig, refuse_placed_towers
 from torchrec_ext.distributed.tables import collections, table_configs
 
 
