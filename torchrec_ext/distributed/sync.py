@@ -1,7 +1,6 @@
-"""How often ranks make the dense part alike: EveryStep, LocalSGD and DiLoCo as context managers around any loop.
+"""SyncConfig and the sync modes: how often ranks make what each holds whole equal, as context managers around any loop.
 
-Averager: makes what every rank holds whole the mean over the ranks, in one or two collectives whatever the number of
-tensors.
+A mode is a subclass of :class:`EveryStep` and one line in :data:`MODES`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,132 +24,23 @@ from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, Hybrid
 from torchrec_ext.distributed.placement import TowerPlan
 from torchrec_ext.distributed.tables import collections
 
-Mode = Literal["every_step", "local_sgd", "diloco", "semi_sync"]
 OptimizerState = Literal["keep", "average"]
-LOCAL = ("local_sgd", "diloco")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncConfig:
-    """How often ranks exchange what.
-
-    ``every_step``: the gradients of what every rank holds whole (dense layers, data_parallel tables) are averaged in
-    each backward. ``local_sgd``: each rank moves by its own, and weights are averaged every k steps
-    (:class:`LocalSGD`). ``diloco``: likewise, and an outer optimizer takes their mean change as its gradient
-    (:class:`DiLoCo`). ``semi_sync``: TorchRec's TrainPipelineSemiSync: rows of the next batch are looked up before this
-    one's backward has moved them, so that their exchange overlaps with it; a prediction sees tables that are one step
-    old, and never older.
-
-    An evaluation, the end of an epoch and the end of training always find the ranks equal. A resumed run of
-    ``local_sgd`` and ``diloco`` begins anew at equal weights: a first step together, the moments that rank 0 had on
-    every rank, no outer momentum; so it learns on, but not bit for bit as it would have without the stop.
-
-    Args:
-        mode: see above.
-        every: of ``local_sgd`` and ``diloco``, k: steps between two averages.
-        warmup: steps as ``every_step`` before the other modes begin. Where not given, 0 for ``semi_sync``; for
-            ``local_sgd`` and ``diloco`` 1, the least, because DDP records its graph in the first step.
-        optimizer_state: of ``local_sgd`` and ``diloco``: ``keep`` each rank's moments, or ``average`` them too.
-        outer_lr: of ``diloco``.
-        outer_momentum: of ``diloco``; Nesterov's where it is not 0.
-        stash_gradients: of ``semi_sync``: dense layers are one step old too, each moved by the gradient of the batch
-            before.
-        table_copies: copies of the sharded tables (TorchRec's 2D parallelism, DMPCollection): R / table_copies ranks
-            shard each, and exchange rows among themselves alone. 1 for one copy over all ranks.
-        tables_every: steps between two averages of the copies and their optimizer state.
-    """
-
-    mode: Mode = "every_step"
-    every: int = 32
-    warmup: int | None = None
-    optimizer_state: OptimizerState = "keep"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    stash_gradients: bool = False
-    table_copies: int = 1
-    tables_every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(get_args(Mode))}")
-        if self.optimizer_state not in get_args(OptimizerState):
-            raise ValueError(
-                f"optimizer_state={self.optimizer_state!r}: must be one of {', '.join(get_args(OptimizerState))}"
-            )
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: must be 1 step or more")
-        for name in ("table_copies", "tables_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
-        if self.tables_every > 1 and self.table_copies == 1:
-            raise ValueError(f"tables_every={self.tables_every}: only for table_copies of 2 or more")
-        if self.warmup is not None and self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
-        if self.mode in LOCAL:
-            check_warmup(self.together)
-        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
-            raise ValueError(f"outer_lr={self.outer_lr}: must be a positive number")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum={self.outer_momentum}: must be at least 0 and below 1")
-        self._refuse_what_would_do_nothing()
-
-    def _refuse_what_would_do_nothing(self) -> None:
-        belongs = {"optimizer_state": LOCAL, "outer_lr": ("diloco",), "outer_momentum": ("diloco",), "every": LOCAL}
-        belongs |= {"stash_gradients": ("semi_sync",), "warmup": (*LOCAL, "semi_sync")}
-        for name, modes in belongs.items():
-            value = getattr(self, name)
-            if name == "warmup" and value == 0:  # as saved runs say it of every mode
-                continue
-            if self.mode not in modes and value != type(self).__dataclass_fields__[name].default:
-                raise ValueError(f"{name}={value!r}: only for mode={' or '.join(modes)}, but mode={self.mode}")
-
-    @property
-    def together(self) -> int:
-        """The steps that ranks take together before the mode begins."""
-        return int(self.mode in LOCAL) if self.warmup is None else self.warmup
-
-    def table_ranks(self, world_size: int) -> int:
-        """The ranks that shard one copy of the tables.
-
-        Raises:
-            ValueError: ``world_size`` is no multiple of :attr:`table_copies`.
-
-        Example:
-            >>> SyncConfig(table_copies=2).table_ranks(8)
-            4
-        """
-        if world_size % self.table_copies:
-            raise ValueError(f"sync.table_copies={self.table_copies}: must divide the number of ranks, {world_size}")
-        return world_size // self.table_copies
-
-
-def check_warmup(steps: int) -> None:
-    """Refuses a local mode that begins with the first step.
-
-    Raises:
-        ValueError: no step is taken together.
-    """
-    if steps < 1:
-        raise ValueError(
-            f"warmup={steps}: must be 1 step or more for {' and '.join(LOCAL)}: ranks take their first step together, "
-            "because DDP "
-            "records its graph in it"
-        )
-
-
 WHOLE_WEIGHTS = 2**16  # smaller tables are sent whole: 256 KiB travel in the time that a second message takes
 
 
 class Averager:
-    """The mean over ranks of tensors that were equal when they were last marked.
+    """Averages over the ranks tensors that were equal when they were last marked, in one or two collectives.
 
-    Of a large table only the rows that some rank has moved since are sent; the others are still equal. For that it
+    Of a large table only the rows that some rank has changed since are sent; the others are still equal. For that it
     keeps a copy of each large table. torch's own `model_averaging` replaces ``parameter.data`` with a view of its
     buffer instead of writing into it, which FBGEMM's kernels, whose tables are slices of one tensor, would not see.
 
     Args:
-        tables: (rows, D) each, of which most rows may not move.
-        others: tensors that move in every step.
+        tables: (rows, D) each; most rows may stay unchanged between two averages.
+        others: tensors that change in every step.
+
+    Attributes:
+        sent: number of weights that this rank sent for the last average.
     """
 
     def __init__(self, tables: Iterable[Tensor], others: Iterable[Tensor]) -> None:
@@ -162,46 +52,47 @@ class Averager:
 
     @torch.no_grad()
     def mark(self) -> None:
-        """From here on rows count as moved; every rank's tensors are equal now."""
+        """Marks the tensors, which are equal on every rank now: rows that differ from here on count as changed."""
         for table, marked in zip(self._large, self._marked, strict=True):
             marked.copy_(table)
 
     @torch.no_grad()
     def average(self, more: Sequence[Tensor] = ()) -> None:
-        """Writes the mean into every tensor, and into those of ``more``, and marks; all ranks call it with as many.
+        """Writes the mean over the ranks into every tensor and every one of ``more``, and marks the result. Collective.
 
-        :attr:`sent` is then the number of weights that this rank has sent.
+        Args:
+            more: further tensors, as many on every rank.
         """
-        rows = self._moved_rows()
-        pieces = [table[own] for table, own in zip(self._large, rows, strict=True)]
-        means = _means([*pieces, *self._whole, *more])
-        for table, marked, own in zip(self._large, self._marked, rows, strict=True):
+        rows = self._changed_rows()
+        slices = [table[index] for table, index in zip(self._large, rows, strict=True)]
+        means = _means([*slices, *self._whole, *more])
+        for table, marked, index in zip(self._large, self._marked, rows, strict=True):
             mean = next(means).to(table.dtype)
-            table.index_copy_(0, own, mean)
-            marked.index_copy_(0, own, mean)
+            table.index_copy_(0, index, mean)
+            marked.index_copy_(0, index, mean)
         for tensor, mean in zip([*self._whole, *more], means, strict=True):
             tensor.copy_(mean)
-        self.sent = sum(tensor.numel() for tensor in (*pieces, *self._whole, *more))
+        self.sent = sum(tensor.numel() for tensor in (*slices, *self._whole, *more))
 
-    def _moved_rows(self) -> list[Tensor]:
-        """The rows of each large table that any rank has moved; the same on every rank."""
+    def _changed_rows(self) -> list[Tensor]:
+        """Returns for each large table the rows that any rank has changed, the same on every rank."""
         if not self._large:
             return []
-        own = [(table != marked).any(dim=1) for table, marked in zip(self._large, self._marked, strict=True)]
-        moved = torch.cat(own).to(torch.uint8)
-        dist.all_reduce(moved, dist.ReduceOp.MAX)
-        return [part.nonzero().squeeze(1) for part in torch.split(moved, [len(table) for table in self._large])]
+        local = [(table != marked).any(dim=1) for table, marked in zip(self._large, self._marked, strict=True)]
+        changed = torch.cat(local).to(torch.uint8)
+        dist.all_reduce(changed, dist.ReduceOp.MAX)
+        return [mask.nonzero().squeeze(1) for mask in torch.split(changed, [len(table) for table in self._large])]
 
 
 def _means(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The mean of each tensor over the ranks, in float32, all in one exchange."""
+    """Returns the mean of each tensor over the ranks, in float32, all in one all-reduce."""
     if not tensors:
         return iter(())
     flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return (part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return (piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True))
 
 
 class UnevenStepsError(ValueError):
@@ -211,16 +102,41 @@ class UnevenStepsError(ValueError):
 class EveryStep:
     """DDP under TorchRec's DMP: dense gradients, and those of data_parallel tables, are averaged in every backward.
 
-    Also what all modes have in common. Inside the context, between two calls of :meth:`settle`, ranks may differ in
-    what each holds whole; after one, and after the context, they are equal.
+    Also the base of all modes. Inside the context, between two calls of :meth:`settle`, ranks may differ in what each
+    holds whole; after a call, and after the context, they are equal.
 
     Attributes:
-        checks: called on every rank alike before ranks are made equal; what one raises, it must raise on all.
+        agrees_every_step: whether ranks leave every step with equal weights that the next step reads. Only then can a
+            step be left out on all ranks, a loss be scaled, or a tower run on ranks of its own.
+        looks_ahead: whether rows of the next batch are looked up before this one's backward, by TorchRec's
+            TrainPipelineSemiSync; every table must then be sharded.
+        least_warmup: least number of steps taken together before the mode begins.
+        settings: fields of :class:`SyncConfig` that the mode reads; any other must keep its default.
+        checks: functions called on every rank before ranks are made equal; what one raises, it must raise on all.
     """
+
+    agrees_every_step: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = False
+    least_warmup: ClassVar[int] = 0
+    settings: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.checks: list[Callable[[], None]] = []
         self._copies = model if isinstance(model, DMPCollection) else None
+
+    @classmethod
+    def from_config(cls, model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> EveryStep:
+        """Builds the mode for a model and its optimizer.
+
+        Args:
+            model: sharded model from :func:`hybrid_parallel`.
+            optimizer: optimizer from :func:`hybrid_parallel`.
+            config: settings of the mode.
+
+        Raises:
+            ValueError: the mode cannot run this model or optimizer.
+        """
+        return cls(model)
 
     @property
     def silent(self) -> bool:
@@ -229,14 +145,14 @@ class EveryStep:
 
     @property
     def fault(self) -> bool:
-        """Whether this rank has met a gradient that is no number and not yet told the others."""
+        """Whether this rank has met a gradient that is not finite and has not yet reported it to the others."""
         return False
 
     def meet(self) -> None:
-        """Tells a fault of any rank on all; all ranks call it."""
+        """Reports a fault of any rank to all. Collective."""
 
     def settle(self) -> None:
-        """Makes every rank equal now, before an evaluation or a checkpoint; all ranks call it after as many steps."""
+        """Makes every rank equal now, before an evaluation or a checkpoint. Collective, after equally many steps."""
         if self._copies is not None:
             self._copies.sync()
 
@@ -250,30 +166,40 @@ class EveryStep:
             self.settle()
 
 
+class SemiSync(EveryStep):
+    """TorchRec's TrainPipelineSemiSync: rows of the next batch are looked up before this one's backward changes them.
+
+    The pipeline does it all, as :func:`make_pipeline` builds it; nothing is left for the context manager.
+    """
+
+    agrees_every_step = False
+    looks_ahead = True
+    settings = ("warmup", "stash_gradients")
+
+
 class LocalSGD(EveryStep):
-    """Local SGD (Stich 2019): each rank moves on its own gradient, and every k steps weights are averaged.
+    """Local SGD (Stich 2019): each rank steps by its own gradient, and every k steps weights are averaged.
 
-    With ``warmup`` it is post-local SGD (Lin et al. 2020). What is averaged: dense layers and data_parallel tables.
-    Sharded tables exist once; their gradients are exchanged in every step as ever. Where no table is sharded, ranks
-    exchange nothing at all between two averages (but for layers of the model that do, as batch norm over ranks).
+    With ``warmup`` it is post-local SGD (Lin et al. 2020). Dense layers and data_parallel tables are averaged. Sharded
+    tables exist once; their gradients are exchanged in every step as ever. Where no table is sharded, ranks exchange
+    nothing at all between two averages (but for layers of the model that do, as batch norm over ranks).
 
-    With SGD without momentum, weight decay and clipping, k = 1 is the same as every step. With any other optimizer it
-    is not: the mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together,
-    because DDP records its graph in it.
+    With SGD without momentum, weight decay and clipping, k = 1 equals every step. With any other optimizer it does not:
+    the mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together, because
+    DDP records its graph in it.
 
     Optimizer state (moments, sums of squares) belongs to a rank's own path. ``keep`` leaves it there, as torch's
-    PostLocalSGDOptimizer and DiLoCo do; ``average`` makes it the mean as well, for as many more bytes as there is
-    state.
+    PostLocalSGDOptimizer and DiLoCo do; ``average`` averages it as well, for as many more bytes as there is state.
 
     Args:
-        model: from :func:`hybrid_parallel`.
-        optimizer: likewise.
+        model: sharded model from :func:`hybrid_parallel`.
+        optimizer: optimizer from :func:`hybrid_parallel`.
         every: k, steps between two averages.
         warmup: steps taken together before the first local one.
         optimizer_state: ``keep`` or ``average``.
 
     Raises:
-        ValueError: ``warmup`` of less than one step: DDP records its graph in the first.
+        ValueError: ``warmup`` is less than one step: DDP records its graph in the first.
 
     Example: (after ``model, optimizer = hybrid_parallel(...)``)
         with LocalSGD(model, optimizer, every=32) as ranks:
@@ -281,6 +207,10 @@ class LocalSGD(EveryStep):
                 ...
             ranks.settle()  # equal, for an evaluation
     """
+
+    agrees_every_step = False
+    least_warmup = 1
+    settings = ("every", "warmup", "optimizer_state")
 
     def __init__(
         self,
@@ -292,7 +222,7 @@ class LocalSGD(EveryStep):
         optimizer_state: OptimizerState = "keep",
     ) -> None:
         super().__init__(model)
-        check_warmup(warmup)
+        _check_warmup(warmup)
         self._model, self._optimizer = model, optimizer
         self._every, self._warmup, self._average_state = every, warmup, optimizer_state == "average"
         self._shards_tables = any(
@@ -304,6 +234,21 @@ class LocalSGD(EveryStep):
         self._steps = self._since = self._fault_step = 0
         self._leave = ExitStack()
 
+    @classmethod
+    def from_config(cls, model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> Self:
+        """Builds the mode with the fields of ``config`` named by ``settings`` as keyword arguments.
+
+        Raises:
+            ValueError: the model or the optimizer is not of :func:`hybrid_parallel`'s types.
+        """
+        if not (isinstance(model, DistributedModelParallel) and isinstance(optimizer, HybridOptimizer)):
+            types = f"{type(model).__name__} with {type(optimizer).__name__}"
+            raise ValueError(
+                f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {types}"
+            )
+        values: dict[str, Any] = {name: getattr(config, name) for name in cls.settings} | {"warmup": config.together}
+        return cls(model, optimizer, **values)
+
     @property
     def silent(self) -> bool:
         """Whether no rank waits for another in the next step."""
@@ -311,7 +256,7 @@ class LocalSGD(EveryStep):
 
     @property
     def fault(self) -> bool:
-        """Whether this rank has met a gradient that is no number and not yet told the others."""
+        """Whether this rank has met a gradient that is not finite and has not yet reported it to the others."""
         return self._optimizer.fault is not None
 
     def __enter__(self) -> Self:
@@ -329,7 +274,7 @@ class LocalSGD(EveryStep):
         """Makes every rank equal now.
 
         Raises:
-            GradientNotFiniteError: a gradient of some rank was NaN or infinite since the last time; on every rank.
+            GradientNotFiniteError: a gradient of some rank was NaN or infinite since the last call; on every rank.
             UnevenStepsError: ranks have taken unequal numbers of steps; on every rank.
         """
         if self._optimizer.apart:
@@ -340,7 +285,7 @@ class LocalSGD(EveryStep):
         self._steps += 1
         if not self._optimizer.apart:
             if self._steps >= self._warmup:
-                self._part()
+                self._start_local_steps()
             return
         self._since += 1
         if self.fault and not self._fault_step:
@@ -348,8 +293,8 @@ class LocalSGD(EveryStep):
         if self._since == self._every:
             self._sync()
 
-    def _part(self) -> None:
-        """From the next step on each rank goes its own way."""
+    def _start_local_steps(self) -> None:
+        """Starts local steps: gradients are no longer all-reduced."""
         for ddp in data_parallel_modules(self._model):
             self._leave.enter_context(ddp.no_sync())
         self._optimizer.apart = True
@@ -370,15 +315,15 @@ class LocalSGD(EveryStep):
 
     def _state(self) -> list[Tensor]:
         states = self._optimizer.state
-        own = [item for parameter in _parameters(self._optimizer) for item in states.get(parameter, {}).items()]
-        return [state for name, state in own if name != "step" and isinstance(state, Tensor)]
+        items = [item for parameter in _parameters(self._optimizer) for item in states.get(parameter, {}).items()]
+        return [state for name, state in items if name != "step" and isinstance(state, Tensor)]
 
     def meet(self) -> None:
-        """All ranks learn whether one has a fault, or is not where the others are.
+        """Lets all ranks learn whether one has a fault or has taken another number of steps. Collective.
 
         Raises:
-            GradientNotFiniteError: see :meth:`settle`.
-            UnevenStepsError: likewise.
+            GradientNotFiniteError: a gradient of some rank was NaN or infinite; on every rank.
+            UnevenStepsError: ranks have taken unequal numbers of steps; on every rank.
         """
         worst = torch.tensor([int(self.fault), self._steps, -self._steps], device=self._model.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -386,28 +331,30 @@ class LocalSGD(EveryStep):
         if fault or most != -least:
             reports: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(reports, _Report(self._steps, self._optimizer.fault, self._fault_step))
-            raise _told(reports)
+            raise _error(reports)
 
 
 class DiLoCo(LocalSGD):
-    """DiLoCo (Douillard et al. 2023): local steps, then an outer SGD with Nesterov momentum moves all ranks by their mean change.
+    """DiLoCo (Douillard et al. 2023): local steps, then an outer Nesterov SGD step by the mean change of the ranks.
 
-    The outer gradient is the weights before the local steps minus the mean of the ranks' weights after them, of dense
+    The outer gradient is the weights before the local steps minus the mean of the ranks' weights after them, for dense
     layers and data_parallel tables alike. With an outer rate of 1 and no momentum it is :class:`LocalSGD`. Every rank
-    holds two copies more of what it holds whole: the weights of the last time, and the outer momentum.
+    holds two more copies of what it holds whole: the weights of the last outer step, and the outer momentum.
 
     Args:
-        model: from :func:`hybrid_parallel`.
-        optimizer: the inner one.
+        model: sharded model from :func:`hybrid_parallel`.
+        optimizer: the inner optimizer, from :func:`hybrid_parallel`.
         every: steps between two outer steps.
         warmup: steps taken together before the first local one.
-        optimizer_state: of the inner optimizer, ``keep`` or ``average``.
-        outer_lr: of the outer SGD.
-        outer_momentum: of the outer SGD; 0 for none.
+        optimizer_state: treatment of the inner optimizer's state, ``keep`` or ``average``.
+        outer_lr: learning rate of the outer SGD.
+        outer_momentum: momentum of the outer SGD; 0 for none.
 
     Raises:
-        ValueError: ``warmup`` of less than one step.
+        ValueError: ``warmup`` is less than one step.
     """
+
+    settings = (*LocalSGD.settings, "outer_lr", "outer_momentum")
 
     def __init__(
         self,
@@ -425,8 +372,8 @@ class DiLoCo(LocalSGD):
         self._outer: torch.optim.SGD | None = None
         self._anchors: list[Tensor] = []
 
-    def _part(self) -> None:
-        super()._part()
+    def _start_local_steps(self) -> None:
+        super()._start_local_steps()
         self._anchors = [parameter.detach().clone() for parameter in _parameters(self._optimizer)]
         self._outer = torch.optim.SGD(self._anchors, **self._rule) if self._anchors else None  # type: ignore[arg-type]
 
@@ -444,71 +391,186 @@ class DiLoCo(LocalSGD):
         averager.mark()
 
 
-def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> EveryStep:
-    """The context manager of ``config.mode``; that of ``semi_sync`` has nothing to do, since its pipeline has all of it.
+MODES: dict[str, type[EveryStep]] = {
+    "every_step": EveryStep,
+    "local_sgd": LocalSGD,
+    "diloco": DiLoCo,
+    "semi_sync": SemiSync,
+}
+if TYPE_CHECKING:
+    Mode = str
+else:
+    Mode = Literal[tuple(MODES)]  # the command line offers these values
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How often ranks exchange what.
+
+    ``every_step``: the gradients of what every rank holds whole (dense layers, data_parallel tables) are averaged in
+    each backward. ``local_sgd``: each rank steps by its own gradient, and weights are averaged every k steps
+    (:class:`LocalSGD`). ``diloco``: local steps too, and an outer optimizer takes their mean change as its gradient
+    (:class:`DiLoCo`). ``semi_sync``: TorchRec's TrainPipelineSemiSync: rows of the next batch are looked up before this
+    one's backward has changed them, so that their exchange overlaps with it; a prediction sees tables that are one step
+    old, and never older.
+
+    An evaluation, the end of an epoch and the end of training always find the ranks equal. A resumed run of
+    ``local_sgd`` and ``diloco`` begins again from equal weights: a first step together, the moments that rank 0 had on
+    every rank, no outer momentum; so it learns on, but not bit for bit as it would have without the stop.
 
     Args:
-        model: from :func:`hybrid_parallel`.
-        optimizer: likewise.
-        config: the mode.
+        mode: name of the mode, see above.
+        every: k, steps between two averages in ``local_sgd`` and ``diloco``.
+        warmup: steps as ``every_step`` before the other modes begin. Where not given, 0 for ``semi_sync``; for
+            ``local_sgd`` and ``diloco`` 1, the least, because DDP records its graph in the first step.
+        optimizer_state: whether ``local_sgd`` and ``diloco`` ``keep`` each rank's moments or ``average`` them too.
+        outer_lr: learning rate of the outer optimizer of ``diloco``.
+        outer_momentum: momentum of the outer optimizer of ``diloco``; Nesterov's where it is not 0.
+        stash_gradients: whether dense layers are one step old in ``semi_sync`` too, each moved by the gradient of the
+            batch before.
+        table_copies: copies of the sharded tables (TorchRec's 2D parallelism, DMPCollection): R / table_copies ranks
+            shard each, and exchange rows among themselves alone. 1 for one copy over all ranks.
+        tables_every: steps between two averages of the copies and their optimizer state.
+    """
+
+    mode: Mode = "every_step"
+    every: int = 32
+    warmup: int | None = None
+    optimizer_state: OptimizerState = "keep"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    stash_gradients: bool = False
+    table_copies: int = 1
+    tables_every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(MODES)}")
+        if self.optimizer_state not in get_args(OptimizerState):
+            raise ValueError(
+                f"optimizer_state={self.optimizer_state!r}: must be one of {', '.join(get_args(OptimizerState))}"
+            )
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: must be 1 step or more")
+        for name in ("table_copies", "tables_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        if self.tables_every > 1 and self.table_copies == 1:
+            raise ValueError(f"tables_every={self.tables_every}: only for table_copies of 2 or more")
+        if self.warmup is not None and self.warmup < 0:
+            raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
+        if MODES[self.mode].least_warmup:
+            _check_warmup(self.together)
+        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
+            raise ValueError(f"outer_lr={self.outer_lr}: must be a positive number")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum={self.outer_momentum}: must be at least 0 and below 1")
+        self._refuse_unread_settings()
+
+    def _refuse_unread_settings(self) -> None:
+        """Refuses a value for a setting that other modes read and this one does not."""
+        for name in dict.fromkeys(name for mode in MODES.values() for name in mode.settings):
+            value = getattr(self, name)
+            if name == "warmup" and value == 0:  # as saved runs record it for every mode
+                continue
+            if name not in MODES[self.mode].settings and value != type(self).__dataclass_fields__[name].default:
+                readers = " or ".join(key for key, mode in MODES.items() if name in mode.settings)
+                raise ValueError(f"{name}={value!r}: only for mode={readers}, but mode={self.mode}")
+
+    @property
+    def together(self) -> int:
+        """Steps that ranks take together before the mode begins."""
+        return MODES[self.mode].least_warmup if self.warmup is None else self.warmup
+
+    @property
+    def agrees_every_step(self) -> bool:
+        """Whether ranks leave every step with equal weights that the next step reads; see :class:`EveryStep`."""
+        return MODES[self.mode].agrees_every_step
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether rows of the next batch are looked up before this one's backward; see :class:`EveryStep`."""
+        return MODES[self.mode].looks_ahead
+
+    def table_ranks(self, world_size: int) -> int:
+        """Returns the number of ranks that shard one copy of the tables.
+
+        Raises:
+            ValueError: ``world_size`` is not a multiple of :attr:`table_copies`.
+
+        Example:
+            >>> SyncConfig(table_copies=2).table_ranks(8)
+            4
+        """
+        if world_size % self.table_copies:
+            raise ValueError(f"sync.table_copies={self.table_copies}: must divide the number of ranks, {world_size}")
+        return world_size // self.table_copies
+
+
+def _check_warmup(steps: int) -> None:
+    """Refuses a local mode that begins with the first step.
 
     Raises:
-        ValueError: a model or optimizer of another make, or towers on ranks of their own, which only ``every_step``
-            takes.
+        ValueError: no step is taken together.
+    """
+    if steps < 1:
+        modes = " and ".join(name for name, mode in MODES.items() if mode.least_warmup)
+        raise ValueError(
+            f"warmup={steps}: must be 1 step or more for {modes}: ranks take their first step together, because DDP "
+            "records its graph in it"
+        )
+
+
+def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> EveryStep:
+    """Returns the context manager of ``config.mode`` for a model and its optimizer.
+
+    Args:
+        model: sharded model from :func:`hybrid_parallel`.
+        optimizer: optimizer from :func:`hybrid_parallel`.
+        config: mode and its settings.
+
+    Raises:
+        ValueError: the mode cannot run this model or optimizer, or the model has towers on ranks of their own, which
+            only a mode that agrees in every step takes.
     """
     refuse_placed_towers(model, config)
-    if config.mode not in LOCAL:
-        return EveryStep(model)
-    if not (isinstance(model, DistributedModelParallel) and isinstance(optimizer, HybridOptimizer)):
-        made = f"{type(model).__name__} with {type(optimizer).__name__}"
-        raise ValueError(
-            f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {made}"
-        )
-    local: dict[str, Any] = {
-        "every": config.every,
-        "warmup": config.together,
-        "optimizer_state": config.optimizer_state,
-    }
-    if config.mode == "local_sgd":
-        return LocalSGD(model, optimizer, **local)
-    return DiLoCo(model, optimizer, outer_lr=config.outer_lr, outer_momentum=config.outer_momentum, **local)
+    return MODES[config.mode].from_config(model, optimizer, config)
 
 
 def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
-    """Towers on ranks of their own are exchanged in every step.
+    """Refuses towers on ranks of their own, which are exchanged in every step, in a mode that does not agree in each.
 
     Raises:
-        ValueError: ``model`` has such towers and ``config.mode`` is another.
+        ValueError: ``model`` has such towers and ``config.mode`` does not agree in every step.
     """
     plans = model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
-    placed = next((own.placement for own in plans if isinstance(own, TowerPlan)), None)
-    if placed is not None and config.mode != "every_step":
+    placed = next((plan.placement for plan in plans if isinstance(plan, TowerPlan)), None)
+    if placed is not None and not config.agrees_every_step:
         raise ValueError(
             f"sync.mode={config.mode}, but plan.towers={placed} gives ranks different towers, which have no mean to "
-            "meet at; "
-            "leave sync.mode at every_step, or plan.towers at data_parallel"
+            "meet at; leave sync.mode at every_step, or plan.towers at data_parallel"
         )
 
 
 def data_parallel_modules(model: DistributedModelParallel) -> Iterator[DistributedDataParallel]:
-    """Every DDP of ``model``: the one around it, and those around the look-ups of data_parallel tables, which modules() hides."""
+    """Yields every DDP of ``model``: the one around it, and those of data_parallel tables, which modules() hides."""
     if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
         yield model._dmp_wrapped_module
     for _, collection in collections(model):
-        yield from (
-            lookup for lookup in getattr(collection, "_lookups", ()) if isinstance(lookup, DistributedDataParallel)
-        )
+        for lookup in getattr(collection, "_lookups", ()):
+            if isinstance(lookup, DistributedDataParallel):
+                yield lookup
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others when they meet."""
+    """What a rank reports to the others when they meet: its steps, its fault and the step of the fault."""
 
     steps: int
     fault: str | None
     fault_step: int
 
 
-def _told(reports: list[_Report]) -> ValueError:
+def _error(reports: list[_Report]) -> ValueError:
     faults = [f"{report.fault} on rank {rank}" for rank, report in enumerate(reports) if report.fault is not None]
     if faults:
         more = f" and {len(faults) - 3} more ranks" if len(faults) > 3 else ""
