@@ -89,7 +89,7 @@ def job_of(sync: SyncConfig, ranks: int, quick: bool) -> Job:
         "train.compile=off",
     ]
     overrides += [f"train.epochs={1 if quick else EPOCHS}", "train.log_every=100000"]
-    if sync.mode == "semi_sync":
+    if sync.looks_ahead:
         overrides += ["plan.sharding=table_wise"]
     return dataclasses.replace(apply_overrides(ncf(), overrides), sync=sync)
 

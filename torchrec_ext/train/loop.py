@@ -46,7 +46,7 @@ def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) 
     """What has the optimizer leave out a step, where the run goes on after a loss that is no number."""
     if config.on_nan == "stop":
         return None
-    if not isinstance(optimizer, HybridOptimizer) or sync.mode != "every_step" or config.compile == "require":
+    if not isinstance(optimizer, HybridOptimizer) or not sync.agrees_every_step or config.compile == "require":
         raise ValueError(
             f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: a step can be left out "
             "only where "
@@ -60,7 +60,7 @@ def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, ru
     """The scaling of the loss that float16 needs."""
     if config.amp != "fp16":
         return None
-    if sync.mode != "every_step" or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
+    if not sync.agrees_every_step or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
         raise ValueError(
             f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: a step whose gradients "
             "overflow is left "
@@ -81,11 +81,11 @@ def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runti
 
 def piped(config: TrainConfig, sync: SyncConfig) -> bool:
     """Whether the run has what only the pipeline's steps can do: a timeline, semi-sync, leaving a step out."""
-    if config.compile == "require" and sync.mode == "semi_sync":
+    if config.compile == "require" and sync.looks_ahead:
         raise ValueError(
-            "train.compile=require with sync.mode=semi_sync: look-ups a step ahead are the pipeline's; choose one"
+            f"train.compile=require with sync.mode={sync.mode}: look-ups a step ahead are the pipeline's; choose one"
         )
-    return bool(config.trace_steps) or sync.mode == "semi_sync" or config.on_nan == "skip"
+    return bool(config.trace_steps) or sync.looks_ahead or config.on_nan == "skip"
 
 
 def warn_unpipelined(paths: list[str]) -> None:

@@ -69,7 +69,7 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
 
 def why_on_every_rank(job: Job) -> str:
     """Says why the towers of a job must run on every rank; empty where they need not."""
-    if job.sync.mode != "every_step":
+    if not job.sync.agrees_every_step:
         return f"sync.mode={job.sync.mode} averages towers that every rank has"
     if job.sync.table_copies > 1:
         return f"sync.table_copies={job.sync.table_copies}: towers on ranks of their own have one copy"

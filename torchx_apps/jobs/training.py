@@ -193,7 +193,7 @@ def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtim
         job.plan,
         optimizer=job.optimizer,
         batch_size=rows,
-        constraints=shard_free_tables(model, job.plan) if job.sync.mode == "semi_sync" else None,
+        constraints=shard_free_tables(model, job.plan) if job.sync.looks_ahead else None,
         table_copies=job.sync.table_copies,
         measured=decision.found if decision else None,
     )

@@ -108,7 +108,7 @@ def semi_sync_pipeline(
     replicated = _replicated_tables(model)
     if replicated:
         raise ValueError(
-            f"sync.mode=semi_sync: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up the next "
+            f"sync.mode={sync.mode}: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up the next "
             "batch "
             "before this one's backward; shard them, as with plan.sharding=table_wise, or choose another sync.mode"
         )
@@ -188,7 +188,7 @@ def make_pipeline(
             "take "
             "sync.mode=every_step"
         )
-    if sync.mode == "semi_sync" and tables:
+    if sync.looks_ahead and tables:
         refuse_placed_towers(model, sync)
         return semi_sync_pipeline(model, optimizer, device, sync, forward, before_tables)
     return GatedPipeline(
