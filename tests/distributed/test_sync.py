@@ -1,7 +1,8 @@
-"""Every step, local SGD, DiLoCo and semi-sync: what is equal to what, and what ranks exchange, over real gloo processes."""
+"""Every sync mode trains; which modes equal which, and what ranks exchange, over real gloo processes."""
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import WHOLE_WEIGHTS, Averager, SyncConfig, synchronised
+from torchrec_ext.distributed.sync import MODES, WHOLE_WEIGHTS, Averager, SyncConfig, synchronised
+from torchrec_ext.train.loop import TrainConfig, piped, train
 from torchrec_ext.train.step.pipeline import make_pipeline
 
 SGD = OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5)
@@ -56,6 +59,49 @@ def ran(
     return gather_state(parallel)
 
 
+class Loader:
+    """The same STEPS batches of this rank in every epoch."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        return batches(STEPS, rank=self.runtime.rank, world_size=self.runtime.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+def trained(runtime: Runtime, mode: str) -> tuple[list[Tensor], list[Tensor]]:
+    """What this rank holds whole before and after the library's own loop has trained two epochs in a mode."""
+    parallel, keyed = made(runtime, "row_wise")
+    start = whole(parallel, keyed)
+    train(parallel, keyed, Loader(runtime), runtime, TrainConfig(epochs=2), sync=SyncConfig(mode=mode))
+    return start, whole(parallel, keyed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_registered_mode_trains_and_leaves_the_ranks_equal(two_ranks: list[dict[str, Any]], mode: str) -> None:
+    (start, first), (_, second) = (rank["trained"][mode] for rank in two_ranks)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert all(value.isfinite().all() for value in first)
+    assert not any(torch.equal(*pair) for pair in zip(start, first, strict=True))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("mode", MODES)
+def test_a_registered_mode_declares_what_it_can_do(mode: str) -> None:
+    kind, config = MODES[mode], SyncConfig(mode=mode)
+    assert set(kind.settings) <= {field.name for field in dataclasses.fields(SyncConfig)}
+    assert config.together == kind.least_warmup
+    assert (config.agrees_every_step, config.looks_ahead) == (kind.agrees_every_step, kind.looks_ahead)
+    assert piped(TrainConfig(), config) == kind.looks_ahead
+    assert mode in get_args(get_type_hints(SyncConfig)["mode"]), "the command line offers it"
+
+
 ONE = {"every": 1}
 SAME: dict[str, tuple[str, SyncConfig, OptimizerConfig]] = {
     **{f"every step, {sharding}": (sharding, SyncConfig(), SGD) for sharding in SHARDINGS},
@@ -79,6 +125,7 @@ def weights_by_mode(runtime: Runtime) -> dict[str, Any]:
         "exchanged": exchanged(runtime),
         "state": states(runtime),
         "rows": rows_sent(runtime),
+        "trained": {mode: trained(runtime, mode) for mode in MODES},
     }
 
 
