@@ -289,8 +289,7 @@ def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(two_ranks:
         (
             {"mode": "diloco", "warmup": 0},
             "warmup=0: must be 1 step or more for local_sgd and diloco: ranks take their first step together, because "
-            "DDP "
-            "records its graph in it",
+            "DDP records its graph in it",
         ),
         ({"mode": "local_sgd", "optimizer_state": "reset"}, "optimizer_state='reset': must be one of keep, average"),
         ({"mode": "diloco", "outer_lr": 0.0}, "outer_lr=0.0: must be a positive number"),

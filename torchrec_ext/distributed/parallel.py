@@ -113,8 +113,8 @@ def hybrid_parallel(
         if runtime.device.type == "cuda" and runtime.device.index != runtime.local_rank:
             raise ValueError(
                 f"sync.table_copies={table_copies}: rank {runtime.rank} is on {runtime.device}, but TorchRec's "
-                "DMPCollection puts "
-                f"it on the GPU of its local rank, cuda:{runtime.local_rank}; leave sync.table_copies at 1"
+                f"DMPCollection puts it on the GPU of its local rank, cuda:{runtime.local_rank}; leave "
+                "sync.table_copies at 1"
             )
         sharded = copies_of_tables(model, runtime, plan, table_copies, sharders())
     else:

@@ -50,8 +50,7 @@ class TowerPlacement:
             if strange:
                 raise PlacementError(
                     f"tower '{tower}' is placed on rank {strange[0]}, but the job has ranks 0 to "
-                    f"{self.world_size - 1}; "
-                    "name another rank, or start more of them"
+                    f"{self.world_size - 1}; name another rank, or start more of them"
                 )
             if list(ranks) != sorted(set(ranks)):
                 raise PlacementError(

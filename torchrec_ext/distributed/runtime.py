@@ -58,8 +58,8 @@ class Runtime:
         if self.device.type != "cpu" or self.local_world_size <= self.cores:
             return None
         return (
-            f"{self.local_world_size} processes share {self.cores} cores on this host, so they oversubscribe it: "
-            f"each step takes longer than with -j 1x{self.cores}"
+            f"{self.local_world_size} processes share {self.cores} cores on this host, so they oversubscribe it: each "
+            f"step takes longer than with -j 1x{self.cores}"
         )
 
     @staticmethod
@@ -148,9 +148,8 @@ def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus
     if gpus < local_world_size:
         raise ValueError(
             f"{local_world_size} processes on this host, but torch sees {gpus} GPU(s): launch -j NODESx{max(gpus, 1)}, "
-            "or set "
-            "device=cpu, or device=cuda:0 where each process sees a GPU of its own; `python -m torchrec_ext.doctor` "
-            "says more"
+            "or set device=cpu, or device=cuda:0 where each process sees a GPU of its own; `python -m "
+            "torchrec_ext.doctor` says more"
         )
     return torch.device("cuda", local_rank)
 

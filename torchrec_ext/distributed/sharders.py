@@ -65,14 +65,12 @@ def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> s
     if table.data_type != DataType.FP32:
         return (
             f"data_type={table.data_type.value} as data_parallel: its optimizer would keep its state in half "
-            "precision, where "
-            f"eps=1e-8 is 0 and rows become NaN; {others}"
+            f"precision, where eps=1e-8 is 0 and rows become NaN; {others}"
         )
     if isinstance(table, EmbeddingConfig) and device == "cpu":
         return (
             "data_parallel on a cpu: it is read id by id, where FBGEMM's dense kernel adds up the ids of a row and "
-            "then fails; "
-            f"{others}"
+            f"then fails; {others}"
         )
     return None
 

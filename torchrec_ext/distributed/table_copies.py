@@ -113,7 +113,6 @@ def refuse_unaveraged(model: nn.Module, plan: ShardingPlan, choices: Mapping[str
             if sharding.sharding_type != "data_parallel" and choices[name].kind not in AVERAGED:
                 raise ValueError(
                     f"sync.table_copies: table '{name}' has optimizer {choices[name].kind}, whose state TorchRec's "
-                    "DMPCollection "
-                    f"does not average; set optimizer.per_table={name}=adagrad (or {', '.join(AVERAGED[1:])}), or "
-                    f"plan.tables={name}=data_parallel"
+                    f"DMPCollection does not average; set optimizer.per_table={name}=adagrad (or "
+                    f"{', '.join(AVERAGED[1:])}), or plan.tables={name}=data_parallel"
                 )

@@ -196,10 +196,8 @@ def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(kind: str
         decided(kind, "row_wise", "cpu")
     assert str(error.value) == (
         f"table 'item_id': FBGEMM has no kernel of {kind} for the cpu, so the table must be fp32 and on every rank, "
-        "with "
-        "plan.tables=item_id=data_parallel; or choose adam or lazy_adam, fp32 too, or row_wise_adagrad, adagrad or sgd "
-        "with "
-        "optimizer.per_table=item_id=adagrad"
+        "with plan.tables=item_id=data_parallel; or choose adam or lazy_adam, fp32 too, or row_wise_adagrad, adagrad "
+        "or sgd with optimizer.per_table=item_id=adagrad"
     )
 
 

@@ -232,10 +232,8 @@ class Decision:
             parts = apart.parts
             lines.append(
                 f"of towers={apart.towers} the busiest rank's towers take {parts.towers:.2f} ms, exchanges between "
-                "towers "
-                f"{parts.between:.2f} and within them {parts.within:.2f}, all else {parts.besides:.2f}; with towers on "
-                "every rank "
-                f"{found.dense_bytes / 1e6:.1f} MB of gradients are averaged in each step"
+                f"towers {parts.between:.2f} and within them {parts.within:.2f}, all else {parts.besides:.2f}; with "
+                f"towers on every rank {found.dense_bytes / 1e6:.1f} MB of gradients are averaged in each step"
             )
         if found.towers:
             lines.append(f"one process alone would take about {alone(found):.2f} ms for these rows")

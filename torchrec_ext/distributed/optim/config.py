@@ -395,8 +395,7 @@ def _decide(what: str, default: Choice, overrides: list[Override], paths: Mappin
         if choice.l2 and choice.kind != "adam":
             raise ValueError(
                 f"{what} '{name}': l2={choice.l2} with the optimizer {choice.kind}: it moves every row at every step, "
-                "as only adam "
-                "does; choose adam, or weight_decay, which shrinks what the batch touched"
+                "as only adam does; choose adam, or weight_decay, which shrinks what the batch touched"
             )
     return choices
 
@@ -418,8 +417,8 @@ def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> Opt
         name, (kind, arguments) = next(iter(declared.items()))
         raise ValueError(
             f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}({_words(arguments)}) "
-            "for table "
-            f"'{name}'; leave out one of them: per_table=('{name}=sgd lr=0.1',) of OptimizerConfig says the same"
+            f"for table '{name}'; leave out one of them: per_table=('{name}=sgd lr=0.1',) of OptimizerConfig says the "
+            "same"
         )
     return OptimizerConfig(per_table=tuple(_as_override(name, *found) for name, found in declared.items()))
 
@@ -454,8 +453,7 @@ def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mappin
         raise ValueError(
             f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_words(arguments)}), of which "
             f"{_words(strange) or kind.__name__} is not among {', '.join(dict.fromkeys(_KINDS.values()))} with lr and "
-            "eps; give "
-            "optimizer=OptimizerConfig(...) and leave the declaration out"
+            "eps; give optimizer=OptimizerConfig(...) and leave the declaration out"
         )
     return f"{name}={_KINDS[kind]} lr={float(given['lr'])!r} eps={float(given['eps'])!r}"
 
@@ -520,10 +518,8 @@ def _sharding(table: BaseEmbeddingConfig, optimizer: str, sharding: str, device:
         return sharding
     raise ValueError(
         f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}, so the table must be fp32 and on "
-        "every rank, "
-        f"with plan.tables={table.name}=data_parallel; or choose adam or lazy_adam, fp32 too, or row_wise_adagrad, "
-        "adagrad or sgd "
-        f"with optimizer.per_table={table.name}=adagrad"
+        f"every rank, with plan.tables={table.name}=data_parallel; or choose adam or lazy_adam, fp32 too, or "
+        f"row_wise_adagrad, adagrad or sgd with optimizer.per_table={table.name}=adagrad"
     )
 
 

@@ -75,14 +75,12 @@ class Cluster:
         if self.world_size > _MOST_DEVICES:
             raise ValueError(
                 f"world_size={self.world_size}: must be {_MOST_DEVICES:,} or less; the planner weighs each device by "
-                "itself, which "
-                "takes some 25 s for every 1,000"
+                "itself, which takes some 25 s for every 1,000"
             )
         if self.world_size % self.local_world_size:
             raise ValueError(
                 f"world_size={self.world_size} with local_world_size={self.local_world_size}: every host has as many "
-                "devices, so "
-                "the one must be a multiple of the other"
+                "devices, so the one must be a multiple of the other"
             )
         home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
         for name in ("hbm_gb", "ddr_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):

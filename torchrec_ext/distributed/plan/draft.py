@@ -87,8 +87,8 @@ def _remedy(need: _Need, world_size: int, usable: int) -> str:
     each = size_text(need.on_each + -(-need.spread // world_size))
     others = (
         f"{each} for them on each rank, with a larger plan.memory_gb where the device has it; fewer columns, or fewer "
-        "rows: ids "
-        "that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess (Categorify or HashBucket)"
+        "rows: ids that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess (Categorify or "
+        "HashBucket)"
     )
     ranks = need.ranks(usable)
     if ranks is None:
@@ -274,8 +274,7 @@ def _constraint(table: BaseEmbeddingConfig, sharding: str, runtime: Runtime) -> 
     if not fitting:
         raise PlanError(
             f"table '{table.name}': {table.embedding_dim} columns cannot be split over {world_size} ranks into equal "
-            "parts of a "
-            f"multiple of 4; choose another sharding type, as in plan.tables={table.name}=row_wise, or another "
-            "embedding_dim"
+            f"parts of a multiple of 4; choose another sharding type, as in plan.tables={table.name}=row_wise, or "
+            "another embedding_dim"
         )
     return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0])
