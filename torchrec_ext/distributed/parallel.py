@@ -1,12 +1,11 @@
-"""hybrid_parallel(): model-parallel tables with optimizers in their backward, data-parallel dense layers, in one function.
+"""hybrid_parallel(): shards tables, with optimizers in their backward, and replicates dense layers.
 
-settle_buckets(): gradients are summed in one order from the first step on, so that a resumed run rounds as one that
-went on.
+settle_buckets(): sums gradients in one order from the first step on, so that a resumed run rounds as one that went on.
 
-DistributedDataParallel lays its buckets out anew after its first backward, in the order in which the gradients came.
-How a sum over three ranks or more is rounded depends on a number's place in its bucket: gloo and NCCL reduce in rings,
-and each part of a bucket begins at another rank. Without this, the first step after a resume differs by a rounding from
-the same step of a run that went on.
+DistributedDataParallel rebuilds its buckets after its first backward, in the order in which the gradients arrived. How
+a sum over three ranks or more is rounded depends on a number's position in its bucket: gloo and NCCL reduce in rings,
+and each piece of a bucket begins at another rank. Without this, the first step after a resume differs by a rounding
+from the same step of a run that went on.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, Tower
 
 
 def settle_buckets(model: nn.Module) -> None:
-    """Has every DistributedDataParallel in ``model`` keep its first layout; all ranks call it before the first step.
+    """Makes every DistributedDataParallel in ``model`` keep its first bucket layout. Collective, before the first step.
 
-    Two ranks need none of it: a sum of two numbers is rounded in one way. Nor is it done where gradients fill several
-    buckets (over 1 MiB): there the layout by arrival is what lets the sums overlap with the backward.
+    Two ranks do not need it: a sum of two numbers is rounded in one way. It is not done where gradients fill several
+    buckets (over 1 MiB) either: there the layout by arrival lets the sums overlap with the backward.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module.process_group.size() > 2:
@@ -69,41 +68,40 @@ def hybrid_parallel(
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the tables of ``model`` over the ranks and replicates its dense layers.
 
-    Where the plan places its towers, it does so with those of each tower on the tower's ranks alone.
+    Where the plan places towers on ranks of their own, each tower's tables and layers are on those ranks alone.
 
     Args:
         model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Its tables are
-            usually on the meta device; its dense layers on all ranks become those of rank 0.
-        runtime: this process's place in the job.
+            usually on the meta device; rank 0's dense layers are copied to all ranks.
+        runtime: this process's rank and device.
         plan: TorchRec's sharding plan; made by :func:`plan_sharding` where not given.
-        optimizer: optimizers and learning rates. Where not given: of the tables that ``apply_optimizer_in_backward``
-            has given one, that; of the others and of the dense layers :class:`OptimizerConfig`'s defaults, which a line
-            of the log names.
-        seed: of the tables' first values, which depend on it and the table's name alone: not on the plan, not on the
-            ranks.
-        table_copies: see :class:`SyncConfig`; as it was given to :func:`plan_sharding`.
+        optimizer: optimizers and learning rates. Where not given, tables keep the optimizer that
+            ``apply_optimizer_in_backward`` declared; the others and the dense layers take :class:`OptimizerConfig`'s
+            defaults, which a line of the log names.
+        seed: seed of the tables' initial values, which depend on it and the table's name alone, not on the plan and not
+            on the ranks.
+        table_copies: number of copies of the tables, see :class:`SyncConfig`; equal to :func:`plan_sharding`'s.
 
     Returns:
         TorchRec's DistributedModelParallel (DMPCollection with more than one copy of the tables), and one optimizer for
-        all of it, for a loop of your own or any of TorchRec's pipelines: the tables' (whose step runs in the backward),
-        the replicated tables' and the dense layers'.
+        all of it, for a loop of your own or any of TorchRec's pipelines: it drives the sharded tables (whose step runs
+        in the backward), the replicated tables and the dense layers.
 
     Raises:
-        ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception fits nothing; a
-            table has an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or it is one that
-            cannot be expressed.
+        ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception names no table
+            or layer; a table has an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or
+            has one that cannot be expressed.
     """
     given, optimizer = optimizer, chosen_optimizer(model, optimizer)
     if given is None and runtime.is_main:
-        _tell_defaults(model, optimizer)
+        _log_defaults(model, optimizer)
     plan = on_own_device(plan or plan_sharding(model, runtime, optimizer=given, table_copies=table_copies), runtime)
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
-    layers = optimizer.for_layers(
-        dense_layers(model)
-    )  # while all are there: a plan may leave this rank without some towers
+    # Taken while all layers are there: a plan may leave this rank without some towers.
+    layers = optimizer.for_layers(dense_layers(model))
     host_look_ups(model, plan)
-    placing = TowerSharder(timedelta(seconds=runtime.timeout_s))
+    tower_sharder = TowerSharder(timedelta(seconds=runtime.timeout_s))
     if table_copies > 1 and not choices:
         raise ValueError(
             f"sync.table_copies={table_copies}: {type(model).__name__} has no table to copy; leave it at 1"
@@ -118,25 +116,31 @@ def hybrid_parallel(
             )
         sharded = copies_of_tables(model, runtime, plan, table_copies, sharders())
     else:
-        sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=[placing, *sharders()])
+        all_sharders = [tower_sharder, *sharders()]
+        sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
     initialise_tables(sharded, seed)
     settle_buckets(sharded)
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
 
 
-def _tell_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
-    tables = undeclared(model)
-    more = f" and {len(tables) - 3} more" if len(tables) > 3 else ""
-    parts = [f"table(s) {', '.join(tables[:3])}{more}: {optimizer.tables} at {optimizer.tables_lr:g}"] if tables else []
-    parts += [f"dense layers: {optimizer.dense} at {optimizer.dense_lr:g}"] if dense_layers(model) else []
-    if parts:
-        text = "hybrid_parallel() was given no optimizer=, so it takes the defaults, %s; give optimizer=OptimizerConfig(...)"
-        logging.getLogger(__name__).warning(text, "; ".join(parts))
+def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
+    tables, defaults = undeclared(model), []
+    if tables:
+        more = f" and {len(tables) - 3} more" if len(tables) > 3 else ""
+        defaults.append(f"table(s) {', '.join(tables[:3])}{more}: {optimizer.tables} at {optimizer.tables_lr:g}")
+    if dense_layers(model):
+        defaults.append(f"dense layers: {optimizer.dense} at {optimizer.dense_lr:g}")
+    if defaults:
+        logging.getLogger(__name__).warning(
+            "hybrid_parallel() was given no optimizer=, so it takes the defaults, %s; give "
+            "optimizer=OptimizerConfig(...)",
+            "; ".join(defaults),
+        )
 
 
 def dense_layers(model: nn.Module) -> list[str]:
-    """The parameters of an unsharded ``model`` that are in no collection."""
+    """Returns the names of the parameters of an unsharded ``model`` that are in no embedding collection."""
     tables = {
         f"{path}.{name}".lstrip(".")
         for path, collection in collections(model)
@@ -148,10 +152,10 @@ def dense_layers(model: nn.Module) -> list[str]:
 def _without_kernel(
     model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str
 ) -> dict[str, Choice]:
-    """The optimizers of the tables that the plan shards and no kernel moves; refuses what nothing moves."""
+    """Returns the optimizers of sharded tables that no kernel runs; refuses optimizers that nothing runs."""
     tables = {table.name: table for _, collection in collections(model) for table in table_configs(collection)}
-    plans = [own for own in plan.plan.values() if isinstance(own, EmbeddingModuleShardingPlan)]
-    planned = {name: sharding.sharding_type for own in plans for name, sharding in own.items() if name in tables}
+    modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
+    planned = {n: sharding.sharding_type for module in modules for n, sharding in module.items() if n in tables}
     kinds = shardings([tables[name] for name in planned], choices, planned, device)
     sharded = {name: choices[name] for name, kind in kinds.items() if kind != "data_parallel"}
     return {name: choice for name, choice in sharded.items() if not has_kernel(choice.kind, device)}
@@ -164,12 +168,12 @@ def _optimizer(
     layers: Mapping[str, Choice],
     emulated: Mapping[str, Choice],
 ) -> HybridOptimizer:
-    """Also for what no backward updates: replicated tables, by the rule of the sharded ones, and the dense layers."""
+    """Combines the fused optimizers with those of what no backward updates: replicated tables and dense layers."""
     paths = tuple(f"{path}." if path else "" for path, _ in collections(model.module))
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     tables = {name: value for name, value in parameters.items() if name.startswith(paths)}
     dense = {name: value for name, value in parameters.items() if name not in tables}
-    placed = next((module for module in model.module.modules() if isinstance(module, ShardedTowers)), None)
+    towers = next((module for module in model.module.modules() if isinstance(module, ShardedTowers)), None)
     return HybridOptimizer(
         model.fused_optimizer,
         keyed_optimizers("replicated_tables", tables, {name: choices[name.split(".")[-2]] for name in tables}),
@@ -178,6 +182,6 @@ def _optimizer(
         clip_norm=clip_norm,
         of_tables=choices,
         of_layers=layers,
-        holders=None if placed is None else placed.holders(model.module, parameters),
+        holders=None if towers is None else towers.holders(model.module, parameters),
         device=model.device,
     )

@@ -1,4 +1,4 @@
-"""TowerPlacement: which ranks run which tower, and whose rows."""
+"""TowerPlacement: which ranks run which tower, and which ranks' rows each of them takes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ PLACEMENTS = ("data_parallel", "tower_parallel", "auto")
 
 
 class PlacementError(ValueError):
-    """A placement that cannot be: the message names the tower, the rank, the rule and the remedy."""
+    """A placement is impossible; the message names the tower, the rank, the rule and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerPlacement:
-    """The ranks of each tower.
+    """Assignment of ranks to towers.
 
-    Every rank has rows of its own. A rank that runs a tower keeps its rows for it; those of the other ranks are dealt
-    out evenly to the tower's ranks.
+    Every rank has rows of its own. A rank that runs a tower keeps its own rows for it; the rows of the other ranks are
+    divided evenly among the tower's ranks.
 
     Args:
-        ranks: by tower, ascending.
-        world_size: R.
+        ranks: ranks of each tower, ascending, by tower name.
+        world_size: R, the number of ranks.
 
     Raises:
-        PlacementError: a tower without a rank, or a rank that is not there or is named twice.
+        PlacementError: a tower has no rank, or a rank does not exist or is named twice.
 
     Example:
         >>> placement = TowerPlacement.parse("user:0-1,item:2", ["user", "item"], world_size=4)
@@ -59,12 +59,12 @@ class TowerPlacement:
 
     @classmethod
     def parse(cls, text: str, towers: Sequence[str], world_size: int) -> TowerPlacement:
-        """From ``user:0-1,item:2+4``: each tower with a rank or a range of ranks, or several joined by ``+``.
+        """Parses ``user:0-1,item:2+4``: each tower with a rank or a range of ranks, or several joined by ``+``.
 
-        Towers of the same ranks may be joined likewise: ``user+item:0,place:1``.
+        Towers with the same ranks may be joined by ``+`` too: ``user+item:0,place:1``.
 
         Raises:
-            PlacementError: another form, or a tower that is not there, is placed twice, or not at all.
+            PlacementError: the text has another form, or a tower does not exist, is placed twice, or not at all.
         """
         ranks = parse_ranks(text)
         unknown = [tower for tower in ranks if tower not in towers]
@@ -79,22 +79,24 @@ class TowerPlacement:
 
     @classmethod
     def apart(cls, loads: Mapping[str, float], world_size: int) -> TowerPlacement:
-        """Each rank runs one tower, and a tower has ranks in proportion to its load; with fewer ranks than towers some run several.
+        """Gives each rank one tower and each tower ranks in proportion to its load; few ranks run several towers each.
 
         Args:
-            loads: by tower what a row of it costs, in any unit.
-            world_size: R.
+            loads: cost of one row, by tower name, in any unit.
+            world_size: R, the number of ranks.
 
         Example:
-            >>> str(TowerPlacement.apart({"user": 3.0, "item": 1.0}, 4)), str(TowerPlacement.apart({"a": 1, "b": 5, "c": 3}, 2))
-            ('user:0-2,item:3', 'a:1,b:0,c:1')
+            >>> str(TowerPlacement.apart({"user": 3.0, "item": 1.0}, 4))
+            'user:0-2,item:3'
+            >>> str(TowerPlacement.apart({"a": 1, "b": 5, "c": 3}, 2))
+            'a:1,b:0,c:1'
         """
         ranks: dict[str, list[int]] = {tower: [] for tower in loads}
         if world_size < len(loads):
-            of_rank = [0.0] * world_size
+            totals = [0.0] * world_size
             for tower in sorted(loads, key=lambda tower: -loads[tower]):
-                rank = of_rank.index(min(of_rank))
-                of_rank[rank] += loads[tower]
+                rank = totals.index(min(totals))
+                totals[rank] += loads[tower]
                 ranks[tower].append(rank)
         else:
             counts = dict.fromkeys(loads, 1)
@@ -102,31 +104,31 @@ class TowerPlacement:
                 counts[max(loads, key=lambda tower: loads[tower] / counts[tower])] += 1
             free = iter(range(world_size))
             ranks = {tower: [next(free) for _ in range(count)] for tower, count in counts.items()}
-        return cls(ranks={tower: tuple(own) for tower, own in ranks.items()}, world_size=world_size)
+        return cls(ranks={tower: tuple(members) for tower, members in ranks.items()}, world_size=world_size)
 
     def targets(self, tower: str, rank: int) -> list[int]:
-        """The ranks to which ``rank`` gives rows of its own for ``tower``: itself where it can."""
+        """Returns the ranks to which ``rank`` sends its rows for ``tower``: only itself where it runs the tower."""
         members = self.ranks[tower]
         return [rank] if rank in members else list(members)
 
     def cuts(self, tower: str, rank: int, rows: int) -> list[tuple[int, int]]:
-        """Which of its ``rows`` rows ``rank`` gives to each of :meth:`targets`, as (start, stop).
+        """Returns (start, stop) of the rows, of its ``rows``, that ``rank`` sends to each of :meth:`targets`.
 
-        With as many rows on every rank, the shares of a tower's ranks differ by one row at most.
+        With equally many rows on every rank, the shares of a tower's ranks differ by one row at most.
         """
         members = self.ranks[tower]
         if rank in members:
             return [(0, rows)]
         others = [other for other in range(self.world_size) if other not in members]
-        first, given = others.index(rank) * rows, len(others) * rows
-        ends = [min(max(given * place // len(members) - first, 0), rows) for place in range(len(members) + 1)]
+        first, total = others.index(rank) * rows, len(others) * rows
+        ends = [min(max(total * index // len(members) - first, 0), rows) for index in range(len(members) + 1)]
         return list(pairwise(ends))
 
     def busiest(self, tower: str, rows: Sequence[int]) -> int:
-        """The rows of the rank of ``tower`` that has most of them, where the ranks have ``rows`` of their own."""
+        """Returns the number of rows of the busiest rank of ``tower``, where each rank r brings ``rows[r]`` rows."""
         sums = dict.fromkeys(self.ranks[tower], 0)
-        for rank, own in enumerate(rows):
-            for target, (start, stop) in zip(self.targets(tower, rank), self.cuts(tower, rank, own), strict=True):
+        for rank, count in enumerate(rows):
+            for target, (start, stop) in zip(self.targets(tower, rank), self.cuts(tower, rank, count), strict=True):
                 sums[target] += stop - start
         return max(sums.values())
 
@@ -136,11 +138,11 @@ class TowerPlacement:
 
 @dataclass
 class TowerPlan(ModuleShardingPlan):
-    """The plan of a :class:`Towers`: where each tower runs, and how its tables are spread over its ranks.
+    """Plan of a :class:`Towers` module: where each tower runs, and how its tables are sharded over its ranks.
 
     Args:
-        placement: of the towers.
-        tables: by tower and path of a collection within it a plan whose ranks are those of the job.
+        placement: ranks of each tower.
+        tables: sharding plans by tower name and path of a collection within the tower; ranks count within the job.
     """
 
     placement: TowerPlacement
@@ -148,7 +150,7 @@ class TowerPlan(ModuleShardingPlan):
 
 
 def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
-    """The ranks of each tower that a text names, whatever towers and ranks there are.
+    """Parses the ranks of each tower from a text, without a check that such towers and ranks exist.
 
     Raises:
         PlacementError: the text has another form.
@@ -156,14 +158,14 @@ def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
     Example:
         >>> parse_ranks("user:0-1,item:2")
         {'user': (0, 1), 'item': (2,)}
-    >>> parse_ranks("user+item:0,place:1")
-    {'user': (0,), 'item': (0,), 'place': (1,)}
+        >>> parse_ranks("user+item:0,place:1")
+        {'user': (0,), 'item': (0,), 'place': (1,)}
     """
     ranks: dict[str, tuple[int, ...]] = {}
-    for part in text.split(","):
-        names, colon, places = part.strip().partition(":")
+    for entry in text.split(","):
+        names, colon, ranges = entry.strip().partition(":")
         for tower in names.split("+"):
-            if not tower or not colon or not places:
+            if not tower or not colon or not ranges:
                 given = f"gives the tower '{tower}' no rank" if tower else "names no tower"
                 raise PlacementError(
                     f"{text!r} {given}; write {', '.join(PLACEMENTS)}, or ranks such as user:0-1,item:2+3"
@@ -172,18 +174,18 @@ def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
                 raise PlacementError(
                     f"{text!r} places the tower '{tower}' twice; join its ranks with '+', as in {tower}:0+2"
                 )
-            ranks[tower] = tuple(sorted(_ranks(places, text)))
+            ranks[tower] = tuple(sorted(_ranks(ranges, text)))
     return ranks
 
 
-def _ranks(places: str, text: str) -> list[int]:
-    found: list[int] = []
-    for place in places.split("+"):
-        first, dash, last = place.partition("-")
+def _ranks(ranges: str, text: str) -> list[int]:
+    ranks: list[int] = []
+    for entry in ranges.split("+"):
+        first, dash, last = entry.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
-            raise PlacementError(f"{text!r}: {place!r} is neither a rank, such as 0, nor a range of ranks, such as 0-1")
-        found += range(int(first), int(last or first) + 1)
-    return found
+            raise PlacementError(f"{text!r}: {entry!r} is neither a rank, such as 0, nor a range of ranks, such as 0-1")
+        ranks += range(int(first), int(last or first) + 1)
+    return ranks
 
 
 def _text(ranks: Sequence[int]) -> str:

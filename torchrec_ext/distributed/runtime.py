@@ -1,6 +1,6 @@
 """Runtime: which rank this is, on which device, over which backend, with how many threads.
 
-How much memory this host, or the container that a process runs in, can still give.
+available_memory(): bytes that this host, or the container that a process runs in, can still give.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT_S = 300.0
-# an environment variable: the GPU of each local rank, as 2,3; where not set, each rank's own number
+# Environment variable with the GPU of each local rank, as 2,3; where not set, the GPU of the local rank's number.
 GPUS = "TORCHREC_EXT_GPUS"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The place of this process in the job; made by :meth:`start`.
+    """Rank, device and threads of this process in the job; made by :meth:`start`.
 
     Args:
-        rank: 0 <= rank < world_size.
-        local_rank: the rank among the processes of this host.
-        world_size: R, processes of the job.
-        local_world_size: processes of this host.
-        device: where tables and dense layers live.
+        rank: number of this process in the job, 0 <= rank < world_size.
+        local_rank: number of this process on its host.
+        world_size: R, the number of processes of the job.
+        local_world_size: number of processes on this host.
+        device: device of tables and dense layers.
         backend: ``gloo`` or ``nccl``.
         threads: compute threads of this process.
-        cores: processor cores that this host offers to all its processes.
+        cores: processor cores of this host, shared by all its processes.
         timeout_s: seconds after which a collective that another rank does not join fails.
     """
 
@@ -54,7 +54,7 @@ class Runtime:
 
     @property
     def oversubscribed(self) -> str | None:
-        """A line that says so when this host runs more compute processes than it has cores or devices for."""
+        """Warning line when this host runs more CPU processes than it has cores, else None."""
         if self.device.type != "cpu" or self.local_world_size <= self.cores:
             return None
         return (
@@ -77,7 +77,7 @@ class Runtime:
             timeout_s: seconds after which a collective that another rank does not join fails.
 
         Raises:
-            ValueError: ``device`` is not there, or ``threads`` is not positive.
+            ValueError: ``device`` does not exist, or ``threads`` is not positive.
         """
         runtime = dataclasses.replace(_describe(device, threads), timeout_s=timeout_s)
         torch.set_num_threads(runtime.threads)
@@ -121,21 +121,23 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
 
 
 def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus: int, given: str = "") -> torch.device:
-    """The device of a process.
+    """Returns the device of a process.
 
     Args:
-        name: see :meth:`Runtime.start`.
-        local_rank: the process among those of the job on this host.
-        local_world_size: of these the number.
-        gpus: that this process sees.
-        given: the number of the GPU of each local rank, as ``2,3``: the job has some of the host's GPUs, see GPUS.
+        name: device asked for, see :meth:`Runtime.start`.
+        local_rank: number of the process on this host.
+        local_world_size: number of processes of the job on this host.
+        gpus: number of GPUs that this process sees.
+        given: GPU of each local rank, as ``2,3``, where the job has only some of the host's GPUs, see GPUS.
 
     Raises:
-        ValueError: another name, or a device that is not there.
+        ValueError: the name is not a device's, or the device does not exist.
 
     Example:
-        >>> choose_device("cuda", 1, 2, gpus=4), choose_device(None, 1, 2, gpus=4, given="2,3"), choose_device(None, 0, 1, gpus=0)
-        (device(type='cuda', index=1), device(type='cuda', index=3), device(type='cpu'))
+        >>> choose_device("cuda", 1, 2, gpus=4), choose_device(None, 0, 1, gpus=0)
+        (device(type='cuda', index=1), device(type='cpu'))
+        >>> choose_device(None, 1, 2, gpus=4, given="2,3")
+        device(type='cuda', index=3)
     """
     if name == "cpu" or (name is None and gpus == 0):
         return torch.device("cpu")
@@ -155,7 +157,7 @@ def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus
 
 
 def available_memory() -> int:
-    """Bytes of memory that this host, or the container that this process runs in, can still give."""
+    """Returns the bytes of memory that this host, or the container that this process runs in, can still give."""
     limits = [
         _line("/proc/meminfo", "MemAvailable:") * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ]
@@ -167,7 +169,7 @@ def available_memory() -> int:
 
 
 def _line(path: str, name: str) -> int:
-    """The number in the line of a file that begins with ``name``; 0 where there is none."""
+    """Returns the number in the line of a file that begins with ``name``; 0 where there is none."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
@@ -176,7 +178,7 @@ def _line(path: str, name: str) -> int:
 
 
 def _number(path: str) -> int | None:
-    """The number in a file of the control group; None where there is no such file, or no limit."""
+    """Returns the number in a file of the control group; None where there is no such file, or no limit."""
     try:
         return int(Path(path).read_text())
     except (OSError, ValueError):

@@ -1,8 +1,9 @@
 """sharders(): TorchRec's sharders for every kind of collection that a tower may hold.
 
-What FBGEMM's kernels and TorchRec cannot do with a table, known before a plan is made.
+refused_because(): what FBGEMM's kernels and TorchRec cannot do with a table, known before a plan is made.
 
-ShardedBags: TorchRec's sharded EmbeddingBagCollection with the mean of every table, and with unequal batches on gloo.
+ShardedBags: TorchRec's sharded EmbeddingBagCollection with MEAN pooling for every sharding type, and unequal batches on
+gloo.
 """
 
 from __future__ import annotations
@@ -50,9 +51,16 @@ SHARDED = [kind.value for kind in ShardingType if kind is not ShardingType.DATA_
 
 
 def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> str | None:
-    """Why ``table`` cannot be trained on a ``device`` (``cpu`` or ``cuda``) as ``sharding``, ``auto`` included.
+    """Explains why a table cannot be trained on a device under a sharding type.
 
-    None where it can, or where FBGEMM itself says no: which types its CUDA kernels train differs by version.
+    Args:
+        table: configuration of the table.
+        sharding: sharding type, ``auto`` included.
+        device: ``cpu`` or ``cuda``.
+
+    Returns:
+        The reason; None where it can, or where FBGEMM itself refuses: which types its CUDA kernels train differs by
+        version.
     """
     if table.embedding_dim % 4:
         return f"embedding_dim={table.embedding_dim} must be a multiple of 4, as FBGEMM's kernels ask"
@@ -76,7 +84,7 @@ def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> s
 
 
 def possible(table: BaseEmbeddingConfig, device: str) -> list[str] | None:
-    """The sharding types that ``auto`` may choose from for ``table``; None for all that the sharder offers."""
+    """Returns the sharding types that ``auto`` may choose for ``table``; None for all that the sharder offers."""
     if refused_because(table, ShardingType.DATA_PARALLEL.value, device) is None:
         return None
     return list(SHARDED)
@@ -86,21 +94,21 @@ SUMMED_FIRST = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 
 
 class ShardedBags(ShardedEmbeddingBagCollection):
-    """TorchRec's ShardedEmbeddingBagCollection, whose outputs and gradients are the unsharded collection's.
+    """TorchRec's ShardedEmbeddingBagCollection with the outputs and gradients of the unsharded collection.
 
-    TorchRec 1.8 sums the bags of row-wise tables pooled by MEAN and divides them afterwards, and with them every bag of
-    the collection but those of row-wise SUM tables, of which it knows each feature's first occurrence alone; other
-    sharding types have divided by then; and it cannot divide the bags of a rank without rows. Here a column of a
-    row-wise MEAN table is divided by the lengths of its feature's bags, and no other column is.
+    TorchRec 1.8 sums the bags of row-wise tables pooled by MEAN and divides them afterwards. It divides every other bag
+    of the collection too, which other sharding types have already divided; it exempts row-wise SUM tables, but only at
+    each feature's first occurrence; and it cannot divide the bags of a rank without rows. Here a column of a row-wise
+    MEAN table is divided by the lengths of its feature's bags, and no other column is.
 
-    TorchRec's reduce-scatter of unequal batches gathers unequal parts in its backward, which gloo cannot
-    (``ProcessGroupGloo::allgather: invalid tensor size``). On gloo the parts are padded to the largest; equal batches
-    take TorchRec's own way.
+    TorchRec's reduce-scatter of unequal batches gathers unequal pieces in its backward, which gloo cannot
+    (``ProcessGroupGloo::allgather: invalid tensor size``). On gloo the pieces are padded to the largest; equal batches
+    take TorchRec's own path.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._has_mean_pooling_callback = False  # TorchRec's
+        self._has_mean_pooling_callback = False  # switches TorchRec's division off
         means = self._row_wise_means()
         self._means = [name in means for name in self._embedding_names]
         group = self._env.process_group
@@ -110,7 +118,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
                     output_dist.register_forward_pre_hook(_take_unequal_batches)
 
     def _row_wise_means(self) -> set[str]:
-        """The outputs that are sums and must be means."""
+        """Returns the names of the outputs that arrive as sums and must become means."""
         configs = self._embedding_bag_configs
         return {
             name
@@ -123,7 +131,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor | TensorDict
     ) -> Awaitable[Awaitable[KJTList]]:
-        """See TorchRec's."""
+        """Starts TorchRec's input dist, and keeps the divisors of this batch in ``ctx``."""
         if any(self._means):
             features = maybe_td_to_kjt(features)
             ctx.divisor = self._divisor(features)
@@ -131,7 +139,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
 
     @torch.no_grad()
     def _divisor(self, features: KeyedJaggedTensor) -> Tensor:
-        """(B, sum of D) by what each output is divided: the lengths of its bags, or the sums of their weights; 1 for most."""
+        """Returns (B, sum of D) divisors: lengths of the bags, or sums of their weights; 1 where nothing is divided."""
         lengths, weights = features.lengths(), features.weights_or_none()
         if weights is not None:
             lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
@@ -140,7 +148,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
             names, rows = features.inverse_indices()
             by_key = {name: by_key[name][row] for name, row in zip(names, rows, strict=True)}
         ones = torch.ones_like(next(iter(by_key.values())), dtype=torch.float32)
-        # The least number keeps the 0 of an empty bag.
+        # 1e-6 keeps the 0 of an empty bag.
         columns = [
             by_key[name.split("@")[0]] + 1e-6 if mean else ones
             for name, mean in zip(self._embedding_names, self._means, strict=True)
@@ -150,11 +158,11 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         )
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """See TorchRec's."""
+        """Runs TorchRec's output dist, and divides the columns of row-wise MEAN tables."""
         return self._divided(super().output_dist(ctx, output), ctx)
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:  # noqa: A002
-        """See TorchRec's."""
+        """Runs TorchRec's look-up and output dist, and divides the columns of row-wise MEAN tables."""
         return self._divided(super().compute_and_output_dist(ctx, input), ctx)
 
     def _divided(
@@ -166,13 +174,13 @@ class ShardedBags(ShardedEmbeddingBagCollection):
 
 
 class EqualReduceScatter(PooledEmbeddingsReduceScatter):
-    """TorchRec's reduce-scatter of pooled bags, whose backward is of equal parts also where batches are unequal."""
+    """TorchRec's reduce-scatter of pooled bags, with equal pieces in its backward even where batches are unequal."""
 
     def forward(self, local_embs: Tensor, input_splits: list[int] | None = None) -> PooledEmbeddingsAwaitable:
-        """Sums over the ranks, (B, D) on each.
+        """Sums pooled embeddings over the ranks: (B, D) on each.
 
         Args:
-            local_embs: (sum over ranks of B, D).
+            local_embs: (sum over ranks of B, D) pooled embeddings of this rank's tables.
             input_splits: B of each rank; equal where not given.
         """
         if not input_splits or len(set(input_splits)) == 1:
@@ -181,16 +189,16 @@ class EqualReduceScatter(PooledEmbeddingsReduceScatter):
 
 
 class EqualVariableReduceScatter(VariableBatchPooledEmbeddingsReduceScatter):
-    """The same where each feature has a batch size of its own."""
+    """Variant of :class:`EqualReduceScatter` where each feature has a batch size of its own."""
 
     def forward(
         self, local_embs: Tensor, batch_size_per_rank_per_feature: list[list[int]], embedding_dims: list[int]
     ) -> PooledEmbeddingsAwaitable:
-        """Sums over the ranks, (sum over features of B x D,) on each.
+        """Sums pooled embeddings over the ranks: (sum over features of B x D,) on each.
 
         Args:
-            local_embs: (sum over ranks and features of B x D,).
-            batch_size_per_rank_per_feature: B.
+            local_embs: (sum over ranks and features of B x D,) pooled embeddings of this rank's tables.
+            batch_size_per_rank_per_feature: B of each rank and feature.
             embedding_dims: D of each feature.
         """
         splits = [
@@ -203,19 +211,19 @@ class EqualVariableReduceScatter(VariableBatchPooledEmbeddingsReduceScatter):
 
 
 def _padded(local: Tensor, splits: list[int], group: dist.ProcessGroup, codecs: Any) -> PooledEmbeddingsAwaitable:
-    """Reduce-scatter of parts that are padded to the largest, and without the padding again."""
-    most, own = max(splits), splits[dist.get_rank(group)]
-    rows = [0, 0] * (local.dim() - 1)
-    parts = [pad(part, (*rows, 0, most - len(part))) for part in torch.split(local, splits)]
+    """Reduce-scatters pieces padded to the largest, and removes the padding from the result."""
+    largest, size = max(splits), splits[dist.get_rank(group)]
+    other_axes = [0, 0] * (local.dim() - 1)
+    pieces = [pad(piece, (*other_axes, 0, largest - len(piece))) for piece in torch.split(local, splits)]
     awaitable = PooledEmbeddingsAwaitable(
-        reduce_scatter_v_pooled(torch.cat(parts), [most] * len(splits), group, codecs)
+        reduce_scatter_v_pooled(torch.cat(pieces), [largest] * len(splits), group, codecs)
     )
-    awaitable.callbacks.append(lambda summed: summed[:own])
+    awaitable.callbacks.append(lambda summed: summed[:size])
     return awaitable
 
 
 def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Replaces the reduce-scatters that TorchRec makes in the first forward of a row-wise output dist."""
+    """Replaces the reduce-scatters that TorchRec creates in the first forward of a row-wise output dist."""
     if not any(True for _ in output_dist.children()):
         row_wise = isinstance(output_dist, RwPooledEmbeddingDist)
         getattr(output_dist, "_create_output_dist_module" if row_wise else "_create_output_dist_modules")(inputs[1])
@@ -227,13 +235,13 @@ def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> No
 
 
 class RowWiseOnCpu(BaseEmbeddingSharder):
-    """Adds row_wise to what a sharder offers on the CPU.
+    """Mix-in that adds row_wise to the sharding types of a sharder on the CPU.
 
     TorchRec's kernels and collectives support it there, its own list leaves it out (torchrec #1252, #1396).
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The sharding types for this device."""
+        """Returns the sharding types for a device type, row_wise among them."""
         types: list[str] = super().sharding_types(compute_device_type)
         row_wise = ShardingType.ROW_WISE.value
         return types if row_wise in types else [*types, row_wise]
@@ -250,7 +258,7 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedBags:
-        """See TorchRec's."""
+        """Shards ``module`` as TorchRec's sharder does."""
         return self.sharded_module_type(
             module,
             params,
@@ -264,7 +272,7 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
 
     @property
     def sharded_module_type(self) -> type[ShardedBags]:
-        """ShardedBags."""
+        """Class of the sharded module: :class:`ShardedBags`."""
         return ShardedBags
 
 
@@ -273,5 +281,5 @@ class SequenceSharder(RowWiseOnCpu, EmbeddingCollectionSharder):
 
 
 def sharders() -> list[ModuleSharder[nn.Module]]:
-    """The sharders for every kind of collection that a tower may hold."""
+    """Returns a sharder for every kind of collection that a tower may hold."""
     return [BagSharder(), SequenceSharder()]

@@ -1,4 +1,4 @@
-"""Towers of one rank on CUDA streams of their own: small kernels of one fill the GPU while another's run."""
+"""Towers of one rank on CUDA streams of their own: small kernels of several towers fill the GPU together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchrec_ext.modules.tower import Towers
 
 
 class TowerStreams:
-    """Runs each tower of ``towers`` on a stream of its own, forward and, since autograd goes back on the way it came, backward.
+    """Runs each tower on a stream of its own: its forward, and its backward, which autograd runs there too.
 
-    A tower's stream waits for what its inputs need; the caller's stream waits for all towers when the last one has been
-    launched, and again when a backward ends, so that whoever reads tables or gradients then finds them done. Events do
-    both: the host never waits.
+    A tower's stream waits for the stream that made its inputs; the caller's stream waits for all towers when the last
+    one has been launched, and again when a backward ends, so that tables and gradients are complete for their readers.
+    Events do both: the host never waits.
 
     Args:
-        towers: of one rank, called as one module.
-        cuda: what makes and switches streams, ``torch.cuda``.
+        towers: towers of one rank, called as one module.
+        cuda: module that makes and switches streams, ``torch.cuda``.
     """
 
     def __init__(self, towers: Towers, cuda: Any = torch.cuda) -> None:
@@ -60,13 +60,16 @@ class TowerStreams:
                 output.register_hook(self._join_after_backward)  # type: ignore[no-untyped-call]
 
     def _join(self, *_: Any) -> None:
-        """The caller's stream goes on when every tower has."""
+        """Makes the caller's stream wait for every tower."""
         for name in self._running:
             self._cuda.current_stream().wait_stream(self._streams[name])
         self._running.clear()
 
     def _join_after_backward(self, _: Tensor) -> None:
-        """Autograd itself waits for streams that gradients come from; an optimizer inside a table's backward leaves none."""
+        """Makes the caller's stream wait for all towers when the backward ends.
+
+        Autograd itself waits only for streams with gradients; a table's optimizer in the backward leaves none.
+        """
         names = list(self._streams)
 
         def join() -> None:
@@ -80,11 +83,11 @@ def on_streams(model: nn.Module, device: torch.device) -> TowerStreams | str:
     """Puts the towers of ``model`` on streams of their own.
 
     Args:
-        model: sharded or not; it holds a :class:`Towers`.
-        device: of the model.
+        model: model that holds a :class:`Towers`, sharded or not.
+        device: device of the model.
 
     Returns:
-        What does it, or, where it cannot be, a line that says why: the towers then run one after the other, as before.
+        The streams, or, where there can be none, a line that says why: the towers then run one after the other.
     """
     towers = next((module for module in get_unwrapped_module(model).modules() if isinstance(module, Towers)), None)
     if device.type != "cuda":

@@ -210,7 +210,7 @@ class LocalSGD(EveryStep):
 
     agrees_every_step = False
     least_warmup = 1
-    settings = ("every", "warmup", "optimizer_state")
+    settings: ClassVar[tuple[str, ...]] = ("every", "warmup", "optimizer_state")
 
     def __init__(
         self,

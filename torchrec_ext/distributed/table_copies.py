@@ -1,4 +1,7 @@
-"""TorchRec's 2D parallelism, DMPCollection, also on the CPU: several copies of the sharded tables, averaged at an interval."""
+"""Several copies of the sharded tables, averaged at an interval: TorchRec's DMPCollection, also on the CPU.
+
+Apart from parallel.py, its one importer, because it stands in for a constructor of TorchRec's, private parts and all.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ AVERAGED = ("adagrad", "row_wise_adagrad", "sgd")
 
 
 class CollectionOnCpu(DMPCollection):
-    """DMPCollection, whose constructor takes CUDA devices alone, built from its own parts; gloo knows no mean, so sums are divided.
+    """TorchRec's DMPCollection on the CPU, which its own constructor refuses; gloo has no mean, so sums are divided.
 
     Args:
-        module: with its tables on the meta device.
+        module: model with its tables on the meta device.
         device: the CPU.
-        plan: made for ``sharding_group_size`` ranks.
-        world_size: R.
-        sharding_group_size: ranks of one copy of the tables.
-        global_pg: of all ranks.
-        sharders: as for DMP.
+        plan: sharding plan made for ``sharding_group_size`` ranks.
+        world_size: R, the number of ranks.
+        sharding_group_size: number of ranks that shard one copy of the tables.
+        global_pg: process group of all ranks.
+        sharders: TorchRec's sharders, as for DistributedModelParallel.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class CollectionOnCpu(DMPCollection):
         self._custom_all_reduce = self._mean
 
     def _remap_sharding_plan(self, plan: ShardingPlan, *args: Any, **kwargs: Any) -> None:
-        """TorchRec's, less the number that it gives to a CPU."""
+        """Remaps the plan as TorchRec does, without the device index that it gives to a CPU."""
         super()._remap_sharding_plan(plan, *args, **kwargs)
         for tables in plan.plan.values():
             for sharding in tables.values():
@@ -71,8 +74,8 @@ class CollectionOnCpu(DMPCollection):
     def _mean(self, tensors: list[Tensor]) -> None:
         group = self._default_ctx.replica_pg
         for tensor in tensors:
-            # `data`, because in semi-sync a backward still holds the tables as saved for it and would refuse a change:
-            # it only writes them.
+            # `data`: in semi-sync a backward still holds the tables as saved tensors and would refuse a change, though
+            # it only writes to them.
             dist.all_reduce(tensor.data, group=group)
             tensor.data.div_(dist.get_world_size(group))
 
@@ -80,14 +83,14 @@ class CollectionOnCpu(DMPCollection):
 def copies_of_tables(
     model: nn.Module, runtime: Runtime, plan: ShardingPlan, copies: int, sharders: list[ModuleSharder[nn.Module]]
 ) -> DMPCollection:
-    """``model`` with ``copies`` copies of its sharded tables, which TorchRec's pipelines average at their interval.
+    """Shards ``model`` with several copies of its tables, which TorchRec's pipelines average at their interval.
 
     Args:
-        model: with its tables on the meta device.
-        runtime: this process's place in the job.
-        plan: of one copy; changed into that of this rank's.
-        copies: at least 2, and a divisor of R.
-        sharders: as for DMP.
+        model: model with its tables on the meta device.
+        runtime: this process's rank and device.
+        plan: sharding plan of one copy; changed in place into the plan of this rank's copy.
+        copies: number of copies, at least 2 and a divisor of R.
+        sharders: TorchRec's sharders, as for DistributedModelParallel.
     """
     make = CollectionOnCpu if runtime.device.type == "cpu" else DMPCollection
     assert dist.group.WORLD is not None
@@ -106,7 +109,7 @@ def refuse_unaveraged(model: nn.Module, plan: ShardingPlan, choices: Mapping[str
     """Refuses optimizers whose state TorchRec's DMPCollection does not average.
 
     Raises:
-        ValueError: a sharded table of the Adam family; the message names it.
+        ValueError: a sharded table has an optimizer of the Adam family; the message names it.
     """
     for path, _ in collections(model):
         for name, sharding in (plan.get_plan_for_module(path) or {}).items():

@@ -1,6 +1,6 @@
-"""Tables as whole matrices, however they are sharded: filling every shard from a function of (table, rows).
+"""Tables as whole matrices, however they are sharded: finds the shards of this rank, and fills them by (table, rows).
 
-Whether moving the rows that a step reads is cheaper than sweeping the whole table: a measured rule.
+row_by_row(): whether updating the rows that a step reads is cheaper than sweeping the whole table, a measured rule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_ROWS = 4096
 
 
 class Shard(NamedTuple):
-    """The part of a table that this rank holds, from ``row`` and ``column`` onwards; writing ``tensor`` writes the table."""
+    """Piece of a table that this rank holds, from ``row`` and ``column`` on; writing ``tensor`` writes the table."""
 
     fqn: str
     config: BaseEmbeddingConfig
@@ -34,14 +34,14 @@ class Shard(NamedTuple):
 
 
 def collections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, collection) of every embedding collection of ``module``, sharded or not; the path is that in the unwrapped module."""
+    """Yields (path in the unwrapped module, collection) for every embedding collection, sharded or not."""
     for path, child in get_unwrapped_module(module).named_modules():
         if isinstance(child, COLLECTIONS):
             yield path, child
 
 
 def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
-    """The tables of one collection."""
+    """Returns the configurations of the tables of one collection, sharded or not."""
     if isinstance(collection, EmbeddingBagCollection):
         return list(collection.embedding_bag_configs())
     if isinstance(collection, EmbeddingCollection):
@@ -52,7 +52,7 @@ def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
 
 
 def local_shards(module: nn.Module) -> Iterator[Shard]:
-    """Every shard that this rank holds; for an unsharded or data-parallel table that is the whole of it."""
+    """Yields every shard that this rank holds; the shard of an unsharded or data-parallel table is the whole table."""
     for path, collection in collections(module):
         configs = {config.name: config for config in table_configs(collection)}
         for key, value in collection.state_dict().items():
@@ -62,7 +62,7 @@ def local_shards(module: nn.Module) -> Iterator[Shard]:
                 for shard in value.local_shards():
                     row, column = shard.metadata.shard_offsets
                     yield Shard(fqn, config, shard.tensor, row, column)
-            elif isinstance(value, DTensor):  # of a copy of the tables among several
+            elif isinstance(value, DTensor):  # one of several copies of the tables
                 local: Any = value.to_local()  # TorchRec's LocalShardsWrapper
                 # A rank without a shard has one offset all the same.
                 for tensor, (row, column) in zip(local.local_shards(), local.local_offsets(), strict=False):
@@ -85,11 +85,10 @@ def fill_tables(module: nn.Module, rows: Callable[[str, BaseEmbeddingConfig, int
 
 
 def initialise_tables(module: nn.Module, seed: int) -> None:
-    """Draws every table anew so that it depends on ``seed`` and the table's name alone.
+    """Draws every table so that it depends on ``seed`` and the table's name alone.
 
     TorchRec initialises shard by shard, so that with one seed the tables differ by plan and number of ranks. Here row
-    blocks of fixed size have generators of their own. A table's ``init_fn`` is called on such blocks (TorchRec calls it
-    on shards).
+    blocks of fixed size have generators of their own, and a table's ``init_fn`` is called on such blocks.
     """
 
     def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
@@ -104,14 +103,14 @@ def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor
     block = torch.empty(min(BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim)
     digest = hashlib.blake2b(f"{seed}/{config.name}/{start}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
-        # The CPU's alone: torch.manual_seed would seed the generators of every GPU again, which are not forked here.
+        # Only the CPU's generator: torch.manual_seed would also seed every GPU's, which are not forked here.
         torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
         config.init_fn(block)
     return block
 
 
 ROWS_PER_LOOKUP = 5
-"""Rows of a table per look-up of a step from which only the rows that are read are moved.
+"""Rows of a table per look-up of a step above which only the rows that are read are updated.
 
 Whole: each weight is read and written with its two moments, its gradient set to 0, added to and read. Row by row: each
 look-up finds its row in six matrices, of which few lines are in a cache. benchmarks/small_model.py measures both (row
@@ -121,11 +120,11 @@ lines meet at 5 or 6.
 
 
 def row_by_row(rows: int, lookups: int) -> bool:
-    """Whether a captured step moves a table row by row.
+    """Whether a captured step updates a table row by row.
 
     Args:
-        rows: of the table.
-        lookups: of it in one step.
+        rows: number of rows of the table.
+        lookups: number of look-ups in the table in one step.
 
     Example:
         >>> row_by_row(250_000, 256), row_by_row(654, 256)
