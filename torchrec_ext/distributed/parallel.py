@@ -180,8 +180,8 @@ def _optimizer(
         keyed_optimizers("dense", dense, layers),
         sharded=sharded_adams(model, emulated),
         clip_norm=clip_norm,
-        of_tables=choices,
-        of_layers=layers,
+        table_choices=choices,
+        layer_choices=layers,
         holders=None if towers is None else towers.holders(model.module, parameters),
         device=model.device,
     )

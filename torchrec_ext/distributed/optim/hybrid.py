@@ -64,8 +64,8 @@ class HybridOptimizer(CombinedOptimizer):
         dense: of the dense layers.
         sharded: of the sharded tables that no kernel moves.
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
-        of_tables: what moves each table, by its name, and
-        of_layers: each dense parameter, by its name: for a captured step, which moves them by the same rules.
+        table_choices: what moves each table, by its name, and
+        layer_choices: each dense parameter, by its name: for a captured step, which moves them by the same rules.
         holders: where ranks hold different towers, by name of a parameter how many ranks hold it; None where all ranks
             hold all.
         device: of this rank; the CPU where not given.
@@ -79,14 +79,14 @@ class HybridOptimizer(CombinedOptimizer):
         *,
         sharded: Sequence[ShardedAdam] = (),
         clip_norm: float = 0.0,
-        of_tables: Mapping[str, Choice] | None = None,
-        of_layers: Mapping[str, Choice] | None = None,
+        table_choices: Mapping[str, Choice] | None = None,
+        layer_choices: Mapping[str, Choice] | None = None,
         holders: Mapping[str, int] | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__([fused, *tables, *dense, *(("sharded_adam", adam) for adam in sharded)])
         self._sharded, self._holders, self._device = sharded, holders, device
-        self.clip_norm, self.of_tables, self.of_layers = clip_norm, of_tables or {}, of_layers or {}
+        self.clip_norm, self.table_choices, self.layer_choices = clip_norm, table_choices or {}, layer_choices or {}
         self._names = {parameter: name for _, keyed in (*tables, *dense) for name, parameter in keyed.params.items()}
         self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
         own = {id(group) for group in self.dense_groups}

@@ -57,7 +57,9 @@ class LossScaling:
     def __init__(self, optimizer: HybridOptimizer, device: torch.device, *, first: float = 65536.0) -> None:
         self._optimizer = optimizer
         self._scaler = torch.amp.GradScaler(device.type, init_scale=first)
-        sharded = [name for name in optimizer.of_tables if not any(f".{name}." in key for key in self._replicated())]
+        sharded = [
+            name for name in optimizer.table_choices if not any(f".{name}." in key for key in self._replicated())
+        ]
         if sharded:
             raise ValueError(
                 f"train.amp=fp16: table '{sharded[0]}' is sharded, and moved inside the backward by a gradient that is "

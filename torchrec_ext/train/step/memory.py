@@ -244,11 +244,11 @@ def _named(
             raise CannotCaptureError(
                 f"table '{config.name}' is {config.data_type.value}; a captured step moves fp32 tables alone"
             )
-        yield config.name, shard.tensor, optimizer.of_tables[config.name], shard
+        yield config.name, shard.tensor, optimizer.table_choices[config.name], shard
     tables = {shard.fqn for shard in shards}
     for name, parameter in get_unwrapped_module(model).named_parameters():
         if name not in tables and parameter.requires_grad:
-            yield name, parameter, optimizer.of_layers[name], None
+            yield name, parameter, optimizer.layer_choices[name], None
 
 
 def _state(state: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:

@@ -68,7 +68,7 @@ class FusedAdam:
     @staticmethod
     def fits(optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether it is Adam throughout, without a limit of the norm or weight decay, and has moved them all."""
-        choices, state = [*optimizer.of_tables.values(), *optimizer.of_layers.values()], optimizer.state
+        choices, state = [*optimizer.table_choices.values(), *optimizer.layer_choices.values()], optimizer.state
         plain = all(choice.kind == "adam" and not choice.weight_decay for choice in choices)
         return plain and not optimizer.clip_norm and all(state.get(parameter) for parameter in parameters)
 
