@@ -1,11 +1,14 @@
-"""TowerBatch: what a training step reads, in the shape that TorchRec's pipelines can copy and follow."""
+"""TowerBatch: what a training step reads, in the shape that TorchRec's pipelines can copy and follow.
+
+pack(): the one function that lays out a TowerBatch, whatever its rows come from.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torchrec_ext.needs_torch  # noqa: F401
 
@@ -139,6 +142,177 @@ class TowerBatch(_Fields):
         return JaggedTensor(
             bags.values()[ids], lengths=lengths[rows], weights=None if weights is None else weights[ids]
         )
+
+
+class Jagged(NamedTuple):
+    """One sparse feature of a batch: ``values`` (sum of lengths,) and ``lengths`` (B,); ``lengths=None`` is one id per row.
+
+    ``weights`` (sum of lengths,) holds one number for each id, where the model pools by them.
+    """
+
+    values: Tensor
+    lengths: Tensor | None = None
+    weights: Tensor | None = None
+
+
+class Keys(NamedTuple):
+    """The ``keys`` of one KeyedJaggedTensor and the ``features`` whose bags follow one another in it.
+
+    A key holds the bags of one feature; a key of ``batch.joint`` or ``batch.weighted`` those of a shared feature and
+    then those of another. None stands for empty bags. With ``weighted`` each id has a weight.
+    """
+
+    keys: tuple[str, ...]
+    features: tuple[str | None, ...]
+    weighted: bool = False
+
+
+class KeyLayout(NamedTuple):
+    """The keys of ``batch.sparse``, ``batch.shared.sparse``, ``batch.joint`` and ``batch.weighted``; None where there is none."""
+
+    rows: Keys
+    shared: Keys | None = None
+    joint: Keys | None = None
+    weighted: Keys | None = None
+
+
+class KeyedIds(NamedTuple):
+    """The content of one KeyedJaggedTensor: ``values`` int64, ``lengths`` int32, ``weights`` float32 or None.
+
+    ``length_per_key``, where it is known, spares a wait for the device, which would count the ids of each key.
+    """
+
+    values: Tensor
+    lengths: Tensor
+    weights: Tensor | None = None
+    length_per_key: list[int] | None = None
+
+
+def pack(
+    layout: KeyLayout,
+    fill: Callable[[Keys, Sequence[int]], KeyedIds],
+    *,
+    dense: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    total_weight: Tensor,
+    log_q: Tensor | None = None,
+    targets: Tensor | None = None,
+    users: Tensor | None = None,
+    items: Tensor | None = None,
+    queries: int | None = None,
+    shared_dense: Tensor | None = None,
+    index: Tensor | None = None,
+) -> TowerBatch:
+    """Lays out a batch of B rows and Q shared rows; :class:`TowerBatch` says what its tensors mean.
+
+    Args:
+        layout: which features stand where, and in which order.
+        fill: returns the ids of one KeyedJaggedTensor, given its keys and the number of bags of each of their features.
+        dense: (B, Fd) float32.
+        labels: (B,) float32.
+        weights: (B,) float32.
+        total_weight: () float32.
+        log_q: (B,) float32.
+        targets: (B, T - 1) float32.
+        users: (B,) int64.
+        items: (B,) int64.
+        queries: number of rows that have a query.
+        shared_dense: (Q, Fd) float32, the dense columns of the shared rows; needed where the layout has such rows.
+        index: (B,) int64, the shared row of each row; needed where the layout has shared rows.
+    """
+    size, shared = labels.numel(), None
+    halves: tuple[int, ...] = (size,)
+
+    def keyed(keys: Keys, *bags: int) -> KeyedJaggedTensor:
+        ids = fill(keys, [bags[number % len(bags)] for number in range(len(keys.features))])
+        return KeyedJaggedTensor(
+            keys=list(keys.keys),
+            values=ids.values,
+            weights=ids.weights,
+            lengths=ids.lengths,
+            stride=sum(bags),
+            length_per_key=ids.length_per_key,
+        )
+
+    if layout.shared is not None:
+        assert shared_dense is not None
+        assert index is not None
+        shared = SharedRows(keyed(layout.shared, shared_dense.shape[0]), shared_dense, index)
+        halves = (shared_dense.shape[0], size)
+    return TowerBatch(
+        sparse=keyed(layout.rows, size),
+        dense=dense,
+        labels=labels,
+        weights=weights,
+        total_weight=total_weight,
+        log_q=log_q,
+        shared=shared,
+        joint=None if layout.joint is None else keyed(layout.joint, *halves),
+        weighted=None if layout.weighted is None else keyed(layout.weighted, *halves),
+        targets=targets,
+        users=users,
+        items=items,
+        queries=queries,
+    )
+
+
+def concatenated(
+    keys: Keys, sizes: Sequence[int], bags: Mapping[str, Jagged], device: torch.device | None = None
+) -> KeyedIds:
+    """Puts the bags of the features of ``keys`` one after the other.
+
+    Args:
+        keys: keys of one KeyedJaggedTensor.
+        sizes: number of bags of each feature; where a feature has fewer, empty bags follow.
+        bags: int64 ids of each feature by name.
+        device: device of the result where no feature has bags; the CPU where not given.
+    """
+    columns = [None if name is None else bags[name] for name in keys.features]
+    given = [column for column in columns if column is not None]
+    values = torch.cat([column.values for column in given] or [torch.empty(0, dtype=torch.int64, device=device)])
+    pairs = list(zip(columns, sizes, strict=True))
+    if all(column is not None and column.lengths is None and len(column.values) == size for column, size in pairs):
+        lengths = torch.ones(len(values), dtype=torch.int32, device=values.device)
+    else:
+        lengths = torch.cat([_lengths(column, size, values.device) for column, size in pairs])
+    if not keys.weighted:
+        return KeyedIds(values, lengths)
+    weights = [torch.ones(len(c.values), device=values.device) if c.weights is None else c.weights for c in given]
+    return KeyedIds(values, lengths, torch.cat(weights or [torch.empty(0, device=device)]))
+
+
+def _lengths(column: Jagged | None, size: int, device: torch.device) -> Tensor:
+    """(size,) int32 lengths of the column's bags, and 0 after them."""
+    if column is None:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    if column.lengths is None:
+        lengths = torch.ones(len(column.values), dtype=torch.int32, device=device)
+    else:
+        lengths = column.lengths.int()
+    return lengths if len(lengths) == size else torch.cat([lengths, lengths.new_zeros(size - len(lengths))])
+
+
+@runtime_checkable
+class ResumableLoader(Protocol):
+    """A loader that knows where it stands; those of ``torchrec_ext.data`` do."""
+
+    def __iter__(self) -> Iterator[TowerBatch]: ...
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Starts an epoch at its first step."""
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """Returns where the stream stands after ``step`` steps of this epoch."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state`` was taken.
+
+        Raises:
+            ValueError: it is of another stream.
+        """
 
 
 class Resident(Protocol):

@@ -6,8 +6,9 @@ towers or tasks, N negatives or candidates, K retrieved, R ranks, S session leng
 
 import torchrec_ext.needs_torch  # noqa: F401
 
+from torchrec_ext.batch import Jagged, Keys
 from torchrec_ext.schema.batch_schema import BatchSchema, Dense, OutOfRange
-from torchrec_ext.schema.features import Joint, Keys, SparseFeature
-from torchrec_ext.schema.validation import DataError, Jagged
+from torchrec_ext.schema.features import Joint, SparseFeature
+from torchrec_ext.schema.validation import DataError
 
 __all__ = ["BatchSchema", "DataError", "Dense", "Jagged", "Joint", "Keys", "OutOfRange", "SparseFeature"]

@@ -18,10 +18,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import Self
 
-from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.batch import Jagged, KeyedIds, KeyLayout, Keys, TowerBatch, concatenated, pack
 from torchrec_ext.schema.features import (
     Joint,
-    Keys,
     SparseFeature,
     features_of,
     joints,
@@ -31,10 +30,8 @@ from torchrec_ext.schema.features import (
     widths_of,
 )
 from torchrec_ext.schema.validation import (
-    CheckedBags,
     DataError,
     ExpectedRows,
-    Jagged,
     array_of,
     bags_of,
     between,
@@ -43,7 +40,6 @@ from torchrec_ext.schema.validation import (
     check_repeats,
     finite,
     finite_matrix,
-    no_bags,
     side_by_side,
     total_of,
 )
@@ -142,33 +138,23 @@ class BatchColumns:
         return tuple(feature.weights for feature in self.sparse if feature.weights)
 
     @cached_property
-    def row_keys(self) -> Keys:
-        """Of ``batch.sparse``."""
-        return self._keys([feature for feature in self.sparse if feature.keyed and feature.name not in self.shared])
+    def layout(self) -> KeyLayout:
+        """Which features stand in which KeyedJaggedTensor of a batch, and in which order."""
+        rows, shared = (
+            tuple(feature.name for feature in self.sparse if feature.keyed and (feature.name in self.shared) == there)
+            for there in (False, True)
+        )
+        return KeyLayout(
+            rows=Keys(rows, rows),
+            shared=Keys(shared, shared) if self.shared else None,
+            joint=self._halves(self.joint, weighted=False) if self.joint else None,
+            weighted=self._halves(self.weighted, weighted=True) if self.weighted else None,
+        )
 
-    @cached_property
-    def shared_keys(self) -> Keys:
-        """Of ``batch.shared.sparse``."""
-        return self._keys([feature for feature in self.sparse if feature.keyed and feature.name in self.shared])
-
-    @cached_property
-    def joint_keys(self) -> Keys:
-        """Of ``batch.joint``."""
-        return self._halves(self.joint)
-
-    @cached_property
-    def weighted_keys(self) -> Keys:
-        """Of ``batch.weighted``."""
-        return self._halves(self.weighted)
-
-    def _halves(self, keys: Sequence[Joint]) -> Keys:
+    def _halves(self, keys: Sequence[Joint], *, weighted: bool) -> Keys:
         """Without shared columns a batch has no shared rows, so that every key is the half of the batch's rows."""
         halves = [name for key in keys for name in (key if self.shared else key[1:])]
-        return Keys(tuple(key.key for key in keys), tuple(self.feature(name) if name else None for name in halves))
-
-    @staticmethod
-    def _keys(features: Sequence[SparseFeature]) -> Keys:
-        return Keys(tuple(feature.name for feature in features), tuple(features))
+        return Keys(tuple(key.key for key in keys), tuple(halves), weighted)
 
     @cached_property
     def row_dense(self) -> tuple[str, ...]:
@@ -263,49 +249,37 @@ class BatchSchema(BatchColumns):
                 check_index(index, own, queries)
             if rows is None:
                 own = ExpectedRows(own.size, "B", shared_rows, index)
-        halves = (queries, own) if self.shared else (own,)
         if not isinstance(dense, Dense):
             dense = Dense(
                 self._matrix(dense or {}, self.row_dense, own), self._matrix(dense or {}, self.shared_dense, queries)
             )
-        shared = None
-        if self.shared:
-            shared = SharedRows(
-                sparse=self._keyed(sparse, self.shared_keys, queries),
-                dense=finite_matrix(self.shared_dense, dense.shared, queries),
-                index=index
-                if isinstance(index, Tensor)
-                else torch.from_numpy(np.arange(queries.size).repeat(index or 1)),
+        if self.shared and not isinstance(index, Tensor):
+            index = torch.from_numpy(np.arange(queries.size).repeat(index or 1))
+        columns = {
+            feature.name: bags_of(
+                feature, self._column(sparse, feature.name), queries if feature.name in self.shared else own
             )
-        return TowerBatch(
-            sparse=self._keyed(sparse, self.row_keys, own),
+            for feature in self.sparse
+        }
+        bags = {name: column.bags for name, column in columns.items()}
+
+        def fill(keys: Keys, sizes: Sequence[int]) -> KeyedIds:
+            ids = concatenated(keys, sizes, bags)
+            check_ids(ids.values, [columns[name] for name in keys.features if name], replace=self.out_of_range == "oov")
+            return ids
+
+        return pack(
+            self.layout,
+            fill,
             dense=finite_matrix(self.row_dense, dense.rows, own),
             labels=between("label", labels, own, self.label_range),
             weights=torch.ones(own.size) if weights is None else between("weight", weights, own, (0.0, math.inf)),
             total_weight=total_of(weights, total_weight, own.size),
             log_q=None if log_q is None else finite("log_q", log_q, own),
             targets=self._targets(targets, own),
-            shared=shared,
-            joint=self._keyed(sparse, self.joint_keys, *halves) if self.joint else None,
-            weighted=self._keyed(sparse, self.weighted_keys, *halves, weighted=True) if self.weighted else None,
+            shared_dense=finite_matrix(self.shared_dense, dense.shared, queries) if self.shared else None,
+            index=index if isinstance(index, Tensor) else None,
         )
-
-    def _keyed(
-        self, sparse: Mapping[str, Jagged], keys: Keys, *rows: ExpectedRows, weighted: bool = False
-    ) -> KeyedJaggedTensor:
-        """``rows``: of each bag of a key; in the joint one Q, then B."""
-        bags = [self._bags(sparse, feature, rows[at % len(rows)]) for at, feature in enumerate(keys.features)]
-        stride = sum(part.size for part in rows)
-        if not bags:
-            return _no_keys(stride)
-        values = torch.cat([bag.values for bag in bags])
-        check_ids(values, bags, replace=self.out_of_range == "oov")
-        if all(bag.lengths is None for bag in bags):
-            lengths = torch.ones(values.numel(), dtype=torch.int32)
-        else:
-            lengths = torch.cat([bag.lengths_or_ones() for bag in bags])
-        weights = torch.cat([bag.weights_or_ones() for bag in bags]) if weighted else None
-        return KeyedJaggedTensor(keys=list(keys.keys), values=values, weights=weights, lengths=lengths, stride=stride)
 
     def _targets(self, targets: Tensor | None, rows: ExpectedRows) -> Tensor | None:
         if targets is None and self.tasks:
@@ -321,9 +295,6 @@ class BatchSchema(BatchColumns):
         for name, column in zip(self.tasks, targets.unbind(dim=1), strict=True):
             between(name, column, rows, self.label_range)
         return targets.float()
-
-    def _bags(self, sparse: Mapping[str, Jagged], feature: SparseFeature | None, rows: ExpectedRows) -> CheckedBags:
-        return bags_of(feature, self._column(sparse, feature.name), rows) if feature else no_bags(rows)
 
     def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: ExpectedRows) -> Tensor:
         widths = {name: width for name, width in widths_of(names, dense).items() if name in dense}
@@ -344,7 +315,7 @@ class BatchSchema(BatchColumns):
             row.
         """
         parts = features.to_dict()
-        sides = (set(self.shared_keys.keys), set(self.row_keys.keys))
+        sides = (set(self.layout.shared.keys if self.layout.shared else ()), set(self.layout.rows.keys))
         missing = (sides[0] | sides[1]) - set(parts)
         if missing and (missing == sides[0] | sides[1] or missing not in sides):
             lacking = [name for name in self.keys if name in missing]
@@ -371,8 +342,3 @@ class BatchSchema(BatchColumns):
         if name not in columns:
             raise self.missing(name, columns)
         return columns[name]
-
-
-def _no_keys(stride: int) -> KeyedJaggedTensor:
-    empty = torch.empty(0, dtype=torch.int64)
-    return KeyedJaggedTensor(keys=[], values=empty, lengths=empty.int(), stride=stride)

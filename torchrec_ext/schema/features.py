@@ -77,16 +77,6 @@ class Joint(NamedTuple):
         return f"{self.shared or ''}|{self.row or ''}"
 
 
-class Keys(NamedTuple):
-    """The ``keys`` of one KeyedJaggedTensor and the ``features`` whose bags follow one another in it.
-
-    One for each key, in the joint one two: see :class:`Joint`. None stands for empty bags.
-    """
-
-    keys: tuple[str, ...]
-    features: tuple[SparseFeature | None, ...]
-
-
 def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
     """Each table once: configs of one name are one table, which reads the features of all of them.
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_ext.batch import Jagged
 from torchrec_ext.schema.features import SparseFeature
 
 
@@ -139,33 +140,12 @@ def total_of(weights: Tensor | None, given: float | None, size: int) -> Tensor:
     return torch.from_numpy(np.array(total, np.float32))  # in half the time of torch.tensor
 
 
-class Jagged(NamedTuple):
-    """One sparse feature of a batch: ``values`` (sum of lengths,) and ``lengths`` (B,); ``lengths=None`` is one id per row.
-
-    ``weights`` (sum of lengths,): of each id, where the model pools by them.
-    """
-
-    values: Tensor
-    lengths: Tensor | None = None
-    weights: Tensor | None = None
-
-
 class CheckedBags(NamedTuple):
-    """The bags of a feature, of the right type and number; their ids are not checked yet. Without a feature all are empty."""
+    """The bags of a feature, of the right type and number; their ids are not checked yet."""
 
-    feature: SparseFeature | None
-    values: Tensor
-    lengths: Tensor | None
+    feature: SparseFeature
+    bags: Jagged
     rows: ExpectedRows
-    weights: Tensor | None = None
-
-    def weights_or_ones(self) -> Tensor:
-        """(sum of lengths,) float32."""
-        return torch.ones(self.values.numel()) if self.weights is None else self.weights
-
-    def lengths_or_ones(self) -> Tensor:
-        """(B,) int32."""
-        return torch.ones(self.rows.size, dtype=torch.int32) if self.lengths is None else self.lengths.int()
 
 
 def bags_of(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> CheckedBags:
@@ -180,7 +160,7 @@ def bags_of(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Check
         _check_lengths(feature.name, values, lengths, rows)
     elif values.numel() != rows.size:
         raise _wrong_size(feature.name, values.numel(), rows)
-    return CheckedBags(feature, values.long(), lengths, rows, _weights(feature, column, rows))
+    return CheckedBags(feature, Jagged(values.long(), lengths, _weights(feature, column, rows)), rows)
 
 
 def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tensor | None:
@@ -206,62 +186,59 @@ def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tens
     return weights
 
 
-def no_bags(rows: ExpectedRows) -> CheckedBags:
-    """An empty bag for each row."""
-    return CheckedBags(None, torch.empty(0, dtype=torch.int64), torch.zeros(rows.size, dtype=torch.int32), rows)
-
-
-def check_ids(values: Tensor, bags: Sequence[CheckedBags], *, replace: bool) -> None:
-    """Checks ``values``, the ids of ``bags`` one after the other; those of features with one id per row in one pass.
+def check_ids(values: Tensor, columns: Sequence[CheckedBags], *, replace: bool) -> None:
+    """Checks ``values``, the ids of ``columns`` one after the other; those of features with one id per row in one pass.
 
     Args:
-        values: (sum of all lengths,); ``replace`` writes into it.
-        bags: whose ids these are.
+        values: (sum of all lengths,) ids; ``replace`` writes into it.
+        columns: features and lengths of the bags in ``values``.
         replace: put a feature's ``oov_id`` in the place of invalid ids.
 
     Raises:
         DataError: an id names no row of its table, without ``replace``.
     """
     start = 0
-    for run in _runs(bags):
-        stop = start + sum(bag.values.numel() for bag in run)
+    for run in _runs(columns):
+        stop = start + sum(column.bags.values.numel() for column in run)
         if stop > start:
             _check_run(values[start:stop], run, replace)
         start = stop
 
 
-def _runs(bags: Sequence[CheckedBags]) -> Iterator[list[CheckedBags]]:
+def _runs(columns: Sequence[CheckedBags]) -> Iterator[list[CheckedBags]]:
     """Neighbours with one id for each of equally many rows, which are a matrix; each of the others by itself."""
     run: list[CheckedBags] = []
-    for bag in bags:
-        if run and (bag.lengths is not None or run[0].lengths is not None or bag.rows.size != run[0].rows.size):
+    for column in columns:
+        jagged = column.bags.lengths is not None
+        if run and (jagged or run[0].bags.lengths is not None or column.rows.size != run[0].rows.size):
             yield run
             run = []
-        run.append(bag)
+        run.append(column)
     if run:
         yield run
 
 
-def _check_run(ids: Tensor, bags: list[CheckedBags], replace: bool) -> None:
-    if len(bags) == 1:  # over all dimensions it takes half the time
+def _check_run(ids: Tensor, columns: list[CheckedBags], replace: bool) -> None:
+    if len(columns) == 1:  # over all dimensions it takes half the time
         low, high = ([bound.item()] for bound in torch.aminmax(ids))
     else:
-        low, high = (bound.tolist() for bound in torch.aminmax(ids.view(len(bags), -1), dim=1))
-    for at, bag in enumerate(bags):
-        feature = bag.feature
-        if feature and (low[at] < 0 or high[at] >= feature.num_embeddings):
-            own = ids.view(len(bags), -1)[at]
-            bad = (own < 0) | (own >= feature.num_embeddings)
+        low, high = (bound.tolist() for bound in torch.aminmax(ids.view(len(columns), -1), dim=1))
+    for number, column in enumerate(columns):
+        feature = column.feature
+        if low[number] < 0 or high[number] >= feature.num_embeddings:
+            values = ids.view(len(columns), -1)[number]
+            bad = (values < 0) | (values >= feature.num_embeddings)
             if not replace:
-                raise _out_of_range(feature, bag, own, bad)
-            own[bad] = feature.oov_id
+                raise _out_of_range(column, values, bad)
+            values[bad] = feature.oov_id
 
 
-def _out_of_range(feature: SparseFeature, bag: CheckedBags, ids: Tensor, bad: Tensor) -> DataError:
+def _out_of_range(column: CheckedBags, ids: Tensor, bad: Tensor) -> DataError:
+    feature, lengths = column.feature, column.bags.lengths
     first = int(bad.nonzero()[0])
-    row = first if bag.lengths is None else int(torch.searchsorted(bag.lengths.long().cumsum(0), first, right=True))
+    row = first if lengths is None else int(torch.searchsorted(lengths.long().cumsum(0), first, right=True))
     return DataError(
-        f"feature '{feature.name}': id {int(ids[first])} in {bag.rows.name(row)} is outside table {feature.readers} "
+        f"feature '{feature.name}': id {int(ids[first])} in {column.rows.name(row)} is outside table {feature.readers} "
         f"(valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in this batch); "
         f"{feature.remedy(int(ids.max()))}"
     )

@@ -20,13 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.batch import KeyedIds, Keys, TowerBatch, pack
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
-from torchrec_ext.schema.features import Keys
 
 Float32 = NDArray[np.float32]
 Vectors = Array | list[Array]
@@ -272,29 +270,20 @@ class Assembler:
             size: B.
             total_weight: see :class:`TowerBatch`.
         """
-        shared = None
-        if self.schema.shared:
-            shared = SharedRows(
-                sparse=self._keyed(slices, size, self.schema.shared_keys),
-                dense=self._matrix(slices, size, self.schema.shared_dense),
-                index=torch.arange(size),
-            )
         users, items = (self._identities(slices, size, name) for name in (self.schema.query, self.schema.candidate))
-        return TowerBatch(
-            sparse=self._keyed(slices, size, self.schema.row_keys),
+        return pack(
+            self.schema.layout,
+            lambda keys, sizes: self._keyed(slices, size, keys),
             dense=self._matrix(slices, size, self.schema.row_dense),
             labels=self._vector(slices, size, self._label),
             weights=self._vector(slices, size, self._weight),
             total_weight=torch.tensor(total_weight),
             targets=self._matrix(slices, size, self.schema.tasks) if self.schema.tasks else None,
-            shared=shared,
-            joint=self._keyed(slices, size, self.schema.joint_keys) if self.schema.joint else None,
-            weighted=self._keyed(slices, size, self.schema.weighted_keys, weighted=True)
-            if self.schema.weighted
-            else None,
             users=users,
             items=items,
             queries=size if self.schema.candidate else None,
+            shared_dense=self._matrix(slices, size, self.schema.shared_dense) if self.schema.shared else None,
+            index=torch.arange(size) if self.schema.shared else None,
         )
 
     def _identities(self, slices: Sequence[Slice], size: int, name: str | None) -> Tensor | None:
@@ -321,24 +310,21 @@ class Assembler:
         vectors = [(piece.rows.floats[piece.rows.float_names.index(name)], piece) for piece in slices]
         return float(sum(vector[piece.start : piece.stop].sum(dtype=np.float64) for vector, piece in vectors))
 
-    def _keyed(self, slices: Sequence[Slice], size: int, keys: Keys, *, weighted: bool = False) -> KeyedJaggedTensor:
-        names = [feature.name if feature else None for feature in keys.features]
+    def _keyed(self, slices: Sequence[Slice], size: int, keys: Keys) -> KeyedIds:
         count = _count(slices)
-        totals = [self._total(slices, name, count) for name in names]
+        totals = [self._total(slices, name, count) for name in keys.features]
         values = torch.empty(sum(totals), dtype=torch.int64)
-        lengths = torch.ones(len(names), size, dtype=torch.int32)
+        lengths = torch.ones(len(keys.features), size, dtype=torch.int32)
         lengths[:, count:] = 0
-        self._fill(slices, names, values.numpy(), lengths.numpy(), count)
-        stride = size * len(names) // len(keys.keys) if names else size
-        weights = torch.from_numpy(self._weights(slices, keys, totals)) if weighted else None
-        return KeyedJaggedTensor(
-            keys=list(keys.keys), values=values, weights=weights, lengths=lengths.view(-1), stride=stride
-        )
+        self._fill(slices, keys.features, values.numpy(), lengths.numpy(), count)
+        weights = torch.from_numpy(self._weights(slices, keys, totals)) if keys.weighted else None
+        return KeyedIds(values, lengths.view(-1), weights)
 
     def _weights(self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]) -> Array:
         """(sum of lengths,) those of the ids of each bag; 1 where a feature has none."""
         parts = [np.zeros(0, np.float32)]
-        for feature, total in zip(keys.features, totals, strict=True):
+        for name, total in zip(keys.features, totals, strict=True):
+            feature = self.schema.feature(name or "")
             column = feature.weights if feature else None
             parts += [_values(piece, column) for piece in slices] if column else [np.ones(total, np.float32)]
         return np.concatenate(parts)

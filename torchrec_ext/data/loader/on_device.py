@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.batch import DrawnStep, SharedRows, TowerBatch
+from torchrec_ext.batch import DrawnStep, Jagged, KeyedIds, Keys, TowerBatch, concatenated, pack
 from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
 from torchrec_ext.data.files.arrow import RowGroup, Source
 from torchrec_ext.data.loader.batch_builder import known_items
@@ -27,14 +26,6 @@ from torchrec_ext.data.loader.in_memory import order_of
 from torchrec_ext.data.negatives.on_device import sampler_on_device
 from torchrec_ext.data.negatives.samplers import Negatives
 from torchrec_ext.schema import BatchSchema, DataError
-from torchrec_ext.schema.features import Keys
-
-
-class DeviceBags(NamedTuple):
-    """``values`` (sum of lengths,) of B rows and their ``lengths`` (B,) int32; ``lengths=None`` is one id for each row."""
-
-    values: Tensor
-    lengths: Tensor | None
 
 
 class _Ragged(NamedTuple):
@@ -77,7 +68,7 @@ class DeviceTable:
         made._ids, made._numbers = ids, numbers
         return made
 
-    def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, DeviceBags]:
+    def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, Jagged]:
         """Of the columns ``names`` that this table has; ``totals`` says how many ids those of a ragged column hold together.
 
         Who knows the number spares a device the wait for it.
@@ -86,7 +77,7 @@ class DeviceTable:
         matrix = self._ids.index_select(0, rows).t().contiguous()
         for name in names:
             if name in self._scalar:
-                found[name] = DeviceBags(matrix[self._scalar[name]], None)
+                found[name] = Jagged(matrix[self._scalar[name]], None)
             elif name in self.ragged:
                 found[name] = _gathered(self._ragged[name], rows, totals[name])
         return found
@@ -112,11 +103,11 @@ class DeviceTable:
         return _Ragged(torch.from_numpy(own).to(self._device), places[:-1], places.diff().int())
 
 
-def _gathered(column: _Ragged, rows: Tensor, total: int) -> DeviceBags:
+def _gathered(column: _Ragged, rows: Tensor, total: int) -> Jagged:
     lengths = column.lengths.index_select(0, rows)
     ends = lengths.long().cumsum(0)
     shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(lengths, output_size=total)
-    return DeviceBags(column.values.index_select(0, shift + torch.arange(total, device=rows.device)), lengths)
+    return Jagged(column.values.index_select(0, shift + torch.arange(total, device=rows.device)), lengths)
 
 
 _BLOCK = 1 << 16  # rows drawn at a time where an epoch's bags are counted
@@ -326,35 +317,29 @@ class ResidentRows:
     ) -> TowerBatch:
         users, width = self._share.rows(self._config.batch_size), self._width
         bags, numbers, log_q = self._columns(place, rows, drawn, totals)
-        shared = None
+        shared_dense = index = None
         if self._schema.shared:
-            shared = SharedRows(
-                sparse=self._keyed(bags, self._schema.shared_keys, users),
-                dense=self._dense(numbers, users, shared=True),
-                index=torch.arange(users, device=self._device).repeat_interleave(width, output_size=users * width),
-            )
+            shared_dense = self._dense(numbers, users, self._schema.shared_dense)
+            index = torch.arange(users, device=self._device).repeat_interleave(width, output_size=users * width)
         labels, weights = (torch.zeros(users, width, device=self._device) for _ in range(2))
         whose, which = self._identities(place, rows, drawn)
-        halves = (users, users * width) if shared else (users * width,)
         own = place.rows.numbers(rows)
         labels[: len(rows), 0] = own[self._config.label] if self._config.label else 1.0
         weights[: len(rows)] = own[self._config.weight][:, None] if self._config.weight else 1.0
-        return TowerBatch(
-            sparse=self._keyed(bags, self._schema.row_keys, users * width),
-            dense=self._dense(numbers, users * width, shared=False),
+        return pack(
+            self._schema.layout,
+            lambda keys, sizes: self._ids(bags, keys, sizes),
+            dense=self._dense(numbers, users * width, self._schema.row_dense),
             labels=labels.view(-1),
             weights=weights.view(-1),
             total_weight=total_weight,
             log_q=log_q,
             targets=self._targets(own, users) if self._schema.tasks else None,
-            shared=shared,
-            joint=self._keyed(bags, self._schema.joint_keys, *halves) if self._schema.joint else None,
-            weighted=self._keyed(bags, self._schema.weighted_keys, *halves, weighted=True)
-            if self._schema.weighted
-            else None,
             users=whose,
             items=which,
             queries=users * width if self._schema.candidate else None,
+            shared_dense=shared_dense,
+            index=index,
         )
 
     def _identities(self, place: _Place, rows: Tensor, drawn: Drawn | None) -> tuple[Tensor | None, Tensor | None]:
@@ -380,7 +365,7 @@ class ResidentRows:
 
     def _columns(
         self, place: _Place, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int]
-    ) -> tuple[dict[str, DeviceBags], dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Jagged], dict[str, Tensor], Tensor | None]:
         """(bags, numbers, log_q) of a batch before its padding: those of the rows, and of their candidates."""
         names, shared = [*self._schema.keys, *self._schema.weight_columns], self._schema.shared
         repeated = (
@@ -398,35 +383,18 @@ class ResidentRows:
         size = self._share.rows(self._config.batch_size) * self._width
         return bags, numbers, None if drawn.log_q is None else _padded(drawn.log_q.reshape(-1), size)
 
-    def _keyed(
-        self, bags: Mapping[str, DeviceBags], keys: Keys, *rows: int, weighted: bool = False
-    ) -> KeyedJaggedTensor:
-        """``rows``: of each bag of a key; in the joint one Q, then B."""
-        sizes = [rows[at % len(rows)] for at in range(len(keys.features))]
-        lengths = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
-        values, start = [torch.empty(0, dtype=torch.int64, device=self._device)], 0
-        weights, counts = [torch.empty(0, device=self._device)], [0] * len(keys.keys)
-        for at, (feature, size) in enumerate(zip(keys.features, sizes, strict=True)):
-            if feature:
-                found, own = bags[feature.name]
-                values.append(found)
-                counts[at // len(rows)] += len(found)
-                weights.append(
-                    bags[feature.weights].values if feature.weights else torch.ones_like(found, dtype=torch.float32)
-                )
-                lengths[start : start + len(found if own is None else own)] = 1 if own is None else own
-            start += size
-        return KeyedJaggedTensor(
-            keys=list(keys.keys),
-            values=torch.cat(values),
-            weights=torch.cat(weights) if weighted else None,
-            lengths=lengths,
-            stride=sum(rows),
-            length_per_key=counts,  # or it would be counted on the device, and waited for
-        )
+    def _ids(self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]) -> KeyedIds:
+        columns = {}
+        for name in filter(None, keys.features):
+            feature = self._schema.feature(name)
+            weights = bags[feature.weights].values if keys.weighted and feature and feature.weights else None
+            columns[name] = bags[name]._replace(weights=weights)
+        ids = concatenated(keys, sizes, columns, self._device)
+        counts = [len(columns[name].values) if name else 0 for name in keys.features]
+        halves = len(counts) // len(keys.keys) if counts else 1
+        return ids._replace(length_per_key=[sum(counts[at : at + halves]) for at in range(0, len(counts), halves)])
 
-    def _dense(self, numbers: Mapping[str, Tensor], size: int, *, shared: bool) -> Tensor:
-        names = [name for name in self._schema.dense if (name in self._schema.shared) == shared]
+    def _dense(self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]) -> Tensor:
         if not names:
             return torch.empty(size, 0, device=self._device)
         return _padded(torch.stack([numbers[name] for name in names], dim=1), size)
