@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.batch import Jagged, KeyLayout, Keys, TowerBatch, concatenated, pack
 from torchrec_ext.distributed.placement import TowerPlacement, TowerPlan
 from torchrec_ext.distributed.tower_parallel.exchange import TowerRows
 from torchrec_ext.modules.shared_tables import Joint, SharedTables, look_ups, readers, values_by_table
@@ -119,31 +119,21 @@ def batch_of_arrivals(towers: Iterable[Arriving], joint: Sequence[Joint], device
         if rows is not None:
             values = torch.split(rows.values, rows.lengths.sum(dim=1).tolist())
             bags[shared].update(zip(features, map(FeatureBags, values, rows.lengths), strict=True))
-    halves = [
-        (bags[True].get(pair.shared or "", none[True]), bags[False].get(pair.row or "", none[False])) for pair in joint
-    ]
-    return TowerBatch(
-        sparse=_keyed(list(bags[False]), list(bags[False].values()), heights[False]),
+    columns = {name: Jagged(*column) for kind in bags for name, column in kind.items()}
+    by_row, by_query = (tuple(bags[shared]) for shared in (False, True))
+    halves = [name if name in columns else None for pair in joint for name in pair]
+    layout = KeyLayout(
+        rows=Keys(by_row, by_row),
+        shared=Keys(by_query, by_query),
+        joint=Keys(tuple(pair.key for pair in joint), tuple(halves)) if joint else None,
+    )
+    return pack(
+        layout,
+        lambda keys, sizes: concatenated(keys, sizes, columns, device),
         dense=torch.empty(heights[False], 0, device=device),
         labels=torch.empty(heights[False], device=device),
         weights=torch.empty(heights[False], device=device),
         total_weight=torch.ones((), device=device),
-        shared=SharedRows(
-            _keyed(list(bags[True]), list(bags[True].values()), heights[True]),
-            torch.empty(heights[True], 0, device=device),
-            torch.empty(0, dtype=torch.int64, device=device),
-        ),
-        joint=_keyed([pair.key for pair in joint], [half for both in halves for half in both], sum(heights))
-        if joint
-        else None,
-    )
-
-
-def _keyed(keys: list[str], bags: Sequence[FeatureBags], stride: int) -> KeyedJaggedTensor:
-    if not keys:
-        return KeyedJaggedTensor(
-            [], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int32), stride=stride
-        )
-    return KeyedJaggedTensor(
-        keys, torch.cat([bag.values for bag in bags]), lengths=torch.cat([bag.lengths for bag in bags]), stride=stride
+        shared_dense=torch.empty(heights[True], 0, device=device),
+        index=torch.empty(0, dtype=torch.int64, device=device),
     )
