@@ -6,36 +6,19 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import ResumableLoader, TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.sessions import SessionLoader
 from torchrec_ext.data.negatives.random import device_uniform, mixed, stream
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.features import SparseFeature
-
-
-class WrappedLoader(Protocol):
-    """What :class:`IdDropout` wraps, such as a ChunkLoader."""
-
-    def __iter__(self) -> Iterator[TowerBatch]: ...
-
-    def __len__(self) -> int: ...
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next pass."""
-
-    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands, with its ``epoch``."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken."""
 
 
 class IdDropout:
@@ -66,7 +49,7 @@ class IdDropout:
     """
 
     def __init__(
-        self, loader: WrappedLoader, schema: BatchSchema, rates: Mapping[str, float], *, seed: int = 0
+        self, loader: ResumableLoader, schema: BatchSchema, rates: Mapping[str, float], *, seed: int = 0
     ) -> None:
         if rates and isinstance(loader, SessionLoader):
             feature, rate = next(iter(rates.items()))

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_ext.batch import ResumableLoader
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, damage, read_index
@@ -68,26 +69,6 @@ class CheckpointConfig:
 
 _TENSOR = "a tensor of the checkpoint"
 _EVALUATED = "evaluated.json"  # beside the checkpoints: the outcome of the evaluation after the last one
-
-
-@runtime_checkable
-class ResumableLoader(Protocol):
-    """A loader that knows where it stands; those of ``torchrec_ext.data`` do."""
-
-    def __len__(self) -> int: ...
-
-    def set_epoch(self, epoch: int) -> None:
-        """Starts an epoch at its first step."""
-
-    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands after ``step`` steps of this epoch."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken.
-
-        Raises:
-            ValueError: it is of another stream.
-        """
 
 
 @dataclass
