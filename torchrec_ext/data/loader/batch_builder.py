@@ -99,15 +99,7 @@ class BatchBuilder:
         return {name: _Repeated(users[name], 1 if name in once else times) for name in self._user_side if name in users}
 
     def _item_columns(self, item_ids: Int64, row_numbers: Int64 | None = None) -> dict[str, _Repeated]:
-        bad = (item_ids < 0) | (item_ids >= self.items.num_rows)
-        if bad.any():
-            feature = self.schema.feature("item_id")
-            oov_id = feature.oov_id if feature else 0
-            if self.schema.out_of_range != "oov":
-                readers = f" of table {feature.readers}" if feature else ""
-                width = 1 if row_numbers is None else len(item_ids) // len(row_numbers)
-                raise _unknown_item(item_ids, bad, self.items.num_rows, row_numbers, width, readers, oov_id)
-            item_ids = np.where(bad, oov_id, item_ids)
+        item_ids = known_items(self.schema, self.items.num_rows, item_ids, row_numbers)
         return {name: _Repeated(self.items[name].take(item_ids)) for name in self._item_side}
 
     def _assemble(
@@ -252,26 +244,14 @@ def _tensor(array: Array) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
 
 
-def _unknown_item(
-    item_ids: Int64, bad: Array, size: int, row_numbers: Int64 | None, width: int, readers: str, oov_id: int
-) -> DataError:
-    at = int(bad.argmax())
-    row = at if row_numbers is None else int(row_numbers[at // width])
-    return DataError(
-        f"feature 'item_id'{readers}: id {item_ids[at]} in row {row} has no features (known items: 0 to {size - 1}; "
-        f"{int(bad.sum())} such ids in this batch); fix the data, or set out_of_range='oov' to use item {oov_id} for "
-        "them"
-    )
-
-
-def known_items(schema: BatchSchema, num_rows: int, ids: Int64, numbers: Int64) -> Int64:
-    """``ids`` (B,), each a row of the table of item features; with ``out_of_range="oov"`` others become the feature's ``oov_id``.
+def known_items(schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int64 | None = None) -> Int64:
+    """Returns ``ids`` whose items all have features; with ``out_of_range="oov"`` others become the feature's ``oov_id``.
 
     Args:
-        schema: says what other ids do.
-        num_rows: of the table of item features.
-        ids: (B,).
-        numbers: (B,) by which a message names a row.
+        schema: decides what happens to an id without features.
+        num_rows: number of rows of the table of item features.
+        ids: (B x W,) item ids, W of each row one after the other.
+        row_numbers: (B,) numbers by which a message names the rows; the index of the id where not given.
 
     Raises:
         DataError: an id has no features.
@@ -284,10 +264,10 @@ def known_items(schema: BatchSchema, num_rows: int, ids: Int64, numbers: Int64) 
     if schema.out_of_range == "oov":
         return np.where(bad, oov_id, ids)
     readers = f" of table {feature.readers}" if feature else ""
-    at = int(bad.argmax())
+    index = int(bad.argmax())
+    row = index if row_numbers is None else row_numbers[index * len(row_numbers) // len(ids)]
     raise DataError(
-        f"feature 'item_id'{readers}: id {ids[at]} in row {numbers[at]} has no features (known items: 0 to "
-        f"{num_rows - 1}; "
+        f"feature 'item_id'{readers}: id {ids[index]} in row {row} has no features (known items: 0 to {num_rows - 1}; "
         f"{int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use item {oov_id} for "
         "them"
     )
