@@ -14,8 +14,6 @@ from torchrec_ext.data.datasets.sequences import (
     SequenceData,
     from_rows,
     most_recent,
-    time_gap_ids,
-    time_gaps,
     training_windows,
 )
 from torchrec_ext.schema import DataError
@@ -121,10 +119,3 @@ def test_what_cannot_be_is_named(options: dict[str, Any], text: str) -> None:
 
 def test_times_may_fall_from_one_user_to_the_next() -> None:
     data_of(sequences=ragged([1, 2], [3, 4]), times=ragged([8, 9], [1, 1]))
-
-
-def test_gaps_that_are_negative_are_refused() -> None:
-    with pytest.raises(DataError, match="time gap -3 at place 1: must be 0 or more"):
-        time_gap_ids(np.array([0, -3]))
-    with pytest.raises(DataError, match="time gap -1 at place 1"):
-        time_gaps(ragged([5, 7]), np.array([6]))

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Column, Int64, Windows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable
@@ -218,41 +217,6 @@ def from_rows(
         item_ids=np.concatenate([item_ids[:1], item_ids]),
         licence=licence,
     )
-
-
-def time_gap_ids(gaps: NDArray[np.integer], buckets: int = 32) -> Int64:
-    """Ids of time gaps for a table of ``buckets`` rows: 0 for none, then one for each doubling (Chen et al. 2019, section 3.1).
-
-    Args:
-        gaps: in any unit, 0 or more: the time of the target less that of the item.
-        buckets: rows of the table; longer gaps share the last one.
-
-    Example:
-        >>> time_gap_ids(np.array([0, 1, 2, 3, 4, 10**12]), buckets=8).tolist()
-        [0, 1, 2, 2, 3, 7]
-    """
-    if len(gaps) and int(gaps.min()) < 0:
-        place = int((gaps < 0).argmax())
-        raise DataError(
-            f"time gap {gaps[place]} at place {place}: must be 0 or more; a session holds what came before its target"
-        )
-    return np.minimum(np.frexp(gaps.astype(np.float64))[1], buckets - 1).astype(np.int64)
-
-
-def time_gaps(times: Column, now: Int64, buckets: int = 32) -> Column:
-    """For each step of B sessions the id of its gap to the row's target: a feature of the steps, instead of a learned position.
-
-    Args:
-        times: B rows, when each step was, none later than the target.
-        now: (B,) when the target is.
-        buckets: see :func:`time_gap_ids`.
-
-    Example:
-        >>> gaps = time_gaps(Column.from_lengths(np.array([10, 18, 20, 5]), np.array([3, 1])), np.array([20, 6]))
-        >>> gaps.row(0).tolist(), gaps.row(1).tolist()
-        ([4, 2, 0], [1])
-    """
-    return Column.from_lengths(time_gap_ids(now.repeat(times.lengths) - times.values, buckets), times.lengths)
 
 
 def _rows_and_steps(lengths: Int64) -> tuple[Int64, Int64]:
