@@ -16,11 +16,10 @@ from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
-from torchrec_ext.data.loader.candidates import MixedCandidates
 from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.mixed import MixedNegatives
+from torchrec_ext.data.negatives.mixed import MixedCandidates, MixedNegatives
 from torchrec_ext.data.negatives.on_device import KnownItems
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig

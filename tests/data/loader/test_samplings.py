@@ -20,10 +20,10 @@ from tests.data.stream_sets import schema_of as stream_schema
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, concatenate
 from torchrec_ext.data.files.sources import FileSource
-from torchrec_ext.data.loader.candidates import MixedCandidates
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.negatives.hard import HardNegatives
-from torchrec_ext.data.negatives.mixed import MixedNegatives
+from torchrec_ext.data.negatives.mixed import MixedCandidates, MixedNegatives
+from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.losses import in_batch_softmax
@@ -107,6 +107,10 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_in_this_epoch_and_the_nex
         assert all(equal(*pair) for pair in zip(resumed, expected[2][stop:], strict=True))
     (following,) = epochs(second, 3, 4)
     assert all(equal(*pair) for pair in zip(following, expected[3], strict=True))
+
+
+def test_every_sampler_is_resumed_here() -> None:
+    assert {options.get("sampling", "uniform") for options in SAMPLINGS.values()} == set(NEGATIVES)
 
 
 def test_each_epoch_but_the_first_draws_from_its_own_refresh() -> None:

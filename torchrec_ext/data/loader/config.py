@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-Sampling = Literal["uniform", "popularity", "hard", "mixed"]
+from torchrec_ext.data.negatives.registry import NEGATIVES
+
+if TYPE_CHECKING:
+    Sampling: TypeAlias = str
+else:
+    Sampling = Literal[tuple(NEGATIVES)]  # the choices of --set loader.sampling
 Frequency = Literal["counted", "estimated"]
 _LEAST = {
     "batch_size": 1,
@@ -93,32 +98,32 @@ class LoaderConfig:
             raise ValueError(
                 f"loader.hard_share={self.hard_share}: must be above 0 and below 1, so that every item can be drawn"
             )
-        mixed = self.sampling == "mixed"
-        if mixed and (self.negatives or not self.shared_negatives):
+        sampler = NEGATIVES[self.sampling]
+        if sampler.shared and (self.negatives or not self.shared_negatives):
             raise ValueError(
-                f"loader.sampling='mixed' with loader.negatives={self.negatives} and loader.shared_negatives="
+                f"loader.sampling={self.sampling!r} with loader.negatives={self.negatives} and loader.shared_negatives="
                 f"{self.shared_negatives}: candidates are shared by the queries; set negatives=0 and shared_negatives "
                 "to 1 or more"
             )
-        if self.shared_negatives and not mixed:
+        if self.shared_negatives and not sampler.shared:
+            sharing = " or ".join(repr(name) for name, kind in NEGATIVES.items() if kind.shared)
             raise ValueError(
                 f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set "
-                "sampling='mixed'"
+                f"sampling={sharing}"
             )
-        if self.sampling in ("popularity", "hard") and not self.negatives:
+        if self.sampling != LoaderConfig.sampling and not sampler.shared and not self.negatives:
             raise ValueError(
                 f"loader.sampling={self.sampling!r} with loader.negatives=0: no negatives are drawn, so it would do "
                 "nothing; leave "
                 "loader.sampling out, or set loader.negatives to 1 or more"
             )
-        on_host = {"hard": "the model ranks items", "mixed": "candidates are drawn"}
-        if self.device and self.sampling in on_host:
+        if self.device and sampler.host_only:
+            on_device = " or ".join(name for name, kind in NEGATIVES.items() if not kind.host_only)
             raise ValueError(
-                f"loader.device={self.device!r} with loader.sampling={self.sampling!r}: {on_host[self.sampling]} on "
-                "the host; "
-                "leave loader.device out, or choose loader.sampling=uniform or popularity"
+                f"loader.device={self.device!r} with loader.sampling={self.sampling!r}: {sampler.host_only} on the "
+                f"host; leave loader.device out, or choose loader.sampling={on_device}"
             )
-        drawn = "shared_negatives" if mixed else "negatives"
+        drawn = "shared_negatives" if sampler.shared else "negatives"
         if self.label and getattr(self, drawn):
             raise ValueError(
                 f"loader.label={self.label!r} with loader.{drawn}={getattr(self, drawn)}: drawn negatives have label 0 "

@@ -9,9 +9,10 @@ import numpy as np
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Int64, PackedRows
-from torchrec_ext.data.loader.candidates import MixedCandidates, Pairing, StepRows
+from torchrec_ext.data.loader.candidates import Pairing, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
+from torchrec_ext.data.negatives.mixed import MixedCandidates
 from torchrec_ext.schema import BatchSchema, DataError
 
 

@@ -8,7 +8,6 @@ The sampler that a LoaderConfig asks for, and whether a sampler fits a config.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,16 +18,17 @@ from torchrec_ext.data.columns import Chunk, with_elements
 from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
 from torchrec_ext.data.datasets.interactions import labelled_rows as labelled_rows
 from torchrec_ext.data.files.arrow import Source
-from torchrec_ext.data.loader.candidates import MixedCandidates, OwnCandidates, SharedCandidates
+from torchrec_ext.data.loader.candidates import OwnCandidates, SharedCandidates
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
 from torchrec_ext.data.loader.epochs import Epochs, Share
 from torchrec_ext.data.loader.from_files import StreamedRows
 from torchrec_ext.data.loader.in_memory import MemoryRows
 from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
-from torchrec_ext.data.negatives.hard import HardNegatives, Index
-from torchrec_ext.data.negatives.mixed import MixedNegatives
-from torchrec_ext.data.negatives.samplers import Negatives, PopularityNegatives, UniformNegatives
+from torchrec_ext.data.negatives.hard import Index
+from torchrec_ext.data.negatives.mixed import MixedCandidates
+from torchrec_ext.data.negatives.registry import NEGATIVES
+from torchrec_ext.data.negatives.samplers import Negatives, SampledData
 from torchrec_ext.schema import BatchSchema
 
 Sampler = Negatives | MixedCandidates
@@ -45,6 +45,14 @@ class Stateful(Protocol):
         """Draws as when ``state`` was taken."""
 
 
+@runtime_checkable
+class Refreshable(Protocol):
+    """A sampler that draws items which the current model ranks high."""
+
+    def refresh(self, index: Index) -> None:
+        """Asks ``index`` for each user's best items."""
+
+
 def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pairs | None = None) -> Sampler | None:
     """The sampler that ``config`` asks for, which avoids the training pairs; None for ``negatives=0`` unless it is ``mixed``.
 
@@ -56,20 +64,13 @@ def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pa
         config: the loader's.
         avoid: the pairs to reject, the training pairs where not given.
     """
-    pairs = avoid or data.known
-    if config.sampling == "mixed":
-        mixed = MixedNegatives(data.num_items, config.shared_negatives, config.batch_size, config.seed)
-        return MixedCandidates(
-            mixed, data.popularity()[: data.num_items + 1] if config.frequency == "counted" else None
-        )
-    if not config.negatives:
+    kind = NEGATIVES[config.sampling]
+    if not kind.shared and not config.negatives:
         return None
-    if config.sampling == "popularity":
-        return PopularityNegatives(
-            data.num_items, pairs.users, pairs.items, config.seed, exponent=config.popularity_exponent
-        )
-    uniform = UniformNegatives(data.num_items, pairs.users, pairs.items, config.seed)
-    return HardNegatives(uniform, k=config.hard_k, share=config.hard_share) if config.sampling == "hard" else uniform
+    pairs = avoid or data.known
+    counts = data.popularity()[: data.num_items + 1]
+    sampled = SampledData(num_items=data.num_items, users=pairs.users, items=pairs.items, counts=counts)
+    return kind.configured(config, sampled)  # type: ignore[return-value]  # each has the methods that `shared` implies
 
 
 def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) -> None:
@@ -78,18 +79,19 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
     Raises:
         ValueError: there is none where one is needed, or one of the other kind.
     """
-    mixed = config.sampling == "mixed"
-    asked = f"loader.shared_negatives={config.shared_negatives}" if mixed else f"loader.negatives={config.negatives}"
-    if sampler is None and (mixed or config.negatives):
+    shared = NEGATIVES[config.sampling].shared
+    asked = f"loader.shared_negatives={config.shared_negatives}" if shared else f"loader.negatives={config.negatives}"
+    if sampler is None and (shared or config.negatives):
         raise ValueError(f"{asked}, but no sampler was given; pass negatives=, or set it to 0")
-    if sampler is not None and isinstance(sampler, MixedCandidates) != mixed:
-        needed = "MixedCandidates" if mixed else "a sampler with draw(users, positions, epoch, n)"
+    if sampler is not None and isinstance(sampler, MixedCandidates) != shared:
+        needed = "MixedCandidates" if shared else "a sampler with draw(users, positions, epoch, n)"
         raise ValueError(
             f"loader.sampling={config.sampling!r} with negatives={type(sampler).__name__}: must be {needed}"
         )
-    if mixed and not has_items:
+    if shared and not has_items:
         raise ValueError(
-            "loader.sampling='mixed' without items: the features of extra candidates are looked up there; pass items="
+            f"loader.sampling={config.sampling!r} without items: the features of extra candidates are looked up there; "
+            "pass items="
         )
     if isinstance(sampler, MixedCandidates):
         given = (sampler.mixed.extra, sampler.mixed.batch_size)
@@ -165,7 +167,7 @@ def batches_on_device(
     """
     where = f"device={device} with loader."
     if isinstance(sampler, MixedCandidates):
-        raise ValueError(f"{where}sampling='mixed': its candidates are drawn on the host; leave device out")
+        raise ValueError(f"{where}sampling={config.sampling!r}: its candidates are drawn on the host; leave device out")
     if config.negatives and items is None:
         raise ValueError(f"{where}negatives={config.negatives} without items: drawn items need features; pass items=")
     ids = ("user_id", "item_id") if config.negatives else ("item_id",) if items is not None else ()
@@ -247,9 +249,10 @@ class ChunkLoader(Epochs):
     ) -> None:
         share = Share(rank=rank, world_size=world_size)
         check_sampler(config, negatives, has_items=items is not None)
-        if refresh is not None and not isinstance(negatives, HardNegatives):
+        if refresh is not None and not isinstance(negatives, Refreshable):
+            refreshed = " and ".join(kind.__name__ for kind in NEGATIVES.values() if kind.refreshed)
             raise ValueError(
-                f"refresh with negatives={type(negatives).__name__}: only HardNegatives are refreshed; leave it out"
+                f"refresh with negatives={type(negatives).__name__}: only {refreshed} are refreshed; leave it out"
             )
         self._sampler, self._refresh = negatives, refresh
         device = device or config.device
@@ -269,7 +272,7 @@ class ChunkLoader(Epochs):
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step; asks for hard negatives anew where it is not the first."""
         super().set_epoch(epoch)
-        if epoch and self._refresh is not None and isinstance(self._sampler, HardNegatives):
+        if epoch and self._refresh is not None and isinstance(self._sampler, Refreshable):
             self._sampler.refresh(self._refresh(epoch))
 
     def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
@@ -298,9 +301,8 @@ class ChunkLoader(Epochs):
         if isinstance(self._sampler, Stateful):
             self._sampler.load_state_dict(state["sampler"])
         if isinstance(self._sampler, MixedCandidates) and self._start == len(self):
-            deque(
-                self._rows.batches(self._epoch, self._start), maxlen=0
-            )  # an estimate counts the epoch, if it was not yet over
+            for _ in self._rows.batches(self._epoch, self._start):
+                pass  # an estimate counts the epoch, if it was not yet over
 
     def _stream(self) -> dict[str, Any]:
         """What the stream of samples depends on beside the epoch and the sampler's state."""
@@ -320,18 +322,20 @@ def training_loader(
     """The loader of ``data.train`` with the negatives that ``config`` asks for; arguments as of :class:`ChunkLoader`.
 
     Raises:
-        ValueError: ``sampling="hard"`` without ``refresh``, which would stay uniform for ever.
+        ValueError: a sampler of hard negatives without ``refresh``, which would stay uniform for ever.
     """
-    hard = config.sampling == "hard" and config.negatives > 0
-    if hard and refresh is None:
-        raise ValueError("loader.sampling='hard' without refresh: nobody says which items are hard; pass refresh=")
+    refreshed = NEGATIVES[config.sampling].refreshed and config.negatives > 0
+    if refreshed and refresh is None:
+        raise ValueError(
+            f"loader.sampling={config.sampling!r} without refresh: nobody says which items are hard; pass refresh="
+        )
     return ChunkLoader(
         data.train,
         schema,
         config=config,
         items=data.items,
         negatives=training_negatives(data, config),
-        refresh=refresh if hard else None,
+        refresh=refresh if refreshed else None,
         rank=rank,
         world_size=world_size,
         device=device,

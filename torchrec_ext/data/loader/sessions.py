@@ -15,6 +15,8 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Epochs, Share
+from torchrec_ext.data.negatives.registry import NEGATIVES
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
 
 
@@ -144,7 +146,7 @@ def _check(config: LoaderConfig) -> None:
     for name in ("label", "weight"):
         if getattr(config, name):
             raise ValueError(f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out")
-    if config.sampling != "uniform":
+    if NEGATIVES[config.sampling] is not UniformNegatives:
         raise ValueError(
             f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn uniformly; leave "
             "loader.sampling "

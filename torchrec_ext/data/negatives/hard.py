@@ -8,17 +8,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import stream, uniform
-from torchrec_ext.data.negatives.samplers import KIND, PLACE, Float32, NegativeSample, UniformNegatives
+from torchrec_ext.data.negatives.samplers import (
+    KIND,
+    PLACE,
+    Float32,
+    NegativeSample,
+    SampledData,
+    SamplingSettings,
+    TrainingSampler,
+    UniformNegatives,
+)
 from torchrec_ext.schema import DataError
 
 Index = Callable[[Int64], Int64]  # from users (B,) to items (B, K), best first; below 1 where there are fewer
 
 
-class HardNegatives:
+class HardNegatives(TrainingSampler):
     """A draw is one of the user's K best items of the last :meth:`refresh` with probability ``share``, else a uniform one.
 
     With T_u the K best of the items that the user is not known to have taken, q(i) = share / K if i is in T_u, plus
@@ -34,6 +44,9 @@ class HardNegatives:
         share: of hard draws, above 0 and below 1: a positive must have a q of its own for the correction.
     """
 
+    refreshed = True
+    host_only = "the model ranks items"
+
     def __init__(self, easy: UniformNegatives, *, k: int = 100, share: float = 0.5) -> None:
         if k < 1:
             raise ValueError(f"k={k}: must be 1 or more")
@@ -45,6 +58,11 @@ class HardNegatives:
         nothing = np.zeros(0, dtype=np.int64)
         self._hard = KnownPairs(easy.known.num_items, nothing, nothing)
         self.refreshes = 0
+
+    @classmethod
+    def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
+        """See :meth:`TrainingSampler.configured`."""
+        return cls(UniformNegatives.configured(config, data), k=config.hard_k, share=config.hard_share)
 
     def refresh(self, index: Index, users: Int64 | None = None, *, block: int = 1024) -> None:
         """Asks for each user's best items anew.

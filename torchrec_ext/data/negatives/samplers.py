@@ -9,10 +9,12 @@ FreeMass: what a user has not taken, with a weight for each item.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
@@ -88,7 +90,77 @@ class Negatives(Protocol):
         """(B,) log-probabilities that the sampler would give the pairs if ``items`` (B,) were not known: for positives."""
 
 
-class RejectionNegatives(ABC):
+class SamplingSettings(Protocol):
+    """The settings of a LoaderConfig that samplers read; see there."""
+
+    @property
+    def batch_size(self) -> int:
+        """Positives of a step over all ranks."""
+
+    @property
+    def shared_negatives(self) -> int:
+        """Candidates that all queries of a step share."""
+
+    @property
+    def popularity_exponent(self) -> float:
+        """Power of an item's count in its probability."""
+
+    @property
+    def hard_k(self) -> int:
+        """Number of a user's best items among which hard negatives are drawn."""
+
+    @property
+    def hard_share(self) -> float:
+        """Share of hard draws."""
+
+    @property
+    def frequency(self) -> str:
+        """``counted`` or ``estimated``."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the draws."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampledData:
+    """What a sampler knows of a training set.
+
+    Args:
+        num_items: items have the ids 1 to ``num_items``.
+        users: (P,) users of the pairs that are no negatives.
+        items: (P,) their items.
+        counts: (num_items + 1,) training rows by item.
+    """
+
+    num_items: int
+    users: Int64
+    items: Int64
+    counts: Int64
+
+
+class TrainingSampler(ABC):
+    """A sampler that ``loader.sampling`` can name: add the class to :data:`NEGATIVES`, and nothing else.
+
+    Attributes:
+        shared: all queries of a step share what is drawn (``loader.shared_negatives``, a subclass of
+            :class:`MixedCandidates`); else each positive has its own (``loader.negatives``, see :class:`Negatives`).
+        refreshed: ``refresh(index)`` asks the model for hard items at the start of each epoch but the first.
+        host_only: what happens on the host, for a message, where nothing can be drawn on a device; None where
+            :func:`sampler_on_device` has a form of it.
+    """
+
+    shared: ClassVar[bool] = False
+    refreshed: ClassVar[bool] = False
+    host_only: ClassVar[str | None] = None
+
+    @classmethod
+    @abstractmethod
+    def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
+        """Returns the sampler that ``config`` asks for."""
+
+
+class RejectionNegatives(TrainingSampler):
     """Draws from a distribution p over all items, and once more, from what the user has not taken, where the item is known.
 
     With P_u the sum of p over the user's known items, the draws follow q = p / (1 - P_u) exactly: what was rejected, a
@@ -144,6 +216,11 @@ class UniformNegatives(RejectionNegatives):
         super().__init__(num_items, users, items, seed)
         self.log_q_of = (-self.known.log_free(np.arange(self.known.num_users + 1))).astype(np.float32)
 
+    @classmethod
+    def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
+        """See :meth:`TrainingSampler.configured`."""
+        return cls(data.num_items, data.users, data.items, config.seed)
+
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
         log_q = np.empty(np.broadcast(users, items).shape, np.float32)
@@ -194,6 +271,11 @@ class PopularityNegatives(RejectionNegatives):
         self.log_p = np.log(p, where=p > 0, out=np.full(num_items + 1, -np.inf))
         self.log_left = np.log(np.maximum(self.free_mass.mass, 1) / self.free_mass.total)
         self.accept, self.alias = alias_table(p[1:])
+
+    @classmethod
+    def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
+        """See :meth:`TrainingSampler.configured`."""
+        return cls(data.num_items, data.users, data.items, config.seed, exponent=config.popularity_exponent)
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""

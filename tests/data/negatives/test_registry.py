@@ -1,0 +1,107 @@
+"""Each sampler that ``loader.sampling`` can name: through the loader, a trained step, and on the device that it claims."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from tests.examples import table
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.loader.config import LoaderConfig, Sampling
+from torchrec_ext.data.loader.loader import ChunkLoader, training_loader, training_negatives
+from torchrec_ext.data.negatives.mixed import MixedCandidates
+from torchrec_ext.data.negatives.on_device import sampler_on_device
+from torchrec_ext.data.negatives.registry import NEGATIVES
+from torchrec_ext.models.retrieval import RetrievalModel
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.interaction import DotProduct
+from torchrec_ext.modules.tower import Tower
+
+pytestmark = pytest.mark.unit
+DATA = planted(users=60, items=50, clusters=4, history_length=1)
+EXTRA, EACH = 20, 3
+
+
+def config_of(name: str, **options: Any) -> LoaderConfig:
+    drawn = {"negatives": 0, "shared_negatives": EXTRA} if NEGATIVES[name].shared else {"negatives": EACH}
+    return LoaderConfig(**{"batch_size": 32, "sampling": name, "prefetch": 0} | drawn | options)  # type: ignore[arg-type]
+
+
+def model_of(name: str) -> TowerModel | RetrievalModel:
+    torch.manual_seed(0)
+    towers = {"user": Tower([table("user_id", 61)], (8,)), "item": Tower([table("item_id", 51)], (8,))}
+    return (RetrievalModel if NEGATIVES[name].shared else TowerModel)(towers, DotProduct([8, 8]))  # type: ignore[arg-type]
+
+
+def loader_of(name: str, **options: Any) -> ChunkLoader:
+    def refresh(epoch: int) -> Any:
+        return lambda users: np.tile(np.arange(1, 11), (len(users), 1))
+
+    schema = model_of(name).schema()
+    return training_loader(DATA, schema, config_of(name, **options), refresh=refresh)
+
+
+def negatives_of(batch: TowerBatch) -> Int64:
+    return np.asarray(batch.ids("item_id")[batch.labels == 0])
+
+
+@pytest.mark.parametrize("name", NEGATIVES)
+def test_each_sampler_draws_for_a_step_that_trains(name: str) -> None:
+    loader, model = loader_of(name), model_of(name).train()
+    batch = next(iter(loader))
+    assert len(batch) == (32 + EXTRA if NEGATIVES[name].shared else 32 * (1 + EACH))
+    assert batch.log_q is not None
+    assert 1 <= negatives_of(batch).min() <= negatives_of(batch).max() <= DATA.num_items
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss, _ = model(batch)
+    loss.backward()
+    optimizer.step()
+    assert torch.isfinite(loss)
+    assert all(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NEGATIVES)
+def test_a_refreshed_sampler_asks_the_model_from_the_second_epoch_on(name: str) -> None:
+    loader = loader_of(name)
+    sampler: Any = loader._sampler
+    loader.set_epoch(0)
+    loader.set_epoch(1)
+    assert getattr(sampler, "refreshes", 0) == NEGATIVES[name].refreshed
+    if NEGATIVES[name].refreshed:
+        with pytest.raises(ValueError, match=f"loader.sampling='{name}' without refresh"):
+            training_loader(DATA, model_of(name).schema(), config_of(name))
+
+
+@pytest.mark.parametrize("name", NEGATIVES)
+def test_a_sampler_that_is_not_for_the_host_alone_draws_the_same_on_a_device(name: str) -> None:
+    if NEGATIVES[name].host_only:
+        with pytest.raises(ValueError, match=rf"{NEGATIVES[name].host_only} on the host; leave loader\.device out"):
+            config_of(name, device="cpu")
+        return
+    sampler: Any = training_negatives(DATA, config_of(name))
+    users, positions = np.arange(1, 21), np.arange(20)
+    made = sampler_on_device(sampler, torch.device("cpu"))
+    drawn = made.draw(torch.from_numpy(users), torch.from_numpy(positions), 0, EACH)
+    expected = sampler.draw(users, positions, 0, EACH)
+    assert np.array_equal(drawn.ids, expected.ids)
+    assert np.array_equal(drawn.log_q, expected.log_q)
+
+
+@pytest.mark.parametrize("name", NEGATIVES)
+def test_a_sampler_has_the_methods_that_its_properties_promise(name: str) -> None:
+    sampler = training_negatives(DATA, config_of(name))
+    assert type(sampler) is NEGATIVES[name]
+    assert isinstance(sampler, MixedCandidates) == NEGATIVES[name].shared
+    assert hasattr(sampler, "refresh") == NEGATIVES[name].refreshed
+
+
+def test_the_choices_of_a_flag_are_the_registry() -> None:
+    assert get_args(Sampling) == tuple(NEGATIVES)
+    with pytest.raises(ValueError, match=r"sampling='x': must be one of uniform, popularity, hard, mixed"):
+        LoaderConfig(sampling="x")
