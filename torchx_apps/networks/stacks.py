@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, initialise_tables
 from torchrec_ext.networks.skeleton import first_difference
@@ -78,8 +79,8 @@ def why_alone(job: Job) -> str | None:
     """What of the settings no stack has."""
     if job.train.compile == "require":
         return "train.compile=require captures the step of one network; leave it out to stack"
-    if job.loader.sampling == "hard" and job.loader.negatives:
-        return "loader.sampling=hard asks one model for its hardest items, and a stack has several"
+    if NEGATIVES[job.loader.sampling].refreshed and job.loader.negatives:
+        return f"loader.sampling={job.loader.sampling} asks one model for its hardest items, and a stack has several"
     for group, names in _OF_ONE_NETWORK.items():
         settings = getattr(job, group)
         usual = type(settings)()
