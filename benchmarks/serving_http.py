@@ -39,8 +39,8 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import interaction_layer
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.export import export
 
 ITEMS, USERS, HISTORY, WIDTH = 100_000, 10_000, 20, 64
 CONNECTIONS = 16

@@ -29,7 +29,7 @@ from serving_rows import Options, Row, compared, in_turn
 from torch import Tensor
 
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.export.writer import INDEX_QUERIES
+from torchrec_ext.retrieval.exporting.content import INDEX_QUERIES
 from torchrec_ext.retrieval.index.exact import ExactIndex, Index
 from torchrec_ext.retrieval.index.faiss import FaissIndex
 from torchx_apps.jobs.saved_job import saved_job

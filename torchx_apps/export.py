@@ -97,7 +97,7 @@ def export_run(
         out: the bundle's folder.
         checkpoint: which one, see :func:`torchx_apps.jobs.resuming.checkpoint_to_export`.
         onnx_skip: refuse towers that ONNX files could not be made of, but these; None where none are wanted.
-        settings: of :func:`torchrec_ext.retrieval.export.export.export`.
+        settings: of :func:`torchrec_ext.retrieval.exporting.export.export`.
 
     Returns:
         Whether this is the first rank.
@@ -106,7 +106,7 @@ def export_run(
 
     from torchrec_ext.distributed.parallel import hybrid_parallel
     from torchrec_ext.distributed.runtime import Runtime
-    from torchrec_ext.train.checkpoint.folder import Together
+    from torchrec_ext.train.checkpoint.folder import CheckpointRanks
     from torchrec_ext.train.checkpoint.load import load_checkpoint
     from torchrec_ext.train.checkpoint.state import model_state
     from torchx_apps.jobs.exporting import check_exportable_to_onnx, describe_bundle, export_task
@@ -118,7 +118,7 @@ def export_run(
 
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
-        together = Together(runtime)
+        together = CheckpointRanks(runtime)
         stop = job.train.early_stop
         place, restores = job.checkpoint.folder or str(run), bool(stop.metric and stop.restore)
         path, which = checkpoint_to_export(place, checkpoint, together, restores=restores)

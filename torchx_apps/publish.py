@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tqdm import tqdm
 
     from torchrec_ext.distributed.runtime import Runtime
-    from torchrec_ext.train.checkpoint.folder import Together
+    from torchrec_ext.train.checkpoint.folder import CheckpointRanks
     from torchrec_ext.train.checkpoint.vectors import publish_weights
     from torchx_apps.cli.errors import describe_error
     from torchx_apps.jobs.resuming import checkpoint_to_export
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
     )
     try:
-        path, which = checkpoint_to_export(options.run, options.checkpoint, Together(Runtime()))
+        path, which = checkpoint_to_export(options.run, options.checkpoint, CheckpointRanks(Runtime()))
         with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
             shapes = publish_weights(path, options.out, progress=bar.update)
     except Exception as error:

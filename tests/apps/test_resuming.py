@@ -9,7 +9,7 @@ import pytest
 from tests.examples import small_model
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import Together
+from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps.cli.link_watch import LinkWatch
@@ -131,7 +131,7 @@ def test_a_node_is_lost_when_its_ranks_are_gone_and_the_others_out_of_reach() ->
 
 
 def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) -> None:
-    model, together = small_model(), Together(Runtime())
+    model, together = small_model(), CheckpointRanks(Runtime())
     checkpointer = Checkpointer(str(tmp_path / CHECKPOINTS), Runtime())
     for step in (3, 6):
         checkpointer.save(step, model_state(model))

@@ -26,17 +26,17 @@ from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
-from tests.retrieval.served import Made
 from tests.retrieval.server.launched import Launched, launched, until
+from tests.retrieval.small_bundle import SmallBundle
 from torchx_apps import serve
 
 ASKED = {"user": {"user_id": 7}, "k": 5}
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Made]:
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[SmallBundle]:
     folder = tmp_path_factory.mktemp("bundles")
-    return [Made(folder / f"bundle-{seed}", seed=seed) for seed in range(2)]
+    return [SmallBundle(folder / f"bundle-{seed}", seed=seed) for seed in range(2)]
 
 
 def point(link: Path, target: Path) -> None:
@@ -47,7 +47,7 @@ def point(link: Path, target: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def service(bundles: list[Made], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+def service(bundles: list[SmallBundle], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     folder = tmp_path_factory.mktemp("serve")
     point(folder / "live", bundles[0].folder)
     token = folder / "token"
@@ -97,7 +97,7 @@ def serving(service: Launched, digest: str) -> bool:
 
 @pytest.mark.launch
 def test_bundles_are_swapped_under_load_without_a_lost_request(
-    service: Launched, bundles: list[Made], tmp_path: Path
+    service: Launched, bundles: list[SmallBundle], tmp_path: Path
 ) -> None:
     live = Path(service.process.args[3])  # type: ignore[index]
     digests = [made.bundle.manifest.digest for made in bundles]
@@ -167,7 +167,7 @@ def test_a_worker_that_dies_is_replaced(service: Launched) -> None:
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced(bundles: list[Made], tmp_path: Path) -> None:
+def test_a_worker_that_hangs_is_replaced(bundles: list[SmallBundle], tmp_path: Path) -> None:
     with launched(tmp_path / "log", str(bundles[0].folder), "--hang=3") as service:
         pid = service.events("bundle_loaded")[0]["pid"]
         os.kill(pid, signal.SIGSTOP)
@@ -188,7 +188,7 @@ def starting(supervisor: int, known: set[int]) -> int | None:
 @pytest.mark.launch
 @pytest.mark.slow
 def test_a_worker_that_hangs_while_it_starts_is_replaced_and_does_not_keep_sigterm_from_draining(
-    bundles: list[Made], tmp_path: Path
+    bundles: list[SmallBundle], tmp_path: Path
 ) -> None:
     stopped: list[int] = []
 
@@ -216,7 +216,9 @@ def status_of_a_request(service: Launched) -> int | None:
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_a_bundle_that_is_cut_off_under_the_server_is_told_and_put_right(bundles: list[Made], tmp_path: Path) -> None:
+def test_a_bundle_that_is_cut_off_under_the_server_is_told_and_put_right(
+    bundles: list[SmallBundle], tmp_path: Path
+) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(bundles[0].folder, folder)
     rows, tables = list(folder.rglob("rows.bin")), list(folder.rglob("tables/*"))
@@ -258,7 +260,7 @@ def test_sigterm_drains_and_ends_with_0(service: Launched) -> None:
 
 
 @pytest.mark.launch
-def test_what_keeps_it_from_beginning_is_told_in_a_line(bundles: list[Made], tmp_path: Path) -> None:
+def test_what_keeps_it_from_beginning_is_told_in_a_line(bundles: list[SmallBundle], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run(str(bundles[0].folder), f"--port={port}")

@@ -30,8 +30,8 @@ from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError, Jagged
@@ -326,7 +326,7 @@ def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_bundle_with_array_columns_is_written_as_onnx(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="the package onnxscript is not installed (extra `onnx`)")
-    from torchrec_ext.retrieval.onnx.bundle import export_bundle
+    from torchrec_ext.retrieval.onnx.onnx_bundle import export_bundle
 
     _, bundle = exported(tmp_path / "bundle")
     assert max(export_bundle(bundle, tmp_path / "onnx")["differences"].values()) < 1e-5

@@ -17,7 +17,7 @@ from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.networks.training import Member, optimizer_of, train_stack
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import Together
+from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import model_state
@@ -139,7 +139,7 @@ def test_a_members_checkpoint_is_a_network_of_its_own(tmp_path: Path) -> None:
         stack = Stack({"alone": alone})
         optimizer = StackedOptimizer(stack, {"alone": member.optimizer})
         optimizer.begin()
-        load_checkpoint(path, model_state(alone, optimizer_of(stack, optimizer, "alone")), Together(Runtime()))
+        load_checkpoint(path, model_state(alone, optimizer_of(stack, optimizer, "alone")), CheckpointRanks(Runtime()))
         for key, value in expected.items():
             assert torch.equal(found[key], value)
             assert torch.equal(alone.state_dict()[key], value)

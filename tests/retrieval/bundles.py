@@ -11,8 +11,8 @@ import pyarrow as pa
 from tests.examples import ITEMS, USERS, redrawn, small_model
 from torchrec_ext.models.tower_model import Interaction, TowerModel
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.export import export
 
 
 def contents(seed: int = 0, items: int = ITEMS - 1) -> dict[str, Any]:

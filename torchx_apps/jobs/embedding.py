@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrec_ext.data.preprocess.folders import hidden_folder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.bundle.sides import open_preprocessor, open_side, tower_digest
+from torchrec_ext.retrieval.bundle.encoder import open_encoder, open_preprocessor, tower_digest
 from torchrec_ext.retrieval.bundle.tables import UserTable
 from torchrec_ext.retrieval.store.ids import IdMap, Ids
 from torchrec_ext.retrieval.store.quantized import Dtype
@@ -66,7 +66,7 @@ class TowerGroup:
     ) -> None:
         self.names, self.runtime, self.catalogue, self.key = list(names), runtime, catalogue, key
         self.digest = tower_digest(bundle.architecture, self.names, bundle.manifest.content["files"])
-        self.encoder = open_side(bundle.folder, bundle.architecture, self.names, open_preprocessor(bundle.folder))
+        self.encoder = open_encoder(bundle.folder, bundle.architecture, self.names, open_preprocessor(bundle.folder))
         self._files: CatalogueFiles | KnownUsers | None = None
         rank, world_size = runtime.rank, runtime.world_size
         if catalogue == "known":

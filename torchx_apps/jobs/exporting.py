@@ -11,7 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest
-from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import BatchSchema
 from torchx_apps.jobs.report import StageProgress, program
 from torchx_apps.tasks.job import Export, Task
@@ -38,7 +38,7 @@ def export_task(
         runtime: this process's place in the job.
         out: the folder to make.
         details: JSON values for the certificate.
-        settings: of :func:`torchrec_ext.retrieval.export.export.export`.
+        settings: of :func:`torchrec_ext.retrieval.exporting.export.export`.
 
     Raises:
         BundleError: the model or the data cannot be served.
@@ -47,7 +47,7 @@ def export_task(
         raise BundleError(
             f"the task {type(task).__name__} has no method export_data(schema), which says what the catalogue and the users "
             "are; see "
-            "torchx_apps.tasks.export_data, or call torchrec_ext.retrieval.export.export.export with them"
+            "torchx_apps.tasks.export_data, or call torchrec_ext.retrieval.exporting.export.export with them"
         )
     found = task.export_data(schema)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
@@ -84,7 +84,7 @@ def end_with_bundle(
 def check_exportable_to_onnx(model: nn.Module, skip: Sequence[str]) -> None:
     """Refuses a model with towers that no ONNX file can be made of, before minutes of loading."""
     from torchrec_ext.retrieval.bundle.audit import LiveModel
-    from torchrec_ext.retrieval.onnx.bundle import check_exportable
+    from torchrec_ext.retrieval.onnx.onnx_bundle import check_exportable
 
     check_exportable({name: own["class"] for name, own in LiveModel(model).towers.items()}, skip)
 

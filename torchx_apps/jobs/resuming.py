@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, damage, newest_good
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, newest_good
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchx_apps.cli.link_watch import children_of
 from torchx_apps.cli.sigterm import end_now, once
@@ -50,7 +50,7 @@ def _launch_of(folder: Path) -> str | None:
     return file.read_text().strip() if file.is_file() else None
 
 
-def common_checkpoints(folders: Mapping[str, CheckpointFolder], together: Together) -> dict[str, str]:
+def common_checkpoints(folders: Mapping[str, CheckpointFolder], together: CheckpointRanks) -> dict[str, str]:
     """Finds the newest step of which every folder has a good checkpoint; returns the checkpoints' paths by folder name.
 
     Returns nothing where there is no such step.
@@ -134,7 +134,7 @@ def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False)
     return path
 
 
-def find_checkpoint(flag: str, location: str, together: Together, which: str = "last") -> str:
+def find_checkpoint(flag: str, location: str, together: CheckpointRanks, which: str = "last") -> str:
     """Returns the path of a good checkpoint at a location. Collective.
 
     Args:
@@ -164,7 +164,7 @@ def find_checkpoint(flag: str, location: str, together: Together, which: str = "
     return location if is_url(location) else str(Path(location).absolute())
 
 
-def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together: Together) -> str:
+def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together: CheckpointRanks) -> str:
     listed = ", ".join(map(str, sorted(steps)))
     step = best_step(folder, together) if which == "best" else int(which) if which.isdecimal() else None
     if step is None and which == "best":
@@ -182,7 +182,7 @@ def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together
     return folder.path(step)
 
 
-def best_step(folder: CheckpointFolder, together: Together) -> int | None:
+def best_step(folder: CheckpointFolder, together: CheckpointRanks) -> int | None:
     """Returns the step of the best evaluation, where one was marked and its checkpoint exists. Collective."""
     noted = together.on_main(lambda: folder.noted("best.json"))
     step = noted.get("step") if isinstance(noted, dict) else None
@@ -190,7 +190,7 @@ def best_step(folder: CheckpointFolder, together: Together) -> int | None:
 
 
 def checkpoint_to_export(
-    location: str, which: str | None, together: Together, *, restores: bool = True
+    location: str, which: str | None, together: CheckpointRanks, *, restores: bool = True
 ) -> tuple[str, str]:
     """Returns the path of the checkpoint to export or publish, and a text that says which one it is. Collective.
 

@@ -35,7 +35,7 @@ from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import Together
+from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import RunCheckpoints, begin_with
 from torchrec_ext.train.checkpoint.vectors import load_vectors
 from torchrec_ext.train.config import Record
@@ -321,7 +321,7 @@ def _begin_with(
             print(f"table '{name}' begins with {count:,} vectors of {file}")
     if not job.start.path:
         return
-    together = Together(runtime)
+    together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
     configs = [table for _, collection in collections(model) for table in table_configs(collection)]
     features = {table.name: schema.feature(table.feature_names[0]) for table in configs}

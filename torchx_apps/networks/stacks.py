@@ -25,7 +25,12 @@ from torchrec_ext.networks.skeleton import first_difference
 from torchrec_ext.networks.training import Codistillation, Member, is_over, train_stack
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, newest_good, read_checkpoint_manifest
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointFolder,
+    CheckpointRanks,
+    newest_good,
+    read_checkpoint_manifest,
+)
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import Loader
@@ -222,7 +227,7 @@ class StackedMembers:
             for name, one in self._built.items()
             if one.job.checkpoint.saves
         }
-        together = Together(self._runtime)
+        together = CheckpointRanks(self._runtime)
         last = {name: path for name, folder in folders.items() if (path := newest_good(folder, together)) is not None}
         over = {name: path for name, path in last.items() if self._is_over(name, path)}
         left = {name: folder for name, folder in folders.items() if name not in over}

@@ -20,7 +20,7 @@ from torchrec_ext.data.datasets.labelled import LabelledData
 from torchrec_ext.data.datasets.sequences import SequenceData, most_recent
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Normalize, Step, Vocabulary
-from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.schema import BatchSchema
 
 PARTS = ("test", "validation", "train")  # a user's features are those of the first part that has a row of his or hers
@@ -29,7 +29,7 @@ AUDITED = 1000
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportData:
-    """The arguments of :func:`torchrec_ext.retrieval.export.export.export` that are data."""
+    """The arguments of :func:`torchrec_ext.retrieval.exporting.export.export` that are data."""
 
     catalogue: Catalogue
     users: NamedUsers

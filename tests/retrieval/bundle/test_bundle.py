@@ -24,8 +24,8 @@ from tests.retrieval.bundles import bundle_of, contents, model_of
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.tables import read_table, write_table
-from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue
+from torchrec_ext.retrieval.exporting.content import Catalogue
+from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import StoreError, file_digest
 from torchrec_ext.retrieval.store.writer import write_store
@@ -503,7 +503,7 @@ def test_towers_that_were_changed_under_a_new_name_fail_the_audit(pristine: Path
 
     def with_new_digest(content: dict[str, Any]) -> None:
         seen = Bundle.__new__(Bundle)
-        from torchrec_ext.retrieval.bundle.sides import Architecture
+        from torchrec_ext.retrieval.bundle.encoder import Architecture
 
         seen.architecture = Architecture.open(folder)
         seen.manifest = Manifest(content=content, certificate={})

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import DataType
 from tests.retrieval.bundles import bundle_of
 from torchrec_ext.modules.compression import Compression
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle.sides import PlainTower, is_plain
+from torchrec_ext.retrieval.bundle.encoder import PlainTower, is_plain
 from torchrec_ext.schema import BatchSchema, Jagged
 
 pytestmark = pytest.mark.unit

@@ -16,8 +16,8 @@ from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError
-from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import DataError, Jagged
 
 pytest.importorskip("ibis", reason="needs the extra `data`")

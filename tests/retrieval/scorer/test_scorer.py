@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.examples import ITEMS, USERS
-from tests.retrieval.served import FIRST_ITEM, FIRST_USER, Made
+from tests.retrieval.small_bundle import FIRST_ITEM, FIRST_USER, SmallBundle
 from torchrec_ext.models.tower_model import Interaction
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import (
@@ -33,21 +33,21 @@ USER = 7
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("made") / "bundle")
+def made(tmp_path_factory: pytest.TempPathFactory) -> SmallBundle:
+    return SmallBundle(tmp_path_factory.mktemp("made") / "bundle")
 
 
 @pytest.fixture(scope="module")
-def dot(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("made") / "bundle", interaction="dot", seed=1)
+def dot(tmp_path_factory: pytest.TempPathFactory) -> SmallBundle:
+    return SmallBundle(tmp_path_factory.mktemp("made") / "bundle", interaction="dot", seed=1)
 
 
 @pytest.fixture
-def scorer(made: Made) -> Scorer:
+def scorer(made: SmallBundle) -> Scorer:
     return Scorer(made.bundle)
 
 
-def best(made: Made, user: int, left: NDArray[np.int64]) -> list[int]:
+def best(made: SmallBundle, user: int, left: NDArray[np.int64]) -> list[int]:
     """Ids of ``left``, best first by the whole model."""
     logits = made.logits(np.full(len(left), user), left)
     return left[logits.sort(descending=True, stable=True).indices.numpy()].tolist()  # type: ignore[no-any-return]
@@ -59,7 +59,7 @@ def seen(user: int) -> list[int]:
 
 @pytest.mark.parametrize("interaction", ["top_nn", "dot", "cosine", "gmf"])
 def test_scores_are_the_whole_models_on_100_000_random_pairs(interaction: Interaction, tmp_path: Path) -> None:
-    made, random = Made(tmp_path / "bundle", interaction=interaction), np.random.default_rng(0)
+    made, random = SmallBundle(tmp_path / "bundle", interaction=interaction), np.random.default_rng(0)
     users = random.integers(FIRST_USER, USERS, 500)
     items = random.integers(FIRST_ITEM, FIRST_ITEM + ITEMS - 1, (500, 200))
     asked = [
@@ -73,7 +73,7 @@ def test_scores_are_the_whole_models_on_100_000_random_pairs(interaction: Intera
 
 @pytest.mark.parametrize("kind", ["made", "dot"])
 def test_recommended_are_the_models_best_without_what_was_seen(kind: str, request: pytest.FixtureRequest) -> None:
-    made: Made = request.getfixturevalue(kind)
+    made: SmallBundle = request.getfixturevalue(kind)
     scorer, users = Scorer(made.bundle), range(FIRST_USER, FIRST_USER + 20)
     answers = scorer.answer([RecommendRequest(user={"user_id": user}, k=5) for user in users])
     for user, answer in zip(users, answers, strict=True):
@@ -97,7 +97,7 @@ def test_recommended_are_the_models_best_without_what_was_seen(kind: str, reques
     ],
 )
 def test_filters_hold_inside_the_search_and_among_candidates(
-    made: Made, scorer: Scorer, filters: Any, left: NDArray[np.bool_]
+    made: SmallBundle, scorer: Scorer, filters: Any, left: NDArray[np.bool_]
 ) -> None:
     left = left & ~np.isin(ALL, seen(USER))
     plain = RecommendRequest(user={"user_id": USER + 1}, k=3)
@@ -108,7 +108,7 @@ def test_filters_hold_inside_the_search_and_among_candidates(
 
 
 def test_a_first_stage_by_products_hands_on_what_the_top_nn_ranks_and_says_what_it_misses(
-    made: Made, dot: Made
+    made: SmallBundle, dot: SmallBundle
 ) -> None:
     bundle, staged = made.bundle, Scorer(made.bundle, stage="dot", retrieve=12)
     answer = staged.recommend(RecommendRequest(user={"user_id": USER}, k=4, retrieve=9, exclude_seen=False))
@@ -127,14 +127,14 @@ def test_a_first_stage_by_products_hands_on_what_the_top_nn_ranks_and_says_what_
 
 
 @pytest.mark.slow
-def test_a_compiled_top_nn_ranks_alike(made: Made, scorer: Scorer) -> None:
+def test_a_compiled_top_nn_ranks_alike(made: SmallBundle, scorer: Scorer) -> None:
     asked = ScoreRequest(user={"user_id": USER}, items=ALL.tolist())
     np.testing.assert_allclose(
         Scorer(made.bundle, compile="auto").score(asked).scores, scorer.score(asked).scores, atol=1e-5
     )
 
 
-def test_features_of_the_request_take_precedence_over_known_ones(made: Made, scorer: Scorer) -> None:
+def test_features_of_the_request_take_precedence_over_known_ones(made: SmallBundle, scorer: Scorer) -> None:
     answer = scorer.score(ScoreRequest(user={"user_id": USER, "age": 0.9, "history": [3, 4]}, items=ALL.tolist()))
     vector = made.bundle.embed_query({"user_id": [USER], "age": [0.9], "history": [[3, 4]]})
     expected = made.bundle.interaction.score_all(vector, made.bundle.store.matrix())[0]  # type: ignore[operator]
@@ -143,7 +143,7 @@ def test_features_of_the_request_take_precedence_over_known_ones(made: Made, sco
     assert not np.allclose(answer.scores, known.scores, atol=1e-5)
 
 
-def test_a_cold_start_is_answered_and_said(made: Made, scorer: Scorer) -> None:
+def test_a_cold_start_is_answered_and_said(made: SmallBundle, scorer: Scorer) -> None:
     answer = scorer.recommend(RecommendRequest(user={"user_id": 9_999}, k=3))
     assert (answer.cold.unknown_user, list(answer.cold.unknown_features)) == (True, ["user_id"])
     anyone = scorer.recommend(RecommendRequest(user={"user_id": 9_998}, k=3))
@@ -159,7 +159,7 @@ def test_a_cold_start_is_answered_and_said(made: Made, scorer: Scorer) -> None:
     assert unknown.scores[0] == pytest.approx(float(oov[0, 0]), abs=1e-5)
 
 
-def test_an_unknown_candidate_is_ranked_by_its_own_id_as_the_unknown_item(made: Made, scorer: Scorer) -> None:
+def test_an_unknown_candidate_is_ranked_by_its_own_id_as_the_unknown_item(made: SmallBundle, scorer: Scorer) -> None:
     asked = {"user": {"user_id": USER}, "candidates": [77, 1_020, 1_021, 78], "exclude": [1_021], "titles": True}
     answer = scorer.recommend(RecommendRequest(**asked))  # type: ignore[arg-type]
     assert sorted(cast(Any, answer.items)) == [77, 78, 1_020]
@@ -230,7 +230,7 @@ def test_more_than_there_is_answers_all_and_says_how_many_were_asked(scorer: Sco
 
 
 def test_without_a_table_of_users_every_feature_must_be_given(tmp_path: Path) -> None:
-    scorer = Scorer(Made(tmp_path / "bundle", users=False).bundle)
+    scorer = Scorer(SmallBundle(tmp_path / "bundle", users=False).bundle)
     with pytest.raises(RequestError, match=r"user\.\w+: it is missing"):
         scorer.recommend(RecommendRequest(user={"user_id": USER}))
     answer = scorer.recommend(RecommendRequest(user={"user_id": USER, "age": 0.1, "history": []}, k=3, liked=3))
@@ -243,7 +243,7 @@ def test_titles_and_what_was_liked_come_when_asked_for(scorer: Scorer) -> None:
     assert (answer.liked, answer.liked_titles) == ([FIRST_ITEM + 7], ["Item <b>7</b>"])
 
 
-def test_outputs_of_both_sides(made: Made, scorer: Scorer) -> None:
+def test_outputs_of_both_sides(made: SmallBundle, scorer: Scorer) -> None:
     found = scorer.embed(EmbedRequest(rows=[{"user_id": USER}, {"user_id": 9_999}]))
     expected = made.bundle.embed_query({"user_id": [USER], "age": [made.ages[USER]], "history": [made.histories[USER]]})
     torch.testing.assert_close(found.vectors[:1], expected)
@@ -277,7 +277,7 @@ def stored(folder: Path, bundle: Bundle, tower: str) -> StoredVectors:
 
 
 def test_stored_vectors_are_taken_where_no_feature_is_given_and_only_of_the_same_tower(
-    made: Made, tmp_path: Path
+    made: SmallBundle, tmp_path: Path
 ) -> None:
     bundle, request = made.bundle, RecommendRequest(user={"user_id": USER}, k=3)
     ours = Scorer(bundle, vectors=[stored(tmp_path / "a", bundle, bundle.query_digest)])
@@ -293,7 +293,7 @@ def test_stored_vectors_are_taken_where_no_feature_is_given_and_only_of_the_same
     assert other.recommend(request).cold.vector == "live"
 
 
-def test_a_store_that_goes_away_is_passed_over_for_a_while_and_taken_again(made: Made, tmp_path: Path) -> None:
+def test_a_store_that_goes_away_is_passed_over_for_a_while_and_taken_again(made: SmallBundle, tmp_path: Path) -> None:
     bundle, request = made.bundle, RecommendRequest(user={"user_id": USER}, k=3)
     remote = Fickle(stored(tmp_path, bundle, "a tower"), "a tower")
     vectors = RemoteVectors(lambda tower, width: remote, (ConnectionError,), retry_s=0.5)
@@ -311,7 +311,7 @@ def test_a_store_that_goes_away_is_passed_over_for_a_while_and_taken_again(made:
     assert vectors.available
 
 
-def test_a_swap_is_whole_every_answer_is_of_the_bundle_it_names(made: Made, dot: Made) -> None:
+def test_a_swap_is_whole_every_answer_is_of_the_bundle_it_names(made: SmallBundle, dot: SmallBundle) -> None:
     bundles, request = [made.bundle, dot.bundle], RecommendRequest(user={"user_id": USER}, k=10)
     expected = {bundle.manifest.digest: Scorer(bundle).recommend(request).items for bundle in bundles}
     assert len({tuple(items) for items in expected.values()}) == 2

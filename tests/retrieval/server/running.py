@@ -17,7 +17,7 @@ import uvicorn
 
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
-from torchrec_ext.retrieval.server.service import Service
+from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.telemetry import Log
 from torchrec_ext.retrieval.server.worker import uvicorn_config
@@ -62,7 +62,7 @@ class Client:
 
 @dataclass
 class Running:
-    service: Service
+    queued: QueuedScorer
     port: int
     log: io.StringIO
 
@@ -71,17 +71,17 @@ class Running:
 
 
 @contextmanager
-def serving(bundle: Bundle, *, vectors: Sequence[UserVectors] = (), **settings: Any) -> Iterator[Running]:
+def running_server(bundle: Bundle, *, vectors: Sequence[UserVectors] = (), **settings: Any) -> Iterator[Running]:
     """A service of ``bundle`` until the block ends."""
     log = io.StringIO()
-    service = Service(ServerConfig(bundle=Path("unused"), **settings), bundle, vectors=vectors, log=Log(log))
+    queued = QueuedScorer(ServerConfig(bundle=Path("unused"), **settings), bundle, vectors=vectors, log=Log(log))
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn_config(service))
+    server = uvicorn.Server(uvicorn_config(queued))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
-        yield Running(service, listening.getsockname()[1], log)
+        yield Running(queued, listening.getsockname()[1], log)
     finally:
         server.should_exit = True
         thread.join(20)
-        service.close()
+        queued.close()

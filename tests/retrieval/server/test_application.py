@@ -18,11 +18,11 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
-from tests.retrieval.served import Made
-from tests.retrieval.server.running import Running, serving
+from tests.retrieval.server.running import Running, running_server
+from tests.retrieval.small_bundle import SmallBundle
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
-from torchrec_ext.retrieval.server.service import Service
+from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 from torchrec_ext.retrieval.server.telemetry import Log, resident_bytes
 
@@ -33,18 +33,18 @@ LIMITS = Limits(body_bytes=20_000, k=20, candidates=30, rows=3, queue=2, time_ms
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return Made(tmp_path_factory.mktemp("made") / "bundle").bundle
+    return SmallBundle(tmp_path_factory.mktemp("made") / "bundle").bundle
 
 
 @pytest.fixture(scope="module")
 def running(bundle: Bundle) -> Iterator[Running]:
-    with serving(bundle, limits=LIMITS) as found:
+    with running_server(bundle, limits=LIMITS) as found:
         yield found
 
 
 def test_recommend_answers_what_the_scorer_does(running: Running) -> None:
     answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}, "k": 3, "titles": True, "liked": 2})
-    expected = running.service.scorer.recommend(RecommendRequest(user={"user_id": USER}, k=3, titles=True, liked=2))
+    expected = running.queued.scorer.recommend(RecommendRequest(user={"user_id": USER}, k=3, titles=True, liked=2))
     assert answer.status == 200
     assert answer.json == {
         "items": expected.items,
@@ -53,7 +53,7 @@ def test_recommend_answers_what_the_scorer_does(running: Running) -> None:
         "unknown_features": [],
         "vector": "live",
         "unknown_items": [],
-        "bundle": running.service.scorer.bundle.manifest.digest,
+        "bundle": running.queued.scorer.bundle.manifest.digest,
         "asked": 3,
         "answered": 3,
         "titles": expected.titles,
@@ -64,13 +64,13 @@ def test_recommend_answers_what_the_scorer_does(running: Running) -> None:
 
 def test_a_first_stage_that_misses_most_is_told(bundle: Bundle) -> None:
     log = io.StringIO()
-    service = Service(ServerConfig(bundle=Path("unused"), stage="dot", retrieve=1), bundle, log=Log(log))
-    service.tell_bundle()
+    queued = QueuedScorer(ServerConfig(bundle=Path("unused"), stage="dot", retrieve=1), bundle, log=Log(log))
+    queued.log_bundle()
     loaded, unsuitable = map(json.loads, log.getvalue().splitlines())
     assert loaded["stage_recall_at_10"] < 0.5
     assert unsuitable["event"] == "stage_unsuitable"
     assert "take --stage exact" in unsuitable["why"]
-    service.close()
+    queued.close()
 
 
 def test_score_and_embed(running: Running) -> None:
@@ -194,14 +194,14 @@ class Slow:
 
     def __init__(self, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.let = threading.Event(), threading.Event()
-        answer = running.service.scorer.answer
+        answer = running.queued.scorer.answer
 
         def held(requests: Sequence[Any]) -> Any:
             self.begun.set()
             self.let.wait(20)
             return answer(requests)
 
-        monkeypatch.setattr(running.service.scorer, "answer", held)
+        monkeypatch.setattr(running.queued.scorer, "answer", held)
 
 
 def in_background(running: Running, *bodies: Any) -> tuple[list[Any], list[threading.Thread]]:
@@ -228,7 +228,7 @@ def test_a_full_queue_is_429_and_what_waits_is_answered(running: Running, monkey
     first, one = in_background(running, asked)
     assert slow.begun.wait(20)
     rest, others = in_background(running, asked, asked)
-    until(lambda: running.service.waiting() == 2)
+    until(lambda: running.queued.waiting() == 2)
     refused = running.client().post("/v1/recommend", asked)
     assert (refused.status, refused.headers["retry-after"]) == (429, "1")
     assert refused.json["error"]["limit"] == {"name": "queue", "value": 2}
@@ -242,33 +242,33 @@ def test_a_full_queue_is_429_and_what_waits_is_answered(running: Running, monkey
 def test_searches_are_admitted_by_what_they_cost_and_run_in_slices(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(bundle, limits=Limits(time_ms=20_000)) as running:
-        monkeypatch.setattr(running.service.scorer._serving, "search_s", 6.0, raising=False)
+    with running_server(bundle, limits=Limits(time_ms=20_000)) as running:
+        monkeypatch.setattr(running.queued.scorer._ready, "search_s", 6.0, raising=False)
         slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}, "k": 3}
-        held, batches = running.service.scorer.answer, list[list[str]]()
+        held, batches = running.queued.scorer.answer, list[list[str]]()
 
         def noted(requests: Sequence[Any]) -> Any:
             batches.append([type(one).__name__ for one in requests])
             return held(requests)
 
-        monkeypatch.setattr(running.service.scorer, "answer", noted)
+        monkeypatch.setattr(running.queued.scorer, "answer", noted)
         answers, threads = in_background(running, asked)
         assert slow.begun.wait(20)
         for waiting in (1, 2):
             others = in_background(running, asked)
             answers, threads = answers + others[0], threads + others[1]
-            until(lambda waiting=waiting: running.service.waiting() == waiting)
+            until(lambda waiting=waiting: running.queued.waiting() == waiting)
         refused = running.client().post("/v1/recommend", asked)
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
         assert "before this one take 18,000 ms and it takes 6,000, and the limit is 20000 ms; come back" in refused.told
         assert refused.json["error"]["limit"] == {"name": "time_ms", "value": 20_000}
         among = in_background(running, {**asked, "candidates": [1_001, 1_002]})  # no search
-        until(lambda: running.service.waiting() == 3)
+        until(lambda: running.queued.waiting() == 3)
         slow.let.set()
         for thread in (*threads, *among[1]):
             thread.join(20)
         assert batches == [["RecommendRequest"], ["RecommendRequest"] * 2, ["RecommendRequest"]]
-        monkeypatch.setattr(running.service.scorer._serving, "search_s", 21.0, raising=False)
+        monkeypatch.setattr(running.queued.scorer._ready, "search_s", 21.0, raising=False)
         too_long = running.client().post("/v1/recommend", asked)
         assert (too_long.status, too_long.json["error"]["limit"]) == (413, {"name": "time_ms", "value": 20_000})
         assert (
@@ -285,8 +285,8 @@ def test_a_client_that_goes_away_leaves_the_queue(running: Running, monkeypatch:
     for _ in range(3):  # more than the queue takes
         with socket.create_connection(("127.0.0.1", running.port)) as raw:
             raw.sendall(b"POST /v1/recommend HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-            until(lambda: running.service.in_flight == 2)
-        until(lambda: running.service.in_flight == 1)
+            until(lambda: running.queued.in_flight == 2)
+        until(lambda: running.queued.in_flight == 1)
     slow.let.set()
     threads[0].join(20)
     assert answers[0].status == 200
@@ -295,8 +295,8 @@ def test_a_client_that_goes_away_leaves_the_queue(running: Running, monkeypatch:
 
 
 def test_a_store_that_is_cut_off_under_the_service_is_503_and_ends_nothing(tmp_path: Path) -> None:
-    made = Made(tmp_path / "bundle")
-    with serving(made.bundle) as running:
+    made = SmallBundle(tmp_path / "bundle")
+    with running_server(made.bundle) as running:
         rows = next((tmp_path / "bundle" / "store").glob("*/rows.bin"))
         os.truncate(rows, 8)
         answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}})
@@ -308,7 +308,7 @@ def test_a_store_that_is_cut_off_under_the_service_is_503_and_ends_nothing(tmp_p
 def test_what_takes_too_long_is_503_and_a_body_that_never_ends_408(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(bundle, limits=Limits(time_ms=50)) as running:
+    with running_server(bundle, limits=Limits(time_ms=50)) as running:
         slow = Slow(running, monkeypatch)
         answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}})
         assert (answer.status, answer.json["error"]["limit"]) == (503, {"name": "time_ms", "value": 50})
@@ -331,7 +331,7 @@ def test_a_body_of_100_mb_is_refused_and_not_kept(running: Running) -> None:
 
 
 def test_a_token_is_asked_of_callers_and_not_of_probes(bundle: Bundle) -> None:
-    with serving(bundle, token="a secret of some length") as running:
+    with running_server(bundle, token="a secret of some length") as running:
         client, asked = running.client(), {"user": {"user_id": USER}}
         missing = client.post("/v1/recommend", asked)
         assert (missing.status, missing.headers["www-authenticate"]) == (401, "Bearer")
@@ -340,15 +340,15 @@ def test_a_token_is_asked_of_callers_and_not_of_probes(bundle: Bundle) -> None:
         assert client.get("/metrics").status == 401
         assert client.post("/v1/recommend", asked, Authorization="Bearer a secret of some length").status == 200
         assert [client.get(path).status for path in ("/healthz", "/readyz", "/", "/openapi.json")] == [200] * 4
-        running.service.refuse("/srv/bundle/store: of another tower")
+        running.queued.refuse("/srv/bundle/store: of another tower")
         assert "srv" not in client.get("/readyz").json["refused"]
         bearer = {"Authorization": "Bearer a secret of some length"}
         assert client.get("/readyz", **bearer).json["refused"] == "/srv/bundle/store: of another tower"
         assert client.get("/v1/bundle", **bearer).json["sample_users"][:2] == [1, 2]
         assert "secret" not in running.log.getvalue()
-        assert "secret" not in repr(running.service.settings)
+        assert "secret" not in repr(running.queued.settings)
     with pytest.raises(ValueError, match="the token is empty"):
-        ServerConfig(bundle=running.service.settings.bundle, token=" ")
+        ServerConfig(bundle=running.queued.settings.bundle, token=" ")
 
 
 def test_ids_of_users_are_not_told_without_a_token(running: Running) -> None:
@@ -368,7 +368,7 @@ def test_ids_of_users_are_not_told_without_a_token(running: Running) -> None:
     ],
 )
 def test_a_host_of_another_name_is_refused(bundle: Bundle, host: str, status: int) -> None:
-    with serving(bundle, allowed_hosts=("localhost", "*.Example.com", "::1")) as running:
+    with running_server(bundle, allowed_hosts=("localhost", "*.Example.com", "::1")) as running:
         answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}}, Host=host)
     assert answer.status == status
     if status == 400:
@@ -383,25 +383,25 @@ def test_ready_says_what_is_served_and_what_was_refused(running: Running, bundle
         "refused": None,
         "vectors": {},
     }
-    running.service.refuse("/srv/bundle/store: of another tower")
+    running.queued.refuse("/srv/bundle/store: of another tower")
     refused = client.get("/readyz", Authorization="Bearer None").json["refused"]
     assert (
         refused
         == "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
     )
     assert client.post("/v1/recommend", {"user": {"user_id": USER}}).status == 200
-    running.service.serve(running.service.scorer.bundle)
+    running.queued.swap(running.queued.scorer.bundle)
     assert client.get("/readyz").json["refused"] is None
 
 
 def test_a_drain_refuses_new_requests_and_finishes_those_it_has(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(bundle) as running:
+    with running_server(bundle) as running:
         slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}}
         answers, threads = in_background(running, asked)
         assert slow.begun.wait(20)
-        running.service.draining = True
+        running.queued.draining = True
         refused = running.client().post("/v1/recommend", asked)
         assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (503, "1", "close")
         ready = running.client().get("/readyz")
@@ -437,7 +437,7 @@ def test_an_error_of_ours_is_500_and_told_in_the_log_without_its_words(
     def broken(requests: Sequence[Any]) -> Any:
         raise KeyError("user 4711")
 
-    monkeypatch.setattr(running.service.scorer, "answer", broken)
+    monkeypatch.setattr(running.queued.scorer, "answer", broken)
     answer = running.client().post("/v1/recommend", {"user": {"user_id": USER}})
     assert (answer.status, answer.json["error"]["code"]) == (500, "internal")
     assert "4711" not in answer.content.decode() + running.log.getvalue()

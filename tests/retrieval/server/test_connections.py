@@ -15,9 +15,9 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
-from tests.retrieval.served import Made
 from tests.retrieval.server.launched import until
-from tests.retrieval.server.running import Running, serving
+from tests.retrieval.server.running import Running, running_server
+from tests.retrieval.small_bundle import SmallBundle
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.server.settings import Limits
 from torchrec_ext.retrieval.server.worker import allow_files
@@ -30,17 +30,17 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return Made(tmp_path_factory.mktemp("made") / "bundle").bundle
+    return SmallBundle(tmp_path_factory.mktemp("made") / "bundle").bundle
 
 
 @pytest.fixture(scope="module")
 def running(bundle: Bundle) -> Iterator[Running]:
-    with serving(bundle, token=TOKEN) as found:
+    with running_server(bundle, token=TOKEN) as found:
         yield found
 
 
 def closed(running: Running, why: str) -> float:
-    return float(running.service.metrics.closed.labels(why)._value.get())
+    return float(running.queued.metrics.closed.labels(why)._value.get())
 
 
 def sent(port: int, *parts: bytes) -> bytes:
@@ -90,7 +90,7 @@ def test_a_head_within_the_limit_passes_in_pieces_one_after_the_other(running: R
 
 
 def test_sockets_that_are_silent_or_never_end_a_head_are_closed_and_others_go_on(bundle: Bundle) -> None:
-    with serving(bundle, limits=Limits(header_ms=300, time_ms=200)) as running, ExitStack() as stack:
+    with running_server(bundle, limits=Limits(header_ms=300, time_ms=200)) as running, ExitStack() as stack:
         client = running.client()
         assert client.post("/v1/recommend", ASKED).status == 200
         begun = [
@@ -114,7 +114,7 @@ def test_sockets_that_are_silent_or_never_end_a_head_are_closed_and_others_go_on
 
 
 def test_beyond_the_most_connections_the_one_longest_without_a_request_makes_room(bundle: Bundle) -> None:
-    with serving(bundle, token=TOKEN, limits=Limits(connections=8)) as running, ExitStack() as stack:
+    with running_server(bundle, token=TOKEN, limits=Limits(connections=8)) as running, ExitStack() as stack:
         client = running.client()
         assert client.post("/v1/recommend", ASKED, **BEARER).status == 200
         own = client.connection.sock.getsockname()
@@ -135,11 +135,11 @@ def test_beyond_the_most_connections_the_one_longest_without_a_request_makes_roo
 
 
 def test_where_all_connections_have_a_request_under_way_a_new_one_is_503(bundle: Bundle) -> None:
-    with serving(bundle, limits=Limits(connections=2, time_ms=20_000)) as running, ExitStack() as stack:
+    with running_server(bundle, limits=Limits(connections=2, time_ms=20_000)) as running, ExitStack() as stack:
         for _ in range(2):
             raw = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=20))
             raw.sendall(b"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
-        until(lambda: running.service.in_flight == 2)
+        until(lambda: running.queued.in_flight == 2)
         head, _, body = sent(running.port).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in head

@@ -12,8 +12,8 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
-from tests.retrieval.served import Made
-from tests.retrieval.server.running import Running, serving
+from tests.retrieval.server.running import Running, running_server
+from tests.retrieval.small_bundle import SmallBundle
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.server.openapi import document
 from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
@@ -23,7 +23,7 @@ LIMITS = Limits(k=50, candidates=40, rows=4)
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return Made(tmp_path_factory.mktemp("made") / "bundle").bundle
+    return SmallBundle(tmp_path_factory.mktemp("made") / "bundle").bundle
 
 
 @pytest.mark.unit
@@ -79,6 +79,6 @@ def fuzz(running: Running, examples: int) -> int:
 
 @pytest.mark.parametrize("examples", [25, pytest.param(200, marks=pytest.mark.slow)])
 def test_schemathesis_finds_no_5xx_and_no_answer_that_is_not_described(bundle: Bundle, examples: int) -> None:
-    with serving(bundle, limits=LIMITS) as running:
+    with running_server(bundle, limits=LIMITS) as running:
         assert fuzz(running, examples) > examples
         assert '"status": 5' not in running.log.getvalue()

@@ -15,8 +15,8 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
-from tests.retrieval.served import Made
-from tests.retrieval.server.running import Running, serving
+from tests.retrieval.server.running import Running, running_server
+from tests.retrieval.small_bundle import SmallBundle
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.launch, pytest.mark.skipif(CHROMIUM is None, reason="n
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return Made(tmp_path_factory.mktemp("made") / "bundle").bundle
+    return SmallBundle(tmp_path_factory.mktemp("made") / "bundle").bundle
 
 
 @pytest.fixture(scope="module")
 def running(bundle: Bundle) -> Iterator[Running]:
-    with serving(bundle) as found:
+    with running_server(bundle) as found:
         yield found
 
 
@@ -79,7 +79,7 @@ def test_an_unknown_user_is_said_and_a_wrong_id_is_an_error_in_words(running: Ru
 
 
 def test_a_token_is_asked_for(bundle: Bundle, tmp_path: Path) -> None:
-    with serving(bundle, token="a token of this test") as running:
+    with running_server(bundle, token="a token of this test") as running:
         dom = shown(running, "/", tmp_path)
     assert "This server asks for a token" in dom
     assert re.search(r'<div class="field" id="token-field">', dom)

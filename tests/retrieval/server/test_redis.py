@@ -12,9 +12,9 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
 from tests.retrieval.redis_server import RedisServer
-from tests.retrieval.served import Made
 from tests.retrieval.server.launched import until
-from tests.retrieval.server.running import serving
+from tests.retrieval.server.running import running_server
+from tests.retrieval.small_bundle import SmallBundle
 from torchrec_ext.retrieval.scorer.requests import ScoreRequest
 from torchrec_ext.retrieval.scorer.user_vectors import RemoteVectors, redis_vectors
 from torchrec_ext.retrieval.store.redis import RedisStore
@@ -25,7 +25,7 @@ KNOWN, ELSEWHERE = 7, 5_000  # the second is known to the Redis alone
 
 
 def test_a_redis_that_goes_away_degrades_to_what_is_known_and_recovers(tmp_path: Path) -> None:
-    bundle, redis = Made(tmp_path / "bundle").bundle, RedisServer(tmp_path)
+    bundle, redis = SmallBundle(tmp_path / "bundle").bundle, RedisServer(tmp_path)
     assert bundle.users is not None
     fresh = 2 * bundle.embed_query(bundle.users.rows([KNOWN - 1, KNOWN]))
 
@@ -40,7 +40,7 @@ def test_a_redis_that_goes_away_degrades_to_what_is_known_and_recovers(tmp_path:
     try:
         redis.start()
         fill()
-        with serving(bundle, vectors=redis_vectors(redis.url)) as running:
+        with running_server(bundle, vectors=redis_vectors(redis.url)) as running:
 
             def ask(user: int) -> tuple[int, str]:
                 answer = running.client().post("/v1/score", {"user": {"user_id": user}, "items": [1_001]})
@@ -66,7 +66,7 @@ def test_a_redis_that_goes_away_degrades_to_what_is_known_and_recovers(tmp_path:
 
 
 def test_a_malformed_value_is_a_miss_of_its_user_alone(tmp_path: Path) -> None:
-    bundle, redis = Made(tmp_path / "bundle").bundle, RedisServer(tmp_path)
+    bundle, redis = SmallBundle(tmp_path / "bundle").bundle, RedisServer(tmp_path)
     assert bundle.users is not None
     users = list(range(1, 9))
     whole = bundle.embed_query(bundle.users.rows(list(range(8))))
@@ -83,7 +83,7 @@ def test_a_malformed_value_is_a_miss_of_its_user_alone(tmp_path: Path) -> None:
             write.set(key[user - 1], value)
         write.delete(key[5])
         write.lpush(key[5], "a list")
-        with serving(bundle, vectors=[patient]) as running:
+        with running_server(bundle, vectors=[patient]) as running:
 
             def ask(user: int) -> tuple[int, str]:
                 answer = running.client().post("/v1/score", {"user": {"user_id": user}, "items": [1_001]})
@@ -91,7 +91,7 @@ def test_a_malformed_value_is_a_miss_of_its_user_alone(tmp_path: Path) -> None:
 
             assert [ask(user) for user in users] == [(200, "live")] * 6 + [(200, "redis")] * 2
             asked = [ScoreRequest(user={"user_id": user}, items=[1_001]) for user in users]
-            together = [answer.cold.vector for answer in running.service.scorer.answer(asked)]  # type: ignore[union-attr]
+            together = [answer.cold.vector for answer in running.queued.scorer.answer(asked)]  # type: ignore[union-attr]
             assert together == ["live"] * 6 + ["redis"] * 2
             assert ask(8) == (200, "redis")
             page = running.client().get("/metrics").content.decode()

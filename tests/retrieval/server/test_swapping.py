@@ -18,12 +18,12 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 from tests.examples import ITEMS, USERS, redrawn, table
 from tests.retrieval.bundles import bundle_of, contents
 from tests.retrieval.server.launched import until
-from tests.retrieval.server.running import Running, serving
+from tests.retrieval.server.running import Running, running_server
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import Interaction, interaction_layer
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.export.export import export
+from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.server.worker import Watcher
@@ -57,8 +57,8 @@ class Pointed:
 
     def __init__(self, running: Running, pointer: Path) -> None:
         self.running, self.pointer = running, pointer
-        service = running.service
-        self.watcher = Watcher(pointer, Bundle.load, service.serve, service.refuse, lambda: None, 0.02)
+        queued = running.queued
+        self.watcher = Watcher(pointer, Bundle.load, queued.swap, queued.refuse, lambda: None, 0.02)
         self.watcher.start()
 
     def at(self, bundle: Bundle) -> None:
@@ -67,7 +67,7 @@ class Pointed:
         fresh.replace(self.pointer)
 
     def serves(self, bundle: Bundle) -> bool:
-        return bool(self.running.service.scorer.bundle.manifest.digest == bundle.manifest.digest)
+        return bool(self.running.queued.scorer.bundle.manifest.digest == bundle.manifest.digest)
 
 
 def check_answers(running: Running, bundle: Bundle, stage: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_running_server_takes_bundles_of_other_shapes_or_says_why_not_and_goes
     pointer.write_text(str(bundles["first"].folder))
     answers: list[tuple[int, str]] = []
     ending = threading.Event()
-    with serving(bundles["first"], stage=stage) as running:
+    with running_server(bundles["first"], stage=stage) as running:
 
         def ask() -> None:
             client = running.client()
@@ -101,17 +101,17 @@ def test_a_running_server_takes_bundles_of_other_shapes_or_says_why_not_and_goes
 
         asking = threading.Thread(target=ask)
         asking.start()
-        pointed, service = Pointed(running, pointer), running.service
+        pointed, queued = Pointed(running, pointer), running.queued
         try:
             live = bundles["first"]
             for name in ("wider", "uneven", "dot", "uneven", "first"):
                 pointed.at(bundles[name])
                 if stage == "dot" and name == "uneven":  # has no product of both towers' outputs
-                    until(lambda: service.refused)
-                    assert "the query towers' outputs are 10 wide, the candidate tower's 4" in str(service.refused)
+                    until(lambda: queued.refused)
+                    assert "the query towers' outputs are 10 wide, the candidate tower's 4" in str(queued.refused)
                 else:
                     live = bundles[name]
-                    until(lambda live=live: pointed.serves(live) and service.refused is None)
+                    until(lambda live=live: pointed.serves(live) and queued.refused is None)
                 assert pointed.watcher.is_alive()
                 check_answers(running, live, stage)
         finally:

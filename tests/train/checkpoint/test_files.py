@@ -28,7 +28,7 @@ from torchrec_ext.train.checkpoint import checkpointer as module
 from torchrec_ext.train.checkpoint import folder as folder_module
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, damage, read_index
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, read_index
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 
@@ -180,7 +180,7 @@ def test_what_is_no_plain_file_of_some_size_is_named_and_the_one_before_used(
         part.unlink()
         make(part)
         assert re.search(
-            rf"distcp cannot be read: {message}", str(damage(str(folder / "step-0000000001"), Together(HERE)))
+            rf"distcp cannot be read: {message}", str(damage(str(folder / "step-0000000001"), CheckpointRanks(HERE)))
         )
     checkpointer.close()
 

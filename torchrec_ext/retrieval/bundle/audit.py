@@ -25,9 +25,9 @@ from torchrec_ext.modules.interaction import InteractionLayer, Reordered
 from torchrec_ext.modules.layers import Made, how_made
 from torchrec_ext.modules.session_tower import SessionTower
 from torchrec_ext.retrieval.bundle.architecture import describe_module, rebuild
+from torchrec_ext.retrieval.bundle.encoder import RowEncoder
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.request_columns import Columns, Read
-from torchrec_ext.retrieval.bundle.sides import Side
 from torchrec_ext.retrieval.bundle.tables import read_table, write_table
 from torchrec_ext.retrieval.index.exact import Metric
 from torchrec_ext.retrieval.store.ids import IdMap
@@ -169,7 +169,7 @@ class Audit:
         )
         return live.logits(batch)
 
-    def of_towers(self, query: Side, candidate: Side, interaction: nn.Module) -> tuple[Tensor, Tensor]:
+    def of_towers(self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module) -> tuple[Tensor, Tensor]:
         """(P,) logits of a bundle's towers, and (P, Dc) the candidates' vectors."""
         vectors = candidate.embed(self.candidates.to_pydict())
         return logits(query, query.read(self.queries.to_pydict()), vectors, interaction), vectors
@@ -197,7 +197,7 @@ class Audit:
 
 
 @torch.no_grad()
-def logits(query: Side, read: Read, candidates: Tensor, interaction: nn.Module) -> Tensor:
+def logits(query: RowEncoder, read: Read, candidates: Tensor, interaction: nn.Module) -> Tensor:
     """(B,) logits of rows with a candidate's vector (B, Dc) each."""
     return interaction([*query.outputs(read), candidates]).float()  # type: ignore[no-any-return]
 

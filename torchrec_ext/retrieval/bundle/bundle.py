@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from torchrec_ext.data.preprocess.folders import standing
 from torchrec_ext.retrieval.bundle import audit as audits
-from torchrec_ext.retrieval.bundle.index import open_index
-from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, check_files
-from torchrec_ext.retrieval.bundle.request_columns import Rows
-from torchrec_ext.retrieval.bundle.sides import (
+from torchrec_ext.retrieval.bundle.encoder import (
     Architecture,
-    Side,
+    RowEncoder,
+    open_encoder,
     open_interaction,
     open_preprocessor,
-    open_side,
     projection_digest,
     tower_digest,
 )
+from torchrec_ext.retrieval.bundle.index import open_index
+from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, check_files
+from torchrec_ext.retrieval.bundle.request_columns import Rows
 from torchrec_ext.retrieval.bundle.tables import ItemTable, UserTable, read_table
 from torchrec_ext.retrieval.bundle.values import check_values
 from torchrec_ext.retrieval.index.projection import Projection, projection
@@ -60,8 +60,8 @@ class Bundle:
         self.query, self.candidate = self.architecture.query, self.architecture.candidate
         self._check_towers()
         preprocessor = open_preprocessor(folder)
-        self._query = open_side(folder, self.architecture, self.query, preprocessor, also)
-        self._candidate = open_side(folder, self.architecture, [self.candidate], preprocessor, also)
+        self._query = open_encoder(folder, self.architecture, self.query, preprocessor, also)
+        self._candidate = open_encoder(folder, self.architecture, [self.candidate], preprocessor, also)
         self.interaction = open_interaction(folder, self.architecture, also)
         self.projection: Projection = projection(self.interaction, self._candidate.width)
         self.store = self._open_store(STORE, self.candidate_digest, self._candidate.width)
@@ -85,7 +85,7 @@ class Bundle:
         """Reads a bundle, and refuses what does not belong together.
 
         Args:
-            folder: that :func:`torchrec_ext.retrieval.export.export.export` wrote.
+            folder: that :func:`torchrec_ext.retrieval.exporting.export.export` wrote.
             verify: read every file and compare its digest (about 1 s for each GB), look at its values (a tenth of
                 that), and compute the audit batch anew. Without, only what the files say of themselves is compared:
                 names, sizes, towers, metric.
@@ -109,7 +109,7 @@ class Bundle:
             raise BundleError(f"{folder}: {error}; {_ANEW}, or copy the whole folder anew") from None
 
     @property
-    def sides(self) -> tuple[Side, Side]:
+    def encoders(self) -> tuple[RowEncoder, RowEncoder]:
         """The query towers, and the candidate tower."""
         return self._query, self._candidate
 
@@ -161,7 +161,7 @@ class Bundle:
         """
         return self._query.embed(rows)
 
-    def embed_and_judge(self, rows: Rows) -> tuple[Tensor, dict[str, NDArray[np.bool_]]]:
+    def embed_with_unknown(self, rows: Rows) -> tuple[Tensor, dict[str, NDArray[np.bool_]]]:
         """What :meth:`embed_query` and :meth:`unknown` return, with the rows read once."""
         read = self._query.read(rows)
         return self._query.vectors(read), read.unknown

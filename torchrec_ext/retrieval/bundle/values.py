@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from torchrec_ext.modules.shared_tables import values_by_table
 from torchrec_ext.retrieval.bundle.audit import Audit
+from torchrec_ext.retrieval.bundle.encoder import RowEncoder
 from torchrec_ext.retrieval.bundle.manifest import BundleError
-from torchrec_ext.retrieval.bundle.sides import Side
 from torchrec_ext.retrieval.bundle.tables import UserTable
 from torchrec_ext.retrieval.store.store import LIVE, SCALES, EmbeddingStore
 
@@ -40,14 +40,14 @@ def check_values(bundle: Bundle, stores: Mapping[Path, EmbeddingStore], users: P
     Raises:
         BundleError: naming the file, the place and the value.
     """
-    for side in bundle.sides:
+    for side in bundle.encoders:
         _check_weights(bundle.folder, side.model)
     _check_weights(bundle.folder, bundle.interaction)
     for where, store in stores.items():
         _check_store(where, store)
     if bundle.users is not None:
         context = Audit.open(bundle.folder)[0].queries.slice(0, 1).to_pydict()
-        _check_users(users, bundle.users, bundle.sides[0], len(bundle.store), context)
+        _check_users(users, bundle.users, bundle.encoders[0], len(bundle.store), context)
 
 
 def _check_weights(folder: Path, module: nn.Module) -> None:
@@ -89,7 +89,9 @@ def _not_finite(values: Tensor) -> int | None:
     return None
 
 
-def _check_users(where: Path, users: UserTable, query: Side, items: int, context: Mapping[str, list[Any]]) -> None:
+def _check_users(
+    where: Path, users: UserTable, query: RowEncoder, items: int, context: Mapping[str, list[Any]]
+) -> None:
     """Looks at ids, positions and features; ``context`` has what a request says beside the user, of one of the audit's."""
     try:
         users.ids.check()

@@ -15,8 +15,8 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from torchrec_ext.models.ncf import NCFTower
 from torchrec_ext.modules.shared_tables import values_by_table
 from torchrec_ext.modules.tower import AttentionPooling, Tower
+from torchrec_ext.retrieval.bundle.encoder import RowEncoder
 from torchrec_ext.retrieval.bundle.request_columns import Read
-from torchrec_ext.retrieval.bundle.sides import Side
 from torchrec_ext.schema import Jagged, SparseFeature
 
 PAD = -1
@@ -52,7 +52,7 @@ class PaddedTower(nn.Module):
         name: of the tower, of a class in ``EXPORTABLE``.
     """
 
-    def __init__(self, side: Side, name: str) -> None:
+    def __init__(self, side: RowEncoder, name: str) -> None:
         super().__init__()
         tower: Any = side.model.towers[name]
         self._tables: list[EmbeddingBagConfig] = [*tower.bags, *tower.lists]
@@ -152,7 +152,7 @@ def example_of(inputs: list[Input]) -> dict[str, Tensor]:
     }
 
 
-def _as_served(weight: Tensor, table: str, side: Side) -> Tensor:
+def _as_served(weight: Tensor, table: str, side: RowEncoder) -> Tensor:
     """The rows of a table, those of ids that training never saw in the place of which the unknown one's is read.
 
     Raises:

@@ -1,6 +1,6 @@
 """Scorer: requests to ranked ids, by a bundle's stored embeddings, its query tower and its top NN alone.
 
-Serving: one bundle, ready to rank, score and embed for users who have been found.
+ReadyBundle: one bundle, ready to rank, score and embed for users who have been found.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchrec_ext.retrieval.scorer.requests import (
     selection,
 )
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
-from torchrec_ext.retrieval.scorer.users import Found, UserLookup
+from torchrec_ext.retrieval.scorer.users import ResolvedUser, UserLookup
 from torchrec_ext.retrieval.store.versions import StoreError
 
 if TYPE_CHECKING:
@@ -49,16 +49,16 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PendingRequest:
     """A recommendation on its way: its place in the batch, for whom, and among what."""
 
     at: int
     request: RecommendRequest
-    user: Found
+    user: ResolvedUser
     selection: Selection
 
 
-class Serving:
+class ReadyBundle:
     """One bundle, ready: everything that an answer needs, none of which changes; see :class:`Scorer` for its arguments."""
 
     def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], stage: Stage, compile: Compile) -> None:  # noqa: A002
@@ -72,7 +72,7 @@ class Serving:
         self.size = len(bundle.store.ids)
         self.search_s = self._measured()
 
-    def scores(self, request: ScoreRequest, user: Found) -> Scores:
+    def scores(self, request: ScoreRequest, user: ResolvedUser) -> Scores:
         """The answer to one request."""
         positions, unknown = positions_of(self.bundle, "items", request.items)
         logits = self._logits(user.vector, positions)
@@ -87,10 +87,10 @@ class Serving:
             vectors, unknown = self.users.embed_candidates(request.rows)
         return Embedded(vectors=vectors, unknown_features=unknown, bundle=bundle.manifest.digest)
 
-    def recommendations(self, wanted: Sequence[Wanted], retrieve: int) -> dict[int, Answer | Exception]:
+    def recommendations(self, wanted: Sequence[PendingRequest], retrieve: int) -> dict[int, Answer | Exception]:
         """The answers by their places: one search for all that have no filter over the whole catalogue, one for each other."""
         answers: dict[int, Answer | Exception] = {}
-        groups: dict[int, list[Wanted]] = {}
+        groups: dict[int, list[PendingRequest]] = {}
         for one in wanted:
             if one.selection.candidates is not None:
                 answers[one.at] = guarded(self._ranked, one, one.selection.candidates)
@@ -121,14 +121,14 @@ class Serving:
             taken.append(time.thread_time() - start)
         return min(taken)
 
-    def _search(self, group: Sequence[Wanted], k: int) -> tuple[Tensor, Tensor]:
+    def _search(self, group: Sequence[PendingRequest], k: int) -> tuple[Tensor, Tensor]:
         chosen = [one.selection for one in group]
         excluded = [part.excluded for part in chosen] if any(len(part.excluded) for part in chosen) else None
         queries = torch.cat([one.user.vector for one in group])
         scores, positions = self.index.search(queries, k, allowed=chosen[0].allowed, excluded=excluded)
         return scores, positions
 
-    def _ranked(self, one: Wanted, positions: Tensor, scores: Tensor | None = None) -> Recommendation:
+    def _ranked(self, one: PendingRequest, positions: Tensor, scores: Tensor | None = None) -> Recommendation:
         """The best ``k`` of some positions; of equal scores the one before, which the index puts in the order of its own."""
         if scores is None or not self._final:
             scores = self._logits(one.user.vector, positions)
@@ -178,7 +178,7 @@ class Serving:
         found = [next(titles, "") if there else "" for there in known.tolist()]
         return found if any(found) else []
 
-    def _liked(self, one: Wanted) -> Int64:
+    def _liked(self, one: PendingRequest) -> Int64:
         users = self.bundle.users
         if not one.request.liked or users is None or one.user.place < 0:
             return np.empty(0, np.int64)
@@ -251,34 +251,34 @@ class Scorer:
         self._vectors = vectors
         self._stage: Stage = stage
         self._compile: Compile = compile
-        self._serving = Serving(bundle, vectors, stage, compile)
+        self._ready = ReadyBundle(bundle, vectors, stage, compile)
 
     @property
     def bundle(self) -> Bundle:
         """What answers now."""
-        return self._serving.bundle
+        return self._ready.bundle
 
     def swap(self, bundle: Bundle) -> None:
         """From now on answers with ``bundle``; what has begun ends with the one before."""
-        self._serving = Serving(bundle, self._vectors, self._stage, self._compile)
+        self._ready = ReadyBundle(bundle, self._vectors, self._stage, self._compile)
 
     def search_s(self, request: Request) -> float:
         """Seconds that a request's search over the whole catalogue takes, as measured when the bundle was taken; 0 without one."""
         searches = isinstance(request, RecommendRequest) and request.candidates is None
-        return self._serving.search_s if searches else 0.0
+        return self._ready.search_s if searches else 0.0
 
     def stage_recall(self, k: int = 10, users: int = 64) -> float | None:
         """The share of the ``k`` best items by the model's own score that the first stage hands on, over some known users.
 
         None where nothing can be missed, or no user is known to measure it on.
         """
-        serving, bundle = self._serving, self._serving.bundle
-        if serving.index is bundle.index or bundle.users is None:
+        ready, bundle = self._ready, self._ready.bundle
+        if ready.index is bundle.index or bundle.users is None:
             return None
         places = np.linspace(0, len(bundle.users) - 1, min(users, len(bundle.users))).astype(np.int64)
         queries = bundle.embed_query(bundle.users.rows(places))
         best = bundle.index.search(queries, k)[1]
-        handed_on = serving.index.search(queries, max(k, self.retrieve))[1]
+        handed_on = ready.index.search(queries, max(k, self.retrieve))[1]
         return float((best[:, :, None] == handed_on[:, None, :]).any(dim=2).float().mean())
 
     def recommend(self, request: RecommendRequest) -> Recommendation:
@@ -307,24 +307,24 @@ class Scorer:
     @torch.inference_mode()
     def answer(self, requests: Sequence[Request]) -> list[Answer | Exception]:
         """One answer to each, in order; a request that cannot be answered gets its error and troubles no other."""
-        serving = self._serving
+        ready = self._ready
         answers: dict[int, Answer | Exception] = {}
         asked = [(at, request) for at, request in enumerate(requests) if not isinstance(request, EmbedRequest)]
-        found = serving.users.find([request for _, request in asked])
-        wanted: list[Wanted] = []
+        found = ready.users.find([request for _, request in asked])
+        wanted: list[PendingRequest] = []
         for (at, request), user in zip(asked, found, strict=True):
             if isinstance(user, Exception):
                 answers[at] = user
             elif isinstance(request, ScoreRequest):
-                answers[at] = guarded(serving.scores, request, user)
+                answers[at] = guarded(ready.scores, request, user)
             else:
-                chosen = guarded(selection, request, serving.bundle, user.place)
+                chosen = guarded(selection, request, ready.bundle, user.place)
                 if isinstance(chosen, Exception):
                     answers[at] = chosen
                 else:
-                    wanted.append(Wanted(at, request, user, chosen))
-        answers |= serving.recommendations(wanted, self.retrieve)
+                    wanted.append(PendingRequest(at, request, user, chosen))
+        answers |= ready.recommendations(wanted, self.retrieve)
         for at, one in enumerate(requests):
             if isinstance(one, EmbedRequest):
-                answers[at] = guarded(serving.embed, one)
+                answers[at] = guarded(ready.embed, one)
         return [answers[at] for at in range(len(requests))]

@@ -29,7 +29,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedUser:
     """A user: the vector (1, Dq), what was not in training, and the place among the bundle's users, -1 for an unknown one."""
 
     vector: Tensor
@@ -44,11 +44,11 @@ class UserLookup:
         self._bundle, self._vectors = bundle, vectors
         self.key = bundle.users.key if bundle.users is not None else None
 
-    def find(self, requests: Sequence[RecommendRequest | ScoreRequest]) -> list[Found | Exception]:
+    def find(self, requests: Sequence[RecommendRequest | ScoreRequest]) -> list[ResolvedUser | Exception]:
         """One user or error for each request."""
         if not requests:
             return []
-        found: dict[int, Found | Exception] = {}
+        found: dict[int, ResolvedUser | Exception] = {}
         places = self._places(requests, found)
         self._take_stored(requests, places, found)
         live = [at for at in range(len(requests)) if at not in found]
@@ -65,7 +65,7 @@ class UserLookup:
         """
         places = [self._place(row, f"rows[{at}]") for at, row in enumerate(rows)]
         columns = self._columns(rows, places, [f"rows[{at}]" for at in range(len(rows))])
-        vectors, unknown = _run(self._bundle.embed_and_judge, columns, "rows")
+        vectors, unknown = _run(self._bundle.embed_with_unknown, columns, "rows")
         return _finite(vectors, "rows"), _named(unknown, len(rows))
 
     def embed_candidates(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
@@ -78,7 +78,7 @@ class UserLookup:
         return _finite(_run(self._bundle.embed_candidates, columns, "rows"), "rows"), [[] for _ in rows]
 
     def _places(
-        self, requests: Sequence[RecommendRequest | ScoreRequest], found: dict[int, Found | Exception]
+        self, requests: Sequence[RecommendRequest | ScoreRequest], found: dict[int, ResolvedUser | Exception]
     ) -> list[int]:
         places = []
         for at, request in enumerate(requests):
@@ -108,7 +108,7 @@ class UserLookup:
         self,
         requests: Sequence[RecommendRequest | ScoreRequest],
         places: Sequence[int],
-        found: dict[int, Found | Exception],
+        found: dict[int, ResolvedUser | Exception],
     ) -> None:
         """Fills in those whose vector is stored; a store out of reach is passed over while the features are known."""
         wanted = [
@@ -126,18 +126,18 @@ class UserLookup:
                 continue
             for row in np.flatnonzero(there & vectors.isfinite().all(dim=1).numpy()).tolist():
                 cold = ColdStart(unknown_user=places[wanted[row]] < 0, vector=store.source)
-                found[wanted[row]] = Found(vectors[row : row + 1], cold, places[wanted[row]])
+                found[wanted[row]] = ResolvedUser(vectors[row : row + 1], cold, places[wanted[row]])
             wanted = [at for at in wanted if at not in found]
         if failed is not None:
             found |= {at: failed for at in wanted if places[at] < 0}
 
-    def _embed(self, users: Sequence[Mapping[str, Any]], places: Sequence[int]) -> list[Found | Exception]:
+    def _embed(self, users: Sequence[Mapping[str, Any]], places: Sequence[int]) -> list[ResolvedUser | Exception]:
         """All at once; where that fails one by one, so that each gets its own error."""
         if not users:
             return []
         try:
             columns = self._columns(users, places, ["user"] * len(users))
-            vectors, judged = _run(self._bundle.embed_and_judge, columns, "user")
+            vectors, judged = _run(self._bundle.embed_with_unknown, columns, "user")
             unknown = _named(judged, len(_finite(vectors, "user")))
         except RequestError as error:
             if len(users) == 1:
@@ -145,7 +145,7 @@ class UserLookup:
             return [self._embed([user], [place])[0] for user, place in zip(users, places, strict=True)]
         known = self._bundle.users is not None
         return [
-            Found(
+            ResolvedUser(
                 vectors[row : row + 1],
                 ColdStart(unknown_user=known and place < 0, unknown_features=unknown[row]),
                 place,

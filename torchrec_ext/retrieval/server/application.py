@@ -15,8 +15,8 @@ from starlette.routing import Route, Router
 from torchrec_ext.retrieval.scorer.requests import ColdStart, Embedded, Recommendation, Request, Scores
 from torchrec_ext.retrieval.server import openapi, parsing
 from torchrec_ext.retrieval.server.guard import Guard
+from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 from torchrec_ext.retrieval.server.responses import ClientGoneError, Refusal, json_response, over_limit
-from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.settings import Limits
 
 Parser = Callable[[parsing.Body, Limits], Request]
@@ -32,9 +32,9 @@ _REFUSED = "a bundle was refused; the log of the server says why, and so does th
 _SAMPLE = 200  # users whose ids the page offers
 
 
-def application(service: Service) -> Guard:
+def application(queued: QueuedScorer) -> Guard:
     """The ASGI application of one worker."""
-    endpoints = _Endpoints(service)
+    endpoints = _Endpoints(queued)
     routes = [
         Route("/v1/recommend", endpoints.asking(parsing.recommend_request), methods=["POST"]),
         Route("/v1/score", endpoints.asking(parsing.score_request), methods=["POST"]),
@@ -46,29 +46,29 @@ def application(service: Service) -> Guard:
         Route("/openapi.json", endpoints.description, methods=["GET"]),
         *(Route(path, _static(*page), methods=["GET"]) for path, page in _PAGES.items()),
     ]
-    return Guard(Router(routes, redirect_slashes=False), service, frozenset(route.path for route in routes))
+    return Guard(Router(routes, redirect_slashes=False), queued, frozenset(route.path for route in routes))
 
 
 class _Endpoints:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, queued: QueuedScorer) -> None:
+        self._queued = queued
 
     def asking(self, parse: Parser) -> Callable[[HttpRequest], Any]:
         """The handler of requests that the scorer answers."""
-        service, limits = self._service, self._service.settings.limits
+        queued, limits = self._queued, self._queued.settings.limits
 
         async def handle(request: HttpRequest) -> Response:
             deadline = time.monotonic() + limits.time_ms / 1e3
             body = parsing.read_object(await _content(request, limits, deadline))
-            answer = await service.ask(parse(body, limits), request.receive, deadline)
+            answer = await queued.ask(parse(body, limits), request.receive, deadline)
             return json_response(_as_json(answer))
 
         return handle
 
     async def bundle(self, request: HttpRequest) -> Response:
         """What is served, for people and the page; ids of users only where a token is asked for."""
-        bundle, users = self._service.scorer.bundle, self._service.scorer.bundle.users
-        told = users is not None and self._service.settings.token is not None
+        bundle, users = self._queued.scorer.bundle, self._queued.scorer.bundle.users
+        told = users is not None and self._queued.settings.token is not None
         sample = [] if users is None or not told else users.ids.ids(range(min(_SAMPLE, len(users.ids)))).tolist()
         return json_response(
             {
@@ -81,7 +81,7 @@ class _Endpoints:
                 "sample_users": sample,
                 "columns": dict(bundle.request_columns),
                 "categories": list(bundle.items.categories),
-                "limits": vars(self._service.settings.limits),
+                "limits": vars(self._queued.settings.limits),
             }
         )
 
@@ -91,29 +91,29 @@ class _Endpoints:
 
     async def ready(self, request: HttpRequest) -> Response:
         """Whether to send requests here, and what is served; with the token also why a bundle was refused, which names files."""
-        service = self._service
-        refused = service.refused
-        if refused is not None and not service.bears_token(request.headers.get("authorization", "")):
+        queued = self._queued
+        refused = queued.refused
+        if refused is not None and not queued.bears_token(request.headers.get("authorization", "")):
             refused = _REFUSED
         return json_response(
             {
-                "status": "draining" if service.draining else "ready",
-                "bundle": service.scorer.bundle.manifest.digest,
+                "status": "draining" if queued.draining else "ready",
+                "bundle": queued.scorer.bundle.manifest.digest,
                 "refused": refused,
-                "vectors": {store.source: store.available for store in service.vectors},
+                "vectors": {store.source: store.available for store in queued.vectors},
             },
-            status=503 if service.draining else 200,
+            status=503 if queued.draining else 200,
         )
 
     async def metrics(self, request: HttpRequest) -> Response:
         """Of all workers."""
-        self._service.metrics.waiting.set(self._service.waiting())
-        page = await asyncio.get_running_loop().run_in_executor(None, self._service.metrics.page)
-        return Response(page, headers={"Content-Type": self._service.metrics.content_type})
+        self._queued.metrics.waiting.set(self._queued.waiting())
+        page = await asyncio.get_running_loop().run_in_executor(None, self._queued.metrics.page)
+        return Response(page, headers={"Content-Type": self._queued.metrics.content_type})
 
     async def description(self, request: HttpRequest) -> Response:
         """OpenAPI of the bundle that is live."""
-        return json_response(openapi.document(self._service.scorer.bundle, self._service.settings))
+        return json_response(openapi.document(self._queued.scorer.bundle, self._queued.settings))
 
 
 def _static(name: str, kind: str) -> Callable[[HttpRequest], Any]:

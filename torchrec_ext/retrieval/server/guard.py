@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrec_ext.retrieval.server.connections import ADMITTED
+from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 from torchrec_ext.retrieval.server.responses import ClientGoneError, Refusal
-from torchrec_ext.retrieval.server.service import Service
 from torchrec_ext.retrieval.server.telemetry import where
 
 _ALWAYS = ("/healthz", "/readyz", "/metrics")  # also while the service drains
@@ -30,13 +30,13 @@ class Guard:
 
     Args:
         app: what answers.
-        service: whose state, token, metrics and log.
+        queued: whose state, token, metrics and log.
         routes: paths that there are; others are counted and logged as one, so that nothing a caller typed stands in a
             log.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, routes: frozenset[str]) -> None:
-        self._app, self._service, self._routes = app, service, routes
+    def __init__(self, app: ASGIApp, queued: QueuedScorer, routes: frozenset[str]) -> None:
+        self._app, self._queued, self._routes = app, queued, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -44,7 +44,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         start = time.perf_counter()
-        service, status, path = self._service, 0, scope["path"]
+        queued, status, path = self._queued, 0, scope["path"]
         scope["app"] = self  # Starlette's routes then raise for 404 and 405
 
         async def answered(message: Message) -> None:
@@ -52,14 +52,14 @@ class Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *_RAW_HEADERS]
-                if service.draining:
+                if queued.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        service.in_flight += 1
+        queued.in_flight += 1
         try:
             self._admit(path, Headers(scope=scope))
-            if service.settings.token is None or self._guarded(path):
+            if queued.settings.token is None or self._guarded(path):
                 scope["state"][ADMITTED] = True
             await self._app(scope, receive, answered)
         except ClientGoneError:
@@ -69,12 +69,12 @@ class Guard:
                 raise
             await self._refusal(error).response()(scope, receive, answered)
         finally:
-            service.in_flight -= 1
+            queued.in_flight -= 1
             self._note(scope["method"], path, status, time.perf_counter() - start)
 
     def _admit(self, path: str, headers: Headers) -> None:
         """Raises the refusal of a request that must not come through."""
-        named, allowed = _host(headers.get("host", "")), self._service.settings.allowed_hosts
+        named, allowed = _host(headers.get("host", "")), self._queued.settings.allowed_hosts
         if not any(
             one in ("*", named) or (one.startswith("*.") and named.endswith(one[1:])) for one in map(str.lower, allowed)
         ):
@@ -84,13 +84,13 @@ class Guard:
                 "or start it with --allowed_hosts"
             )
             raise Refusal(400, "host", message)
-        if self._service.draining and path not in _ALWAYS:
+        if self._queued.draining and path not in _ALWAYS:
             raise Refusal(
                 503, "draining", "this server is about to end; ask again, another one will answer", retry=True
             )
-        if self._service.settings.token is not None and self._guarded(path):
+        if self._queued.settings.token is not None and self._guarded(path):
             given = headers.get("authorization", "")
-            if not self._service.bears_token(given):
+            if not self._queued.bears_token(given):
                 words = "the token is wrong" if given else "there is no token"
                 message = f"{words}; send the header `Authorization: Bearer TOKEN`"
                 raise Refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
@@ -109,16 +109,16 @@ class Guard:
             }
             told = message.get(error.status_code, str(error.detail))
             return Refusal(error.status_code, "http", told, headers=error.headers)
-        self._service.log("error", **where(error))
+        self._queued.log("error", **where(error))
         return Refusal(500, "internal", "an error of the server, which its log names; the request is not at fault")
 
     def _note(self, method: str, path: str, status: int, seconds: float) -> None:
-        service = self._service
+        queued = self._queued
         route = path if path in self._routes else "other"
-        service.metrics.requests.labels(route, status).inc()
-        service.metrics.seconds.labels(route).observe(seconds)
-        if service.settings.log_requests:
-            service.log(
+        queued.metrics.requests.labels(route, status).inc()
+        queued.metrics.seconds.labels(route).observe(seconds)
+        if queued.settings.log_requests:
+            queued.log(
                 "request",
                 method=method if len(method) < 10 else "other",
                 route=route,

@@ -27,7 +27,7 @@ from torchrec_ext.retrieval.server.settings import ServerConfig
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
-    from torchrec_ext.retrieval.server.service import Service
+    from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 
 READY, FAILED, ALIVE = "ready", "failed", "alive"
 # How long one thread may keep the others from running Python; by default 5 ms, which a request that arrives would wait
@@ -47,20 +47,20 @@ def run_worker(settings: ServerConfig, listening: socket.socket, parent: Connect
     failed: str | None = None
     with _signs_of_life(parent, settings.hang_s / _BEATS):
         try:
-            service, watch = _prepared(settings)
+            queued, watch = _prepared(settings)
         except Exception as error:
             failed = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
         else:
-            service.tell_bundle()
+            queued.log_bundle()
     if failed is not None:
         parent.send((FAILED, failed))
         sys.exit(1)
     watch.start()
     try:
-        _server(service, parent).run([listening])
+        _server(queued, parent).run([listening])
     finally:
         watch.end()
-    service.close()
+    queued.close()
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def _signs_of_life(parent: Connection, every_s: float) -> Iterator[None]:
         beating.join()  # since the pipe is not for two threads at a time
 
 
-def _prepared(settings: ServerConfig) -> tuple[Service, Any]:
+def _prepared(settings: ServerConfig) -> tuple[QueuedScorer, Any]:
     import torch
     import uvicorn  # noqa: F401  before the collector is told what stays
 
@@ -91,7 +91,7 @@ def _prepared(settings: ServerConfig) -> tuple[Service, Any]:
     import torchrec_ext.retrieval.server.application  # noqa: F401
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.scorer.user_vectors import user_vectors
-    from torchrec_ext.retrieval.server.service import Service
+    from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
     from torchrec_ext.retrieval.server.telemetry import resident_bytes
 
     # What is imported stays. To look through it for garbage takes the collector 0.2 s, in which no request is answered;
@@ -105,17 +105,17 @@ def _prepared(settings: ServerConfig) -> tuple[Service, Any]:
     watcher: Watcher
 
     def tick() -> None:
-        service.metrics.memory.set(resident_bytes())
-        service.metrics.waiting.set(service.waiting())
+        queued.metrics.memory.set(resident_bytes())
+        queued.metrics.waiting.set(queued.waiting())
         if os.getppid() != born_of:  # killed, so that it could not say goodbye
             os.kill(os.getpid(), signal.SIGTERM)
 
     served = identity(settings.bundle)  # before loading, so that a pointer that moves on meanwhile is seen
     bundle = Bundle.load(bundle_folder(settings.bundle))
-    service = Service(settings, bundle, vectors=user_vectors(settings.vectors, settings.redis, bundle.query_digest))
-    watcher = Watcher(settings.bundle, Bundle.load, service.serve, service.refuse, tick, settings.watch_s, served)
+    queued = QueuedScorer(settings, bundle, vectors=user_vectors(settings.vectors, settings.redis, bundle.query_digest))
+    watcher = Watcher(settings.bundle, Bundle.load, queued.swap, queued.refuse, tick, settings.watch_s, served)
     signal.signal(signal.SIGHUP, lambda *_: watcher.look())
-    return service, watcher
+    return queued, watcher
 
 
 def allow_files(connections: int) -> None:
@@ -136,10 +136,10 @@ def allow_files(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _server(service: Service, parent: Connection) -> Any:
+def _server(queued: QueuedScorer, parent: Connection) -> Any:
     import uvicorn
 
-    settings = service.settings
+    settings = queued.settings
 
     class Server(uvicorn.Server):
         """Drains before it ends, and ends with 0."""
@@ -149,34 +149,34 @@ def _server(service: Service, parent: Connection) -> Any:
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            parent.send((READY, service.scorer.bundle.manifest.digest))
+            parent.send((READY, queued.scorer.bundle.manifest.digest))
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self._told is None:
                 self._told = time.monotonic()
-                service.draining = True
-                service.log("draining", in_flight=service.in_flight)
+                queued.draining = True
+                queued.log("draining", in_flight=queued.in_flight)
 
         async def on_tick(self, counter: int) -> bool:
             self._tell_alive()
             if self._told is not None:
                 passed = time.monotonic() - self._told
-                done = passed >= settings.drain_s and not service.in_flight
+                done = passed >= settings.drain_s and not queued.in_flight
                 self.should_exit = done or passed >= settings.drain_limit_s
             return bool(await super().on_tick(counter))
 
         def _tell_alive(self) -> None:
             """From the loop that answers, and not while a batch hangs: who hears nothing of it replaces this process."""
             now = time.monotonic()
-            if now - self._beat >= settings.hang_s / _BEATS and service.busy_s() < settings.hang_s:
+            if now - self._beat >= settings.hang_s / _BEATS and queued.busy_s() < settings.hang_s:
                 self._beat = now
                 with contextlib.suppress(OSError):  # the parent has gone, which the watcher notices
                     parent.send((ALIVE, ""))
 
-    return Server(uvicorn_config(service))
+    return Server(uvicorn_config(queued))
 
 
-def uvicorn_config(service: Service) -> Any:
+def uvicorn_config(queued: QueuedScorer) -> Any:
     """How uvicorn runs a service."""
     import uvicorn
 
@@ -184,8 +184,8 @@ def uvicorn_config(service: Service) -> Any:
     from torchrec_ext.retrieval.server.connections import Connections
 
     return uvicorn.Config(
-        application(service),
-        http=Connections(service.settings.limits, lambda why: service.metrics.closed.labels(why).inc()).protocol(),
+        application(queued),
+        http=Connections(queued.settings.limits, lambda why: queued.metrics.closed.labels(why).inc()).protocol(),
         lifespan="off",
         ws="none",
         log_config=None,
@@ -194,7 +194,7 @@ def uvicorn_config(service: Service) -> Any:
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, int(service.settings.drain_limit_s)),
+        timeout_graceful_shutdown=max(1, int(queued.settings.drain_limit_s)),
     )
 
 

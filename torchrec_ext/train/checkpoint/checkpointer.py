@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import folder as manifest
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, check_shared, newest_good
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, check_shared, newest_good
 from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, State
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, writer
@@ -42,7 +42,7 @@ class Checkpointer:
 
     def __init__(self, folder: str, runtime: Runtime, *, keep: int = 3) -> None:
         self.folder, self._runtime, self._keep = CheckpointFolder(folder), runtime, keep
-        self.together = Together(runtime)
+        self.together = CheckpointRanks(runtime)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_stand_back)
         self._running: Future[None] | None = None
         self._copies: dict[str, Any] = {}

@@ -5,7 +5,7 @@ loaded.
 
 A checkpoint's own account of itself, and what is wrong with it.
 
-Together: what the ranks of a job learn from each other around a checkpoint, over a process group of its own.
+CheckpointRanks: what the ranks of a job learn from each other around a checkpoint, over a process group of its own.
 
 check_shared(): a folder that cannot be written, or that only one of several hosts sees, is refused before the first
 step.
@@ -371,7 +371,7 @@ def _name_of(path: str) -> str:
 _TIMEOUT = timedelta(minutes=30)  # a rank may write for as long
 
 
-class Together:
+class CheckpointRanks:
     """Every rank makes one and calls each method alike, from one thread at a time.
 
     Args:
@@ -440,7 +440,7 @@ def read_index(path: str) -> Metadata:
     return read_metadata(_bytes(f"{path}/.metadata"), f"{path}/.metadata")
 
 
-def damage(path: str, together: Together) -> str | None:
+def damage(path: str, together: CheckpointRanks) -> str | None:
     """What is wrong with a checkpoint, or None; the ranks share the reading of its files."""
     try:
         listed = read_checkpoint_manifest(path)["files"]
@@ -450,7 +450,7 @@ def damage(path: str, together: Together) -> str | None:
     return next((each for each in together.gathered(found) if each), None)
 
 
-def newest_good(folder: CheckpointFolder, together: Together, say: Callable[[str], None] = print) -> str | None:
+def newest_good(folder: CheckpointFolder, together: CheckpointRanks, say: Callable[[str], None] = print) -> str | None:
     """The newest checkpoint of a folder without damage, the same on every rank; None where there is none.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchrec_ext.train.checkpoint.folder import Together, read_checkpoint_manifest, read_index
+from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoint_manifest, read_index
 from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, ModelState, Parts, State
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 
@@ -49,7 +49,7 @@ def match(
     index: Metadata,
     saved: Mapping[str, Any],
     allow: Sequence[Change],
-    together: Together,
+    together: CheckpointRanks,
 ) -> Match:
     """Compares a model with what was saved.
 
@@ -119,7 +119,7 @@ def _clipped(held: Any, size: tuple[int, ...]) -> Any:
 
 
 def _refuse(
-    path: str, differences: dict[str, Change | None], allow: Sequence[Change], together: Together, found: Match
+    path: str, differences: dict[str, Change | None], allow: Sequence[Change], together: CheckpointRanks, found: Match
 ) -> None:
     said = together.gathered(differences)
     everything = {line: kind for own in said for line, kind in own.items() if _agreed(line, said)}
@@ -174,7 +174,7 @@ def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Te
 def load_checkpoint(
     path: str,
     state: ModelState,
-    together: Together,
+    together: CheckpointRanks,
     extra: State | None = None,
     *,
     allow: Sequence[Change] = (),
@@ -224,7 +224,7 @@ def load_checkpoint(
     return saved, found
 
 
-def load_weights(path: str, state: ModelState, together: Together) -> None:
+def load_weights(path: str, state: ModelState, together: CheckpointRanks) -> None:
     """Writes the weights of a checkpoint into the very model that it is of, under any plan, and leaves the optimizers' state there.
 
     Args:
@@ -235,7 +235,7 @@ def load_weights(path: str, state: ModelState, together: Together) -> None:
     _read(path, state.tensors, together)
 
 
-def _read(path: str, wanted: State, together: Together) -> None:
+def _read(path: str, wanted: State, together: CheckpointRanks) -> None:
     group = together.group
     try:
         dcp.load(wanted, storage_reader=reader(path), planner=LoadPlanner(), process_group=group, no_dist=group is None)

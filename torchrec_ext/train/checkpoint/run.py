@@ -21,7 +21,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.batch import ResumableLoader
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, Together, damage, read_index
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, read_index
 from torchrec_ext.train.checkpoint.load import Change, load_checkpoint, load_weights
 from torchrec_ext.train.checkpoint.state import State, model_state
 
@@ -394,7 +394,7 @@ def begin_with(
     path: str,
     model: nn.Module,
     optimizer: KeyedOptimizer,
-    together: Together,
+    together: CheckpointRanks,
     config: StartConfig,
     cold: Mapping[str, int],
 ) -> str:

@@ -1,4 +1,4 @@
-"""Bundles of a small model over a catalogue with ids of its own, and the whole model beside."""
+"""A bundle of a small model over a catalogue with ids unlike its rows, and the whole model beside it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.examples import ITEMS, USERS, small_model
 from torchrec_ext.models.tower_model import Interaction
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import Jagged
 
 FIRST_ITEM = 1_000  # ids of items: 1000 + position; item row = position + 1
@@ -23,7 +23,7 @@ FIRST_USER = 1  # ids of users are rows of their table; row 0 is the unknown use
 GENRES = ("Comedy", "Drama", "War")
 
 
-class Made:
+class SmallBundle:
     """A bundle in ``folder``, and the model that it was made of.
 
     Item p has the features of row p + 1 of the tables, and the genre p % 3. User u has taken the items at u % 49 and (u

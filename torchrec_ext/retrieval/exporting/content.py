@@ -28,23 +28,23 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.bundle import audit as audits
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.bundle import ITEMS, PROJECTED, STORE, USERS
-from torchrec_ext.retrieval.bundle.index import Kind, build_index, check_index_metric
-from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
-from torchrec_ext.retrieval.bundle.request_columns import Columns
-from torchrec_ext.retrieval.bundle.sides import (
+from torchrec_ext.retrieval.bundle.encoder import (
     ARCHITECTURE,
     INTERACTION,
     PREPROCESSOR,
     Architecture,
-    Side,
+    RowEncoder,
+    open_encoder,
     open_interaction,
-    open_side,
     projection_digest,
     raw_request_columns,
     tables_of,
     tower_digest,
     towers_of,
 )
+from torchrec_ext.retrieval.bundle.index import Kind, build_index, check_index_metric
+from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
+from torchrec_ext.retrieval.bundle.request_columns import Columns
 from torchrec_ext.retrieval.bundle.tables import write_table, write_users
 from torchrec_ext.retrieval.index.projection import projection
 from torchrec_ext.retrieval.store.ids import IdMap
@@ -122,7 +122,7 @@ BLOCK_ROWS = 4096  # of the catalogue: blocks of one size, so that vectors do no
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """See :func:`torchrec_ext.retrieval.export.export.export`."""
+    """See :func:`torchrec_ext.retrieval.exporting.export.export`."""
 
     store: Dtype = "fp32"
     index: Kind = "exact"
@@ -138,7 +138,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BundleContent:
-    """What a bundle is made of; the same on every rank. See :func:`~torchrec_ext.retrieval.export.export.export` for arguments."""
+    """What a bundle is made of; the same on every rank. See :func:`~torchrec_ext.retrieval.exporting.export.export` for arguments."""
 
     live: LiveModel
     catalogue: Catalogue
@@ -221,8 +221,8 @@ class BundleContent:
         self._write_weights(folder, shapes, blocks, dense)
         self._write_tables(folder)
         names = self.architecture.query
-        query = open_side(folder, self.architecture, names, self.preprocessor, self.also)
-        candidate = open_side(folder, self.architecture, [self.architecture.candidate], self.preprocessor, self.also)
+        query = open_encoder(folder, self.architecture, names, self.preprocessor, self.also)
+        candidate = open_encoder(folder, self.architecture, [self.architecture.candidate], self.preprocessor, self.also)
         interaction = open_interaction(folder, self.architecture, self.also)
         found, vectors = self.audit.of_towers(query, candidate, interaction)
         remedy = "the bundle would rank otherwise than the model; report it, with the architecture"
@@ -298,7 +298,7 @@ class BundleContent:
             write_users(folder / USERS, ids, users.features, users.unknown, users.seen, users.liked)
 
     def _write_stores(
-        self, folder: Path, candidate: Side, interaction: nn.Module, files: Mapping[str, Any], vectors: Tensor
+        self, folder: Path, candidate: RowEncoder, interaction: nn.Module, files: Mapping[str, Any], vectors: Tensor
     ) -> tuple[EmbeddingStore, dict[str, Any]]:
         """The vectors of the catalogue, and where it is narrower what the interaction makes of them."""
         tower = tower_digest(self.architecture, [self.architecture.candidate], files)
@@ -317,7 +317,7 @@ class BundleContent:
             said[PROJECTED] = _said(projected)
         return store, {**said, "audit": lost}
 
-    def _vectors(self, candidate: Side) -> Iterator[tuple[NDArray[Any], Tensor]]:
+    def _vectors(self, candidate: RowEncoder) -> Iterator[tuple[NDArray[Any], Tensor]]:
         ids, features = self.catalogue.ids, self.catalogue.features
         for start in range(0, len(ids), BLOCK_ROWS):
             rows = features.slice(start, BLOCK_ROWS)

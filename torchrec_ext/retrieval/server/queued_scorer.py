@@ -26,7 +26,7 @@ _SLICES = 4  # of the time limit: for how long of it one batch may search, befor
 _STAGE_RECALL = 0.5  # below it most of what the top NN would have put first is never scored
 
 
-class Service:
+class QueuedScorer:
     """One worker's.
 
     Args:
@@ -75,14 +75,14 @@ class Service:
         """Answers what waits, then ends."""
         self._batcher.close()
 
-    def serve(self, bundle: Bundle) -> None:
+    def swap(self, bundle: Bundle) -> None:
         """Takes the place of the bundle before."""
         self.scorer.swap(bundle)
         self.refused = None
         self.metrics.swaps.labels("loaded").inc()
-        self.tell_bundle()
+        self.log_bundle()
 
-    def tell_bundle(self) -> None:
+    def log_bundle(self) -> None:
         """A line on what is served, with what its first stage misses."""
         recall = self.scorer.stage_recall()
         measured = {} if recall is None else {"stage": self.settings.stage, "stage_recall_at_10": round(recall, 4)}

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
-from tests.retrieval.server.running import serving
+from tests.retrieval.server.running import running_server
 from torchrec_ext.data.datasets.catalog import load_config
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
@@ -39,7 +39,7 @@ def test_hit_rate_through_the_service_is_the_trained_models_to_the_last_hit(inte
     data = load_config(load_recipe("two_tower").data)
     users, targets = (data.test[name].values for name in ("user_id", "item_id"))
     bundle = Bundle.load(tmp_path / "run" / "bundle")
-    with serving(bundle, log_requests=False) as running:
+    with running_server(bundle, log_requests=False) as running:
         connection, hits = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30), 0
         for row, (user, target) in enumerate(zip(users.tolist(), targets.tolist(), strict=True)):
             asked = {"user": {"user_id": user}, "k": 10}

@@ -16,8 +16,8 @@ from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.index import Kind
 from torchrec_ext.retrieval.bundle.manifest import NAME, BundleError, Manifest, sync
-from torchrec_ext.retrieval.export.weights import ExportRanks, LiveWeights
-from torchrec_ext.retrieval.export.writer import BundleContent, Catalogue, ExportConfig, NamedUsers, Progress
+from torchrec_ext.retrieval.exporting.content import BundleContent, Catalogue, ExportConfig, NamedUsers, Progress
+from torchrec_ext.retrieval.exporting.weights import ExportRanks, LiveWeights
 from torchrec_ext.retrieval.store.quantized import Dtype
 
 

@@ -21,8 +21,8 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.export.export import export
-from torchrec_ext.retrieval.export.writer import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import DataError
 
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")

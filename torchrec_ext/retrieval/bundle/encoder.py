@@ -141,7 +141,7 @@ class Architecture:
         return made
 
 
-class Side:
+class RowEncoder:
     """Towers that read the same rows.
 
     Args:
@@ -215,13 +215,13 @@ def raw_request_columns(
     return Columns(schema, architecture.types, preprocessor, architecture.unseen)
 
 
-def open_side(
+def open_encoder(
     folder: Path,
     architecture: Architecture,
     names: Sequence[str],
     preprocessor: FittedPreprocessor | None,
     also: Sequence[type[nn.Module]] = (),
-) -> Side:
+) -> RowEncoder:
     """The towers ``names`` with their weights: tables as memory-mapped files, shared by every process that opens them.
 
     Raises:
@@ -241,7 +241,7 @@ def open_side(
         for key, value in read_tensors(folder / architecture.dense_file(name)).items()
     }
     fill_dense(folder, model, dense, table_paths(model))
-    return Side(model, columns, architecture.types if preprocessor is None else preprocessor.outputs)
+    return RowEncoder(model, columns, architecture.types if preprocessor is None else preprocessor.outputs)
 
 
 def open_interaction(folder: Path, architecture: Architecture, also: Sequence[type[nn.Module]] = ()) -> nn.Module:

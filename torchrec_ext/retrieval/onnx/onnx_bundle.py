@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.retrieval.bundle import audit as audits
 from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.bundle.encoder import RowEncoder
 from torchrec_ext.retrieval.bundle.manifest import read_json
 from torchrec_ext.retrieval.bundle.request_columns import Read
-from torchrec_ext.retrieval.bundle.sides import Side
 from torchrec_ext.retrieval.onnx.layers import ExportError, export_onnx, export_top, open_onnx, require_onnx, write_onnx
 from torchrec_ext.retrieval.onnx.towers import EXPORTABLE, PaddedTower, example_of, shapes_of
 from torchrec_ext.retrieval.store.store import EmbeddingStore
@@ -62,11 +62,11 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
     return apart
 
 
-def audited_towers(bundle: Bundle, pairs: audits.Audit) -> list[tuple[Side, str, Read]]:
+def audited_towers(bundle: Bundle, pairs: audits.Audit) -> list[tuple[RowEncoder, str, Read]]:
     """Each tower with its side, and what it reads of the audit."""
     rows = (pairs.queries.to_pydict(), pairs.candidates.to_pydict())
-    reads = [side.read(own) for side, own in zip(bundle.sides, rows, strict=True)]
-    return [(side, name, read) for side, read in zip(bundle.sides, reads, strict=True) for name in side.model.towers]
+    reads = [side.read(own) for side, own in zip(bundle.encoders, rows, strict=True)]
+    return [(side, name, read) for side, read in zip(bundle.encoders, reads, strict=True) for name in side.model.towers]
 
 
 def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected: Tensor) -> tuple[Tensor, float]:
@@ -275,7 +275,7 @@ def check_exportable(towers: Mapping[str, str], skip: Sequence[str] = ()) -> Non
 def _write_towers(bundle: Bundle, folder: Path, skip: Sequence[str]) -> dict[str, Any]:
     said = {}
     (folder / "towers").mkdir()
-    names = [(side, name) for side in bundle.sides for name in side.model.towers]
+    names = [(side, name) for side in bundle.encoders for name in side.model.towers]
     for number, (side, name) in enumerate(names):
         if name in skip:
             continue
@@ -294,9 +294,9 @@ def _write_towers(bundle: Bundle, folder: Path, skip: Sequence[str]) -> dict[str
 
 def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
     projection, width = bundle.projection, bundle.query_width
-    towers: Any = bundle.sides[0].model.towers.values()
+    towers: Any = bundle.encoders[0].model.towers.values()
     widths = [int(tower.out_features) for tower in towers]
-    candidate = bundle.sides[1].width
+    candidate = bundle.encoders[1].width
     rows = {"query": {"towers": torch.randn(4, width)}, "candidates": {"tower": torch.randn(4, candidate)}}
     for part, example in rows.items():
         _named(TOP, partial(export_onnx, _Part(projection, part), example, folder / f"{part}.onnx"))
