@@ -99,8 +99,8 @@ def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, s
 # What no manifest is: to open a pipe waits for ever, a device has no end, and 60 MB of JSON take a hundred times as
 # much memory.
 NO_MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a pipe": (os.mkfifo, "it is no plain file"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is no plain file"),
+    "a pipe": (os.mkfifo, "it is not a plain file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is not a plain file"),
     "60 MB": (
         lambda path: path.write_bytes(b"[" + b"{}," * 20_000_000 + b"{}]"),
         r"at most [\d,]+ are read|more than the [\d,]+ bytes",

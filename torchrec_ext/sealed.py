@@ -1,22 +1,38 @@
-"""What was written stays written when the power fails, is replaced without a gap, and what is read is a file, and ends."""
+"""Folders that are whole or not there, each file under a SHA-256: checkpoint, bundle, store, preprocessor. No torch.
+
+What was written survives a power failure and is replaced without a gap; one process writes at a time; what is read is a
+plain file, which ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
+import glob
+import hashlib
+import json
 import os
+import re
+import shutil
+import socket
 import stat
 import sys
-from typing import BinaryIO
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, BinaryIO
 
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD of fcntl.h, and of linux/fs.h
+_BLOCK = 2**22  # bytes that are read and hashed at a time
+_HOST = socket.gethostname()
 
 
-def synced(path: str | os.PathLike[str]) -> None:
-    """Has the disk hold a file, or the names in a folder, which the fsync of a file in it does not.
+def sync_to_disk(path: str | os.PathLike[str]) -> None:
+    """Waits until the disk holds a file, or the names in a folder, which syncing a file in it does not cover.
 
     Example:
-        >>> synced(".")
+        >>> sync_to_disk(".")
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -25,14 +41,20 @@ def synced(path: str | os.PathLike[str]) -> None:
         os.close(handle)
 
 
+def sync_tree(folder: Path) -> None:
+    """Waits until the disk holds a folder with every file and folder below it."""
+    for path in [*folder.rglob("*"), folder]:
+        sync_to_disk(path)
+
+
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a small file that is there as a whole or as it was before, whatever ends the process or the machine.
 
     Example:
-        >>> import pathlib, tempfile
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_whole(f"{folder}/a", b"1")
-        ...     pathlib.Path(folder, "a").read_bytes()
+        ...     Path(folder, "a").read_bytes()
         b'1'
     """
     new = f"{os.fspath(path)}.new"
@@ -41,15 +63,21 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(new, path)
-    synced(os.path.dirname(os.path.abspath(path)))
+    sync_to_disk(os.path.dirname(os.path.abspath(path)))
+
+
+def rename_synced(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
+    """Renames a file or folder within its folder, and waits until the disk holds the new name."""
+    os.rename(old, new)
+    sync_to_disk(os.path.dirname(os.path.abspath(new)))
 
 
 def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
     """Gives two files or folders each other's name in one step, so that both names are there at any moment.
 
     Returns:
-        Whether it was done: not every file system can (NFS cannot), and of systems Linux alone. What else is against
-        it, such as a missing permission, is told by the plain renames that stand in for it.
+        Whether it was done. Only Linux can, and not on every file system (NFS cannot). Any other obstacle, such as a
+        missing permission, is reported by the plain renames that the caller falls back to.
 
     Example:
         >>> import tempfile
@@ -64,38 +92,24 @@ def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> b
     return call is not None and call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
 
-def no_locks(error: OSError) -> str:
-    """What to say of a folder that cannot be locked, although no other process holds its lock.
-
-    Example:
-        >>> no_locks(OSError(37, "No locks available"))[:40]
-        'cannot be locked (No locks available): a'
-    """
-    return (
-        f"cannot be locked ({error.strerror or error}): a lock keeps two jobs from writing the same files, and its "
-        "file system "
-        "offers none; mount it with locks (NFS: with lockd, or nolock; Lustre: with flock)"
-    )
-
-
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file for reading, and no pipe, which would be waited for, nor a device, which need not end; a link is followed.
+    """Opens a plain file or a link to one for reading: no pipe, which would block, and no device, which need not end.
 
     Raises:
-        OSError: it is not there, or is no plain file.
+        OSError: it is missing, or not a plain file.
     """
     stream = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  (the caller closes it)
     if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         return stream
     stream.close()
-    raise OSError(errno.EINVAL, "it is no plain file", os.fspath(path))
+    raise OSError(errno.EINVAL, "it is not a plain file", os.fspath(path))
 
 
 def read_plain(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a plain file of at most ``most`` bytes.
+    """Returns the content of a plain file of at most ``most`` bytes.
 
     Raises:
-        OSError: see :func:`open_plain`; or it is larger.
+        OSError: see :func:`open_plain`; or the file is larger.
     """
     with open_plain(path) as stream:
         data = stream.read(most + 1)
@@ -103,3 +117,214 @@ def read_plain(path: str | os.PathLike[str], most: int) -> bytes:
             size = os.fstat(stream.fileno()).st_size
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {most:,} are read", os.fspath(path))
     return data
+
+
+def measure(stream: BinaryIO) -> dict[str, Any]:
+    """Returns size and SHA-256 of a stream read to its end, as manifests list them.
+
+    Example:
+        >>> import io
+        >>> measure(io.BytesIO(b"")) == {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+        True
+    """
+    sha, size = hashlib.sha256(), 0
+    while block := stream.read(_BLOCK):
+        sha.update(block)
+        size += len(block)
+    return {"bytes": size, "sha256": sha.hexdigest()}
+
+
+def measure_file(path: Path) -> dict[str, Any]:
+    """Returns size and SHA-256 of a plain file; raises as :func:`open_plain`."""
+    with open_plain(path) as stream:
+        return measure(stream)
+
+
+def files_below(folder: Path) -> dict[str, Path]:
+    """Returns every file below a folder by its path from there, sorted.
+
+    Raises:
+        OSError: there is a link, a pipe or a device, which ``filename`` names.
+    """
+    files = {}
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise OSError(errno.EINVAL, "it is not a plain file", os.fspath(path))
+        if path.is_file():
+            files[path.relative_to(folder).as_posix()] = path
+    return dict(sorted(files.items()))
+
+
+def difference(measured: Mapping[str, Any], listed: Mapping[str, Any]) -> str | None:
+    """Returns how a file differs from its entry in a manifest, in words that follow the file's path, or None.
+
+    Example:
+        >>> difference({"bytes": 1, "sha256": "a"}, {"bytes": 2000, "sha256": "a"})
+        'has 1 bytes and was written with 2,000'
+    """
+    if measured["bytes"] != listed["bytes"]:
+        return f"has {measured['bytes']:,} bytes and was written with {listed['bytes']:,}"
+    if measured["sha256"] != listed["sha256"]:
+        return "is damaged: its content does not fit its digest"
+    return None
+
+
+def json_digest(content: Any, *, compact: bool = False) -> str:
+    """Returns the SHA-256 of JSON values, whatever order their keys are in.
+
+    Args:
+        content: JSON values.
+        compact: hash the text without blanks, and refuse NaN and infinity: a bundle's form.
+    """
+    text = json.dumps(content, sort_keys=True, separators=(",", ":") if compact else None, allow_nan=not compact)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed_json(content: Mapping[str, Any], key: str) -> bytes:
+    """Returns the bytes of a manifest that holds its own digest under ``key``."""
+    return (json.dumps({**content, key: json_digest(content)}, indent=1) + "\n").encode()
+
+
+def take_lock(handle: int | IO[str]) -> bool:
+    """Locks an open file or folder until it is closed; returns False, at once, where another process holds the lock.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_folder(folder: str, name: str, error: type[Exception], *, shown: str, busy: str, otherwise: str) -> IO[str]:
+    """Makes a folder, and holds the lock of the file ``name`` in it until the returned file is closed.
+
+    Args:
+        folder: path of the folder.
+        name: file that is locked; its text says who holds the lock.
+        error: class of the exceptions.
+        shown: what messages call the folder.
+        busy: remedy where another process holds the lock.
+        otherwise: remedy where the file system has no locks.
+
+    Raises:
+        error: another process holds the lock, the folder cannot be written, or its file system has no locks.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        held = open(os.path.join(folder, name), "a+")  # noqa: SIM115  (held until the caller closes it)
+    except OSError as problem:
+        raise error(f"{shown} cannot be written: {problem.strerror or problem}") from None
+    try:
+        if take_lock(held):
+            return held
+        held.seek(0)
+        why = f"is being written by {held.read().strip() or 'another process'}; {busy}"
+    except OSError as problem:
+        why = (
+            f"cannot be locked ({problem.strerror or problem}): a lock keeps two jobs from writing the same files, and "
+            "its file system offers none; mount it with locks (NFS: with lockd, or nolock; Lustre: with flock), or "
+            f"{otherwise}"
+        )
+    held.close()
+    raise error(f"{shown} {why}")
+
+
+def make_hidden(out: Path) -> tuple[Path, int]:
+    """Makes ``.NAME.partial-HOST-PID`` beside ``out`` and locks it.
+
+    Returns:
+        The folder, and its file descriptor, which keeps the lock while it is open.
+    """
+    hidden = out.parent / f".{out.name}.partial-{_HOST}-{os.getpid()}"
+    while True:
+        hidden.mkdir(parents=True)
+        handle = os.open(hidden, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if hidden.exists():
+            return hidden, handle
+        os.close(handle)  # another process took it for a leftover before it was locked
+
+
+def visible_name(path: Path) -> Path:
+    """Returns a path with the names that :func:`make_hidden` folders in it are going to have."""
+    return Path(*(re.sub(rf"^\.(.+)\.partial-{re.escape(_HOST)}-\d+$", r"\1", name) for name in path.parts))
+
+
+def existing_folder(out: Path) -> Path:
+    """Returns ``out``, or the name that it has for a moment while :func:`replace_folder` replaces it in two steps."""
+    return out if out.exists() else next(iter(_hidden(out, "old")), out)
+
+
+def replace_folder(new: Path, out: Path) -> None:
+    """Gives ``new`` the name of ``out``, in one step where the file system can; ``out`` need not exist.
+
+    In two steps the former folder is hidden for a moment, in which :func:`existing_folder` finds it.
+    """
+    if not out.exists() or not exchange(new, out):
+        old = out.parent / f".{out.name}.old-{_HOST}-{os.getpid()}"
+        if out.exists():
+            out.rename(old)
+        try:
+            new.rename(out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    sync_to_disk(out.absolute().parent)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Removes what killed processes of any host left beside ``out``; a folder that one had hidden is put back."""
+    for old in _hidden(out, "old"):
+        writer = out.with_name(old.name.replace(f".{out.name}.old-", f".{out.name}.partial-", 1))
+        if writer.exists() and not _remove_unless_written(writer):
+            continue
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(out)
+    for left in _hidden(out, "partial"):
+        _remove_unless_written(left)
+
+
+def _hidden(out: Path, kind: str) -> list[Path]:
+    return list(out.parent.glob(glob.escape(f".{out.name}.{kind}-") + "*"))
+
+
+def _remove_unless_written(folder: Path) -> bool:
+    """Removes a folder that no process is writing; returns whether it is gone."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    try:
+        if _is_written(handle, folder.name):
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+    finally:
+        os.close(handle)
+
+
+def _is_written(handle: int, name: str) -> bool:
+    """Returns whether a process holds the folder's lock; without locks, whether the one in the folder's name lives."""
+    try:
+        return not take_lock(handle)
+    except OSError:
+        host, _, process = name.partition(".partial-")[2].rpartition("-")
+        return host != _HOST or not process.isdecimal() or (int(process) != os.getpid() and _runs(int(process)))
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.killing import killed_everywhere
+from torchrec_ext import sealed
 from torchrec_ext.data.files.find import find_files
-from torchrec_ext.data.preprocess import folders
-from torchrec_ext.data.preprocess.folders import _HOST, disk_errors, keep_sources, standing, whole_folder
+from torchrec_ext.data.preprocess.folders import disk_errors, keep_sources, whole_folder
 from torchrec_ext.schema import DataError
+from torchrec_ext.sealed import _HOST, existing_folder
 
 pytestmark = pytest.mark.unit
 
@@ -72,7 +73,7 @@ def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_remo
 
 def replace(out: str, in_one_step: bool) -> None:
     if not in_one_step:
-        folders.exchange = lambda *_: False  # as on NFS
+        sealed.exchange = lambda *_: False  # as on NFS
     write(Path(out), "new", overwrite=True)
 
 
@@ -85,7 +86,7 @@ def test_killed_at_any_moment_of_a_replacement_a_reader_finds_the_old_or_the_new
     write(out, "old")
     for _ in killed_everywhere(replace, str(out), in_one_step):
         assert out.exists() or not in_one_step
-        seen.append((standing(out) / "part-0").read_text())
+        seen.append((existing_folder(out) / "part-0").read_text())
         write(out, "old", overwrite=True)
         assert os.listdir(tmp_path) == ["out"], "no leftovers"
         assert (out / "part-0").read_text() == "old"

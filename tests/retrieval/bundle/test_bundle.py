@@ -27,9 +27,10 @@ from torchrec_ext.retrieval.bundle.tables import read_table, write_table
 from torchrec_ext.retrieval.exporting.content import Catalogue
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.retrieval.store.store import EmbeddingStore
-from torchrec_ext.retrieval.store.versions import StoreError, file_digest
+from torchrec_ext.retrieval.store.versions import StoreError
 from torchrec_ext.retrieval.store.writer import write_store
 from torchrec_ext.schema import DataError, Jagged
+from torchrec_ext.sealed import measure_file
 
 ROWS = {"user_id": [5, 99], "history": [[3, 4], []], "age": [0.5, 0.25]}
 
@@ -373,9 +374,7 @@ def values_of(folder: Path, name: str, edit: Callable[[np.ndarray], Any]) -> Non
         return
     listed = json.loads((at / "manifest.json").read_text())
     del listed["digest"]
-    listed["files"] = {
-        known: {"bytes": (at / known).stat().st_size, "sha256": file_digest(at / known)} for known in listed["files"]
-    }
+    listed["files"] = {known: measure_file(at / known) for known in listed["files"]}
     whole = json.dumps(listed, sort_keys=True)
     (at / "manifest.json").write_text(json.dumps({**listed, "digest": hashlib.sha256(whole.encode()).hexdigest()}))
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_ext.retrieval.store import versions as snapshots
+from torchrec_ext import sealed
 from torchrec_ext.retrieval.store.quantized import Dtype, measured_loss
 from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
 from torchrec_ext.retrieval.store.versions import StoreError, prune_store, versions
@@ -282,7 +282,7 @@ def test_a_file_system_without_locks_is_told_as_that(tmp_path: Path, monkeypatch
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-    monkeypatch.setattr(snapshots.fcntl, "flock", refuse)
+    monkeypatch.setattr(sealed.fcntl, "flock", refuse)
     with pytest.raises(
         StoreError, match=r"cannot be locked \(Operation not supported\): .*file system offers none; .*write elsewhere"
     ):

@@ -22,10 +22,10 @@ from torch import Tensor
 from tests.contracts import _CONTEXT
 from tests.examples import NO_MANIFESTS, small_model
 from tests.killing import killed_everywhere
+from torchrec_ext import sealed
 from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import checkpointer as module
-from torchrec_ext.train.checkpoint import folder as folder_module
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, read_index
@@ -332,7 +332,7 @@ def test_a_file_system_without_locks_is_told_as_that(tmp_path: Path, monkeypatch
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(folder_module.fcntl, "flock", refuse)
+    monkeypatch.setattr(sealed.fcntl, "flock", refuse)
     with pytest.raises(
         CheckpointError, match=r"cannot be locked \(No locks available\): .*its file system offers none.*--run-dir"
     ):

@@ -31,7 +31,7 @@ from torchrec_ext.data.preprocess.categorical import Categorify, Cross, HashBuck
 from torchrec_ext.data.preprocess.columns import TIMES, Cells, Types, element, missing_column, read_cells, working_type
 from torchrec_ext.data.preprocess.engines import FLOAT32_MAX, ROW, Engine, as_float32, connected
 from torchrec_ext.data.preprocess.files import Progress, Sink, Source
-from torchrec_ext.data.preprocess.folders import keep_sources, standing, whole_folder
+from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.data.preprocess.lists import Lists
 from torchrec_ext.data.preprocess.numeric import Bucketize, FillMissing, LogClip, Normalize
@@ -39,6 +39,7 @@ from torchrec_ext.data.preprocess.step import Chain, State, Step, Table
 from torchrec_ext.data.preprocess.tables import Opened, open_sources
 from torchrec_ext.data.preprocess.times import TimeFeatures
 from torchrec_ext.schema import DataError
+from torchrec_ext.sealed import existing_folder, measure_file
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -365,7 +366,7 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
 
 def load_preprocessor(folder: Path) -> FittedPreprocessor:
     """See :meth:`FittedPreprocessor.load_preprocessor`."""
-    folder = standing(folder)
+    folder = existing_folder(folder)
     text = _text(folder / _MAIN)
     if hashlib.sha256(text.encode()).hexdigest() != _text(folder / _SUM).strip():
         raise DataError(
@@ -403,7 +404,7 @@ def _saved(at: int, step: Step, state: State, folder: Path) -> dict[str, Any]:
     name = f"vocabulary-{at:03}.parquet"
     table = pa.table({"value": state.values, "count": state.counts})
     pq.write_table(table, folder / name, write_page_checksum=True)
-    return {**entry, "vocabulary": name, "rows": len(table), "sha256": _digest(folder / name)}
+    return {**entry, "vocabulary": name, "rows": len(table), "sha256": measure_file(folder / name)["sha256"]}
 
 
 def _loaded(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, State]:
@@ -425,7 +426,7 @@ def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
     path = folder / Path(entry["vocabulary"]).name
     if not path.exists():
         raise DataError(f"{path}: no such file, {_MAIN} names it; copy the whole folder")
-    if _digest(path) != entry["sha256"]:
+    if measure_file(path)["sha256"] != entry["sha256"]:
         raise DataError(f"{path}: does not have the SHA-256 in {_MAIN}: it was changed or damaged; copy it again")
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         _check_size(path, file.metadata, entry["rows"])
@@ -482,11 +483,3 @@ def _text(path: Path) -> str:
         raise DataError(f"{path}: no such file; name the folder that FittedPreprocessor.save wrote") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); copy the folder again") from error
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import glob
 import os
 import re
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,10 +13,9 @@ from pathlib import Path
 
 from torchrec_ext.data.files.find import DataFile
 from torchrec_ext.schema import DataError
-from torchrec_ext.sealed import exchange, synced
+from torchrec_ext.sealed import make_hidden, remove_leftovers, replace_folder, visible_name
 
 _FULL = ("no space left", "disk full", "out of disk", "disk quota", "not enough disk", "max_temp_directory_size")
-_HOST = socket.gethostname()
 
 
 @contextmanager
@@ -29,7 +24,7 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
 
     A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name
     removes, from whatever host; one that is being written is locked, and stays. An earlier result is replaced in one
-    step. On a file system that has no such step it is moved aside for a moment, in which :func:`standing` finds it;
+    step. On a file system that has no such step it is moved aside for a moment, in which :func:`~torchrec_ext.sealed.existing_folder` finds it;
     after a kill the next process puts it back.
 
     Args:
@@ -47,13 +42,13 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
             "there"
         )
     with disk_errors(out):
-        _remove_leftovers(out)
+        remove_leftovers(out)
     _check_free(out, overwrite, mark)
     with hidden_folder(out) as staging:
         with disk_errors(out, writing=False):
             yield staging
         with disk_errors(out):
-            _replace(staging, out)
+            replace_folder(staging, out)
 
 
 @contextmanager
@@ -63,10 +58,9 @@ def hidden_folder(out: Path) -> Iterator[Path]:
     Raises:
         DataError: it cannot be made.
     """
-    staging = out.parent / f".{out.name}.partial-{_HOST}-{os.getpid()}"
     with disk_errors(out):
-        _remove_leftovers(out)
-        held = _made_and_locked(staging)
+        remove_leftovers(out)
+        staging, held = make_hidden(out)
     try:
         yield staging
     finally:
@@ -98,97 +92,6 @@ def _check_free(out: Path, overwrite: bool, mark: str) -> None:
         )
 
 
-def _made_and_locked(staging: Path) -> int:
-    """Makes the folder, and holds its lock as long as the returned file descriptor is open."""
-    while True:
-        staging.mkdir(parents=True)
-        handle = os.open(staging, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if staging.exists():
-            return handle
-        os.close(handle)  # another process took it for a leftover before it was locked
-
-
-def _remove_leftovers(out: Path) -> None:
-    """What killed processes left behind; an earlier result that one of them had moved aside is put back."""
-    for old in _hidden(out, "old"):
-        writer = out.with_name(old.name.replace(f".{out.name}.old-", f".{out.name}.partial-", 1))
-        if writer.exists() and not _remove_unless_written(writer):
-            continue
-        if out.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(out)
-    for left in _hidden(out, "partial"):
-        _remove_unless_written(left)
-
-
-def _hidden(out: Path, kind: str) -> list[Path]:
-    return list(out.parent.glob(glob.escape(f".{out.name}.{kind}-") + "*"))
-
-
-def _remove_unless_written(folder: Path) -> bool:
-    """Removes the folder where no process is writing it; whether it is gone."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return True
-    try:
-        if _is_written(handle, folder.name):
-            return False
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
-    finally:
-        os.close(handle)
-
-
-def _is_written(handle: int, name: str) -> bool:
-    """Whether a process holds the folder's lock; on a file system without locks the folder's name says whose it is."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        host, _, process = name.partition(".partial-")[2].rpartition("-")
-        return host != _HOST or not process.isdecimal() or (int(process) != os.getpid() and _runs(int(process)))
-    return False
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def standing(out: Path) -> Path:
-    """The folder, or where it is while, without a step that replaces folders, it makes place for another one."""
-    return out if out.exists() else next(iter(_hidden(out, "old")), out)
-
-
-def _replace(staging: Path, out: Path) -> None:
-    if not out.exists() or not exchange(staging, out):
-        _replace_in_two_steps(staging, out)
-    synced(out.absolute().parent)
-
-
-def _replace_in_two_steps(staging: Path, out: Path) -> None:
-    old = out.parent / f".{out.name}.old-{_HOST}-{os.getpid()}"
-    if out.exists():
-        out.rename(old)
-    try:
-        staging.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
 @contextmanager
 def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
     """Puts into words what a disk says that is full or read-only.
@@ -203,7 +106,7 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        shown = _shown(out)
+        shown = visible_name(out)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if full or any(word in str(error).lower() for word in _FULL):
             raise DataError(
@@ -219,13 +122,10 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
         raise
 
 
-def _shown(out: Path) -> Path:
-    """The folder by the name that it is going to have."""
-    return Path(*(re.sub(rf"^\.(.+)\.partial-{re.escape(_HOST)}-\d+$", r"\1", part) for part in out.parts))
-
-
 def _free(out: Path) -> str:
     at = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
     spill = Path(tempfile.gettempdir())
     mib = {place: f"{shutil.disk_usage(place).free / 2**20:,.0f} MiB" for place in (at, spill)}
-    return f"{mib[at]} are free in {_shown(at)}, {mib[spill]} in {spill}, where DuckDB puts what memory cannot hold"
+    return (
+        f"{mib[at]} are free in {visible_name(at)}, {mib[spill]} in {spill}, where DuckDB puts what memory cannot hold"
+    )

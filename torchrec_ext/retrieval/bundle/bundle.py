@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torchrec_ext.data.preprocess.folders import standing
 from torchrec_ext.retrieval.bundle import audit as audits
 from torchrec_ext.retrieval.bundle.encoder import (
     Architecture,
@@ -29,6 +28,7 @@ from torchrec_ext.retrieval.bundle.values import check_values
 from torchrec_ext.retrieval.index.projection import Projection, projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.sealed import existing_folder
 
 STORE, PROJECTED, USERS, ITEMS = "store", "projected", "users", "items.arrow"
 _ANEW = "export the bundle again"
@@ -96,7 +96,7 @@ class Bundle:
             BundleError: a file is missing, too many, cut or changed, a part is of another bundle, or a value is one
                 that cannot be served; it is named with a remedy.
         """
-        folder = standing(Path(folder))
+        folder = existing_folder(Path(folder))
         try:
             manifest = Manifest.open(folder)
             check_files(folder, manifest.content["files"], digests=verify)

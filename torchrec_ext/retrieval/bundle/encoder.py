@@ -21,9 +21,10 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.architecture import fill_dense, map_tables, read_tensors, rebuild, table_paths
-from torchrec_ext.retrieval.bundle.manifest import BundleError, json_digest, read_json
+from torchrec_ext.retrieval.bundle.manifest import BundleError, read_json
 from torchrec_ext.retrieval.bundle.request_columns import Columns, Read, Rows
 from torchrec_ext.schema import Jagged, SparseFeature
+from torchrec_ext.sealed import json_digest
 
 _BEGIN = torch.zeros(1, dtype=torch.int64)  # of one bag, which ends where the values do
 _MODES = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
@@ -277,13 +278,15 @@ def tower_digest(architecture: Architecture, names: Sequence[str], files: Mappin
     own += [found["sha256"] for name, found in sorted(files.items()) if name.startswith(f"{PREPROCESSOR}/")]
     described = {name: architecture.towers[name] for name in names}
     unseen = [dict(architecture.unseen)] if architecture.unseen else []
-    return json_digest([described, dict(architecture.oov_ids), dict(architecture.types), named, own, *unseen])
+    return json_digest(
+        [described, dict(architecture.oov_ids), dict(architecture.types), named, own, *unseen], compact=True
+    )
 
 
 def projection_digest(architecture: Architecture, files: Mapping[str, Mapping[str, Any]]) -> str:
     """The digest of all that decides what the projection makes of a candidate: its tower, and the interaction."""
     tower = tower_digest(architecture, [architecture.candidate], files)
-    return json_digest([tower, architecture.interaction, files[INTERACTION]["sha256"]])
+    return json_digest([tower, architecture.interaction, files[INTERACTION]["sha256"]], compact=True)
 
 
 def tables_of(description: Mapping[str, Any]) -> list[str]:

@@ -8,14 +8,13 @@ What is said of a bundle that is damaged, or of parts that do not belong togethe
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.sealed import read_plain, synced
+from torchrec_ext.sealed import files_below, json_digest, measure_file, read_plain
 
 
 class BundleError(ValueError):
@@ -45,7 +44,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """SHA-256 of the content: the name of what is served."""
-        return json_digest(self.content)
+        return json_digest(self.content, compact=True)
 
     @property
     def metric(self) -> str:
@@ -69,7 +68,7 @@ class Manifest:
             "format": FORMAT,
             "digest": self.digest,
             "content": dict(self.content),
-            "seal": json_digest(self.certificate),
+            "seal": json_digest(self.certificate, compact=True),
             "certificate": dict(self.certificate),
         }
 
@@ -102,16 +101,9 @@ class Manifest:
                 "version of torchrec_ext that wrote it"
             )
         for part, mark in (("content", "digest"), ("certificate", "seal")):
-            if not isinstance(whole.get(part), dict) or json_digest(whole[part]) != whole.get(mark):
+            if not isinstance(whole.get(part), dict) or json_digest(whole[part], compact=True) != whole.get(mark):
                 raise BundleError(f"{path}: its {part} does not have its {mark}: it was changed or damaged; {_ANEW}")
         return cls(content=whole["content"], certificate=whole["certificate"])
-
-
-def json_digest(value: Any) -> str:
-    """SHA-256 of JSON values, whatever order their keys stand in."""
-    return hashlib.sha256(
-        json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    ).hexdigest()
 
 
 def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[str, Any]:
@@ -133,11 +125,8 @@ def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[st
 
 def file_digests(folder: Path, *, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of every file below ``folder`` but the manifest, by its path from there; those ``known`` are not read."""
-    found = dict(known or {})
-    for name, path in sorted(_files(folder)):
-        if name != NAME and name not in found:
-            found[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    return dict(sorted(found.items()))
+    files = _files(folder)
+    return {name: (known or {}).get(name) or measure_file(path) for name, path in files.items()}
 
 
 def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digests: bool) -> None:
@@ -151,14 +140,13 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
     Raises:
         BundleError: naming the file.
     """
-    there = dict(_files(folder))
-    there.pop(NAME, None)
+    there = _files(folder)
     for name in sorted(listed):
         if name not in there:
             more = next(iter(sorted(set(there) - set(listed))), None)
             hint = f" ('{more}' is there, and is not in the manifest: was it renamed?)" if more else ""
             raise BundleError(f"{folder / name}: the manifest lists it, and it is missing{hint}; {_ANEW}")
-    for name, path in sorted(there.items()):
+    for name, path in there.items():
         if name not in listed:
             raise BundleError(f"{path}: is not in the manifest, so it is no part of this bundle; remove it, or {_ANEW}")
         size = path.stat().st_size
@@ -166,28 +154,18 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
             raise BundleError(
                 f"{path}: {size:,} bytes, the manifest lists {listed[name]['bytes']:,}: it is cut or changed; {_ANEW}"
             )
-    for name, path in sorted(there.items()) if digests else ():
-        if _sha256(path) != listed[name]["sha256"]:
+    for name, path in there.items() if digests else ():
+        if measure_file(path)["sha256"] != listed[name]["sha256"]:
             raise BundleError(f"{path}: does not have the SHA-256 in the manifest: it was changed or damaged; {_ANEW}")
 
 
-def sync(folder: Path) -> None:
-    """Has the disk hold every file and folder below before the next line runs."""
-    for path in [*folder.rglob("*"), folder]:
-        synced(path)
-
-
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in folder.rglob("*"):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BundleError(f"{path}: is a link or no plain file, and a bundle holds none; {_ANEW}")
-        if path.is_file():
-            yield path.relative_to(folder).as_posix(), path
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+def _files(folder: Path) -> dict[str, Path]:
+    """Returns every file of a bundle but its manifest, by its path from there."""
+    try:
+        files = files_below(folder)
+    except OSError as error:
+        raise BundleError(
+            f"{error.filename}: is a link or not a plain file, and a bundle holds neither; {_ANEW}"
+        ) from None
+    files.pop(NAME, None)
+    return files

@@ -15,10 +15,11 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.index import Kind
-from torchrec_ext.retrieval.bundle.manifest import NAME, BundleError, Manifest, sync
+from torchrec_ext.retrieval.bundle.manifest import NAME, BundleError, Manifest
 from torchrec_ext.retrieval.exporting.content import BundleContent, Catalogue, ExportConfig, NamedUsers, Progress
 from torchrec_ext.retrieval.exporting.weights import ExportRanks, LiveWeights
 from torchrec_ext.retrieval.store.quantized import Dtype
+from torchrec_ext.sealed import sync_tree
 
 
 def export(
@@ -99,7 +100,7 @@ def export(
             try:
                 with whole_folder(Path(out), overwrite=overwrite, mark=NAME) as folder, one_thread():
                     outcome = parts.write(folder, weights.tables, blocks, dense, expected)
-                    sync(folder)
+                    sync_tree(folder)
             except Exception as error:
                 outcome = error
         for _ in blocks:  # the others send their rows, whatever becomes of them

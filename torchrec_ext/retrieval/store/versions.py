@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import json
 import os
 import re
@@ -13,14 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.sealed import no_locks, open_plain, read_plain, synced, write_whole
+from torchrec_ext.sealed import (
+    difference,
+    files_below,
+    json_digest,
+    lock_folder,
+    measure_file,
+    read_plain,
+    sealed_json,
+    sync_to_disk,
+    write_whole,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _POINTER = "CURRENT"
 _NAME = re.compile(r"v(\d{8})")
 _TRIES = 20  # to open a version that a writer is just replacing and removing
-_BLOCK = 2**22
 _MOST_BYTES = 2**20  # of a manifest, which lists a dozen files
 
 
@@ -69,7 +76,7 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
         raise StoreError(f"'{path}' is damaged ({error}); write the store again") from None
     if form > FORMAT:
         raise StoreError(f"'{path}' is of format {form}, this version reads up to {FORMAT}: update torchrec-ext")
-    if sha != _digest(content):
+    if sha != json_digest(content):
         raise StoreError(f"'{path}' is damaged: its content does not fit its digest; write the store again")
     return {**content, "digest": sha}
 
@@ -83,25 +90,13 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool)
     for name, wanted in files.items():
         path = folder / name
         try:
-            size = path.stat().st_size
-            sha = file_digest(path) if verify and size == wanted["bytes"] else wanted["sha256"]
+            measured = {**wanted, "bytes": path.stat().st_size}
+            if verify and measured == wanted:
+                measured = measure_file(path)
         except OSError as error:
             raise StoreError(f"'{path}' cannot be read: {error.strerror or error}; write the store again") from None
-        if size != wanted["bytes"]:
-            raise StoreError(
-                f"'{path}' has {size:,} bytes and was written with {wanted['bytes']:,}; write the store again"
-            )
-        if sha != wanted["sha256"]:
-            raise StoreError(f"'{path}' is damaged: its content does not fit its digest; write the store again")
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    sha = hashlib.sha256()
-    with open_plain(path) as stream:
-        while block := stream.read(_BLOCK):
-            sha.update(block)
-    return sha.hexdigest()
+        if wrong := difference(measured, wanted):
+            raise StoreError(f"'{path}' {wrong}; write the store again")
 
 
 @contextlib.contextmanager
@@ -139,11 +134,11 @@ def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]
         digests: SHA-256 by file, of those that are known already; the others are read.
     """
     files = {}
-    for file in sorted(path.iterdir()):
-        files[file.name] = {"bytes": file.stat().st_size, "sha256": digests.get(file.name) or file_digest(file)}
-        synced(file)
-    whole = {"format": FORMAT, **content, "files": files}
-    write_whole(path / MANIFEST, (json.dumps({**whole, "digest": _digest(whole)}, indent=1) + "\n").encode())
+    for name, file in files_below(path).items():
+        known = {"bytes": file.stat().st_size, "sha256": digests[name]} if name in digests else None
+        files[name] = known or measure_file(file)
+        sync_to_disk(file)
+    write_whole(path / MANIFEST, sealed_json({"format": FORMAT, **content, "files": files}, "digest"))
     final = path.with_suffix("")
     path.rename(final)
     write_whole(path.parent / _POINTER, f"{final.name}\n".encode())
@@ -174,22 +169,13 @@ def attempts() -> range:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stream = (folder / ".lock").open("w")
-    except OSError as error:
-        raise StoreError(f"'{folder}' cannot be written: {error.strerror or error}") from None
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreError(
-                f"'{folder}' is being written by another process; wait for it, or write elsewhere"
-            ) from None
-        except OSError as error:
-            raise StoreError(f"'{folder}' {no_locks(error)}, or write elsewhere") from None
+    lock = lock_folder(
+        str(folder),
+        ".lock",
+        StoreError,
+        shown=f"'{folder}'",
+        busy="wait for it, or write elsewhere",
+        otherwise="write elsewhere",
+    )
+    with lock:
         yield
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

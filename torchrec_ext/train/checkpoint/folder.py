@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import hashlib
 import json
 import os
 import re
@@ -35,7 +33,17 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.sealed import no_locks, open_plain, synced, write_whole
+from torchrec_ext.sealed import (
+    difference,
+    json_digest,
+    lock_folder,
+    measure,
+    open_plain,
+    rename_synced,
+    sealed_json,
+    sync_to_disk,
+    write_whole,
+)
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url, read_metadata
 
 NAME = "manifest.json"
@@ -45,24 +53,19 @@ _BLOCK = 2**22
 
 def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
     """Size and SHA-256 of one file."""
-    sha, size = hashlib.sha256(), 0
     local = isinstance(files, LocalFileSystem)
     with open_plain(url_to_fs(path)[1]) if local else files.open(path, "rb") as stream:  # a path, or file:// and a path
-        while block := stream.read(_BLOCK):
-            sha.update(block)
-            size += len(block)
-    return {"bytes": size, "sha256": sha.hexdigest()}
+        return measure(stream)
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
     """A manifest's bytes, with a digest of its own content."""
-    whole = {"format": FORMAT, **content}
-    return (json.dumps({**whole, "sha256": _of(whole)}, indent=1) + "\n").encode()
+    return sealed_json({"format": FORMAT, **content}, "sha256")
 
 
 def manifest_digest(content: Mapping[str, Any]) -> str:
     """The digest that a manifest of ``content`` is sealed with, by which a later checkpoint names its parent."""
-    return _of({"format": FORMAT, **content})
+    return json_digest({"format": FORMAT, **content})
 
 
 def opened(data: bytes, where: str) -> dict[str, Any]:
@@ -83,7 +86,7 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
     if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(f"{where} is of format {version}, this version reads up to {FORMAT}: update torchrec-ext")
-    if sha != _of(whole) or data != sealed(whole):
+    if sha != json_digest(whole) or data != sealed(whole):
         raise CheckpointError(f"{where} is damaged: its content does not fit its digest")
     return whole  # type: ignore[no-any-return]
 
@@ -95,20 +98,14 @@ def damaged(
     for name in names:
         path, wanted = f"{folder}/{name}", listed[name]
         try:
-            found = digest(files, path)
+            wrong = difference(digest(files, path), wanted)
         except FileNotFoundError:
-            return f"{path} is missing"
+            wrong = "is missing"
         except OSError as error:
-            return f"{path} cannot be read: {error.strerror or error}"
-        if found["bytes"] != wanted["bytes"]:
-            return f"{path} has {found['bytes']:,} bytes and was written with {wanted['bytes']:,}"
-        if found["sha256"] != wanted["sha256"]:
-            return f"{path} is damaged: its content does not fit its digest"
+            wrong = f"cannot be read: {error.strerror or error}"
+        if wrong:
+            return f"{path} {wrong}"
     return None
-
-
-def _of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 _NAME = re.compile(r"step-(\d{10})")
@@ -192,8 +189,7 @@ class CheckpointFolder:
             self._remove(first if path == second else second)
             return
         write_whole(f"{path}/{NAME}", content)
-        os.rename(path, second if os.path.exists(first) else first)
-        synced(self.root)
+        rename_synced(path, second if os.path.exists(first) else first)
         self._settle(step)
 
     def clean(self) -> list[str]:
@@ -252,8 +248,8 @@ class CheckpointFolder:
             if self.files.exists(at):  # memory:// has folders, an object store none
                 self.files.rm(at, recursive=True)
         if not self.remote:
-            synced(aside)
-            synced(self.root)
+            sync_to_disk(aside)
+            sync_to_disk(self.root)
         self.files.rm(f"{self.root}/{_MOVING}")
 
     def _places(self, step: int) -> tuple[str, str]:
@@ -277,8 +273,7 @@ class CheckpointFolder:
         if self._is_whole(second):
             self._remove(first)
             if not self.remote:
-                os.rename(second, first)
-                synced(self.root)
+                rename_synced(second, first)
 
     def _names(self) -> list[str]:
         return [_name_of(path) for path in self.files.ls(self.root, detail=False)]
@@ -311,36 +306,18 @@ class CheckpointFolder:
         if self._lock is not None:
             return
         if not self.remote:
-            self._lock = self._locked()
+            self._lock = lock_folder(
+                self.root,
+                "lock",
+                CheckpointError,
+                shown=f"checkpoint folder '{self.root}'",
+                busy="stop that job, or give this one another --run-dir",
+                otherwise="choose another --run-dir",
+            )
+            self._lock.truncate(0)
+            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._lock.flush()
         self._finish_setting_aside()
-
-    def _locked(self) -> IO[str]:
-        try:
-            os.makedirs(self.root, exist_ok=True)
-            held = open(f"{self.root}/lock", "a+")  # noqa: SIM115  (held until the process ends)
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint folder '{self.root}' cannot be written: {error.strerror or error}"
-            ) from None
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held.seek(0)
-            owner = held.read().strip() or "another process"
-            held.close()
-            raise CheckpointError(
-                f"checkpoint folder '{self.root}' is being written by {owner}; stop that job, or give this one another "
-                "--run-dir"
-            ) from None
-        except OSError as error:
-            held.close()
-            raise CheckpointError(
-                f"checkpoint folder '{self.root}' {no_locks(error)}, or choose another --run-dir"
-            ) from None
-        held.truncate(0)
-        held.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        held.flush()
-        return held
 
     def unlock(self) -> None:
         """Lets other jobs write here."""

@@ -1,0 +1,64 @@
+"""A folder is whole or not there: one writer at a time, files by size and SHA-256, a manifest that knows its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from torchrec_ext.sealed import difference, files_below, json_digest, lock_folder, measure_file, sealed_json
+
+pytestmark = pytest.mark.unit
+
+
+def locked(folder: Path) -> object:
+    return lock_folder(
+        str(folder), "lock", KeyError, shown="the folder", busy="wait for it", otherwise="take another one"
+    )
+
+
+def test_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
+    held = lock_folder(str(tmp_path / "a"), "lock", KeyError, shown="a", busy="wait", otherwise="move")
+    held.write("process 7\n")
+    held.flush()
+    with pytest.raises(KeyError, match=r"the folder is being written by process 7; wait for it"):
+        locked(tmp_path / "a")
+    held.close()
+    assert locked(tmp_path / "a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KeyError, match="the folder cannot be written: "):
+        locked(tmp_path / "file")
+
+
+def test_files_are_listed_by_path_and_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name in ("b/x", "a", "c"):
+        (tmp_path / name).write_text(name)
+    assert list(files_below(tmp_path)) == ["a", "b/x", "c"]
+    (tmp_path / "b/link").symlink_to(tmp_path / "a")
+    with pytest.raises(OSError, match="it is not a plain file") as refused:
+        files_below(tmp_path)
+    assert refused.value.filename == str(tmp_path / "b/link")
+
+
+def test_a_file_that_was_cut_or_changed_differs_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"as it was written")
+    listed = measure_file(file)
+    assert listed == {"bytes": 17, "sha256": hashlib.sha256(b"as it was written").hexdigest()}
+    assert difference(measure_file(file), listed) is None
+    file.write_bytes(b"as it was")
+    assert difference(measure_file(file), listed) == "has 9 bytes and was written with 17"
+    file.write_bytes(b"as it was changed")
+    assert difference(measure_file(file), listed) == "is damaged: its content does not fit its digest"
+
+
+def test_a_manifest_holds_the_digest_of_the_rest_of_it() -> None:
+    content = {"rows": 3, "files": {}}
+    whole = json.loads(sealed_json(content, "digest"))
+    assert whole == {**content, "digest": json_digest(content)}
+    assert json_digest({"b": 1, "a": 2}) == json_digest({"a": 2, "b": 1}) != json_digest({"a": 2, "b": 1}, compact=True)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_digest([float("nan")], compact=True)
