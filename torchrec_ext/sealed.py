@@ -119,12 +119,12 @@ def read_plain(path: str | os.PathLike[str], most: int) -> bytes:
     return data
 
 
-def measure(stream: BinaryIO) -> dict[str, Any]:
+def measure_stream(stream: BinaryIO) -> dict[str, Any]:
     """Returns size and SHA-256 of a stream read to its end, as manifests list them.
 
     Example:
         >>> import io
-        >>> measure(io.BytesIO(b"")) == {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+        >>> measure_stream(io.BytesIO(b"")) == {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
         True
     """
     sha, size = hashlib.sha256(), 0
@@ -137,7 +137,7 @@ def measure(stream: BinaryIO) -> dict[str, Any]:
 def measure_file(path: Path) -> dict[str, Any]:
     """Returns size and SHA-256 of a plain file; raises as :func:`open_plain`."""
     with open_plain(path) as stream:
-        return measure(stream)
+        return measure_stream(stream)
 
 
 def files_below(folder: Path) -> dict[str, Path]:

@@ -92,7 +92,7 @@ def check_exportable_to_onnx(model: nn.Module, skip: Sequence[str]) -> None:
 def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overwrite: bool = False) -> str:
     """Writes a bundle's networks as ONNX files, and says what was written; see :func:`export_bundle`."""
     from torchrec_ext.retrieval.bundle.bundle import Bundle
-    from torchrec_ext.retrieval.onnx import bundle as onnx_bundle
+    from torchrec_ext.retrieval.onnx import onnx_bundle
 
     return onnx_bundle.describe_onnx(
         onnx_bundle.export_bundle(Bundle.load(bundle, verify=False), out, skip=skip, overwrite=overwrite), out

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from torchrec_ext.retrieval.index.exact import ExactIndex
-from torchrec_ext.retrieval.index.swapping import SwappingIndex
 from torchrec_ext.retrieval.store.store import refresh_store
 from torchrec_ext.retrieval.store.versions import StoreError
 from torchrec_ext.retrieval.store.writer import write_store
@@ -157,25 +156,6 @@ def _narrow(rows: torch.Tensor) -> None:
     index.add(rows.numpy())
     made = FaissIndex(index, rows, {"metric": "dot", "kind": "hnsw", "setting": 1, "recall": 0.0, "k": 100})
     made._tune([1], 1.0, rows[:50])
-
-
-def test_refreshed_beside_the_live_one() -> None:
-    rows = clustered(600)
-    live = SwappingIndex(ExactIndex(rows, "dot"))
-    seen = []
-
-    def build() -> FaissIndex:
-        seen.append(live.search(rows[:1], 3)[1].shape)  # it answers meanwhile
-        with pytest.raises(ValueError, match="being built already"):
-            live.refresh(build)
-        return FaissIndex.build(torch.cat([rows, 9 * rows[:1]]), "dot", kind="flat", recall=1.0)
-
-    old = live.refresh(build)
-    assert (old.size, live.size, live.metric, seen) == (600, 601, "dot", [(1, 3)])
-    assert live.search(rows[:1], 1)[1].tolist() == [[600]]
-    with pytest.raises(ValueError, match="metric cosine in place of dot"):
-        live.refresh(lambda: ExactIndex(rows, "cosine"))
-    assert live.size == 601
 
 
 def test_without_faiss_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from torchrec_ext.modules.interaction import DeepCross, DeepFM, TopMLP
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.exporting.export import export
-from torchrec_ext.retrieval.onnx import bundle as onnx_bundle
+from torchrec_ext.retrieval.onnx import onnx_bundle
 from torchrec_ext.retrieval.onnx.layers import ExportError
 from torchrec_ext.retrieval.onnx.onnx_bundle import check_exportable, check_onnx, export_bundle
 

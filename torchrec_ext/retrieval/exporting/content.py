@@ -42,7 +42,7 @@ from torchrec_ext.retrieval.bundle.encoder import (
     tower_digest,
     towers_of,
 )
-from torchrec_ext.retrieval.bundle.index import Kind, build_index, check_index_metric
+from torchrec_ext.retrieval.bundle.index_kinds import Kind, build_index, check_index_metric
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
 from torchrec_ext.retrieval.bundle.tables import write_table, write_users

@@ -24,8 +24,18 @@ from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.encoder import RowEncoder
 from torchrec_ext.retrieval.bundle.manifest import read_json
 from torchrec_ext.retrieval.bundle.request_columns import Read
-from torchrec_ext.retrieval.onnx.layers import ExportError, export_onnx, export_top, open_onnx, require_onnx, write_onnx
-from torchrec_ext.retrieval.onnx.towers import EXPORTABLE, PaddedTower, example_of, shapes_of
+from torchrec_ext.retrieval.onnx.layers import (
+    EXPORTABLE,
+    ExportError,
+    PaddedTower,
+    example_of,
+    export_onnx,
+    export_top,
+    open_onnx,
+    require_onnx,
+    shapes_of,
+    write_onnx,
+)
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 NAME = "onnx.json"

@@ -22,7 +22,7 @@ from torchrec_ext.retrieval.store.quantized import STORED, Dtype, Loss, LossMete
 from torchrec_ext.retrieval.store.versions import (
     StoreError,
     attempts,
-    check_files,
+    check_version_files,
     current,
     new_version,
     publish_version,
@@ -59,7 +59,7 @@ class EmbeddingStore:
         """Opens the version in ``folder`` itself; :meth:`open` follows the pointer."""
         self.folder = folder
         manifest = read_store_manifest(folder)
-        check_files(folder, manifest["files"], verify=verify)
+        check_version_files(folder, manifest["files"], verify=verify)
         self.manifest = manifest
         self.width, self.dtype, self.tower, self.loss = _of(manifest, folder)
         self.version, self.digest = folder.name, str(manifest["digest"])

@@ -81,7 +81,7 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
     return {**content, "digest": sha}
 
 
-def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> None:
+def check_version_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> None:
     """Compares the files' sizes, with ``verify`` also their content, with what the manifest says.
 
     Raises:

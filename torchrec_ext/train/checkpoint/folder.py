@@ -37,7 +37,7 @@ from torchrec_ext.sealed import (
     difference,
     json_digest,
     lock_folder,
-    measure,
+    measure_stream,
     open_plain,
     rename_synced,
     sealed_json,
@@ -55,7 +55,7 @@ def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
     """Size and SHA-256 of one file."""
     local = isinstance(files, LocalFileSystem)
     with open_plain(url_to_fs(path)[1]) if local else files.open(path, "rb") as stream:  # a path, or file:// and a path
-        return measure(stream)
+        return measure_stream(stream)
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
