@@ -23,8 +23,8 @@ from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.encoder import open_encoder, open_preprocessor, tower_digest
 from torchrec_ext.retrieval.bundle.tables import UserTable
 from torchrec_ext.retrieval.store.ids import IdMap, Ids
-from torchrec_ext.retrieval.store.quantized import Dtype
 from torchrec_ext.retrieval.store.redis import RedisStore
+from torchrec_ext.retrieval.store.row_formats import Dtype
 from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
 from torchrec_ext.retrieval.store.versions import StoreError, versions
 from torchrec_ext.retrieval.store.writer import embed

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torchrec_ext import sealed
-from torchrec_ext.retrieval.store.quantized import Dtype, measured_loss
+from torchrec_ext.retrieval.store.row_formats import Dtype, measured_loss
 from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
 from torchrec_ext.retrieval.store.versions import StoreError, prune_store, versions
 from torchrec_ext.retrieval.store.writer import write_store

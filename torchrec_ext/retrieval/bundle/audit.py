@@ -31,7 +31,7 @@ from torchrec_ext.retrieval.bundle.request_columns import Columns, Read
 from torchrec_ext.retrieval.bundle.tables import read_table, write_table
 from torchrec_ext.retrieval.index.exact import Metric
 from torchrec_ext.retrieval.store.ids import IdMap
-from torchrec_ext.retrieval.store.quantized import greatest_loss
+from torchrec_ext.retrieval.store.row_formats import greatest_loss
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import BatchSchema
 

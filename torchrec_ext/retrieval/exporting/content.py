@@ -48,7 +48,7 @@ from torchrec_ext.retrieval.bundle.request_columns import Columns
 from torchrec_ext.retrieval.bundle.tables import write_table, write_users
 from torchrec_ext.retrieval.index.projection import projection
 from torchrec_ext.retrieval.store.ids import IdMap
-from torchrec_ext.retrieval.store.quantized import Dtype
+from torchrec_ext.retrieval.store.row_formats import Dtype
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.writer import write_store
 from torchrec_ext.tensor_file import Shape, TensorWriter

@@ -22,7 +22,7 @@ from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.index_kinds import Kind
 from torchrec_ext.retrieval.bundle.manifest import NAME, BundleError, Manifest
 from torchrec_ext.retrieval.exporting.content import BundleContent, Catalogue, ExportConfig, NamedUsers, Progress
-from torchrec_ext.retrieval.store.quantized import Dtype
+from torchrec_ext.retrieval.store.row_formats import Dtype
 from torchrec_ext.sealed import sync_tree
 from torchrec_ext.tensor_file import Shape
 

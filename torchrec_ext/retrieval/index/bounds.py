@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.retrieval.store.quantized import encode
+from torchrec_ext.retrieval.store.row_formats import encode
 
 Floats = NDArray[np.float32]
 Places = NDArray[np.int64]

@@ -26,7 +26,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim, ExportedProgram, export
 
 from torchrec_ext.retrieval.index.projection import Projection
-from torchrec_ext.retrieval.store.quantized import decode
+from torchrec_ext.retrieval.store.row_formats import decode
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 Compiled = Callable[[Tensor, Tensor], tuple[Tensor, bool]]

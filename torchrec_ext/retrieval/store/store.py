@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.retrieval.store.ids import IdMap, Ids
-from torchrec_ext.retrieval.store.quantized import STORED, Dtype, Loss, LossMeter, decode, encode
+from torchrec_ext.retrieval.store.row_formats import STORED, Dtype, Loss, LossMeter, decode, encode
 from torchrec_ext.retrieval.store.versions import (
     StoreError,
     attempts,
@@ -43,7 +43,7 @@ class EmbeddingStore:
         digest: of all its files.
         tower: digest of the tower that made the vectors, as its writer said.
         live: (I,) bool, False for tombstones: positions whose item was taken out.
-        loss: what ``dtype`` lost, measured: see :class:`torchrec_ext.retrieval.store.quantized.Loss`; empty for fp32.
+        loss: what ``dtype`` lost, measured: see :class:`torchrec_ext.retrieval.store.row_formats.Loss`; empty for fp32.
         scales: (I,) float32 of int8 rows, else None.
 
     Example:

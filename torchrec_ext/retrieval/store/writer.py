@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.retrieval.store.ids import IdMap, Ids, checked_ids
-from torchrec_ext.retrieval.store.quantized import Dtype, LossMeter, check_dtype, decode, encode, some_of
+from torchrec_ext.retrieval.store.row_formats import Dtype, LossMeter, check_dtype, decode, encode, some_of
 from torchrec_ext.retrieval.store.store import LIVE, ROWS, SCALES, EmbeddingStore
 from torchrec_ext.retrieval.store.versions import new_version, publish_version
 
