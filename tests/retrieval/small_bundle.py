@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +31,15 @@ class SmallBundle:
     + 5) % 49.
     """
 
-    def __init__(self, folder: Path, *, interaction: Interaction = "top_nn", seed: int = 0, users: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        interaction: Interaction = "top_nn",
+        seed: int = 0,
+        users: bool = True,
+        **settings: Any,
+    ) -> None:
         torch.manual_seed(seed)
         self.folder = folder
         self.model = small_model(torch.device("cpu"), interaction, seed).eval().requires_grad_(False)
@@ -45,6 +54,7 @@ class SmallBundle:
             catalogue=self._catalogue(),
             users=self._users() if users else None,
             queries=self._features(ids),
+            **settings,
         )
 
     @cached_property

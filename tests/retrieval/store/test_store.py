@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torchrec_ext import sealed
-from torchrec_ext.retrieval.store.row_formats import Dtype, measured_loss
+from torchrec_ext.retrieval.store.row_formats import Dtype, LossMeter, decode, encode, some_of
 from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
 from torchrec_ext.retrieval.store.versions import StoreError, prune_store, versions
 from torchrec_ext.retrieval.store.writer import write_store
@@ -83,7 +83,10 @@ def test_what_fewer_bits_lose_is_in_the_manifest(dtype: Dtype, tmp_path: Path) -
     recall = np.mean([len(set(a.tolist()) & set(b.tolist())) / 100 for a, b in zip(exact, found, strict=True)])
     assert store.loss["recall"] == pytest.approx(recall)
     assert recall > 0.97
-    assert store.loss == measured_loss(torch.split(values, 64), dtype).as_dict()
+    meter = LossMeter(some_of(values[:64]))
+    for block in torch.split(values, 64):
+        meter.add(block, decode(*encode(block, dtype)))
+    assert store.loss == meter.loss().as_dict()
     assert torch.equal(store.block(3, 8), store.rows(torch.arange(3, 8)))
 
 

@@ -273,7 +273,7 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
         )
     if store.scales is not None and (row := _not_finite(store.scales)) is not None:
         raise BundleError(f"{where / store.version / SCALES}: row {row}: NaN or infinity; {_ANEW}")
-    if store.dtype != "int8" and (row := _not_finite(store.matrix())) is not None:
+    if store.matrix().is_floating_point() and (row := _not_finite(store.matrix())) is not None:
         raise BundleError(
             f"{where}: the vector of item {store.ids.ids([row])[0]} (row {row}) holds NaN or infinity; {_ANEW}"
         )

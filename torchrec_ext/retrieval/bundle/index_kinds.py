@@ -3,17 +3,77 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest
 from torchrec_ext.retrieval.index.exact import ExactIndex, Index, Metric, ScoredIndex
+from torchrec_ext.retrieval.index.faiss import FAISS_KINDS, FaissIndex
 from torchrec_ext.retrieval.index.projection import Projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
-Kind = Literal["exact", "flat", "ivf", "hnsw", "pq"]
+Kind = str  # a name in INDEX_KINDS
 FOLDER = "index"
+
+
+class ExactKind:
+    """Exact search over the bundle's own store, which needs no files.
+
+    A class with these two methods, and a line in :data:`INDEX_KINDS`, is another kind of index.
+
+    Attributes:
+        any_metric: whether it can search by a top NN too, and not by dot product and cosine alone.
+    """
+
+    any_metric = True
+
+    def build(self, folder: Path, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor) -> float:
+        """Writes the index of ``store`` to ``folder`` and returns its recall, measured by ``queries`` (Q, D)."""
+        return 1.0
+
+    def open(
+        self, folder: Path, metric: Metric, store: EmbeddingStore, projection: Projection, projected: EmbeddingStore
+    ) -> Index:
+        """Returns the index in ``folder``, or BundleError where it is not of this store and metric."""
+        return ScoredIndex(projection, projected) if metric == "top_nn" else ExactIndex(store, metric)
+
+
+class FaissBundleKind:
+    """One of FAISS's indexes, saved in the bundle.
+
+    Args:
+        kind: name in :data:`~torchrec_ext.retrieval.index.faiss.FAISS_KINDS`.
+    """
+
+    any_metric = False
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def build(self, folder: Path, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor) -> float:
+        """See :meth:`ExactKind.build`."""
+        index = FaissIndex.build(store, metric, kind=self.kind, recall=recall, queries=queries)
+        index.save(folder)
+        return index.measured_recall
+
+    def open(
+        self, folder: Path, metric: Metric, store: EmbeddingStore, projection: Projection, projected: EmbeddingStore
+    ) -> Index:
+        """See :meth:`ExactKind.open`."""
+        index = FaissIndex.load(folder, store)
+        if index.metric != metric or index.size != len(store):
+            raise BundleError(
+                f"{folder}: of metric {index.metric} with {index.size:,} vectors, this bundle is of {metric} with "
+                f"{len(store):,}; export the bundle again"
+            )
+        return index
+
+
+INDEX_KINDS: dict[Kind, ExactKind | FaissBundleKind] = {
+    "exact": ExactKind(),
+    **{name: FaissBundleKind(name) for name in FAISS_KINDS},
+}
 
 
 def check_index_metric(kind: Kind, metric: str) -> None:
@@ -22,60 +82,44 @@ def check_index_metric(kind: Kind, metric: str) -> None:
     Raises:
         BundleError: FAISS's search by products and cosines, the model scores by a network.
     """
-    if kind != "exact" and metric == "top_nn":
+    if metric == "top_nn" and not INDEX_KINDS[kind].any_metric:
         raise BundleError(
             f"index={kind!r}: searches by dot product or cosine, and this model scores by a top NN, whose best "
-            "candidates it would "
-            "miss; take index=exact, or train with model.interaction=dot or cosine (recipe retrieval)"
+            "candidates it would miss; take index=exact, or train with model.interaction=dot or cosine (recipe "
+            "retrieval)"
         )
 
 
 def build_index(
     folder: Path, kind: Kind, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor
 ) -> dict[str, Any]:
-    """Writes the index of a bundle, and returns what its manifest says of it.
+    """Writes the index of a bundle, and returns what the bundle's manifest says of it.
 
     Args:
-        folder: of the bundle.
-        kind: of the index.
-        recall: that it must reach.
-        metric: of the loss.
-        store: the vectors.
+        folder: folder of the bundle.
+        kind: name in :data:`INDEX_KINDS`.
+        recall: recall that the index must reach.
+        metric: metric of the loss.
+        store: vectors of the catalogue.
         queries: (Q, D) outputs of the query towers, by which the recall is measured.
     """
-    if kind == "exact":
-        return {"kind": kind, "metric": metric, "recall": 1.0, "store": store.digest}
-    from torchrec_ext.retrieval.index.faiss import FaissIndex
-
-    index = FaissIndex.build(store, metric, kind=kind, recall=recall, queries=queries)
-    index.save(folder / FOLDER)
-    return {"kind": kind, "metric": metric, "recall": index.measured_recall, "store": store.digest}
+    measured = INDEX_KINDS[kind].build(folder / FOLDER, recall, metric, store, queries)
+    return {"kind": kind, "metric": metric, "recall": measured, "store": store.digest}
 
 
 def open_index(
     folder: Path, manifest: Manifest, projection: Projection, store: EmbeddingStore, projected: EmbeddingStore
 ) -> Index:
-    """The index of a bundle.
+    """Returns the index of a bundle.
 
     Raises:
         BundleError: it searches by another metric, or over another store.
     """
-    said, metric = manifest.content["index"], cast(Metric, manifest.metric)
-    where = folder / FOLDER
-    if said["metric"] != metric or said["store"] != store.digest:
+    listed, metric = manifest.content["index"], cast(Metric, manifest.metric)
+    if listed["metric"] != metric or listed["store"] != store.digest:
         raise BundleError(
-            f"{where}: of metric {said['metric']} over store {said['store'][:12]}, this bundle is of {metric} over "
-            f"{store.digest[:12]}: it is the index of another bundle, or of an older store; export the bundle again"
+            f"{folder / FOLDER}: of metric {listed['metric']} over store {listed['store'][:12]}, this bundle is of "
+            f"{metric} over {store.digest[:12]}: it is the index of another bundle, or of an older store; export the "
+            "bundle again"
         )
-    if said["kind"] == "exact":
-        return ScoredIndex(projection, projected) if metric == "top_nn" else ExactIndex(store, metric)
-    from torchrec_ext.retrieval.index.faiss import FaissIndex
-
-    index = FaissIndex.load(where, store)
-    if index.metric != metric or index.size != len(store):
-        raise BundleError(
-            f"{where}: of metric {index.metric} with {index.size:,} vectors, this bundle is of {metric} with "
-            f"{len(store):,}; "
-            "export the bundle again"
-        )
-    return index
+    return INDEX_KINDS[listed["kind"]].open(folder / FOLDER, metric, store, projection, projected)

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,13 +42,13 @@ from torchrec_ext.retrieval.bundle.encoder import (
     tower_digest,
     towers_of,
 )
-from torchrec_ext.retrieval.bundle.index_kinds import Kind, build_index, check_index_metric
+from torchrec_ext.retrieval.bundle.index_kinds import INDEX_KINDS, Kind, build_index, check_index_metric
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
 from torchrec_ext.retrieval.bundle.tables import write_table, write_users
 from torchrec_ext.retrieval.index.projection import projection
 from torchrec_ext.retrieval.store.ids import IdMap
-from torchrec_ext.retrieval.store.row_formats import Dtype
+from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.writer import write_store
 from torchrec_ext.tensor_file import Shape, TensorWriter
@@ -129,9 +129,10 @@ class ExportConfig:
     recall: float = 0.95
 
     def __post_init__(self) -> None:
-        for name, kinds in (("store", Dtype), ("index", Kind)):
-            if getattr(self, name) not in get_args(kinds):
-                raise BundleError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(kinds))}")
+        registries: dict[str, Mapping[str, Any]] = {"store": ROW_FORMATS, "index": INDEX_KINDS}
+        for name, known in registries.items():
+            if getattr(self, name) not in known:
+                raise BundleError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
         if not 0 < self.recall <= 1:
             raise BundleError(f"recall={self.recall}: must be greater than 0 and at most 1")
 

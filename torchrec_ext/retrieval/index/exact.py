@@ -191,7 +191,7 @@ class Blockwise:
         """(N, D) as they are compared."""
         if isinstance(self.source, Tensor):
             rows = self.source.numpy().take(places, axis=0)
-        elif self.source.dtype == "fp32":
+        elif self.source.format.exact:
             rows = self.source.matrix().numpy().take(places, axis=0)
         else:
             rows = self.source.rows(torch.from_numpy(places)).numpy()
@@ -371,7 +371,7 @@ class ScoredIndex(Blockwise):
 
 
 def _bytes(source: EmbeddingStore | Tensor) -> int:
-    return _BLOCK if isinstance(source, Tensor) or source.dtype == "fp32" else _DECODED
+    return _BLOCK if isinstance(source, Tensor) or source.format.exact else _DECODED
 
 
 def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:

@@ -8,9 +8,9 @@ Rescoring: what an approximate index has found, by the exact scores of the store
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torchrec_ext.retrieval.index.exact import ExactIndex, Metric, check_metric,
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import StoreError
 
-Kind = Literal["flat", "ivf", "hnsw", "pq"]
+Kind = str  # a name in FAISS_KINDS
 _LINKS = 32  # of a node of HNSW's graph
 
 
@@ -41,37 +41,120 @@ def faiss_module() -> Any:
     return faiss
 
 
-def made(
+class FaissKind:
+    """How one of FAISS's indexes is made and searched. This one compares a query with every vector.
+
+    A subclass, with a line in :data:`FAISS_KINDS`, is another value of ``index``.
+
+    Attributes:
+        name: what manifests and commands call it.
+        may_lift: whether a product may be searched faster with the vectors :func:`lifted`.
+        refined: candidates that are scored exactly for each result that is asked for.
+    """
+
+    name = "flat"
+    may_lift = False
+    refined = 1
+
+    def make(self, faiss: Any, count: int, width: int, metric: int) -> Any:
+        """Returns an empty index for ``count`` vectors."""
+        return faiss.IndexFlat(width, metric)
+
+    def settings(self, count: int, k: int) -> list[int]:
+        """Returns the settings for a search of ``k`` among ``count``, from the cheapest to the one that finds most."""
+        return [0]
+
+    def parameters(self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]) -> Any:
+        """Returns FAISS's parameters of a search for ``k`` at a setting, with its filter in ``options``."""
+        return faiss.SearchParameters(**options)
+
+    def cost(self, index: Any, setting: int, queries: NDArray[np.float32]) -> float:
+        """Returns what a search costs, beside one of the same kind with another setting."""
+        return 0.0
+
+
+class HnswKind(FaissKind):
+    """A graph of neighbours; its setting is ``efSearch``, the nodes that a search keeps open."""
+
+    name = "hnsw"
+    may_lift = True
+
+    def make(self, faiss: Any, count: int, width: int, metric: int) -> Any:
+        """See :meth:`FaissKind.make`."""
+        return faiss.IndexHNSWFlat(width, _LINKS, metric)
+
+    def settings(self, count: int, k: int) -> list[int]:
+        """See :meth:`FaissKind.settings`."""
+        return sorted({max(min(k, count), int(2 ** (half / 2))) for half in range(8, 25)})
+
+    def parameters(self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]) -> Any:
+        """See :meth:`FaissKind.parameters`."""
+        return faiss.SearchParametersHNSW(efSearch=max(setting, k), **options)
+
+    def cost(self, index: Any, setting: int, queries: NDArray[np.float32]) -> float:
+        """Returns the setting."""
+        return setting
+
+
+class IvfKind(FaissKind):
+    """Lists of vectors around centres; its setting is ``nprobe``, the lists that a search reads."""
+
+    name = "ivf"
+    may_lift = True
+
+    def make(self, faiss: Any, count: int, width: int, metric: int) -> Any:
+        """See :meth:`FaissKind.make`."""
+        return faiss.IndexIVFFlat(faiss.IndexFlat(width, metric), width, _lists(count), metric)
+
+    def settings(self, count: int, k: int) -> list[int]:
+        """See :meth:`FaissKind.settings`."""
+        return [int(step) for step in np.unique(np.geomspace(1, _lists(count), num=64).round().astype(int))]
+
+    def parameters(self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]) -> Any:
+        """See :meth:`FaissKind.parameters`."""
+        return faiss.SearchParametersIVF(nprobe=setting, **options)
+
+    def cost(self, index: Any, setting: int, queries: NDArray[np.float32]) -> float:
+        """Returns the vectors that a query is compared with, in the mean."""
+        sizes = np.array([index.invlists.list_size(number) for number in range(index.nlist)])
+        return float(sizes[index.quantizer.search(queries, setting)[1]].sum() / len(queries))
+
+
+class PqKind(IvfKind):
+    """Lists of product-quantised vectors, whose best candidates are scored exactly."""
+
+    name = "pq"
+    may_lift = False
+    refined = 8
+
+    def make(self, faiss: Any, count: int, width: int, metric: int) -> Any:
+        """See :meth:`FaissKind.make`."""
+        centres = faiss.IndexFlat(width, metric)
+        return faiss.IndexIVFPQ(centres, width, _lists(count), *_codes(count, width), metric)
+
+
+FAISS_KINDS: dict[str, FaissKind] = {each.name: each for each in (FaissKind(), IvfKind(), HnswKind(), PqKind())}
+
+
+def filled_index(
     faiss: Any, kind: Kind, vectors: NDArray[np.float32], *, lift: bool = False, k: int = 1
 ) -> tuple[Any, list[int]]:
-    """The filled index, and its settings from the cheapest to the one that finds most.
+    """Returns a filled index, and its settings from the cheapest to the one that finds most.
 
     Args:
         faiss: the package.
-        kind: of the index.
-        vectors: (I, D).
+        kind: name in :data:`FAISS_KINDS`.
+        vectors: (I, D) that are indexed.
         lift: index the vectors :func:`lifted`, by distance.
         k: neighbours that will be asked for, which HNSW needs room for.
     """
     rows = lifted(vectors, norm=float(np.sqrt(np.einsum("id,id->i", vectors, vectors).max()))) if lift else vectors
-    (count, width), metric = rows.shape, faiss.METRIC_L2 if lift else faiss.METRIC_INNER_PRODUCT
-    lists = max(1, min(int(4 * count**0.5), count // 39))  # FAISS asks for 39 training points per list
-    build: dict[str, Callable[[], Any]] = {
-        "flat": lambda: faiss.IndexFlat(width, metric),
-        "hnsw": lambda: faiss.IndexHNSWFlat(width, _LINKS, metric),
-        "ivf": lambda: faiss.IndexIVFFlat(faiss.IndexFlat(width, metric), width, lists, metric),
-        "pq": lambda: faiss.IndexIVFPQ(faiss.IndexFlat(width, metric), width, lists, *_codes(count, width), metric),
-    }
-    index = build[kind]()
+    count, width = rows.shape
+    index = FAISS_KINDS[kind].make(faiss, count, width, faiss.METRIC_L2 if lift else faiss.METRIC_INNER_PRODUCT)
     if not index.is_trained:
         index.train(rows)
     index.add(rows)
-    if kind == "flat":
-        return index, [0]
-    if kind == "hnsw":
-        return index, sorted({max(min(k, count), int(2 ** (half / 2))) for half in range(8, 25)})
-    steps = np.unique(np.geomspace(1, lists, num=64).round().astype(int))
-    return index, [int(step) for step in steps]
+    return index, FAISS_KINDS[kind].settings(count, k)
 
 
 def lifted(vectors: NDArray[np.float32], norm: float = 0.0) -> NDArray[np.float32]:
@@ -91,12 +174,9 @@ def lifted(vectors: NDArray[np.float32], norm: float = 0.0) -> NDArray[np.float3
     return out
 
 
-def cost(index: Any, kind: Kind, setting: int, queries: NDArray[np.float32]) -> float:
-    """What a search costs beside one of the same kind with another setting: rows that ivf compares, nodes that hnsw keeps open."""
-    if kind == "hnsw":
-        return setting
-    sizes = np.array([index.invlists.list_size(at) for at in range(index.nlist)])
-    return float(sizes[index.quantizer.search(queries, setting)[1]].sum() / len(queries))
+def _lists(count: int) -> int:
+    """Returns the number of lists for ``count`` vectors; FAISS asks for 39 training points per list."""
+    return max(1, min(int(4 * count**0.5), count // 39))
 
 
 def _codes(count: int, width: int) -> tuple[int, int]:
@@ -162,7 +242,7 @@ def _padded(best: NDArray[Any], k: int, value: float) -> Tensor:
 
 
 _FILE, _SETTING = "faiss.index", "setting.json"
-_QUERIES, _REFINED = 512, 8
+_QUERIES = 512
 _AT_ONCE = 128  # of them
 _TRIED = 50_000  # vectors on which both ways to index a product are tried; of 20,000 they are too much alike
 
@@ -219,16 +299,16 @@ class FaissIndex:
         """
         faiss_module()
         check_metric(metric)
-        if kind not in get_args(Kind) or not 0 < recall <= 1 or not len(source):
+        if kind not in FAISS_KINDS or not 0 < recall <= 1 or not len(source):
             raise ValueError(
-                f"kind={kind!r}, recall={recall}, {len(source)} vectors: kind is one of {', '.join(get_args(Kind))}, "
+                f"kind={kind!r}, recall={recall}, {len(source)} vectors: kind is one of {', '.join(FAISS_KINDS)}, "
                 "recall "
                 "above 0 and up to 1, and there is at least one vector"
             )
         exact = ExactIndex(source, metric)
         vectors = torch.cat([exact.rows(start, stop) for start, stop in exact.blocks()])
         asked = _asked(vectors) if queries is None else queries
-        lift = metric == "dot" and kind in ("ivf", "hnsw") and cls._lift_pays(vectors, kind, recall, k, asked)
+        lift = metric == "dot" and FAISS_KINDS[kind].may_lift and cls._lift_pays(vectors, kind, recall, k, asked)
         return cls._tuned(source, vectors, metric, kind, recall, k, asked, lift)
 
     @classmethod
@@ -244,7 +324,7 @@ class FaissIndex:
                 costs.append((float("inf"), 0.0))
             else:
                 asked = lifted(queries.numpy()) if lift else queries.numpy()
-                costs.append((cost(tried._index, kind, tried.setting, asked), -tried.measured_recall))
+                costs.append((FAISS_KINDS[kind].cost(tried._index, tried.setting, asked), -tried.measured_recall))
         return costs[1] < costs[0]
 
     @classmethod
@@ -259,7 +339,7 @@ class FaissIndex:
         queries: Tensor,
         lift: bool,
     ) -> FaissIndex:
-        index, settings = made(faiss_module(), kind, vectors.numpy(), lift=lift, k=k)
+        index, settings = filled_index(faiss_module(), kind, vectors.numpy(), lift=lift, k=k)
         said = {"metric": metric, "kind": kind, "setting": settings[0], "recall": 0.0, "k": min(k, len(source))}
         built = cls(index, source, said)
         built._tune(settings, recall, queries)
@@ -334,14 +414,9 @@ class FaissIndex:
     def _search(self, queries: Tensor, k: int, shown: Any) -> tuple[Tensor, Tensor]:
         faiss = faiss_module()
         asked = (normalize(queries) if self.metric == "cosine" else queries).numpy()
-        many = min(self.size, k * (_REFINED if self.kind == "pq" else 1))
-        options: dict[str, Any] = {} if shown is None else {"sel": shown[-1]}
-        if self.kind == "hnsw":
-            parameters = faiss.SearchParametersHNSW(efSearch=max(self.setting, many), **options)
-        elif self.kind == "flat":
-            parameters = faiss.SearchParameters(**options)
-        else:
-            parameters = faiss.SearchParametersIVF(nprobe=self.setting, **options)
+        kind = FAISS_KINDS[self.kind]
+        many = min(self.size, k * kind.refined)
+        parameters = kind.parameters(faiss, self.setting, many, {} if shown is None else {"sel": shown[-1]})
         found = self._index.search(lifted(asked) if self.lifted else asked, many, params=parameters)[1]
         return rescored(self._exact.source, asked, found, k, cosine=self.metric == "cosine")
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Dtype = Literal["fp32", "fp16", "int8"]
-STORED: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
-_FP16_GREATEST = 65504.0
+Dtype = str  # a name in ROW_FORMATS
 QUERIES, K = 64, 100
 
 
@@ -45,40 +41,104 @@ class Loss:
         return asdict(self)
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises ValueError for a name that is none of ``Dtype``."""
-    if dtype not in get_args(Dtype):
-        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(get_args(Dtype))}")
+class RowFormat:
+    """How a store keeps the numbers of its rows: as they are, in 32 bits. A subclass is another value of ``--store``.
+
+    Attributes:
+        name: what manifests and commands call it.
+        numbers: type of the numbers on disk.
+        greatest: the greatest number that a row may have.
+        scaled: whether each row has a float32 scale beside it.
+    """
+
+    name = "fp32"
+    numbers = torch.float32
+    greatest = float(torch.finfo(torch.float32).max)
+    scaled = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether rows are read back as they were written."""
+        return self.numbers is torch.float32
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns rows (N, D) float32 as they are stored, and their (N,) scales where they are ``scaled``."""
+        return vectors.to(self.numbers), None
+
+    def rounding(self, greatest: float) -> float:
+        """Returns what storing may change a number by, in rows whose greatest absolute number is ``greatest``."""
+        return 0.0
+
+
+class HalfRows(RowFormat):
+    """Numbers in 16 bits, up to 65,504."""
+
+    name = "fp16"
+    numbers = torch.float16
+    greatest = 65504.0
+
+    def rounding(self, greatest: float) -> float:
+        """Returns half of the distance between two numbers in 16 bits."""
+        return max(greatest * 2**-11, 2**-25)
+
+
+class Int8Rows(RowFormat):
+    """Whole numbers from -127 to 127, times a scale of the row."""
+
+    name = "int8"
+    numbers = torch.int8
+    scaled = True
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns rows (N, D) int8 and scales (N,) float32; a row of zeros has the scale 1."""
+        scales = vectors.abs().amax(dim=1) / 127
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+        return (vectors / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+
+    def rounding(self, greatest: float) -> float:
+        """Returns half of the distance between two neighbouring multiples of the scale."""
+        return greatest / 254
+
+
+ROW_FORMATS: dict[str, RowFormat] = {each.name: each for each in (RowFormat(), HalfRows(), Int8Rows())}
+
+
+def row_format(dtype: Dtype) -> RowFormat:
+    """Returns the row format of a name.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if dtype not in ROW_FORMATS:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(ROW_FORMATS)}")
+    return ROW_FORMATS[dtype]
 
 
 def encode(vectors: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor | None]:
-    """(N, D) as stored, and for int8 the (N,) float32 scales: each row is its integers times its scale.
+    """Returns rows (N, D) as a store keeps them, and for int8 their (N,) scales.
 
     Raises:
-        ValueError: a number that is not finite, or for fp16 one beyond 65,504; it names the row.
+        ValueError: a number that is not finite, or greater than the format holds; it names the row.
     """
-    limit = _FP16_GREATEST if dtype == "fp16" else torch.finfo(torch.float32).max
-    wrong = ~(vectors.abs() <= limit)  # NaN compares false
+    kept = ROW_FORMATS[dtype]
+    wrong = ~(vectors.abs() <= kept.greatest)  # NaN compares false
     if wrong.any():
-        row, column = (int(place) for place in wrong.nonzero()[0])
-        rule = f"fp16 holds up to {limit:,.0f}; use fp32 or int8" if vectors[row].isfinite().all() else "must be finite"
+        row, column = (int(index) for index in wrong.nonzero()[0])
+        rule = "must be finite"
+        if vectors[row].isfinite().all():
+            rule = f"{dtype} holds up to {kept.greatest:,.0f}; use fp32 or int8"
         raise ValueError(f"vectors: row {row}, column {column} is {vectors[row, column]:g}; {rule}")
-    if dtype != "int8":
-        return vectors.to(STORED[dtype]), None
-    scales = vectors.abs().amax(dim=1) / 127
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-    return (vectors / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+    return kept.encode(vectors)
 
 
 def decode(rows: Tensor, scales: Tensor | None) -> Tensor:
-    """(N, D) float32 of what :func:`encode` made."""
+    """Returns (N, D) float32 from what :func:`encode` returned."""
     return rows.float() if scales is None else rows.float().mul_(scales[:, None])
 
 
 def greatest_loss(vectors: Tensor, dtype: Dtype) -> float:
-    """What rounding to ``dtype`` may change a number of ``vectors`` (N, D) by: half of the distance between two that it holds."""
-    greatest = float(vectors.abs().max()) if vectors.numel() else 0.0
-    return {"fp32": 0.0, "fp16": max(greatest * 2**-11, 2**-25), "int8": greatest / 254}[dtype]
+    """Returns what rounding to ``dtype`` may change a number of ``vectors`` (N, D) by."""
+    return ROW_FORMATS[dtype].rounding(float(vectors.abs().max()) if vectors.numel() else 0.0)
 
 
 class LossMeter:
@@ -123,27 +183,6 @@ class LossMeter:
         return Loss(
             greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=self.k, rows=self._rows
         )
-
-
-def measured_loss(blocks: Iterable[Tensor], dtype: Dtype, *, queries: Tensor | None = None, k: int = K) -> Loss:
-    """What ``dtype`` would lose of the rows of ``blocks``, each (N, D).
-
-    Args:
-        blocks: the catalogue, streamed.
-        dtype: to store it in.
-        queries: (Q, D) for the recall at ``k``; rows of the first block where not given.
-        k: of the recall.
-
-    Example:
-        >>> measured_loss([torch.tensor([[0.0, 127.0], [1.0, 2.0]])], "int8", k=1).greatest < 1 / 127
-        True
-    """
-    check_dtype(dtype)
-    meter: LossMeter | None = None
-    for block in blocks:
-        meter = meter or LossMeter(some_of(block) if queries is None else queries, k)
-        meter.add(block, decode(*encode(block, dtype)))
-    return (meter or LossMeter(queries, k)).loss()
 
 
 def some_of(block: Tensor) -> Tensor:

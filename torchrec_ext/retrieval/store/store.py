@@ -10,7 +10,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.retrieval.store.ids import IdMap, Ids
-from torchrec_ext.retrieval.store.row_formats import STORED, Dtype, Loss, LossMeter, decode, encode
+from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype, Loss, LossMeter, decode, encode
 from torchrec_ext.retrieval.store.versions import (
     StoreError,
     attempts,
@@ -38,7 +38,8 @@ class EmbeddingStore:
     Attributes:
         ids: ids to positions, the rows 0 to I - 1, and back.
         width: D.
-        dtype: of the rows on disk: ``fp32``, ``fp16``, or ``int8`` with a scale for each row.
+        dtype: name of the row format: ``fp32``, ``fp16``, or ``int8`` with a scale for each row.
+        format: the row format.
         version: the name of the version below ``folder``.
         digest: of all its files.
         tower: digest of the tower that made the vectors, as its writer said.
@@ -62,15 +63,16 @@ class EmbeddingStore:
         check_version_files(folder, manifest["files"], verify=verify)
         self.manifest = manifest
         self.width, self.dtype, self.tower, self.loss = _of(manifest, folder)
+        self.format = ROW_FORMATS[self.dtype]
         self.version, self.digest = folder.name, str(manifest["digest"])
         count = int(manifest["rows"])
         self.ids = IdMap.open(folder)
         self.live: NDArray[np.bool_] = np.asarray(np.load(folder / LIVE, mmap_mode="r", allow_pickle=False))
         if len(self.ids) != count or self.live.shape != (count,) or self.live.dtype != np.bool_:
             raise StoreError(f"'{folder}' is damaged: {count} rows, {len(self.ids)} ids; write the store again")
-        self._descriptor, matrix = _mapped(folder / ROWS, STORED[self.dtype], count * self.width)
+        self._descriptor, matrix = _mapped(folder / ROWS, self.format.numbers, count * self.width)
         self._matrix = matrix.view(count, self.width)
-        self.scales = _mapped(folder / SCALES, torch.float32, count)[1] if self.dtype == "int8" else None
+        self.scales = _mapped(folder / SCALES, torch.float32, count)[1] if self.format.scaled else None
         self._bytes = count * self.width * self._matrix.element_size()
 
     @classmethod
@@ -117,12 +119,12 @@ class EmbeddingStore:
                 f"positions: {int(wrong[0])} is not a row of this store, which has {len(self)} (0 to {len(self) - 1})"
             )
         rows = self._matrix.index_select(0, positions)
-        return rows if self.dtype == "fp32" else decode(rows, None if self.scales is None else self.scales[positions])
+        return rows if self.format.exact else decode(rows, None if self.scales is None else self.scales[positions])
 
     def block(self, start: int, stop: int) -> Tensor:
         """(stop - start, D) float32 of neighbouring positions; of fp32 a view of the file."""
         rows = self._matrix[start:stop]
-        return rows if self.dtype == "fp32" else decode(rows, None if self.scales is None else self.scales[start:stop])
+        return rows if self.format.exact else decode(rows, None if self.scales is None else self.scales[start:stop])
 
     def check(self) -> None:
         """Raises StoreError where the file of rows was cut off since it was opened; reading it would end the process."""
@@ -137,15 +139,14 @@ class EmbeddingStore:
 
 def _of(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[str, Any]]:
     width, dtype, files = manifest.get("width"), manifest.get("dtype"), manifest["files"]
-    if not isinstance(width, int) or dtype not in get_args(Dtype) or not {ROWS, LIVE, "ids.json"} <= set(files):
+    if not isinstance(width, int) or dtype not in ROW_FORMATS or not {ROWS, LIVE, "ids.json"} <= set(files):
         raise StoreError(f"'{folder}' is no embedding store: width {width!r}, dtype {dtype!r}, files {sorted(files)}")
-    kept: Dtype = dtype  # type: ignore[assignment]
-    size, needed = files[ROWS]["bytes"], manifest["rows"] * width * STORED[kept].itemsize
+    size, needed = files[ROWS]["bytes"], manifest["rows"] * width * ROW_FORMATS[dtype].numbers.itemsize
     if size != needed:
         raise StoreError(
             f"'{folder / ROWS}' has {size:,} bytes, {manifest['rows']:,} rows of {width} {dtype} need {needed:,}"
         )
-    return width, kept, str(manifest.get("tower", "")), dict(manifest.get("loss") or {})
+    return width, dtype, str(manifest.get("tower", "")), dict(manifest.get("loss") or {})
 
 
 def _mapped(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, Tensor]:
@@ -241,7 +242,7 @@ def _patched(source: Path, target: Path, rows: Tensor, places: NDArray[np.int64]
         stream.truncate(count * width)
     if len(rows):
         mapped = np.memmap(target, np.uint8, mode="r+", shape=(count, width))
-        mapped[places] = rows.contiguous().numpy().view(np.uint8).reshape(len(rows), width)
+        mapped[places] = rows.contiguous().view(torch.uint8).numpy().reshape(len(rows), width)
         mapped.flush()
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.retrieval.store.ids import IdMap, Ids, checked_ids
-from torchrec_ext.retrieval.store.row_formats import Dtype, LossMeter, check_dtype, decode, encode, some_of
+from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype, LossMeter, decode, encode, row_format, some_of
 from torchrec_ext.retrieval.store.store import LIVE, ROWS, SCALES, EmbeddingStore
 from torchrec_ext.retrieval.store.versions import new_version, publish_version
 
@@ -49,7 +49,7 @@ def write_store(
         ValueError: an id twice, blocks of different widths, a number that is not finite; no version is made.
         StoreError: the disk refuses, or another process is writing.
     """
-    check_dtype(dtype)
+    row_format(dtype)
     folder = Path(folder)
     with new_version(folder) as path:
         with RowWriter(path, dtype, queries) as writer:
@@ -75,7 +75,7 @@ class RowWriter:
         self.dtype, self.width, self._queries = dtype, 0, queries
         self.meter: LossMeter | None = None
         self._ids: list[Any] = []
-        names = [ROWS, SCALES] if dtype == "int8" else [ROWS]
+        names = [ROWS, SCALES] if ROW_FORMATS[dtype].scaled else [ROWS]
         self._files: dict[str, IO[bytes]] = {name: (folder / name).open("wb") for name in names}
         self._sha = {name: hashlib.sha256() for name in names}
         self._rows = 0
@@ -95,7 +95,7 @@ class RowWriter:
             rows, scales = encode(block, self.dtype)
         except ValueError as error:
             raise ValueError(f"{error} (of the block whose first row is row {self._rows})") from None
-        if self.dtype != "fp32":
+        if not ROW_FORMATS[self.dtype].exact:
             self.meter = self.meter or LossMeter(some_of(block) if self._queries is None else self._queries)
             self.meter.add(block, decode(rows, scales))
         self._write(ROWS, rows)
@@ -115,7 +115,7 @@ class RowWriter:
         return block.contiguous()
 
     def _write(self, name: str, part: Tensor) -> None:
-        data = part.numpy().view(np.uint8).data if part.numel() else b""
+        data = part.contiguous().view(torch.uint8).numpy().data if part.numel() else b""
         self._files[name].write(data)
         self._sha[name].update(data)
 
@@ -192,7 +192,7 @@ def embed(
             f"rank={rank}, world_size={world_size}: rank is 0 to world_size - 1, and several ranks need a barrier"
         )
     embedded = _embedded(tower, blocks)
-    if world_size == 1 and dtype == "fp32":  # shorter numbers are made once, of the tower's own
+    if world_size == 1 and row_format(dtype).exact:  # shorter numbers are made once, of the tower's own
         store = write_store(folder, embedded, tower=digest)
         return store if _ascend(store.ids) else _joined([store], folder, dtype, digest)
     parts = [(shares or folder.parent) / f"{folder.name}.share{each}" for each in range(world_size)]
