@@ -4,8 +4,8 @@ from .data.loader.config import LoaderConfig as LoaderConfig
 from .data.loader.loader import ChunkLoader as ChunkLoader
 from .distributed.optim.config import OptimizerConfig as OptimizerConfig
 from .distributed.parallel import hybrid_parallel as hybrid_parallel
+from .distributed.plan.config import PlanConfig as PlanConfig
 from .distributed.plan.explain import explain as explain
-from .distributed.plan.planner import PlanConfig as PlanConfig
 from .distributed.plan.planner import plan_sharding as plan_sharding
 from .distributed.runtime import Runtime as Runtime
 from .models.tower_model import TowerModel as TowerModel

@@ -3,14 +3,14 @@ from .optim.config import Override as Override
 from .parallel import hybrid_parallel as hybrid_parallel
 from .placement import PlacementError as PlacementError
 from .placement import TowerPlacement as TowerPlacement
+from .plan.config import PlanConfig as PlanConfig
 from .plan.draft import PlanError as PlanError
 from .plan.explain import explain as explain
-from .plan.planner import PlanConfig as PlanConfig
 from .plan.planner import plan_sharding as plan_sharding
 from .runtime import Runtime as Runtime
 from .streams import TowerStreams as TowerStreams
 from .sync import DiLoCo as DiLoCo
 from .sync import EveryStep as EveryStep
 from .sync import LocalSGD as LocalSGD
-from .sync_config import SyncConfig as SyncConfig
+from .sync import SyncConfig as SyncConfig
 from .tables import initialise_tables as initialise_tables

@@ -1,9 +1,9 @@
 from .bundle.bundle import Bundle as Bundle
-from .bundle.index import build_index as build_index
+from .bundle.index_kinds import build_index as build_index
 from .bundle.manifest import BundleError as BundleError
-from .export.export import export as export
-from .export.writer import Catalogue as Catalogue
-from .export.writer import NamedUsers as NamedUsers
+from .exporting.content import Catalogue as Catalogue
+from .exporting.content import NamedUsers as NamedUsers
+from .exporting.export import export as export
 from .index.exact import ExactIndex as ExactIndex
 from .index.faiss import FaissIndex as FaissIndex
 from .scorer.requests import EmbedRequest as EmbedRequest

@@ -34,11 +34,7 @@ from torchrec_ext.distributed.plan.cluster import (
 from torchrec_ext.distributed.plan.config import PlanConfig, Sharding
 from torchrec_ext.distributed.plan.draft import Draft, PlanError, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.train.report.figures import BLUE
-from torchrec_ext.train.report.figures import RED
-from torchrec_ext.train.report.figures import figure_with_panels
-from torchrec_ext.train.report.figures import require_matplotlib
-from torchrec_ext.train.report.figures import save_figure
+from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
 from torchx_apps.cli.overrides import nearest
 from torchx_apps.tasks.job import Job
 
