@@ -6,11 +6,15 @@ nothing and fails where a page is not what it would be.
 
 import argparse
 import ast
+import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torchx_apps.cli.command_line import SettingKey, setting_keys
+from torchx_apps.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -77,7 +81,55 @@ def _figure(value: object) -> str:
     return f"{value:.4g}" if not isinstance(value, float) or value >= 1 else f"{value:.3g}"
 
 
-PAGES = {"benchmarks.md": benchmarks_page}
+def settings_page() -> str:
+    """Every key of every recipe: those of all recipes once, then what each recipe has beside them or sets otherwise."""
+    recipes = {name: {key.path: key for key in setting_keys(recipe())} for name, recipe in RECIPES.items()}
+    first = next(iter(recipes.values()))
+    shared = [
+        key
+        for key in first.values()
+        if key.path not in _PYTHON
+        and all((other := keys.get(key.path)) and other.meaning == key.meaning for keys in recipes.values())
+    ]
+    lines = [
+        "# Settings: every key of every recipe",
+        "",
+        "`--set KEY=VALUE` changes one, and may be repeated. `.venv/bin/torchx run rec.train.hybrid --recipe NAME --",
+        "--dry-run` prints those of one recipe, the most used first, with the values it would run with.",
+    ]
+    for section, keys in itertools.groupby(shared, lambda key: key.section):
+        lines += ["", f"## {section}", "", *_table((key, _default(key.path, recipes)) for key in keys)]
+    for name, keys in recipes.items():
+        own = [
+            key for key in keys.values() if key not in shared and key.path not in {*_PYTHON, *(k.path for k in shared)}
+        ]
+        changed = [key for key in shared if _default(key.path, recipes) == _BY_RECIPE]
+        lines += ["", f"## Recipe {name}", "", *_table((key, key.value) for key in own)]
+        lines += [
+            "",
+            "Its defaults of keys above: " + ", ".join(f"`{k.path}={keys[k.path].value}`" for k in changed) + ".",
+        ]
+    return MADE + "\n".join(lines) + "\n"
+
+
+_PYTHON = ("name", "build", "task")  # of a Job in Python; --set does not take them
+_BY_RECIPE = "by recipe"
+
+
+def _default(path: str, recipes: Mapping[str, Mapping[str, SettingKey]]) -> str:
+    values = {keys[path].value for keys in recipes.values()}
+    return values.pop() if len(values) == 1 else _BY_RECIPE
+
+
+def _table(rows: Iterable[tuple[SettingKey, str]]) -> list[str]:
+    lines = ["| key | default | type | what it sets |", "|---|---|---|---|"]
+    for key, value in rows:
+        cells = (f"`{key.path}`", value if value == _BY_RECIPE else f"`{value}`", key.type, key.meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+PAGES = {"benchmarks.md": benchmarks_page, "settings.md": settings_page}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

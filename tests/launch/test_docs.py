@@ -19,11 +19,12 @@ import pytest
 
 from benchmarks.readme_output import block, shown
 from tests.small_sets import write_ml_100k
+from tools.docs import main as write_docs
 
 CLONE = Path(__file__).resolve().parents[2]
 README = CLONE / "README.md"
 PAGES = [README, *sorted((CLONE / "docs").glob("*.md"))]
-LANGUAGES = {"python", "sh", "console", ""}
+LANGUAGES = {"python", "py", "sh", "console", ""}  # `py` is an excerpt
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,11 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert {page.name for page in PAGES[1:]} == set(re.findall(r"\]\(docs/([\w.]+)\)", README.read_text()))
 
 
+@pytest.mark.unit
+def test_the_pages_made_from_code_and_figures_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert write_docs(["--check"]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("page", "name", "printed"),
@@ -119,6 +125,7 @@ def test_links_between_pages_lead_somewhere() -> None:
         ("README.md", "my_train.py", r"^loss 0\.\d{4}$"),
         ("README.md", "my_recipe.py", r"^hr@10 +0\.\d+ "),
         ("docs/data.md", "my_stream.py", r"epoch 1, step 2 of 2: loss 0\."),
+        ("docs/extending.md", "my_interaction.py", r"^hr@10 +0\.\d+ "),
     ],
 )
 def test_a_program_runs_as_it_stands(page: str, name: str, printed: str, folder: Path) -> None:

@@ -5,6 +5,7 @@ from .interaction import DeepFM as DeepFM
 from .interaction import DotProduct as DotProduct
 from .interaction import FactorizationMachine as FactorizationMachine
 from .interaction import GeneralizedMF as GeneralizedMF
+from .interaction import InteractionLayer as InteractionLayer
 from .interaction import TopMLP as TopMLP
 from .layers import mlp as mlp
 from .losses import bce as bce
