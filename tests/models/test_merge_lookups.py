@@ -148,7 +148,7 @@ def test_what_cannot_be_merged_is_refused_with_the_remedy() -> None:
 
 
 class _Own(nn.Module):
-    """A tower of a user's own, with the attributes that a TowerModel reads and no way to lend."""
+    """A tower of a user's own, with the attributes that a TowerModel reads and no way to release a table."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -185,7 +185,7 @@ class TowerModel(nn.Module):
             rows += (batch.shared.sparse, batch.shared.dense)  # type: ignore[assignment]
         options: dict[str, Any] = {} if names is None else {"names": names}
         if self.shared_tables is not None and not self.shared_tables.readers.isdisjoint(names or self._names):
-            options["lent"] = self.shared_tables(batch, names or self._names)
+            options["looked_up"] = self.shared_tables(batch, names or self._names)
         if self.shared_tables is None and self._joint:  # a plan has moved them to the ranks of their towers
             options["joint"] = batch.joint
         if self._weighed[False]:

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.session_encoder import Attention, Packing, Position, SessionEncoder
-from torchrec_ext.modules.tower import Activation, Lent, by_table, check_tables, mlp
+from torchrec_ext.modules.tower import Activation, LookedUp, by_table, check_tables, mlp
 from torchrec_ext.schema.features import dense_names
 
 Pooling = Literal["flatten", "last", "mean"]
@@ -93,7 +93,7 @@ class SessionTower(Recorded, nn.Module):
         self.out_features = mlp_widths[-1] if mlp_widths else 0
         self.device = device or torch.device("cpu")
         self._names = _feature_keys(self.tables)
-        self.lend(())
+        self.release_tables(())
         width, steps = self.tables[0].embedding_dim, max_length + (1 if target else 0)
         encoder = SessionEncoder(
             width,
@@ -111,19 +111,19 @@ class SessionTower(Recorded, nn.Module):
         inputs = width * (steps if pooling == "flatten" else 1) + len(self.dense)
         self.mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout)
 
-    def lend(self, names: Collection[str]) -> None:
-        """See :meth:`Tower.lend`."""
+    def release_tables(self, names: Collection[str]) -> None:
+        """See :meth:`Tower.release_tables`."""
         self._own = [table for table in self.tables if table.name not in names]
         self.embeddings = EmbeddingCollection(tables=self._own, device=self.device) if self._own else None
 
     @property
-    def lent(self) -> list[str]:
-        """See :attr:`Tower.lent`."""
+    def released_tables(self) -> list[str]:
+        """See :attr:`Tower.released_tables`."""
         return [table.name for table in self.tables if table not in self._own]
 
-    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Lent | None = None) -> Tensor:
+    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, looked_up: LookedUp | None = None) -> Tensor:
         """(B, D') from the batch's whole KeyedJaggedTensor, this tower's dense columns (B, Fd) and what lent tables hold."""
-        found = dict(lent or {})
+        found = dict(looked_up or {})
         if self.embeddings is not None:
             found |= by_table(self._own, self.embeddings(sparse))
         pooled = self.network({feature: found[key] for feature, key in self._names.items()})

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.tower import Lent, Towers, by_table
+from torchrec_ext.modules.tower import LookedUp, Towers, by_table
 from torchrec_ext.schema.features import Joint as Joint
 from torchrec_ext.schema.features import joints, merged
 
@@ -86,22 +86,22 @@ class SharedTables(nn.Module):
         parts = [part for part, readers in self._readers.items() if not readers.isdisjoint(towers)]
         # All are under way before the first is waited for.
         embedded = {part: self.collections[part](_bags_of(batch, self._rows[part])) for part in parts}
-        lent: dict[str, Tensor | JaggedTensor] = {}
+        looked_up: dict[str, Tensor | JaggedTensor] = {}
         for part in parts:
             tables = self._tables[part]
             one_by_one = isinstance(tables[0], EmbeddingConfig)
-            found: Lent = by_table(tables, embedded[part] if one_by_one else embedded[part].to_dict())
-            lent |= self._split(batch, tables, found) if self._rows[part] in ("joint", "weighted") else found
-        return lent
+            found: LookedUp = by_table(tables, embedded[part] if one_by_one else embedded[part].to_dict())
+            looked_up |= self._split(batch, tables, found) if self._rows[part] in ("joint", "weighted") else found
+        return looked_up
 
-    def _split(self, batch: TowerBatch, tables: Sequence[BaseEmbeddingConfig], found: Lent) -> Lent:
+    def _split(self, batch: TowerBatch, tables: Sequence[BaseEmbeddingConfig], found: LookedUp) -> LookedUp:
         queries = batch.shared.dense.shape[0] if self._shared else 0  # type: ignore[union-attr]
-        lent: dict[str, Tensor | JaggedTensor] = {}
+        looked_up: dict[str, Tensor | JaggedTensor] = {}
         for table in tables:
             for pair in self._pairs[table.name]:
                 both = self.halves(found[f"{pair.key}@{table.name}"], queries)
-                lent |= {f"{feature}@{table.name}": both[at] for at, feature in enumerate(pair) if feature}
-        return lent
+                looked_up |= {f"{feature}@{table.name}": both[at] for at, feature in enumerate(pair) if feature}
+        return looked_up
 
 
 class _Halves(nn.Module):
@@ -155,11 +155,11 @@ def shared_tables(
         return None
     of_table = {table.name: of_table[table.name] for table in tables}
     for table in tables:
-        _check_lendable(table, {name: towers[name] for name in of_table[table.name]}, weights)
+        _check_releases(table, {name: towers[name] for name in of_table[table.name]}, weights)
     lenders = list(dict.fromkeys(name for names in of_table.values() for name in names))
     device = towers[lenders[0]].device
     for name in lenders:
-        towers[name].lend([table.name for table in towers[name].tables if table.name in of_table])
+        towers[name].release_tables([table.name for table in towers[name].tables if table.name in of_table])
     return SharedTables(tables, shared, of_table, weights, device)
 
 
@@ -175,17 +175,17 @@ def readers(towers: Mapping[str, Any]) -> dict[str, list[str]]:
 def look_ups(towers: Towers, names: Sequence[str]) -> SharedTables:
     """Of the tables that the towers ``names`` do not hold, on the meta device."""
     own: dict[str, Any] = {name: towers[name] for name in names}
-    lent = {table for tower in own.values() for table in tower.lent}
+    released = {table for tower in own.values() for table in tower.released_tables}
     tables = [
-        table for table in merged(table for tower in own.values() for table in tower.tables) if table.name in lent
+        table for table in merged(table for tower in own.values() for table in tower.tables) if table.name in released
     ]
     found = readers(own)
     of_table = {table.name: found[table.name] for table in tables}
     return SharedTables(tables, towers.columns(shared=True), of_table, (), torch.device("meta"))
 
 
-def _check_lendable(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weights: Collection[str]) -> None:
-    other = next((name for name, tower in readers.items() if not hasattr(tower, "lend")), None)
+def _check_releases(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weights: Collection[str]) -> None:
+    other = next((name for name, tower in readers.items() if not hasattr(tower, "release_tables")), None)
     if other is not None:
         raise ValueError(
             f"table '{table.name}' is named by the towers {list(readers)}, and '{other}' is a "

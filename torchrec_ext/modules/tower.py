@@ -97,7 +97,7 @@ class RowPooling(nn.Module):
 Found = TypeVar("Found")
 # By ``feature@table`` what tables outside a tower hold for it: pooled bags (B, width), or rows (sum of lengths, width)
 # in bags.
-Lent = Mapping[str, Tensor | JaggedTensor]
+LookedUp = Mapping[str, Tensor | JaggedTensor]
 
 
 class Tower(Recorded, nn.Module):
@@ -177,12 +177,12 @@ class Tower(Recorded, nn.Module):
                 residual=residual,
             )
 
-    def lend(self, names: Collection[str]) -> None:
+    def release_tables(self, names: Collection[str]) -> None:
         """Gives up the tables ``names``: :meth:`forward` then takes what they hold from who looks them up."""
         self._declare(*([table for table in own if table.name not in names] for own in (self.bags, self.lists)))
 
     @property
-    def lent(self) -> list[str]:
+    def released_tables(self) -> list[str]:
         """The tables of which :meth:`forward` must be given what they hold."""
         return [table.name for table in self.tables if table not in [*self._own, *self._own_lists]]
 
@@ -196,19 +196,19 @@ class Tower(Recorded, nn.Module):
             raise _too_large(self.tables, error) from error
 
     def forward(
-        self, sparse: KeyedJaggedTensor, dense: Tensor, lent: Lent | None = None, weights: Tensor | None = None
+        self, sparse: KeyedJaggedTensor, dense: Tensor, looked_up: LookedUp | None = None, weights: Tensor | None = None
     ) -> Tensor:
         """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd).
 
         Args:
             sparse: the batch's.
             dense: (B, Fd).
-            lent: what lent tables hold.
+            looked_up: what lent tables hold.
             weights: (B,) of the rows, for batch normalisation; all 1 where not given.
         """
-        parts = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, lent or {})]
+        parts = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, looked_up or {})]
         if self.attention is not None:
-            listed = dict(lent or {})
+            listed = dict(looked_up or {})
             if self.sequences is not None:
                 listed |= by_table(self._own_lists, self.sequences(sparse))
             parts.append(self.attention(listed))
@@ -217,9 +217,9 @@ class Tower(Recorded, nn.Module):
             side_by_side = self.compress(side_by_side)
         return self.mlp(side_by_side, weights) if isinstance(self.mlp, Layers) else self.mlp(side_by_side)  # type: ignore[no-any-return]
 
-    def _pooled(self, sparse: KeyedJaggedTensor, lent: Lent) -> list[Tensor]:
+    def _pooled(self, sparse: KeyedJaggedTensor, looked_up: LookedUp) -> list[Tensor]:
         """The pooled bags, in the order of the tables and their features."""
-        found = dict(lent)
+        found = dict(looked_up)
         if self.embeddings is not None:
             found |= by_table(self._own, self.embeddings(sparse).to_dict())
         return [self.pooling(found[key], table.pooling) for table in self.bags for key in _keys([table])]
@@ -349,7 +349,7 @@ class Towers(nn.ModuleDict):
         shared_sparse: KeyedJaggedTensor | None = None,
         shared_dense: Tensor | None = None,
         *,
-        lent: Lent | None = None,
+        looked_up: LookedUp | None = None,
         names: Sequence[str] | None = None,
         weights: Tensor | None = None,
         shared_weights: Tensor | None = None,
@@ -361,7 +361,7 @@ class Towers(nn.ModuleDict):
             dense: (B, Fd).
             shared_sparse: that of the shared towers, stride Q; None where none of them is called.
             shared_dense: (Q, Fd) likewise.
-            lent: see :meth:`Tower.forward`.
+            looked_up: see :meth:`Tower.forward`.
             names: the towers to run; all where not given.
             weights: (B,) of the rows, for batch normalisation; all 1 where not given.
             shared_weights: (Q,) of the shared rows, likewise.
@@ -370,7 +370,9 @@ class Towers(nn.ModuleDict):
         for name in self.reads if names is None else names:
             shared, own, weighs = self.reads[name]
             rows, columns = (shared_sparse, shared_dense) if shared else (sparse, dense)
-            taken: dict[str, Any] = {"lent": lent} if lent and hasattr(self[name], "lend") else {}
+            taken: dict[str, Any] = (
+                {"looked_up": looked_up} if looked_up and hasattr(self[name], "release_tables") else {}
+            )
             if weighs:
                 taken["weights"] = shared_weights if shared else weights
             outputs[name] = self[name](rows, columns[:, own], **taken)  # type: ignore[index]

@@ -72,7 +72,7 @@ def test_attention_weights_and_lent_tables_are_left_to_the_tower() -> None:
     attention = Tower([EmbeddingConfig(name="t", feature_names=["t"], num_embeddings=5, embedding_dim=4)], (4,))
     weighted = Tower([table("taken")], (4,), weights={"taken": "ages"})
     lent = Tower([table("user"), table("taken")], (4,))
-    lent.lend(["taken"])
+    lent.release_tables(["taken"])
     assert not any(map(is_plain, (attention, weighted, lent, torch.nn.Linear(2, 2))))
 
 

@@ -57,8 +57,8 @@ def tower_costs(
     model = copy.deepcopy(sample.model)
     path, towers = find_towers(model) or ("", Towers({}))
     for tower in towers.values():
-        if getattr(tower, "lent", ()):
-            tower.lend(())  # type: ignore[operator]  # measured with all its tables, as if they were its own
+        if getattr(tower, "released_tables", ()):
+            tower.release_tables(())  # type: ignore[operator]  # measured with all its tables, as if they were its own
     for beside in (at for at, module in model.named_modules() if isinstance(module, SharedTables)):
         parent, _, name = beside.rpartition(".")
         setattr(model.get_submodule(parent), name, None)

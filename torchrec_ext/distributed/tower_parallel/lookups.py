@@ -43,7 +43,7 @@ def hosts(towers: Mapping[str, Any], placement: TowerPlacement) -> dict[str, lis
     """By the first of them the towers on the same ranks that hold not all of their tables themselves."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, tower in towers.items():
-        if getattr(tower, "lent", ()):
+        if getattr(tower, "released_tables", ()):
             by_ranks.setdefault(placement.ranks[name], []).append(name)
     return {names[0]: names for names in by_ranks.values()}
 

@@ -272,7 +272,7 @@ class ShardedTowers(
             kjt = KeyedJaggedTensor(
                 self._features[name], rows.values, lengths=rows.lengths.reshape(-1), stride=rows.height
             )
-            beside: dict[str, Any] = {"lent": lent[name]} if name in lent else {}
+            beside: dict[str, Any] = {"looked_up": lent[name]} if name in lent else {}
             dense = rows.dense
             if self._reads[name].weights:
                 dense, beside["weights"] = dense[:, :-1], dense[:, -1]

@@ -61,7 +61,7 @@ class PlainTower:
 
 def is_plain(tower: nn.Module) -> bool:
     """Whether it is a :class:`Tower` of its own bags alone: none under attention, with weights, or shared with another tower."""
-    return type(tower) is Tower and not (tower.lists or tower.weights or tower.lent)
+    return type(tower) is Tower and not (tower.lists or tower.weights or tower.released_tables)
 
 
 def _looked_up(weight: Tensor, bags: Jagged, mode: str) -> Tensor:
