@@ -24,11 +24,11 @@ class Bucket(NamedTuple):
     """b sequences of similar length, padded at the end to W steps.
 
     Attributes:
-        index: (b, W) int64, each step's index among the P packed steps; padding repeats the sequence's last step.
+        steps: (b, W) int64, each step's index among the P packed steps; padding repeats the sequence's last step.
         valid: (b, W) bool, False for padding; None where there is none.
     """
 
-    index: Tensor
+    steps: Tensor
     valid: Tensor | None
 
 
@@ -73,16 +73,16 @@ class Packing:
 
     def _bucket(self, rows: Tensor, width: int) -> Bucket:
         steps, lengths = torch.arange(width, device=rows.device), self.lengths[rows][:, None]
-        index = self.offsets[rows][:, None] + torch.minimum(steps, lengths - 1)
+        packed = self.offsets[rows][:, None] + torch.minimum(steps, lengths - 1)
         valid = steps < lengths
-        return Bucket(index, None if bool(valid.all()) else valid)
+        return Bucket(packed, None if bool(valid.all()) else valid)
 
     @cached_property
     def back(self) -> Tensor:
         """(P,) int64, each packed step's index among the steps of all buckets, flattened one after the other."""
-        valid = [torch.ones_like(b.index, dtype=torch.bool) if b.valid is None else b.valid for b in self.buckets]
+        valid = [torch.ones_like(b.steps, dtype=torch.bool) if b.valid is None else b.valid for b in self.buckets]
         flat = torch.cat([v.flatten() for v in valid]).nonzero()[:, 0]
-        packed = torch.cat([bucket.index.flatten() for bucket in self.buckets])[flat]
+        packed = torch.cat([bucket.steps.flatten() for bucket in self.buckets])[flat]
         return torch.empty_like(flat).scatter_(0, packed, flat)
 
 
@@ -120,9 +120,9 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
 
 def _padded(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
     """Returns (b x W, H, d); rows of padding hold arbitrary numbers."""
-    size, width = bucket.index.shape
+    size, width = bucket.steps.shape
     query, key, value = (
-        projected.index_select(0, bucket.index.flatten()).view(size, width, *projected.shape[1:]).permute(2, 0, 3, 1, 4)
+        projected.index_select(0, bucket.steps.flatten()).view(size, width, *projected.shape[1:]).permute(2, 0, 3, 1, 4)
     )
     # Padding is at the end and no earlier step attends to it, so causal attention needs no mask.
     mask = None if causal or bucket.valid is None else bucket.valid[:, None, None, :]
