@@ -55,7 +55,9 @@ class SessionTower(Recorded, nn.Module):
             features of unequal length, or a row of several targets.
 
     Example:
-        >>> items = EmbeddingConfig(name="item", embedding_dim=32, num_embeddings=1000, feature_names=["history", "item_id"])
+        >>> items = EmbeddingConfig(
+        ...     name="item", embedding_dim=32, num_embeddings=1000, feature_names=["history", "item_id"]
+        ... )
         >>> tower = SessionTower([items], session=["history"], target=["item_id"], max_length=20)
         >>> kjt = KeyedJaggedTensor(
         ...     ["history", "item_id"], values=torch.tensor([5, 6, 7, 8]), lengths=torch.tensor([2, 0, 1, 1])
@@ -113,25 +115,34 @@ class SessionTower(Recorded, nn.Module):
 
     def release_tables(self, names: Collection[str]) -> None:
         """See :meth:`Tower.release_tables`."""
-        self._own = [table for table in self.tables if table.name not in names]
-        self.embeddings = EmbeddingCollection(tables=self._own, device=self.device) if self._own else None
+        self._held = [table for table in self.tables if table.name not in names]
+        self.embeddings = EmbeddingCollection(tables=self._held, device=self.device) if self._held else None
 
     @property
     def released_tables(self) -> list[str]:
         """See :attr:`Tower.released_tables`."""
-        return [table.name for table in self.tables if table not in self._own]
+        return [table.name for table in self.tables if table not in self._held]
 
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, looked_up: LookedUp | None = None) -> Tensor:
-        """(B, D') from the batch's whole KeyedJaggedTensor, this tower's dense columns (B, Fd) and what lent tables hold."""
-        found = dict(looked_up or {})
+        """Returns (B, D').
+
+        Args:
+            sparse: the batch's whole KeyedJaggedTensor, stride B.
+            dense: (B, Fd), this tower's dense columns.
+            looked_up: embeddings of released tables.
+        """
+        embedded = dict(looked_up or {})
         if self.embeddings is not None:
-            found |= by_table(self._own, self.embeddings(sparse))
-        pooled = self.network({feature: found[key] for feature, key in self._names.items()})
+            embedded |= by_table(self._held, self.embeddings(sparse))
+        pooled = self.network({feature: embedded[key] for feature, key in self._names.items()})
         return self.mlp(torch.cat([pooled, dense], dim=1))  # type: ignore[no-any-return]
 
 
 class _SessionNetwork(nn.Module):
-    """Pools looked-up features to (B, pooled width); without tables, so that TorchRec's pipelines do not trace into it."""
+    """Pools looked-up features to (B, pooled width).
+
+    It has no tables, so that TorchRec's pipelines do not trace into it.
+    """
 
     def __init__(
         self, encoder: SessionEncoder, session: tuple[str, ...], target: tuple[str, ...], pooling: Pooling

@@ -1,8 +1,6 @@
-"""Tower: the embeddings of one sub-network and the dense layers over them.
+"""Tower: the embeddings of one sub-network and the dense layers over them; Towers: all towers of a model, by name.
 
-Towers: the named towers of a model, run one after the other on each rank, or placed on ranks of their own by a plan.
-
-Pooling of list features by what is in them, and of rows that were looked up one by one.
+A plan runs towers one after the other on each rank, or places them on ranks of their own.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from torchrec_ext.schema.features import dense_names
 
 
 class AttentionPooling(nn.Module):
-    """A bag's weighted mean, whose weights depend on the embeddings: softmax over the bag of ``v . tanh(W e + b)``.
+    """Pools a bag to a weighted mean; the weights are the softmax over the bag of ``v . tanh(W e + b)``.
 
-    The additive attention of Bahdanau et al. (2015) with a learned query, as news encoders pool words (Wu et al. 2019,
-    NRMS).
+    This is the additive attention of Bahdanau et al. (2015) with a learned query, as news encoders pool words (Wu et
+    al. 2019, NRMS).
 
     Args:
-        width: D of the embeddings.
+        width: D of the embeddings e.
         hidden: width of the scoring layer; D where not given.
     """
 
@@ -43,7 +41,7 @@ class AttentionPooling(nn.Module):
         )
 
     def forward(self, bags: JaggedTensor) -> Tensor:
-        """(B, D) from bags of embeddings, (sum of lengths, D) in all; an empty bag gives zeros."""
+        """Returns (B, D) from bags of embeddings, (sum of lengths, D) in all; an empty bag gives zeros."""
         values, lengths = bags.values().to(self.score[0].weight.dtype), bags.lengths().long()
         size = len(lengths)
         rows = torch.repeat_interleave(torch.arange(size, device=values.device), lengths, output_size=len(values))
@@ -56,14 +54,13 @@ class AttentionPooling(nn.Module):
 
 
 class BagAttention(nn.Module):
-    """One :class:`AttentionPooling` for each feature of an EmbeddingCollection.
+    """Pools each feature of an EmbeddingCollection by an :class:`AttentionPooling` of its own.
 
-    A module of its own, because TorchRec's pipelines do not trace into modules without tables: this one may read
-    lengths.
+    It has no tables, so that TorchRec's pipelines do not trace into it and it may read lengths.
 
     Args:
         names: keys of the collection's output, in order.
-        width: D of its tables.
+        width: D of the collection's tables.
     """
 
     def __init__(self, names: Sequence[str], width: int) -> None:
@@ -72,21 +69,24 @@ class BagAttention(nn.Module):
         self.pools = nn.ModuleList(AttentionPooling(width) for _ in names)
 
     def forward(self, sequences: Mapping[str, JaggedTensor]) -> Tensor:
-        """(B, features x D)."""
+        """Returns (B, features x D) from the embeddings of each feature's bags."""
         return torch.cat([pool(sequences[name]) for name, pool in zip(self._names, self.pools, strict=True)], dim=1)
 
 
 class RowPooling(nn.Module):
-    """Pools bags whose rows were looked up one by one, because another tower reads their table so.
+    """Pools bags whose rows were looked up one by one, because another tower reads their table as a sequence.
 
-    Without tables, for the same reason as :class:`BagAttention`.
+    It has no tables, so that TorchRec's pipelines do not trace into it and it may read lengths.
     """
 
-    def forward(self, found: Tensor | JaggedTensor, pooling: PoolingType) -> Tensor:
-        """(B, D) from (sum of lengths, D), zeros for an empty bag; what is a Tensor is pooled already."""
-        if isinstance(found, Tensor):
-            return found
-        values, lengths = found.values(), found.lengths().long()
+    def forward(self, bags: Tensor | JaggedTensor, pooling: PoolingType) -> Tensor:
+        """Returns (B, D) from bags of rows, (sum of lengths, D) in all, with zeros for an empty bag.
+
+        A Tensor is pooled already and returned as it is.
+        """
+        if isinstance(bags, Tensor):
+            return bags
+        values, lengths = bags.values(), bags.lengths().long()
         rows = torch.repeat_interleave(
             torch.arange(len(lengths), device=values.device), lengths, output_size=len(values)
         )
@@ -94,43 +94,42 @@ class RowPooling(nn.Module):
         return summed / lengths.clamp(min=1)[:, None] if pooling == PoolingType.MEAN else summed  # type: ignore[no-any-return]
 
 
-Found = TypeVar("Found")
-# By ``feature@table`` what tables outside a tower hold for it: pooled bags (B, width), or rows (sum of lengths, width)
-# in bags.
+Embedded = TypeVar("Embedded")
+# Embeddings of tables outside a tower, by ``feature@table``: pooled bags (B, width), or bags of rows (sum of lengths,
+# width).
 LookedUp = Mapping[str, Tensor | JaggedTensor]
 
 
 class Tower(Recorded, nn.Module):
     """One sub-network: tables looked up together, concatenated with dense columns, then an MLP.
 
-    TorchRec's ``EmbeddingTower`` is embeddings plus an interaction pinned to one host; this tower is neither sharded
-    nor placed: it declares its collections, and where their rows and its dense layers run is decided later by a plan.
+    TorchRec's ``EmbeddingTower`` is embeddings plus an interaction pinned to one host. This tower is neither sharded
+    nor placed: it declares its collections, and a plan decides later where their rows are and its dense layers run.
 
     Args:
         tables: TorchRec configs. An EmbeddingBagConfig pools its bags by sum or mean, as it says; the bags of an
             EmbeddingConfig are pooled by attention, see :class:`AttentionPooling`. A table of ``data_type`` FP16 or
-            BF16 is stored so and read in the type of the dense columns. Towers of one model that give configs of one
-            name share that table.
-        mlp_widths: widths of the MLP; the last is D, the width of the tower's output. Without any, the output is the
-            concatenation: pooled bags, then bags under attention, then dense columns; with ``compress`` what it makes
-            of these.
-        dense: names of the dense columns that the tower reads, Fd of them; or by name the numbers in a row of each, as
+            BF16 is stored in that type and read in the type of the dense columns. Towers of one model that give configs
+            of one name share that table.
+        mlp_widths: widths of the MLP's layers; the last is D, the width of the tower's output. Without any, the output
+            is the concatenation: pooled bags, then bags under attention, then dense columns; with ``compress`` the
+            compressed concatenation.
+        dense: names of the Fd dense columns that the tower reads; or the number of values that each has in a row, as
             in ``{"age": 1, "profile": 60}``, where ``profile`` is an array column: see :func:`dense_names`.
-        weights: by feature the column with a weight for each of its ids, such as how long ago each item of a history
-            was: the bag is the sum of weight x row. Its tables are EmbeddingBagConfigs pooled by sum, which a
+        weights: names of the columns with a weight for each id, by feature, such as how long ago each item of a history
+            was: the bag is the sum of weight x row. The feature's tables are EmbeddingBagConfigs pooled by sum, which a
             TowerModel looks up; their other features have weights of 1.
-        activation: between the layers of the MLP.
-        normalization: before each activation: ``layer``, ``batch`` or ``none``.
-        dropout: after each activation.
-        residual: add the input of each hidden layer that is as wide as its output.
-        compress: a layer before the MLP that makes the concatenation narrower, for towers whose outputs cross hosts;
-            without an MLP its output is the tower's.
-        device: of the tables; ``meta`` declares them without memory, and ``hybrid_parallel`` allocates the shards.
+        activation: activation between the layers of the MLP.
+        normalization: layer before each activation: ``layer``, ``batch`` or ``none``.
+        dropout: share of values set to 0 after each activation.
+        residual: whether to add the input of each hidden layer that is as wide as its output.
+        compress: settings of a layer before the MLP that narrows the concatenation, for towers whose outputs cross
+            hosts; without an MLP its output is the tower's.
+        device: device of the tables; ``meta`` declares them without memory, and ``hybrid_parallel`` allocates shards.
 
     Raises:
-        ValueError: a tower without tables and dense columns, a table with the name of a method of ModuleDict
-            (``items``), tables under attention of unequal width, a wrong MLP, or a compression that does not fit the
-            tables.
+        ValueError: neither tables nor dense columns, a table with the name of a method of ModuleDict (``items``),
+            tables under attention of unequal width, a wrong MLP, or a compression that does not fit the tables.
     """
 
     def __init__(
@@ -178,55 +177,56 @@ class Tower(Recorded, nn.Module):
             )
 
     def release_tables(self, names: Collection[str]) -> None:
-        """Gives up the tables ``names``: :meth:`forward` then takes what they hold from who looks them up."""
-        self._declare(*([table for table in own if table.name not in names] for own in (self.bags, self.lists)))
+        """Gives up the tables ``names``; :meth:`forward` is then given their embeddings."""
+        bags, lists = ([table for table in tables if table.name not in names] for tables in (self.bags, self.lists))
+        self._declare(bags, lists)
 
     @property
     def released_tables(self) -> list[str]:
-        """The tables of which :meth:`forward` must be given what they hold."""
-        return [table.name for table in self.tables if table not in [*self._own, *self._own_lists]]
+        """Names of the tables whose embeddings :meth:`forward` must be given."""
+        return [table.name for table in self.tables if table not in [*self._held, *self._held_lists]]
 
     def _declare(self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]) -> None:
-        self._own = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
-        self._own_lists = lists
+        self._held = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
+        self._held_lists = lists
         try:
-            self.embeddings = EmbeddingBagCollection(tables=self._own, device=self.device) if self._own else None
+            self.embeddings = EmbeddingBagCollection(tables=self._held, device=self.device) if self._held else None
             self.sequences = EmbeddingCollection(tables=lists, device=self.device) if lists else None
-        except RuntimeError as error:  # of torch's allocators, which name bytes and no table
+        except RuntimeError as error:  # torch's allocators name bytes and no table
             raise _too_large(self.tables, error) from error
 
     def forward(
         self, sparse: KeyedJaggedTensor, dense: Tensor, looked_up: LookedUp | None = None, weights: Tensor | None = None
     ) -> Tensor:
-        """(B, D) from the batch's whole KeyedJaggedTensor and this tower's dense columns (B, Fd).
+        """Returns (B, D).
 
         Args:
-            sparse: the batch's.
-            dense: (B, Fd).
-            looked_up: what lent tables hold.
-            weights: (B,) of the rows, for batch normalisation; all 1 where not given.
+            sparse: the batch's whole KeyedJaggedTensor, stride B.
+            dense: (B, Fd), this tower's dense columns.
+            looked_up: embeddings of released tables.
+            weights: (B,) weight of each row for batch normalisation; all 1 where not given.
         """
-        parts = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, looked_up or {})]
+        blocks = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, looked_up or {})]
         if self.attention is not None:
             listed = dict(looked_up or {})
             if self.sequences is not None:
-                listed |= by_table(self._own_lists, self.sequences(sparse))
-            parts.append(self.attention(listed))
-        side_by_side = torch.cat([*parts, dense], dim=1)
+                listed |= by_table(self._held_lists, self.sequences(sparse))
+            blocks.append(self.attention(listed))
+        side_by_side = torch.cat([*blocks, dense], dim=1)
         if self.compress is not None:
             side_by_side = self.compress(side_by_side)
         return self.mlp(side_by_side, weights) if isinstance(self.mlp, Layers) else self.mlp(side_by_side)  # type: ignore[no-any-return]
 
     def _pooled(self, sparse: KeyedJaggedTensor, looked_up: LookedUp) -> list[Tensor]:
-        """The pooled bags, in the order of the tables and their features."""
-        found = dict(looked_up)
+        """Returns the pooled bags, in the order of the tables and their features."""
+        embedded = dict(looked_up)
         if self.embeddings is not None:
-            found |= by_table(self._own, self.embeddings(sparse).to_dict())
-        return [self.pooling(found[key], table.pooling) for table in self.bags for key in _keys([table])]
+            embedded |= by_table(self._held, self.embeddings(sparse).to_dict())
+        return [self.pooling(embedded[key], table.pooling) for table in self.bags for key in _keys([table])]
 
 
 def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Exception:
-    """What to raise where tables cannot be made: ``error`` itself where it is of something else than their size."""
+    """Returns an error that names the largest table, or ``error`` itself where memory is not its cause."""
     sizes = {table.name: table.num_embeddings * table.embedding_dim * 4 for table in tables}
     name = max(sizes, key=lambda name: sizes[name])
     if not any(words in str(error) for words in ("allocate memory", "out of memory", "overflowed")):
@@ -234,10 +234,8 @@ def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Ex
     table = next(table for table in tables if table.name == name)
     return ValueError(
         f"table '{name}', num_embeddings={table.num_embeddings:,}: {sizes[name] / 1e9:,.1f} GB of weights, which "
-        "cannot be had "
-        "here; ids that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess (Categorify or "
-        "HashBucket), and "
-        'device="meta" leaves the making of tables to the plan over all ranks'
+        "cannot be had here; ids that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess "
+        '(Categorify or HashBucket), and device="meta" leaves the making of tables to the plan over all ranks'
     )
 
 
@@ -245,10 +243,11 @@ def _keys(tables: Sequence[BaseEmbeddingConfig]) -> list[str]:
     return [f"{feature}@{table.name}" for table in tables for feature in table.feature_names]
 
 
-def by_table(tables: Sequence[BaseEmbeddingConfig], embedded: Mapping[str, Found]) -> dict[str, Found]:
-    """What a collection of ``tables`` returns, by ``feature@table``; TorchRec says so only for features of several tables.
+def by_table(tables: Sequence[BaseEmbeddingConfig], embedded: Mapping[str, Embedded]) -> dict[str, Embedded]:
+    """Returns the output of a collection of ``tables`` by ``feature@table``.
 
-    A sharded collection returns its columns grouped by sharding type, so they are picked by name.
+    TorchRec appends the table's name only to features of several tables. A sharded collection groups its output by
+    sharding type, so entries are picked by name.
     """
     return {
         key: embedded[name]
@@ -269,13 +268,16 @@ def _check_weighted(tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str,
             if how != PoolingType.SUM:
                 raise ValueError(
                     f"weights: {feature}={column}: table '{table.name}' pools it by "
-                    f"{how.name if how else 'attention'}, must be "
-                    "SUM; for a mean give weights that add up to 1"
+                    f"{how.name if how else 'attention'}, must be SUM; for a mean give weights that add up to 1"
                 )
 
 
 def check_tables(tables: Sequence[BaseEmbeddingConfig]) -> None:
-    """Refuses what TorchRec only fails at later: a table without columns, and a name that a module cannot have."""
+    """Refuses tables that TorchRec fails at only later.
+
+    Raises:
+        ValueError: a table without columns, or with a name that a module cannot have.
+    """
     for table in tables:
         if table.embedding_dim < 1:
             raise ValueError(f"table '{table.name}': embedding_dim={table.embedding_dim}, must be 1 or more")
@@ -287,19 +289,25 @@ def check_tables(tables: Sequence[BaseEmbeddingConfig]) -> None:
 
 
 def _of_one_width(tables: list[EmbeddingConfig]) -> list[EmbeddingConfig]:
-    """TorchRec's EmbeddingCollection holds tables of one width."""
+    """Returns ``tables``, which must be of one width for TorchRec's EmbeddingCollection."""
     other = next((table for table in tables if table.embedding_dim != tables[0].embedding_dim), None)
     if other is not None:
         raise ValueError(
             f"tables '{tables[0].name}' (D = {tables[0].embedding_dim}) and '{other.name}' (D = {other.embedding_dim}) "
-            "are pooled "
-            "by attention, and TorchRec's EmbeddingCollection holds tables of one width; give both one embedding_dim"
+            "are pooled by attention, and TorchRec's EmbeddingCollection holds tables of one width; give both one "
+            "embedding_dim"
         )
     return tables
 
 
 class Reads(NamedTuple):
-    """What a tower takes from a batch: the shared rows or the others, columns of their dense matrix, and maybe their weights."""
+    """The input that a tower takes from a batch.
+
+    Attributes:
+        shared: whether it reads the batch's shared rows rather than its rows.
+        dense: columns of their dense matrix.
+        weights: whether it takes the rows' weights.
+    """
 
     shared: bool
     dense: slice
@@ -307,11 +315,11 @@ class Reads(NamedTuple):
 
 
 class Towers(nn.ModuleDict):
-    """Towers by name, called once for all of them, so that a sharder can take them over as one module.
+    """Calls all towers of a model at once, so that a sharder can take them over as one module.
 
     Args:
-        towers: by name; each has ``tables``, ``dense`` and ``out_features``, as :class:`Tower`.
-        shared: names of the towers that read the rows that several rows of a batch share.
+        towers: modules by name; each has ``tables``, ``dense`` and ``out_features``, as :class:`Tower`.
+        shared: names of the towers that read the batch's shared rows, see :class:`torchrec_ext.batch.SharedRows`.
 
     Raises:
         ValueError: an unknown name in ``shared``, a dense column of two towers, or a feature of a shared and of another
@@ -332,11 +340,11 @@ class Towers(nn.ModuleDict):
         _check_columns(self)
 
     def weigh_rows(self, *, shared: bool) -> bool:
-        """Whether one of the shared towers, or of the others, takes the weights of its rows."""
+        """Returns whether one of the shared towers, or one of the others, takes the weights of its rows."""
         return any(reads.weights and reads.shared == shared for reads in self.reads.values())
 
     def columns(self, *, shared: bool) -> list[str]:
-        """The features and dense columns that the shared towers read, or the others."""
+        """Returns the features and dense columns that the shared towers read, or the others."""
         towers: list[Tower] = [self[name] for name, reads in self.reads.items() if reads.shared == shared]  # type: ignore[misc]
         return [name for tower in towers for table in tower.tables for name in table.feature_names] + [
             name for tower in towers for name in tower.dense
@@ -354,28 +362,28 @@ class Towers(nn.ModuleDict):
         weights: Tensor | None = None,
         shared_weights: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """(B, D) of each tower by name, (Q, D) of shared ones.
+        """Returns the output of each tower by name: (B, D), or (Q, D) of a shared tower.
 
         Args:
-            sparse: the batch's KeyedJaggedTensor, stride B.
-            dense: (B, Fd).
-            shared_sparse: that of the shared towers, stride Q; None where none of them is called.
-            shared_dense: (Q, Fd) likewise.
-            looked_up: see :meth:`Tower.forward`.
-            names: the towers to run; all where not given.
-            weights: (B,) of the rows, for batch normalisation; all 1 where not given.
-            shared_weights: (Q,) of the shared rows, likewise.
+            sparse: KeyedJaggedTensor of the batch's rows, stride B.
+            dense: (B, Fd) dense columns of the batch's rows.
+            shared_sparse: KeyedJaggedTensor of the shared rows, stride Q; None where no shared tower is called.
+            shared_dense: (Q, Fd) dense columns of the shared rows; None where no shared tower is called.
+            looked_up: embeddings of tables that towers have released, see :meth:`Tower.forward`.
+            names: towers to run; all where not given.
+            weights: (B,) weights of the rows for batch normalisation; all 1 where not given.
+            shared_weights: (Q,) weights of the shared rows for batch normalisation; all 1 where not given.
         """
         outputs = {}
         for name in self.reads if names is None else names:
-            shared, own, weighs = self.reads[name]
+            shared, tower_columns, weighs = self.reads[name]
             rows, columns = (shared_sparse, shared_dense) if shared else (sparse, dense)
-            taken: dict[str, Any] = (
-                {"looked_up": looked_up} if looked_up and hasattr(self[name], "release_tables") else {}
-            )
+            options: dict[str, Any] = {}
+            if looked_up and hasattr(self[name], "release_tables"):
+                options["looked_up"] = looked_up
             if weighs:
-                taken["weights"] = shared_weights if shared else weights
-            outputs[name] = self[name](rows, columns[:, own], **taken)  # type: ignore[index]
+                options["weights"] = shared_weights if shared else weights
+            outputs[name] = self[name](rows, columns[:, tower_columns], **options)  # type: ignore[index]
         return outputs
 
 
