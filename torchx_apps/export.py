@@ -1,4 +1,4 @@
-"""Export a run to a bundle for serving: `python -m torchx_apps.export RUN --out BUNDLE`, on one rank or, by torchrun, on several.
+"""Export a run to a bundle for serving: `python -m torchx_apps.export RUN --out BUNDLE`, or by torchrun on more ranks.
 
 RUN is a run folder: its recipe is made again from its config.json, and its best checkpoint, or its last where no early
 stop marked a best one, is loaded, whatever plan and ranks it was trained with. The bundle is the same on any number of
@@ -18,7 +18,7 @@ from torchx_apps.agent import exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exports.
+    """Exports a run.
 
     Args:
         argv: the flags; the command line when None.
@@ -36,9 +36,8 @@ def _export(argv: Sequence[str] | None) -> int:
 
     job = apply_overrides(saved_job(options.run, options.recipe), options.set)
     out = options.out or options.run / "bundle"
-    if not options.overwrite and (
-        out.is_file() or (out.is_dir() and any(out.iterdir()))
-    ):  # told before minutes of loading
+    # Checked before minutes of loading.
+    if not options.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise ValueError(f"--out {out}: there is something already; give another folder, or --overwrite")
     _check_onnx(options, out)
     settings = {
@@ -57,7 +56,7 @@ def _export(argv: Sequence[str] | None) -> int:
 
 
 def _check_onnx(options: argparse.Namespace, out: Path) -> None:
-    """What can be told before minutes of loading."""
+    """Refuses flags and folders that do not fit together, before minutes of loading."""
     if options.onnx_skip and not options.onnx:
         raise ValueError(
             f"--onnx-skip {options.onnx_skip[0]}: there is nothing to leave it out of; give --onnx FOLDER too"
@@ -92,12 +91,13 @@ def export_run(
     """Loads a run's model on this job's ranks and writes its bundle; every rank calls it.
 
     Args:
-        job: of the run.
-        run: its folder.
+        job: the run's job.
+        run: the run's folder.
         out: the bundle's folder.
-        checkpoint: which one, see :func:`torchx_apps.jobs.resuming.checkpoint_to_export`.
-        onnx_skip: refuse towers that ONNX files could not be made of, but these; None where none are wanted.
-        settings: of :func:`torchrec_ext.retrieval.exporting.export.export`.
+        checkpoint: name of the checkpoint, see :func:`torchx_apps.jobs.resuming.checkpoint_to_export`.
+        onnx_skip: towers that need no ONNX file, where all others must be able to become one; None where no ONNX files
+            are wanted.
+        settings: further arguments of :func:`torchrec_ext.retrieval.exporting.export.export`.
 
     Returns:
         Whether this is the first rank.
@@ -120,8 +120,8 @@ def export_run(
     with Runtime.start(job.device, threads=job.threads) as runtime:
         together = CheckpointRanks(runtime)
         stop = job.train.early_stop
-        place, restores = job.checkpoint.folder or str(run), bool(stop.metric and stop.restore)
-        path, which = checkpoint_to_export(place, checkpoint, together, restores=restores)
+        location, restores = job.checkpoint.folder or str(run), bool(stop.metric and stop.restore)
+        path, which = checkpoint_to_export(location, checkpoint, together, restores=restores)
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, task.data)
@@ -146,8 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint",
         metavar="best|last|STEP|PATH",
-        help="the best by train.early_stop.metric, the last, that of a step, or one of another place, by path or address; the best "
-        "where the run has marked one, else the last",
+        help="the best by train.early_stop.metric, the last, that of a step, or another one by path or address; "
+        "the best where the run has marked one, else the last",
     )
     parser.add_argument("--recipe", help="my_recipe.py:job or my.module:job, where the run's recipe is not built in")
     parser.add_argument(
@@ -157,7 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--index", default="exact", choices=["exact", "flat", "ivf", "hnsw", "pq"], help="others need FAISS"
     )
-    parser.add_argument("--recall", type=float, default=0.95, help="that an approximate index must reach, measured")
+    parser.add_argument(
+        "--recall", type=float, default=0.95, help="recall that an approximate index must reach, measured"
+    )
     parser.add_argument(
         "--onnx", type=Path, metavar="FOLDER", help="also write the towers and the top NN as ONNX files, checked equal"
     )

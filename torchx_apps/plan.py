@@ -1,6 +1,6 @@
 """Plan tables for devices one does not have: `torchx run rec.plan` or `python -m torchx_apps.plan`; no GPU is needed.
 
-This file is the outer shell: command line in, exit code out, one error told once. The work stands in `cluster_plan`.
+This file reads the command line and returns an exit code; the work is done by `torchx_apps.jobs.planning`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reserve", type=float, default=0.15, help="share of memory for all but tables")
     parser.add_argument("--batch-size", type=int, help="rows of a device and step; the recipe's, or 1024")
     parser.add_argument("--sharding", help="auto, or one sharding type for every table; the recipe's, or auto")
-    parser.add_argument("--optimizer", help="of the tables; the recipe's, or row_wise_adagrad")
+    parser.add_argument("--optimizer", help="optimizer of the tables; the recipe's, or row_wise_adagrad")
     parser.add_argument("--out", type=Path, help="folder for plan.txt, plan.json and a picture of memory by rank")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
     return parser

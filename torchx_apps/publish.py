@@ -1,7 +1,7 @@
-"""Write the weights of a checkpoint to one safetensors file: `python -m torchx_apps.publish RUN --out model.safetensors`.
+"""Write the weights of a checkpoint to a safetensors file: `python -m torchx_apps.publish RUN --out model.safetensors`.
 
-RUN is a run folder, a folder of checkpoints or one checkpoint, by path or address. The names are those of the unsharded
-model's state dict, whatever plan and ranks it was trained with; one block of 32 MiB is in memory at a time.
+RUN is a run folder, a folder of checkpoints or one checkpoint, by path or address. The tensors have the names of the
+unsharded model's state dict, whatever plan and ranks it was trained with; one block of 32 MiB is in memory at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Publishes.
+    """Writes the file.
 
     Args:
         argv: the flags; the command line when None.
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint",
         metavar="best|last|STEP",
-        help="the best by train.early_stop.metric, the last, or that of a step; the best where one is marked, else the last",
+        help="the best by train.early_stop.metric, the last, or that of a step; "
+        "the best where one is marked, else the last",
     )
     options = parser.parse_args(argv)
     from tqdm import tqdm
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torchx_apps.cli.errors import describe_error
     from torchx_apps.jobs.resuming import checkpoint_to_export
 
-    # Of torch.distributed.checkpoint to each who reads in a process alone, told so or not.
+    # torch.distributed.checkpoint warns whoever reads in a single process, even where that was asked for.
     warnings.filterwarnings(
         "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
     )

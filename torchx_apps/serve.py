@@ -26,13 +26,13 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves, until told to end.
+    """Serves until a signal ends it.
 
     Args:
         argv: the flags; the command line when None.
 
     Returns:
-        0 when it was told to end and all requests were answered, 1 when not, or when it could not begin.
+        0 when a signal ended it and all requests were answered, 1 when some were not, or when it could not begin.
     """
     options = _parser().parse_args(argv)
     try:
@@ -93,7 +93,7 @@ def _settings(options: argparse.Namespace) -> ServerConfig:
 
 
 def _token(file: Path | None) -> str | None:
-    """From a file or the environment, never from the command line, which every user of the machine can read."""
+    """Reads the token from a file or the environment; every user of the machine could read it on the command line."""
     if file is None:
         return os.environ.get(TOKEN)
     try:
@@ -105,7 +105,7 @@ def _token(file: Path | None) -> str | None:
 
 
 def _hosts(given: str | None, listening: str) -> tuple[str, ...]:
-    """What was given; else, of an address that only this machine reaches, its names, so that no page elsewhere can borrow it."""
+    """Returns the given hosts; else this machine's names on a loopback address, against DNS rebinding, or *."""
     if given is not None:
         return tuple(name.strip() for name in given.split(","))
     loopback = listening == "localhost" or _is_loopback(listening)
@@ -115,7 +115,7 @@ def _hosts(given: str | None, listening: str) -> tuple[str, ...]:
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # it is a name
         return False
 
 
@@ -129,12 +129,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--threads", type=int, default=1, help="of torch in each")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch in each process")
     parser.add_argument(
         "--token-file", type=Path, help=f"file with the token that callers must bear; else ${TOKEN}, else none"
     )
-    hosts = "what the header Host may name, by commas: names, addresses, *.example.com, or * for all; by default this machine's own"
-    parser.add_argument("--allowed-hosts", help=f"{hosts} on a loopback --host, else *")
+    hosts = "what the header Host may name, by commas: names, addresses, *.example.com, or * for all; by default this"
+    parser.add_argument("--allowed-hosts", help=f"{hosts} machine's own on a loopback --host, else *")
     parser.add_argument(
         "--vectors", type=Path, help="folder of a store with users' vectors, of rec.embed --tower query"
     )
@@ -152,10 +152,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-body", type=int, default=2**20, help="limit: bytes of a request")
     parser.add_argument("--max-header", type=int, default=2**15, help="limit: bytes of a request's address and headers")
     parser.add_argument(
-        "--max-connections", type=int, default=1_000, help="limit: of a worker; one without a request makes room"
+        "--max-connections",
+        type=int,
+        default=1_000,
+        help="limit: connections of a worker; one without a request makes room",
     )
     parser.add_argument("--queue", type=int, default=256, help="limit: requests that may wait in a worker")
-    parser.add_argument("--time-ms", type=float, default=2_000.0, help="limit: from request to answer")
+    parser.add_argument("--time-ms", type=float, default=2_000.0, help="limit: milliseconds from request to answer")
     parser.add_argument("--max-batch", type=int, default=32, help="requests that a worker answers together")
     parser.add_argument("--max-wait-ms", type=float, default=0.0, help="how long a request waits for company")
     parser.add_argument("--watch", type=float, default=1.0, help="seconds between two looks for another bundle")

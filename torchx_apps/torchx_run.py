@@ -1,12 +1,12 @@
 """`torchx run` as our components need it; every other component runs as TorchX ships it.
 
-TorchX lets a package replace a subcommand (entry point group `torchx.cli.cmds`). Some things are only reachable from
-there. TorchX 0.7.0 refuses a repeated flag, so `--set a=1 --set b=2` never reaches a component. It prints all that a
-local job says on stderr, figures too. It starts all ranks before one of them reads a flag. It keeps logs in a folder
-that it deletes. It ends a failed job with a dump of its own status, after the failed rank's error, and answers a
-component's ValueError, a package that is missing and Ctrl-C with a traceback. It finds python3 on PATH alone, which
-fails for `.venv/bin/torchx run` in a venv that is not activated; and where its own `docker` package is installed it
-runs in Docker unless told otherwise, whether or not this machine has Docker.
+TorchX lets a package replace a subcommand (entry point group `torchx.cli.cmds`), which alone can correct the following.
+TorchX 0.7.0 refuses a repeated flag, so `--set a=1 --set b=2` never reaches a component. It prints all output of a
+local job on stderr, figures too. It starts all ranks before one of them reads a flag. It keeps logs in a folder that it
+deletes. It ends a failed job with a dump of its own status, after the failed rank's error, and answers a component's
+ValueError, a missing package and Ctrl-C with a traceback. It looks for python3 on PATH alone, which fails for
+`.venv/bin/torchx run` in a venv that is not activated. Where its `docker` package is installed it runs in Docker by
+default, whether or not this machine has Docker.
 """
 
 from __future__ import annotations
@@ -39,20 +39,18 @@ from torchx_apps.agent import too_many
 
 LOGS = Path("runs") / "logs"
 _LOCAL = "local_cwd"
-_WITH_THIS_ENVIRONMENT = (
-    _LOCAL,
-    "slurm",
-)  # the others run an image, whose package and recipes may differ from those here
+# Other schedulers run an image, whose package and recipes may differ from those here.
+_WITH_THIS_ENVIRONMENT = (_LOCAL, "slurm")
 
 
 class Run(CmdRun):
     """The `run` subcommand."""
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        """Takes the flags of `torchx run`."""
+        """Adds the flags of `torchx run`."""
         super().add_arguments(subparser)
-        # Before the component, or without one where .torchxconfig names it; behind it the flag is one of the
-        # component's own.
+        # For --set before the component, or without one where .torchxconfig names it; after the component's name the
+        # flag is the component's.
         subparser.add_argument(
             "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe"
         )
@@ -60,7 +58,7 @@ class Run(CmdRun):
         self._launched = False
         self._ours = False
         if config.get_config(prefix="cli", name="run", key="scheduler") is None:
-            subparser.set_defaults(scheduler=None)  # to know in `run` whether -s was given
+            subparser.set_defaults(scheduler=None)  # so that `run` knows whether -s was given
 
     def run(self, args: argparse.Namespace) -> None:
         """Runs a component."""
@@ -101,13 +99,13 @@ class Run(CmdRun):
             super()._run(runner, args)
             return
         self._scheduler, self._out = args.scheduler, sys.stdout
-        with JobRunner("torchx", get_scheduler_factories(), config.load_sections(prefix="component")) as own:
+        with JobRunner("torchx", get_scheduler_factories(), config.load_sections(prefix="component")) as jobs:
             if args.scheduler != _LOCAL or args.dryrun:
-                super()._run(own, args)
+                super()._run(jobs, args)
                 return
-            # TorchX prints the job's handle; of a local job, which ends with this process, it is of no use.
+            # TorchX prints the job's handle, which is of no use for a local job: that ends with this process.
             with contextlib.redirect_stdout(io.StringIO()):
-                super()._run(own, args)
+                super()._run(jobs, args)
 
     def _wait_and_exit(self, runner: Runner, app_handle: str, log: bool) -> None:
         self._launched = True
@@ -130,7 +128,7 @@ class Run(CmdRun):
 
 
 class JobRunner(Runner):
-    """A Runner that keeps a local job's logs, and reads a job's settings before it starts a rank of it."""
+    """A Runner that keeps a local job's logs, and checks a job's settings before it starts the ranks."""
 
     def dryrun(
         self,
@@ -140,18 +138,18 @@ class JobRunner(Runner):
         workspace: str | None = None,
         parent_run_id: str | None = None,
     ) -> AppDryRunInfo[Any]:
-        """What would be run; logs of local jobs are in ``runs/logs`` unless ``-cfg log_dir=...`` names another folder."""
+        """Returns what would be run; logs of local jobs go to ``runs/logs``, or to ``log_dir`` of ``-cfg``."""
         if "/" in app.name:
             raise ValueError(
                 f"--name: the job would be called '{app.name}', and a job's name has no slash; EXPERIMENT/RUN has one"
             )
-        own = {**(cfg or {})}
-        if scheduler == _LOCAL and not own.get("log_dir") and _can_make(LOGS):
-            own["log_dir"] = str(LOGS.absolute())
-        return super().dryrun(app, scheduler, cfg=own, workspace=workspace, parent_run_id=parent_run_id)
+        settings = {**(cfg or {})}
+        if scheduler == _LOCAL and not settings.get("log_dir") and _can_make(LOGS):
+            settings["log_dir"] = str(LOGS.absolute())
+        return super().dryrun(app, scheduler, cfg=settings, workspace=workspace, parent_run_id=parent_run_id)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
-        """Starts the job, unless it is only to print something, which is done here, or there is a mistake in its settings.
+        """Starts the job, unless its settings have a mistake, or it only prints something, which is then done here.
 
         Raises:
             SystemExit: with the exit code, when there is nothing to start.
@@ -163,7 +161,8 @@ class JobRunner(Runner):
         if launch.only_prints:
             sys.exit(launch.here(role.env).returncode)
         if local:
-            if refusal := too_many(launch.ranks):
+            refusal = too_many(launch.ranks)
+            if refusal:
                 print(refusal, file=sys.stderr)
                 sys.exit(1)
             logs = os.path.relpath(dryrun_info.request.log_dir)
@@ -177,12 +176,12 @@ class JobRunner(Runner):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a role starts.
+    """The app that a role starts.
 
     Args:
-        module: of the app.
-        flags: of the app.
-        ranks: that torchx_apps.agent starts, on all nodes; 0 for an app that is one process.
+        module: the app's module.
+        flags: the app's flags.
+        ranks: number of ranks that torchx_apps.agent starts, on all nodes; 0 for an app that is one process.
     """
 
     module: str
@@ -191,36 +190,38 @@ class Launch:
 
     @classmethod
     def of(cls, role: Role) -> Launch | None:
-        """Reads it from a role's command; None where that is no app of ours.
+        """Reads the launch from a role's command; returns None where that starts none of our apps.
 
         Example:
-            >>> command = "exec python3 -m torchx_apps.agent --nnodes 1:2 --nproc_per_node 4 -m torchx_apps.train --recipe ncf"
-            >>> print(Launch.of(Role(name="train", image="", entrypoint="bash", args=["-c", command])))
+            >>> command = "exec python3 -m torchx_apps.agent --nnodes 1:2 --nproc_per_node 4 -m torchx_apps.train"
+            >>> args = ["-c", f"{command} --recipe ncf"]
+            >>> print(Launch.of(Role(name="train", image="", entrypoint="bash", args=args)))
             8 ranks of ncf
-            >>> print(Launch.of(Role(name="plan", image="", entrypoint="python3", args=["-m", "torchx_apps.plan", "--json"])))
+            >>> args = ["-m", "torchx_apps.plan", "--json"]
+            >>> print(Launch.of(Role(name="plan", image="", entrypoint="python3", args=args)))
             plan
         """
         words = shlex.split(role.args[-1]) if role.entrypoint == "bash" and role.args else role.args
-        apps = [at for at, word in enumerate(words) if word.startswith("torchx_apps.")]
+        apps = [index for index, word in enumerate(words) if word.startswith("torchx_apps.")]
         if not apps:
             return None
         ranks = 0
         if words[apps[0]] == "torchx_apps.agent" and len(apps) > 1:
-            of_agent = dict(re.findall(r"--(nnodes|nproc_per_node)[= ](?:\d+:)?(\d+)", " ".join(words[: apps[1]])))
-            ranks = int(of_agent.get("nnodes", 1)) * int(of_agent["nproc_per_node"])
+            counts = dict(re.findall(r"--(nnodes|nproc_per_node)[= ](?:\d+:)?(\d+)", " ".join(words[: apps[1]])))
+            ranks = int(counts.get("nnodes", 1)) * int(counts["nproc_per_node"])
             apps = apps[1:]
         return cls(module=words[apps[0]], flags=words[apps[0] + 1 :], ranks=ranks)
 
     @property
     def only_prints(self) -> bool:
-        """Whether ranks would each print the same, and end."""
+        """Whether each rank would only print the same text and end."""
         return self.ranks > 0 and not _PRINTING.isdisjoint(self.flags)
 
     @property
     def has_settings(self) -> bool:
         """Whether ranks would read settings that the user has given."""
-        told = [flag for flag in self.flags if not flag.startswith(("--run-dir=", "--resume="))]
-        return self.module in _TRAINING and told != ["--recipe", "two_tower"]
+        settings = [flag for flag in self.flags if not flag.startswith(("--run-dir=", "--resume="))]
+        return self.module in _TRAINING and settings != ["--recipe", "two_tower"]
 
     def here(self, env: Mapping[str, str], *flags: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Runs the app in one process, with the Python and the environment of the ranks."""
@@ -230,16 +231,16 @@ class Launch:
         )
 
     def mistake(self, env: Mapping[str, str], *, bugs: bool) -> str:
-        """What is wrong with the recipe's name, a key or a value, as the app tells it, or nothing.
+        """Returns the app's message about a wrong recipe, key or value; empty where there is none.
 
         Args:
-            env: of the role.
-            bugs: also what ends in a traceback; false where the job runs on other machines, which may have what is
+            env: the role's environment.
+            bugs: include errors with a traceback; false where the job runs on other machines, which may have what is
                 missing here.
         """
         done = self.here(env, "--dry-run", capture_output=True)
-        told = done.stderr.strip() if done.returncode else ""
-        return told if bugs or "Traceback" not in told else ""
+        message = done.stderr.strip() if done.returncode else ""
+        return message if bugs or "Traceback" not in message else ""
 
     def __str__(self) -> str:
         flags = dict(zip(self.flags, self.flags[1:], strict=False))
@@ -252,7 +253,7 @@ _TRAINING = ("torchx_apps.train", "torchx_apps.train_networks")
 
 
 def with_component(tokens: Sequence[str]) -> list[str]:
-    """Component name and its flags; where no name is given the one in .torchxconfig, if there is one."""
+    """Returns the component's name and its flags; a missing name is taken from .torchxconfig, where it has one."""
     words = list(tokens[1:] if tokens[:1] == ["--"] else tokens)
     if words and not words[0].startswith("-"):
         return words
@@ -278,10 +279,10 @@ _REPEATED = ("--set", "--vary", "--member")
 
 
 def gather_overrides(tokens: Sequence[str]) -> list[str]:
-    """Moves every `--set`, `--vary` and `--member` behind `--`, where TorchX hands it on as it stands.
+    """Moves every `--set`, `--vary` and `--member` behind `--`, from where TorchX passes it on unchanged.
 
     Args:
-        tokens: component name and its flags; the name must be there, since TorchX drops a `--` that comes first.
+        tokens: component name and its flags; the name is required, since TorchX drops a `--` that comes first.
 
     Example:
         >>> gather_overrides(["rec.train.hybrid", "--set", "a=1", "-j", "1x2", "--set=b=2"])
@@ -291,25 +292,24 @@ def gather_overrides(tokens: Sequence[str]) -> list[str]:
     """
     rest = list(tokens)
     kept: list[str] = []
-    found: dict[str, None] = {}
+    overrides: dict[str, None] = {}
     while rest:
         token = rest.pop(0)
         if token in _REPEATED and rest:
             token = f"{token}={rest.pop(0)}"
         if token.partition("=")[0] in _REPEATED and "=" in token:
-            # Told twice word for word, the later stands: it may undo another one in between. TorchX refuses the
-            # repetition.
-            found.pop(token, None)
-            found[token] = None
+            # Of two equal overrides the later stays, since it may undo another one in between; TorchX refuses both.
+            overrides.pop(token, None)
+            overrides[token] = None
         else:
             kept.append(token)
-    if not found:
+    if not overrides:
         return kept
-    return [*kept, *([] if "--" in kept else ["--"]), *found]
+    return [*kept, *([] if "--" in kept else ["--"]), *overrides]
 
 
 def print_output(runner: Runner, app_handle: str, out: TextIO, err: TextIO) -> None:
-    """Prints what a local job says as it says it, its stdout to ``out`` and its stderr to ``err``, until the job has ended.
+    """Copies a local job's output as it comes, stdout to ``out`` and stderr to ``err``, until the job has ended.
 
     Lines of a job on several nodes begin with the role and the node.
     """
@@ -326,31 +326,32 @@ def print_output(runner: Runner, app_handle: str, out: TextIO, err: TextIO) -> N
 
 
 def _copy(lines: Iterable[str], prefix: str, file: TextIO) -> None:
-    begins = True
+    at_line_start = True
     try:
-        for line in lines:  # or a part of one
-            file.write(prefix + line if begins else line)
+        for text in lines:  # whole lines, or pieces of one
+            file.write(prefix + text if at_line_start else text)
             file.flush()
-            begins = line.endswith("\n")
-    except BrokenPipeError:  # as of `| head`; the job goes on, and its logs are kept
+            at_line_start = text.endswith("\n")
+    except BrokenPipeError:  # as `| head` causes; the job continues, and its logs are kept
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def missing_package(scheduler: str, error: ModuleNotFoundError) -> str:
-    """The package that a scheduler needs, and how to install it.
+    """Returns a message that names the package that a scheduler needs, and how to install it.
 
     Example:
-        >>> print(missing_package("kubernetes", ModuleNotFoundError("", name="kubernetes.client")))
-        -s kubernetes needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'
+        >>> missing_package("kubernetes", ModuleNotFoundError("", name="kubernetes.client"))[:81]
+        "-s kubernetes needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]',"
     """
     package = (error.name or str(error)).partition(".")[0]
     if package != "kubernetes":
         return f"-s {scheduler} needs the package {package}: pip install it, or TorchX's extra for this scheduler"
-    return f"-s {scheduler} needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
+    install = "pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
+    return f"-s {scheduler} needs the extra kubernetes: {install}"
 
 
 def last_words(status: AppStatus | None) -> str:
-    """The failed rank's error, or the job's state when none was left, as by a flag that there is not."""
+    """Returns the failed rank's error; the job's state where no rank reported one, e.g. after an unknown flag."""
     if status is None or status.structured_error_msg == NONE:
         return f"the job ended as {'UNKNOWN' if status is None else status.state.name}; its own output above says why"
     message = json.loads(status.structured_error_msg).get("message")
@@ -373,7 +374,7 @@ def _no_status_dump() -> Iterator[None]:
 
 
 def _quieten_torchx(log_level: str) -> None:
-    """Leaves what TorchX says of its own steps to those who ask for it by LOGLEVEL; its warnings stay."""
+    """Silences TorchX's log of its own steps, unless LOGLEVEL asks for it; its warnings stay."""
     if log_level == "INFO" and "LOGLEVEL" not in os.environ:
         logging.getLogger("torchx").setLevel(logging.WARNING)
 

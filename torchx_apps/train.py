@@ -1,6 +1,6 @@
-"""Train a recipe: `torchx run rec.train.hybrid`, `torchrun -m torchx_apps.train` or, on one rank, `python -m torchx_apps.train`.
+"""Train a recipe: `torchx run rec.train.hybrid`, or on one rank `python -m torchx_apps.train`.
 
-This file is the outer shell: command line in, exit code out, one error told once. What training does stands in `run`.
+This file reads the command line and returns an exit code; the work is done by `torchx_apps.jobs.training`.
 """
 
 from __future__ import annotations

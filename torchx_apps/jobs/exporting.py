@@ -1,4 +1,4 @@
-"""From a live model and its task to a bundle in a folder, with the command that serves it."""
+"""Exports a live model and its task's data to a bundle in a folder, and names the command that serves it."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def export_task(
     """Exports the model with the catalogue and the users of its task; every rank calls it.
 
     Args:
-        model: from :func:`hybrid_parallel`.
-        task: its data.
-        schema: of its batches.
-        runtime: this process's place in the job.
+        model: sharded model, from :func:`hybrid_parallel`.
+        task: task that the model was trained on.
+        schema: schema of the model's batches.
+        runtime: this rank's runtime.
         out: the folder to make.
         details: JSON values for the certificate.
-        settings: of :func:`torchrec_ext.retrieval.exporting.export.export`.
+        settings: further arguments of :func:`torchrec_ext.retrieval.exporting.export.export`.
 
     Raises:
         BundleError: the model or the data cannot be served.
     """
     if not hasattr(task, "export_data"):
         raise BundleError(
-            f"the task {type(task).__name__} has no method export_data(schema), which says what the catalogue and the users "
-            "are; see "
-            "torchx_apps.tasks.export_data, or call torchrec_ext.retrieval.exporting.export.export with them"
+            f"the task {type(task).__name__} has no method export_data(schema), which says what the catalogue and the "
+            "users are; see torchx_apps.tasks.export_data, or call torchrec_ext.retrieval.exporting.export.export with "
+            "them"
         )
-    found = task.export_data(schema)
+    data = task.export_data(schema)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
     with StageProgress(runtime, "export", bytes_of=("tables",)) as progress:
-        return export(model, out, **vars(found), details=details, progress=progress, **settings)
+        return export(model, out, **vars(data), details=details, progress=progress, **settings)
 
 
 def end_with_bundle(
@@ -64,10 +64,10 @@ def end_with_bundle(
     out: Path,
     details: Mapping[str, Any],
 ) -> None:
-    """The bundle that a run ends with; rank 0 says where it is and how to serve it, or why there is none.
+    """Exports the bundle at the end of a run; rank 0 prints where it is and how to serve it, or why there is none.
 
     Raises:
-        BundleError: ``require``, and there can be none.
+        BundleError: ``when`` is ``require``, and the model or the data cannot be served.
     """
     try:
         manifest = export_task(model, task, schema, runtime, out, details=details, overwrite=True)
@@ -82,11 +82,11 @@ def end_with_bundle(
 
 
 def check_exportable_to_onnx(model: nn.Module, skip: Sequence[str]) -> None:
-    """Refuses a model with towers that no ONNX file can be made of, before minutes of loading."""
+    """Refuses a model with towers that cannot become ONNX files, before minutes of loading."""
     from torchrec_ext.retrieval.bundle.audit import LiveModel
     from torchrec_ext.retrieval.onnx.onnx_bundle import check_exportable
 
-    check_exportable({name: own["class"] for name, own in LiveModel(model).towers.items()}, skip)
+    check_exportable({name: tower["class"] for name, tower in LiveModel(model).towers.items()}, skip)
 
 
 def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overwrite: bool = False) -> str:
@@ -100,16 +100,15 @@ def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overw
 
 
 def describe_bundle(manifest: Manifest, out: Path) -> str:
-    """What a bundle is, and the command that serves it."""
-    items, users, apart = (
-        manifest.content["coverage"]["items"],
-        manifest.content["users"],
-        manifest.parity["greatest_difference"],
-    )
-    whom = f" and {users['count']:,} users" if users else ""
+    """Describes a bundle in a line, with its warning before it and the command that serves it after it."""
+    items, users = manifest.content["coverage"]["items"], manifest.content["users"]
+    difference = manifest.parity["greatest_difference"]
+    known = f" and {users['count']:,} users" if users else ""
     warning = manifest.certificate.get("warning")
-    return (f"warning: {warning}\n" if warning else "") + (
-        f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{whom}; its logits are the trained model's within "
-        f"{apart:.1g})\n"
-        f"serve it: {program('torchx')} run rec.serve.http --bundle {out}"
-    )
+    lines = [f"warning: {warning}"] if warning else []
+    lines += [
+        f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{known}; its logits are the trained model's within "
+        f"{difference:.1g})",
+        f"serve it: {program('torchx')} run rec.serve.http --bundle {out}",
+    ]
+    return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""run(): a plan for devices that need not be there, in numbers for each rank, or why there is none and what would make one.
+"""Plans tables for devices that need not exist: prints memory and time of each rank, or what would make a plan fit.
 
-What a plan leaves in a folder: its text, its numbers as JSON, and a picture of what each rank holds.
+In a folder a plan leaves its text, its numbers as JSON, and a picture of what each rank holds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COLOURS = {"weights": BLUE, "state": RED, "buffers": "#6a994e", "dense": "#7b5e
 def as_json(
     batch_size: int, cluster: Cluster, draft: Draft, ranks: Sequence[RankForecast], alternatives: Sequence[Alternative]
 ) -> dict[str, Any]:
-    """The plan in numbers: bytes and milliseconds."""
+    """Returns the plan as JSON values, in bytes and milliseconds."""
     return {
         "cluster": dataclasses.asdict(cluster),
         "batch_size": batch_size,
@@ -61,13 +61,13 @@ def as_json(
         ],
         "ranks": [{**dataclasses.asdict(rank), "total": rank.total, "ms": rank.ms} for rank in ranks],
         "alternatives": [
-            {**dataclasses.asdict(one), "ms": None if math.isinf(one.ms) else one.ms} for one in alternatives
+            {**dataclasses.asdict(other), "ms": None if math.isinf(other.ms) else other.ms} for other in alternatives
         ],
     }
 
 
 def write(folder: Path, text: str, report: dict[str, Any], ranks: Sequence[RankForecast], cluster: Cluster) -> None:
-    """``plan.txt``, ``plan.json`` and ``memory.png``.
+    """Writes ``plan.txt``, ``plan.json`` and ``memory.png``.
 
     Raises:
         ValueError: the folder cannot be written, or matplotlib is missing.
@@ -84,7 +84,7 @@ def write(folder: Path, text: str, report: dict[str, Any], ranks: Sequence[RankF
 
 
 def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> None:
-    """What each rank holds on the left, against what it has; the time of its tables on the right."""
+    """Draws each rank's memory on the left, what it holds and what it has, and the time of its tables on the right."""
     require_matplotlib("leave out --out")
     figure, (memory, time) = figure_with_panels(2, (11, 3.8), grid="y")
     numbers = [rank.rank for rank in ranks]
@@ -94,7 +94,7 @@ def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> No
         memory.bar(numbers, heights, bottom=floor, width=1.0 if len(ranks) > 32 else 0.8, color=colour, label=kind)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
     has = (cluster.device_bytes or cluster.host_bytes) / GB
-    if max(floor) > 0.1 * has:  # else the bars would be lines on the ground
+    if max(floor) > 0.1 * has:  # otherwise the bars would be too low to see
         memory.axhline(has, linestyle="--", color="0.3", label="has")
     memory.set(title=f"memory by rank; each has {has:,.1f} GiB", xlabel="rank", ylabel="GiB")
     memory.legend(frameon=False, fontsize="small")
@@ -111,15 +111,15 @@ _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be planned.
+class PlanRequest:
+    """A model to plan, with the devices to plan it for.
 
     Args:
-        model: its tables on the meta device.
-        bag_lengths: mean ids of a row by feature, where they are known.
+        model: model whose tables are on the meta device.
+        bag_lengths: mean number of ids of a row, by feature, where they are known.
         batch_size: rows of a rank and step.
-        plan: sharding types.
-        optimizer: of tables and dense layers.
+        plan: allowed sharding types.
+        optimizer: optimizers of tables and dense layers.
         cluster: the devices.
     """
 
@@ -131,12 +131,12 @@ class Asked:
     cluster: Cluster
 
     def draft(self, plan: PlanConfig) -> tuple[Draft, list[RankForecast]]:
-        """TorchRec's plan, and what it takes of each rank.
+        """Returns TorchRec's plan, and the memory and time that it takes on each rank.
 
         Raises:
-            PlanError: there is none.
+            PlanError: no plan fits.
         """
-        made = draft_plan(
+        draft = draft_plan(
             self.model,
             self.cluster.topology(),
             plan,
@@ -144,7 +144,7 @@ class Asked:
             batch_size=self.batch_size,
             bag_lengths=self.bag_lengths,
         )
-        return made, forecast(made, self.model, self.cluster, self.optimizer)
+        return draft, forecast(draft, self.model, self.cluster, self.optimizer)
 
 
 def run_plan(options: argparse.Namespace, job: Job | None) -> int:
@@ -154,29 +154,29 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
         0.
 
     Raises:
-        PlanError: there is none; the message says what would make it fit, and which sharding types do.
+        PlanError: no plan fits; the message says what would make it fit, and which sharding types do.
     """
     cluster = _cluster(options)
-    asked = _of_tables(options, cluster) if job is None else _of_recipe(options, job, cluster)
+    request = _request_of_tables(options, cluster) if job is None else _request_of_recipe(options, job, cluster)
 
-    def foresee(sharding: Sharding) -> list[RankForecast]:
-        return asked.draft(dataclasses.replace(asked.plan, sharding=sharding))[1]
+    def predict(sharding: Sharding) -> list[RankForecast]:
+        return request.draft(dataclasses.replace(request.plan, sharding=sharding))[1]
 
     try:
-        draft, ranks = asked.draft(asked.plan)
+        draft, ranks = request.draft(request.plan)
     except PlanError as error:
-        others = alternatives_text(compare(foresee, {}), asked.plan.sharding)
+        others = alternatives_text(compare(predict, {}), request.plan.sharding)
         flags = "--world-size, --hbm and --ddr say what there is; --sharding and --optimizer what is asked of it"
         raise PlanError(f"{error}\n\n{others}\n{flags}") from None
-    alternatives = compare(foresee, {asked.plan.sharding: ranks})
+    alternatives = compare(predict, {request.plan.sharding: ranks})
     text = "\n\n".join(
         [
-            explain(draft.plan, asked.model, cluster.world_size),
+            explain(draft.plan, request.model, cluster.world_size),
             forecast_text(ranks, cluster),
-            alternatives_text(alternatives, asked.plan.sharding),
+            alternatives_text(alternatives, request.plan.sharding),
         ]
     )
-    report = as_json(asked.batch_size, cluster, draft, ranks, alternatives)
+    report = as_json(request.batch_size, cluster, draft, ranks, alternatives)
     print(json.dumps(report) if options.json else text, flush=True)
     if options.out:
         write(options.out, text, report, ranks, cluster)
@@ -184,37 +184,38 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
 
 
 def parse_tables(text: str) -> list[tuple[EmbeddingBagConfig, float]]:
-    """Tables and the mean ids of a row from ``ad=300Mx64,history=12Mx64x20``.
+    """Parses a text such as ``ad=300Mx64,history=12Mx64x20``; returns each table with the mean number of ids of a row.
 
     Raises:
-        ValueError: a part that is no table, or a name given twice.
+        ValueError: an item is not a table, or a name is given twice.
 
     Example:
-        >>> [(table.name, table.num_embeddings, table.embedding_dim, ids) for table, ids in parse_tables("ad=1.5Mx64,h=9Kx8x20")]
+        >>> tables = parse_tables("ad=1.5Mx64,h=9Kx8x20")
+        >>> [(table.name, table.num_embeddings, table.embedding_dim, ids) for table, ids in tables]
         [('ad', 1500000, 64, 1.0), ('h', 9000, 8, 20.0)]
-        >>> parse_tables("ad=300M*64")
+        >>> parse_tables("ad=300M*64")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: --tables: 'ad=300M*64': write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids in a row
+        ValueError: --tables: 'ad=300M*64': write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids ...
     """
-    found: dict[str, tuple[EmbeddingBagConfig, float]] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, size = part.partition("=")
+    tables: dict[str, tuple[EmbeddingBagConfig, float]] = {}
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        name, _, size = item.partition("=")
         match = _SIZE.fullmatch(size.strip())
         if not match or not name.strip():
             raise ValueError(
-                f"--tables: {part!r}: write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids in a row"
+                f"--tables: {item!r}: write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids in a row"
             )
         rows = round(float(match[1]) * _UNITS[match[2].lower()])
         if rows < 1 or int(match[3]) < 1:
-            raise ValueError(f"--tables: {part!r}: a table has at least one row and one column")
-        if name in found:
+            raise ValueError(f"--tables: {item!r}: a table has at least one row and one column")
+        if name in tables:
             raise ValueError(f"--tables names '{name}' twice; give each table a name of its own")
         table = EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=int(match[3]))
-        found[name] = table, float(match[4] or 1)
-    if not found:
+        tables[name] = table, float(match[4] or 1)
+    if not tables:
         raise ValueError(f"--tables {text!r} names no table; write NAME=ROWSxDIM, such as ad=300Mx64")
-    return list(found.values())
+    return list(tables.values())
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
@@ -231,10 +232,10 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     )
 
 
-def _of_tables(options: argparse.Namespace, cluster: Cluster) -> Asked:
+def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanRequest:
     tables = parse_tables(options.tables)
     configs = [table for table, _ in tables]
-    return Asked(
+    return PlanRequest(
         model=nn.ModuleDict({"tables": EmbeddingBagCollection(tables=configs, device=torch.device("meta"))}),
         bag_lengths={table.name: ids for table, ids in tables},
         batch_size=_batch_size(options.batch_size or 1024),
@@ -244,11 +245,11 @@ def _of_tables(options: argparse.Namespace, cluster: Cluster) -> Asked:
     )
 
 
-def _of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> Asked:
-    """The tables have the sizes of the recipe's data, which must be there."""
+def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> PlanRequest:
+    """Returns a request for the tables of a recipe, whose sizes are those of its data, which must exist."""
     if job.plan.towers not in ("data_parallel", "auto"):
         raise ValueError(
-            f"plan.towers={job.plan.towers}: plans for other devices have towers on every rank; leave it away"
+            f"plan.towers={job.plan.towers}: plans for other devices have towers on every rank; leave it out"
         )
     task = job.task(job.data, progress=True)
     rows = math.ceil(job.loader.batch_size / cluster.world_size) * (1 + job.loader.negatives)
@@ -258,7 +259,7 @@ def _of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> Asked
     if options.optimizer:
         optimizer = dataclasses.replace(optimizer, tables=options.optimizer)
     model: Any = job.build(job.model, task.data)
-    return Asked(
+    return PlanRequest(
         model=model,
         bag_lengths={},
         batch_size=_batch_size(options.batch_size or rows),

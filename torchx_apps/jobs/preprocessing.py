@@ -1,7 +1,4 @@
-"""One preprocessing run: fit on the first split, transform all, save, report.
-
-What preprocessing tells a person: a table of the columns; pictures of id frequencies, missing values, the label by day.
-"""
+"""A preprocessing run: fits on the first split, transforms all, and reports on the columns."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class Rate(NamedTuple):
 
 
 def missing_shares(source: Source, columns: Sequence[str], engine: Engine) -> Shares:
-    """By raw column, the share of rows that are null, NaN, infinite or an empty list."""
+    """Returns, for each raw column, the share of rows that are null, NaN, infinite or an empty list."""
     opened = open_source(source, columns, engine)
     table = opened.table
 
@@ -50,28 +47,28 @@ def missing_shares(source: Source, columns: Sequence[str], engine: Engine) -> Sh
             return column.length() == 0
         return column.isnull() | ~engine.is_finite(column) if raw.startswith("float") else column.isnull()
 
-    shares = {f"_{at}": missing(name).cast("float64").mean() for at, name in enumerate(columns)}
+    shares = {f"_{index}": missing(name).cast("float64").mean() for index, name in enumerate(columns)}
     row = engine.collect(table.aggregate(**shares)).to_pylist()[0]
     return dict(zip(columns, row.values(), strict=True))
 
 
 def unknown_shares(folder: Path, fitted: FittedPreprocessor, engine: Engine) -> Shares:
-    """By id column, the share of ids that are 0; in a list column the share of its elements."""
+    """Returns, for each id column, the share of ids that are 0; in a list column the share of its elements."""
     table = engine.read(scan(folder))
-    found = {}
+    shares = {}
     for name in fitted.vocab:
         column = table[name]
         values = table.select(id=column.unnest() if is_list_column(fitted.outputs[name]) else column)
         share = engine.collect(values.aggregate(share=(values.id == 0).cast("float64").mean()))["share"][0].as_py()
-        found[name] = 0.0 if share is None else share
-    return found
+        shares[name] = 0.0 if share is None else share
+    return shares
 
 
 def label_rates(source: Source, label: str | None, time: str | None, engine: Engine) -> list[Rate]:
-    """The label by day in UTC, where the source has both columns.
+    """Returns the mean label of each day in UTC; nothing where no label or no time is named.
 
     Raises:
-        DataError: a column is missing, the label is no number, or the time is no time.
+        DataError: a column is missing, the label is not a number, or the time is not a time.
     """
     if not label or not time:
         return []
@@ -88,23 +85,23 @@ def label_rates(source: Source, label: str | None, time: str | None, engine: Eng
     days = known.select("label", day=floor_div(known.second, 86_400))
     rates = days.group_by("day").aggregate(mean=days.label.mean(), rows=days.count()).order_by("day")
     first = datetime.date(1970, 1, 1)
-    found = engine.collect(rates).to_pylist()
-    return [Rate(first + datetime.timedelta(days=row["day"]), row["mean"], row["rows"]) for row in found]
+    rows = engine.collect(rates).to_pylist()
+    return [Rate(first + datetime.timedelta(days=row["day"]), row["mean"], row["rows"]) for row in rows]
 
 
 def table_text(fitted: FittedPreprocessor, missing: Shares, unknown: Mapping[str, Shares]) -> str:
-    """One line per column of the result."""
+    """Returns a table with a line for each column of the result."""
     lines = []
     for name, kind in fitted.outputs.items():
         size = f"{fitted.vocab[name]:,}" if name in fitted.vocab else ""
-        shares = [f"{found[name]:.2%}" if name in found else "" for found in unknown.values()]
+        shares = [f"{split[name]:.2%}" if name in split else "" for split in unknown.values()]
         lines.append([name, kind, size, f"{missing[name]:.2%}" if name in missing else "", *shares])
     headers = ["column", "type", "table rows", "missing before", *(f"unknown in {split}" for split in unknown)]
     return str(tabulate(lines, headers=headers, disable_numparse=True))
 
 
 def draw_statistics(path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequence[Rate]) -> None:
-    """Id frequencies on the left, missing values, and the label's mean by day where it is known."""
+    """Draws id frequencies, missing values and, where it is known, the label's mean by day, from left to right."""
     panels = 2 + bool(rates)
     figure, axes = figure_with_panels(panels, (5.5 * panels, 4.2))
     _draw_frequencies(axes[0], fitted)
@@ -123,13 +120,11 @@ def _draw_frequencies(axis: Any, fitted: FittedPreprocessor) -> None:
     biggest = sorted(vocabularies, key=lambda pair: len(pair[1]), reverse=True)[:8]
     for name, vocabulary in biggest:
         counts = vocabulary.counts.to_numpy()
-        # A thousand points draw the line of a million.
-        places = (
-            np.unique(np.geomspace(1, len(counts), 1000).astype(np.int64))
-            if len(counts)
-            else np.array([], dtype=np.int64)
-        )
-        axis.plot(places, counts[places - 1], label=name, linewidth=1.2)
+        # A thousand points draw the same line as a million.
+        ranks = np.array([], dtype=np.int64)
+        if len(counts):
+            ranks = np.unique(np.geomspace(1, len(counts), 1000).astype(np.int64))
+        axis.plot(ranks, counts[ranks - 1], label=name, linewidth=1.2)
     axis.set(
         title="id frequency" + (", the 8 largest vocabularies" if len(vocabularies) > 8 else ""),
         xlabel="id (by frequency)",
@@ -168,7 +163,7 @@ def _draw_missing(axis: Any, missing: Shares) -> None:
 
 
 def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
-    """The mean with Wilson's interval of two standard errors: days of few rows swing."""
+    """Draws the mean with Wilson's interval of two standard errors, since days of few rows swing."""
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
     days = [rate.day for rate in rates]
@@ -181,10 +176,8 @@ def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
     axis.set_zorder(volume.get_zorder() + 1)
     axis.patch.set_visible(False)
     if ((mean >= 0) & (mean <= 1)).all():
-        middle, half = (
-            (mean + 2 / rows) / (1 + 4 / rows),
-            2 * np.sqrt(mean * (1 - mean) / rows + 1 / rows**2) / (1 + 4 / rows),
-        )
+        middle = (mean + 2 / rows) / (1 + 4 / rows)
+        half = 2 * np.sqrt(mean * (1 - mean) / rows + 1 / rows**2) / (1 + 4 / rows)
         axis.fill_between(days, middle - half, middle + half, color=BLUE, alpha=0.2, linewidth=0)
     axis.plot(days, mean, color=BLUE, linewidth=1.2, marker="." if len(days) < 40 else None)
     locator = AutoDateLocator(maxticks=8)
@@ -202,8 +195,11 @@ def run_preprocess(job: PreprocessJob) -> Path:
 
     The folder appears when all of it is written. What can fail without reading all rows fails first.
 
+    Returns:
+        The folder's path.
+
     Raises:
-        DataError: the data do not allow it; the message says what to do.
+        DataError: the data cannot be preprocessed so; the message says what to do.
     """
     out = Path(job.out or f"runs/{job.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     begun = time.monotonic()
@@ -232,7 +228,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
 
 
 def _keep_sources(out: Path, prepared: Prepared) -> None:
-    """An earlier result may be replaced, but not while it is what is read."""
+    """Refuses an output folder that holds a source: an earlier result may be replaced, but not while it is read."""
     for source in (*prepared.splits.values(), prepared.events):
         if source is not None and not hasattr(source, "schema"):
             keep_sources(out, find_files(source, (".parquet", ".pq")))
@@ -241,7 +237,7 @@ def _keep_sources(out: Path, prepared: Prepared) -> None:
 def _fit(prepared: Prepared, engine: Engine) -> FittedPreprocessor:
     first, source = next(iter(prepared.splits.items()))
     with tqdm(total=len(prepared.preprocessor.steps), desc=f"fit on {first}", unit="step", dynamic_ncols=True) as bar:
-        done = -1  # a step is told when it begins
+        done = -1  # `begin` is called when a step begins, and not when it is done
 
         def begin(step: str) -> None:
             nonlocal done
@@ -264,7 +260,7 @@ def _transform(prepared: Prepared, fitted: FittedPreprocessor, split: str, folde
         rows = fitted.transform(
             prepared.splits[split], folder / split, events=prepared.events, engine=engine, progress=written
         )
-        written(rows)  # Spark tells no progress of its own
+        written(rows)  # Spark reports no progress
     return rows
 
 

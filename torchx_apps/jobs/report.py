@@ -1,7 +1,4 @@
-"""What a run tells a person: the plan, the figures beside a baseline's, and an example.
-
-StageProgress: how far a stage of work is: a bar on a terminal, elsewhere a line every ten seconds; of rank 0 alone.
-"""
+"""What a run prints for a person: its data, its figures beside a baseline's, an example, a stage's progress."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.tasks.job import Task
 
-_FALLING = ("log_loss", "ne")  # figures that are better when they are less
+_FALLING = ("log_loss", "ne")  # figures of which less is better
 
 
 def report_start(task: Task, runtime: Runtime) -> None:
-    """The data and the ranks, as soon as both are known: what comes next takes seconds."""
+    """Prints the data and the ranks as soon as both are known, since what comes next takes seconds."""
     print(describe_data(task))
     print(
         f"ranks: {runtime.world_size} on {runtime.device.type} over {runtime.backend}, {runtime.threads} thread(s) each"
@@ -78,31 +75,36 @@ def finish_training(
 
 
 def say_end(folder: Path, picture: Path) -> None:
-    """Where the run's files are."""
+    """Prints where the run's files are."""
     events = f"`{program('tensorboard')} --logdir {folder}` shows the events"
     print(f"\nrun folder: {folder} (picture: {picture.name}; {events})", flush=True)
 
 
 def program(name: str) -> str:
-    """A program of this environment, as it is started from the current folder."""
+    """Returns the command that starts a program of this environment from the current folder."""
     beside = Path(sys.executable).parent / name
     return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else name
 
 
 def figures_table(task: Task, figures: Record, baseline: Record) -> str:
-    """Each figure of the test part beside the baseline's, their ratio, and the best possible where known."""
+    """Returns a table of the test figures beside the baseline's, their ratio, and the best possible where known."""
     best = {name.lower(): value for name, value in task.best.items()}
     rows = []
     for name, value in figures.items():
         base = baseline.get(name)
         row = [name, f"{value:.4f}", f"{base:.4f}" if base else "", f"{value / base:.2f}x" if base else ""]
         rows.append(row + ([f"{best[name]:.4f}" if name in best else ""] if best else []))
-    headers = [task.asked, "this model", task.baseline_name, "ratio"] + ["best possible"] * bool(best)
+    headers = [task.asked, "this model", task.baseline_name, "ratio"] + (["best possible"] if best else [])
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
 def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, float]) -> str:
-    """What to say of a model that does worse than ``baseline``, which is called ``name``; empty where it does not.
+    """Returns a warning about a model that does worse than a baseline by some figure; empty where it does not.
+
+    Args:
+        name: name of the baseline.
+        figures: the model's figures.
+        baseline: the baseline's figures.
 
     Example:
         >>> worse_than("the same for all", {"auc": 0.7, "log_loss": 0.321}, {"auc": 0.5, "log_loss": 0.042})[:81]
@@ -114,18 +116,18 @@ def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, f
     worse = [key for key in falls if figures[key] != baseline[key]]
     if not worse:
         return ""
-    told = ", ".join(f"{key} ({figures[key]:.4f} against {baseline[key]:.4f})" for key in worse)
+    reasons = ", ".join(f"{key} ({figures[key]:.4f} against {baseline[key]:.4f})" for key in worse)
     calibration = figures.get("calibration", 1.0)
     if not 0.8 < calibration < 1.25:
-        told += f"; it predicts {calibration:.3g} times the positives that there are"
+        reasons += f"; it predicts {calibration:.3g} times the positives that there are"
     remedy = "train longer (train.epochs), or with other rates (optimizer.tables_lr, optimizer.dense_lr)"
     if set(worse) & set(_FALLING):
         remedy += ", and end where validation is best (train.early_stop.metric=log_loss, train.early_stop.mode=min)"
-    return f"this model is worse than {name} by {told}; {remedy}"
+    return f"this model is worse than {name} by {reasons}; {remedy}"
 
 
 def read_warning(run: Path) -> dict[str, str]:
-    """What :func:`finish_training` had to say against the model of a run folder, by ``warning``; nothing where it had not."""
+    """Reads the warning that :func:`finish_training` wrote: ``{"warning": ...}``, or an empty dict."""
     with suppress(OSError, ValueError):
         summary = json.loads((run / "summary.json").read_text())
         return {"warning": summary["warning"]} if "warning" in summary else {}
@@ -136,12 +138,12 @@ _EVERY_S = 10.0
 
 
 class StageProgress:
-    """Called with a stage, what is done of it and how much there is.
+    """Shows how far a stage of work is, on rank 0: by a bar on a terminal, elsewhere by a line every ten seconds.
 
     Args:
-        runtime: of this rank.
-        app: what the lines begin with.
-        bytes_of: stages that count bytes; the others count items.
+        runtime: this rank's runtime.
+        app: name that the lines begin with.
+        bytes_of: names of the stages that count bytes; the others count items.
     """
 
     def __init__(self, runtime: Runtime, app: str, *, bytes_of: tuple[str, ...] = ()) -> None:
@@ -152,7 +154,7 @@ class StageProgress:
         self._next = time.monotonic() + _EVERY_S
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Tells, if it is time."""
+        """Shows that ``done`` of ``total`` are done of a stage, where ten seconds have passed."""
         if not self._speaks:
             return
         if self._on_terminal:
