@@ -1,6 +1,6 @@
-"""OptimizerConfig: which optimizer moves tables and dense layers, how fast, and what it costs in memory.
+"""OptimizerConfig: which optimizer updates tables and dense layers, how fast, and what it costs in memory.
 
-Choice: the optimizer of one table or dense layer, and the short text by which a config makes an exception for it.
+Choice: the optimizer of one table or dense layer. Override: an exception for some of them, parsed from a short text.
 
 RowAdam: FBGEMM's Adam family for tables that every rank holds whole, as a torch optimizer.
 """
@@ -29,19 +29,19 @@ from torchrec_ext.distributed.tables import collections, table_configs
 
 
 class RowAdam(torch.optim.Optimizer):
-    """Adam that touches only the rows (of a (rows, D) table) that have a gradient; moments of the others stand still.
+    """Adam that updates only the rows of a (rows, D) table that have a gradient; moments of the others stand still.
 
     The bias correction counts steps, not a row's own updates, as FBGEMM's fused kernels and TensorFlow Addons' LazyAdam
-    do. With a gradient in every row it is torch.optim.Adam. It is another optimizer than Adam where rows are rare.
+    do. With a gradient in every row it equals torch.optim.Adam; where rows are rare it learns differently.
 
     Args:
-        params: tables.
+        params: tables, (rows, D) each.
         lr: learning rate.
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        row_wise: one second moment per row, the mean over its columns (FBGEMM's partial row-wise Adam).
-        trust_ratio: scale each row's update by |row| / |update|, where neither is 0 (LAMB, You et al. 2020, a row being
-            a layer).
+        betas: decay rates of the first and second moment.
+        eps: number added to the root of the second moment.
+        row_wise: whether a row has one second moment, the mean over its columns (FBGEMM's partial row-wise Adam).
+        trust_ratio: whether each row's update is scaled by |row| / |update|, where neither is 0 (LAMB, You et al. 2020,
+            a row being a layer).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RowAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Moves the rows that have a gradient."""
+        """Updates the rows that have a gradient."""
         for group in self.param_groups:
             for table in group["params"]:
                 if table.grad is not None:
@@ -91,18 +91,19 @@ def move_rows(
     row_wise: bool = False,
     trust_ratio: bool = False,
 ) -> None:
-    """One step of :class:`RowAdam` for the ``rows`` (n,) of a table, of which none twice.
+    """Makes one step of :class:`RowAdam` for some rows of a table, in place.
 
     Args:
-        table: (rows, D), changed, and
-        rows: (n,) places in it, with
-        grad: (n, D) their gradient.
-        state: ``step``, which counts this step already, and the moments ``exp_avg`` and ``exp_avg_sq``, changed.
-        lr: see :class:`RowAdam`, as for the others.
-        betas: see there.
-        eps: see there.
-        row_wise: see there.
-        trust_ratio: see there.
+        table: (rows, D) table, changed in place.
+        rows: (n,) distinct row numbers.
+        grad: (n, D) gradient of these rows.
+        state: ``step``, which counts this step already, and the moments ``exp_avg`` and ``exp_avg_sq``, changed in
+            place.
+        lr: learning rate.
+        betas: decay rates of the first and second moment.
+        eps: number added to the root of the second moment.
+        row_wise: see :class:`RowAdam`.
+        trust_ratio: see :class:`RowAdam`.
     """
     steps, (beta1, beta2) = float(state["step"]), betas
     square = grad.square().mean(1, keepdim=True) if row_wise else grad.square()
@@ -117,13 +118,13 @@ def move_rows(
 
 
 def rows_with_gradient(grad: Tensor) -> Tensor:
-    """(n,) the rows of a table that have a gradient."""
+    """Returns (n,) the numbers of the rows of a (rows, D) gradient that are not all 0."""
     return grad.ne(0).any(dim=1).nonzero().squeeze(1)
 
 
 TableOptimizer = Literal["adagrad", "row_wise_adagrad", "sgd", "adam", "lazy_adam", "partial_row_wise_adam", "lamb"]
 DenseOptimizer = Literal["adam", "adagrad", "sgd"]
-# TorchRec takes the kernel and the planner the bytes of state from the class; those of the Adam family are never run.
+# TorchRec derives the kernel from the class, and the planner the bytes of state; the Adam classes here are never run.
 _FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "row_wise_adagrad": RowWiseAdagrad,
@@ -148,30 +149,41 @@ _NUMBERS = ("lr", "weight_decay", "l2", "eps")
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """One exception: the text it was given as, the pattern, and what it changes."""
+    """An exception for some tables or layers.
+
+    Args:
+        item: text that it was parsed from.
+        pattern: names or module paths that it applies to, with * and ?.
+        changes: values by field of :class:`Choice`.
+    """
 
     item: str
     pattern: str
     changes: dict[str, Any]
 
     def fits(self, name: str, path: str) -> bool:
-        """Whether the pattern is the ``name``, or ``path`` or one of the modules above it, * and ? standing for any letters.
+        """Whether the pattern matches ``name``, ``path`` or the path of a module above it.
 
         Example:
             >>> towers = Override(item="", pattern="towers.user", changes={})
             >>> towers.fits("user_id", "towers.user.embeddings"), towers.fits("item_id", "towers.user_2.embeddings")
             (True, False)
         """
-        parts = path.split(".")
-        candidates = [name, *(".".join(parts[:end]) for end in range(1, len(parts) + 1))]
+        modules = path.split(".")
+        candidates = [name, *(".".join(modules[:end]) for end in range(1, len(modules) + 1))]
         return any(fnmatchcase(candidate, self.pattern) for candidate in candidates)
 
 
 def parse_override(field: str, item: str, kinds: Sequence[str]) -> Override:
-    """The exception that a text such as ``user_id=adam lr=0.01`` makes; a colon separates as well as a space.
+    """Parses an exception such as ``user_id=adam lr=0.01``; a colon separates as well as a space.
+
+    Args:
+        field: name of the setting, for messages.
+        item: text of the exception.
+        kinds: names of the optimizers that it may choose.
 
     Raises:
-        ValueError: it has no pattern, changes nothing, or names an unknown optimizer, setting or number.
+        ValueError: the text has no pattern, changes nothing, or names an unknown optimizer, setting or number.
 
     Example:
         >>> parse_override("per_table", "genres=sgd:lr=0.5", ("sgd", "adam")).changes
@@ -213,7 +225,16 @@ def _number(field: str, item: str, key: str, text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The optimizer of one table or dense parameter; the fields are those of :class:`OptimizerConfig`."""
+    """Optimizer of one table or dense parameter.
+
+    Args:
+        kind: name of the optimizer.
+        lr: learning rate.
+        eps: number added to the denominator of Adagrad and Adam.
+        betas: decay rates of Adam's first and second moment.
+        weight_decay: decoupled weight decay.
+        l2: factor of the squared norm added to the loss; ``adam`` only.
+    """
 
     kind: str
     lr: float
@@ -223,34 +244,34 @@ class Choice:
     l2: float = 0.0
 
     def changed(self, overrides: Iterable[Override]) -> Choice:
-        """With the changes of all ``overrides``, the later winning."""
+        """Returns a copy with the changes of all ``overrides``, of which later ones win."""
         changes = {key: value for override in overrides for key, value in override.changes.items()}
         return dataclasses.replace(self, **changes)
 
     def fused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """The class and arguments by which TorchRec chooses FBGEMM's kernel; weight decay is not its business."""
+        """Returns the class and arguments by which TorchRec chooses FBGEMM's kernel, without weight decay."""
         arguments: dict[str, Any] = {"lr": self.lr} if self.kind == "sgd" else {"lr": self.lr, "eps": self.eps}
         if self.kind in _ADAM:
             arguments |= {"beta1": self.betas[0], "beta2": self.betas[1]}
         return _FUSED[self.kind], arguments
 
     def emulated(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """The same for a table of which :class:`ShardedAdam` takes the gradient; never with a plain SGD table in one kernel."""
+        """Returns class and arguments for a table of :class:`ShardedAdam`, kept out of the kernel of SGD tables."""
         return placeholders.SGD, self.fused()[1]
 
     def unfused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """The class and arguments of the torch optimizer with the same rule; weight decay is not its business either."""
+        """Returns the class and arguments of the torch optimizer with the same rule, without weight decay."""
         arguments: dict[str, Any] = {"lr": self.lr} if self.kind == "sgd" else {"lr": self.lr, "eps": self.eps}
         if self.kind in _ADAM:
             arguments["betas"] = self.betas
         if self.l2:
-            arguments["weight_decay"] = self.l2  # torch's name for it in Adam, the only kind that has it
+            arguments["weight_decay"] = self.l2  # torch's name for l2 in Adam, the only kind that has it
         if _UNFUSED[self.kind] is RowAdam:
             arguments |= {"row_wise": self.kind == "partial_row_wise_adam", "trust_ratio": self.kind == "lamb"}
         return _UNFUSED[self.kind], arguments
 
     def state_bytes(self, table: BaseEmbeddingConfig) -> int:
-        """Bytes of optimizer state that ``table`` needs beside its weights."""
+        """Returns the bytes of optimizer state that ``table`` needs beside its weights."""
         width = 4 * table.embedding_dim
         per_row = {"adagrad": width, "row_wise_adagrad": 4, "sgd": 0, "partial_row_wise_adam": width + 4}.get(
             self.kind, 2 * width
@@ -259,14 +280,13 @@ class Choice:
 
 
 FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
-REPLICATED_WEIGHTS = (
-    2**20
-)  # larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows
-EMULATED = ("adam", "lazy_adam")  # by ShardedAdam, where no kernel runs them
+# Larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows.
+REPLICATED_WEIGHTS = 2**20
+EMULATED = ("adam", "lazy_adam")  # ShardedAdam runs them where no kernel does
 _TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
-_CALLERS = "_declared_by_the_caller"  # an attribute of a table beside these tags: what they were before ours
+_CALLERS = "_declared_by_the_caller"  # attribute of a table with the values of these tags before ours
 Declaration = tuple[type[torch.optim.Optimizer], dict[str, Any]]
-# Adam in a backward moves the rows of the batch alone, as FBGEMM's does.
+# Adam in a backward updates only the rows of the batch, as FBGEMM's does.
 _KINDS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.SGD: "sgd",
     placeholders.SGD: "sgd",
@@ -284,34 +304,33 @@ _KINDS: dict[type[torch.optim.Optimizer], str] = {
 class OptimizerConfig:
     """Optimizers of the tables and of the dense layers.
 
-    Tables: ``adagrad``, ``row_wise_adagrad`` (one number per row, but one per part of a row where columns are split)
-        and ``sgd``
-    run inside the backward of sharded tables, touch only the rows of the batch, and learn the same under every plan.
-    ``lazy_adam``, ``partial_row_wise_adam`` and ``lamb`` are FBGEMM's Adam family, which also touches only the rows of
-    the batch; its kernels exist for CUDA alone. ``adam`` is torch.optim.Adam, which moves every row at every step, as
-    most published recipes do, and takes time by the size of its tables; FBGEMM has it nowhere. What no kernel runs is
-    data_parallel where the plan is free, and moved by a torch optimizer, but large or sharded tables of ``adam`` and
-    ``lazy_adam`` by :class:`ShardedAdam`; of the others such are refused.
+    For tables, ``adagrad``, ``row_wise_adagrad`` (one number per row, or one per piece of a row where columns are
+    split) and ``sgd`` run inside the backward of sharded tables, touch only the rows of the batch, and learn the same
+    under every plan. ``lazy_adam``, ``partial_row_wise_adam`` and ``lamb`` are FBGEMM's Adam family, which also touches
+    only the rows of the batch; its kernels exist for CUDA alone. ``adam`` is torch.optim.Adam, which updates every row
+    at every step, as most published recipes do, and takes time in proportion to its tables; FBGEMM has no kernel of it.
+    A table that no kernel runs is data_parallel where the plan is free, and updated by a torch optimizer; large or
+    sharded tables of ``adam`` and ``lazy_adam`` are updated by :class:`ShardedAdam`, and those of other optimizers are
+    refused.
 
     Args:
         tables: optimizer of the tables.
         tables_lr: learning rate of the tables.
         dense: optimizer of the dense layers.
         dense_lr: learning rate of the dense layers.
-        eps: added to the denominator of Adagrad and Adam; the same everywhere, so a table learns the same however it is
-            sharded.
-        betas: decay of Adam's first and second moment.
-        tables_weight_decay: each step multiplies a row by 1 - learning rate x this (decoupled, Loshchilov & Hutter
-            2019), but only the rows that get a gradient in that step.
-        dense_weight_decay: the same for every dense parameter.
-        tables_l2: of ``adam`` only: adds to the loss half of this times the sum of squares of the whole table. It draws
-            a row to 0 that the data say little of, whether the batch touched it or not, and holds one that they often
-            speak of hardly at all.
-        per_table: exceptions ``PATTERN=KIND lr=.. weight_decay=.. eps=..``, each part optional; the pattern is a
+        eps: number added to the denominator of Adagrad and Adam; one for all tables and layers, so that a table learns
+            the same however it is sharded.
+        betas: decay rates of Adam's first and second moment.
+        tables_weight_decay: decoupled weight decay of tables (Loshchilov & Hutter 2019): each step multiplies the rows
+            that get a gradient in it by 1 - learning rate x this.
+        dense_weight_decay: decoupled weight decay of every dense parameter.
+        tables_l2: ``adam`` only: half of this times the sum of squares of the whole table is added to the loss. It
+            draws rows that the data rarely mention towards 0, in the batch or not, and hardly holds back frequent ones.
+        per_table: exceptions ``PATTERN=KIND lr=.. weight_decay=.. eps=..``, each setting optional; the pattern is a
             table's name or the path of a module that holds it, with * and ?: ``("user_id=adam lr=0.01",
             "towers.item=sgd")``. The last that fits wins, field by field.
-        per_layer: the same for dense layers by module or parameter path: ``("towers.user.mlp=lr=0.01",
-            "*.bias=weight_decay=0")``.
+        per_layer: exceptions of the same form for dense layers, by module or parameter path:
+            ``("towers.user.mlp=lr=0.01", "*.bias=weight_decay=0")``.
         clip_norm: greatest norm of the gradient of all dense layers and data_parallel tables together, over all ranks;
             0 for no limit. Sharded tables are outside it: their update runs inside the backward, before the whole norm
             is known.
@@ -335,31 +354,25 @@ class OptimizerConfig:
             raise ValueError(f"tables={self.tables!r}: must be one of {', '.join(get_args(TableOptimizer))}")
         if self.dense not in get_args(DenseOptimizer):
             raise ValueError(f"dense={self.dense!r}: must be one of {', '.join(get_args(DenseOptimizer))}")
-        for name in (
-            "tables_lr",
-            "dense_lr",
-            "eps",
-            "tables_weight_decay",
-            "dense_weight_decay",
-            "tables_l2",
-            "clip_norm",
-        ):
+        decays = ("tables_weight_decay", "dense_weight_decay", "tables_l2")
+        for name in ("tables_lr", "dense_lr", "eps", *decays, "clip_norm"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value}: must be a number of 0 or more")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas}: must be two numbers of at least 0 and below 1, such as 0.9,0.999")
-        self._overrides("per_table"), self._overrides("per_layer")
+        self._overrides("per_table")
+        self._overrides("per_layer")
 
     def _overrides(self, field: Literal["per_table", "per_layer"]) -> list[Override]:
         kinds = get_args(TableOptimizer if field == "per_table" else DenseOptimizer)
         return [parse_override(field, item, kinds) for item in getattr(self, field)]
 
     def for_tables(self, model: nn.Module) -> dict[str, Choice]:
-        """The optimizer of each table of ``model``, sharded or not, by table name.
+        """Returns the optimizer of each table of ``model``, sharded or not, by table name.
 
         Raises:
-            ValueError: an exception that fits no table, or ``l2`` of another optimizer than adam.
+            ValueError: an exception matches no table, or ``l2`` is set for an optimizer other than adam.
         """
         names = {table.name: path for path, collection in collections(model) for table in table_configs(collection)}
         default = Choice(
@@ -373,10 +386,10 @@ class OptimizerConfig:
         return _decide("table", default, self._overrides("per_table"), names)
 
     def for_layers(self, names: Iterable[str]) -> dict[str, Choice]:
-        """The optimizer of each dense parameter, by its name.
+        """Returns the optimizer of each dense parameter, by its name.
 
         Raises:
-            ValueError: an exception that fits no parameter, or ``l2`` of another optimizer than adam.
+            ValueError: an exception matches no parameter, or ``l2`` is set for an optimizer other than adam.
         """
         default = Choice(
             kind=self.dense, lr=self.dense_lr, eps=self.eps, betas=self.betas, weight_decay=self.dense_weight_decay
@@ -401,30 +414,31 @@ def _decide(what: str, default: Choice, overrides: list[Override], paths: Mappin
 
 
 def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> OptimizerConfig:
-    """``optimizer``; where none is given, that which ``apply_optimizer_in_backward`` has declared, and OptimizerConfig's defaults.
+    """Returns ``optimizer``, or a config of what ``apply_optimizer_in_backward`` declared, with defaults for the rest.
 
     Args:
-        model: unsharded.
-        optimizer: of all tables and layers.
+        model: unsharded model.
+        optimizer: optimizers of all tables and layers, or None.
 
     Raises:
-        ValueError: both are given, or a declaration that OptimizerConfig cannot express.
+        ValueError: both are given, or a declaration cannot be expressed by OptimizerConfig.
     """
-    declared = {name: found for name, parameter in _tables_of(model) if (found := _declared(parameter)) is not None}
+    declarations = {name: _declared(parameter) for name, parameter in _tables_of(model)}
+    declared = {name: declaration for name, declaration in declarations.items() if declaration is not None}
     if not declared:
         return optimizer or OptimizerConfig()
     if optimizer is not None:
         name, (kind, arguments) = next(iter(declared.items()))
         raise ValueError(
-            f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}({_words(arguments)}) "
+            f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}({_text(arguments)}) "
             f"for table '{name}'; leave out one of them: per_table=('{name}=sgd lr=0.1',) of OptimizerConfig says the "
             "same"
         )
-    return OptimizerConfig(per_table=tuple(_as_override(name, *found) for name, found in declared.items()))
+    return OptimizerConfig(per_table=tuple(_as_override(name, *declaration) for name, declaration in declared.items()))
 
 
 def undeclared(model: nn.Module) -> list[str]:
-    """The tables of the unsharded ``model`` for which nobody has declared an optimizer."""
+    """Returns the names of the tables of an unsharded model for which the caller has declared no optimizer."""
     return [name for name, parameter in _tables_of(model) if _declared(parameter) is None]
 
 
@@ -434,7 +448,7 @@ def _tables_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _declared(parameter: nn.Parameter) -> Declaration | None:
-    """What the caller has declared, also after :func:`declare_table_optimizer` has put its own in that place."""
+    """Returns what the caller has declared, also after :func:`declare_table_optimizer` has declared its own."""
     if hasattr(parameter, _CALLERS):
         return cast(Declaration | None, getattr(parameter, _CALLERS))
     if not hasattr(parameter, "_optimizer_classes"):
@@ -443,7 +457,7 @@ def _declared(parameter: nn.Parameter) -> Declaration | None:
 
 
 def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str:
-    """The declaration as an exception of ``per_table``; what it leaves out is FBGEMM's default, as TorchRec takes it."""
+    """Returns a declaration as an exception of ``per_table``; what it omits is FBGEMM's default, as for TorchRec."""
     given = {"lr": 0.01, "eps": 1e-8, **arguments}
     usual = {"betas": (0.9, 0.999), "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "momentum": 0, "amsgrad": False}
     strange = {
@@ -451,31 +465,31 @@ def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mappin
     }
     if kind not in _KINDS or strange:
         raise ValueError(
-            f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_words(arguments)}), of which "
-            f"{_words(strange) or kind.__name__} is not among {', '.join(dict.fromkeys(_KINDS.values()))} with lr and "
+            f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_text(arguments)}), of which "
+            f"{_text(strange) or kind.__name__} is not among {', '.join(dict.fromkeys(_KINDS.values()))} with lr and "
             "eps; give optimizer=OptimizerConfig(...) and leave the declaration out"
         )
     return f"{name}={_KINDS[kind]} lr={float(given['lr'])!r} eps={float(given['eps'])!r}"
 
 
-def _words(arguments: Mapping[str, Any]) -> str:
+def _text(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
 def declare_table_optimizer(
     model: nn.Module, optimizer: OptimizerConfig, emulated: Container[str] = frozenset()
 ) -> dict[str, Choice]:
-    """Tells TorchRec which optimizer runs in the backward of every table of the unsharded ``model``, once or anew.
+    """Tells TorchRec which optimizer runs in the backward of every table; a second call replaces the first.
 
     The planner counts its state, and sharding builds it into the kernels.
 
     Args:
-        model: unsharded.
-        optimizer: of its tables.
-        emulated: tables of which :class:`ShardedAdam` is the optimizer.
+        model: unsharded model.
+        optimizer: optimizers of its tables.
+        emulated: names of the tables that :class:`ShardedAdam` updates.
 
     Returns:
-        The optimizer of each table, by name.
+        Optimizer of each table, by name.
     """
     choices = optimizer.for_tables(model)
     for _, collection in collections(model):
@@ -484,8 +498,8 @@ def declare_table_optimizer(
             for tag in _TAGS:
                 if hasattr(parameter, tag):
                     delattr(parameter, tag)
-            choice = choices[name.split(".")[1]]
-            kind, arguments = choice.emulated() if name.split(".")[1] in emulated else choice.fused()
+            table = name.split(".")[1]
+            kind, arguments = choices[table].emulated() if table in emulated else choices[table].fused()
             apply_optimizer_in_backward(kind, [parameter], arguments)
     return choices
 
@@ -493,16 +507,16 @@ def declare_table_optimizer(
 def shardings(
     tables: Iterable[BaseEmbeddingConfig], choices: Mapping[str, Choice], asked: Mapping[str, str], device: str
 ) -> dict[str, str]:
-    """The sharding type of each table: as ``asked``; mostly data_parallel where that is ``auto`` and no kernel runs its optimizer.
+    """Returns the sharding type of each table: as asked, or mostly data_parallel for ``auto`` without a kernel.
 
     Args:
-        tables: those that are asked for.
-        choices: from :func:`declare_table_optimizer`.
-        asked: the sharding type asked for by table, ``auto`` included.
+        tables: configurations of the tables.
+        choices: optimizers by table name, from :func:`declare_table_optimizer`.
+        asked: sharding type asked for, by table name, ``auto`` included.
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: a table is to be sharded, and nothing runs its optimizer there.
+        ValueError: a table is to be sharded, and nothing runs its optimizer on the device.
     """
     return {table.name: _sharding(table, choices[table.name].kind, asked[table.name], device) for table in tables}
 

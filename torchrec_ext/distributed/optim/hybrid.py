@@ -1,4 +1,4 @@
-"""HybridOptimizer: the optimizers of sharded tables, replicated tables and dense layers as one."""
+"""HybridOptimizer: combines the optimizers of sharded tables, replicated tables and dense layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class GradientNotFiniteError(ValueError):
     """A gradient is NaN or infinite; nothing was written by it. Raised on every rank alike.
 
     Args:
-        message: which, and where known on which rank.
-        step: at which step, counted from 1; 0 for the one that raises it.
-        in_time: whether it was found before sharded tables were moved, too.
+        message: names of the gradients, and their ranks where known.
+        step: step of the gradient, counted from 1; 0 for the step that raises.
+        in_time: whether it was noticed before sharded tables were updated.
     """
 
     def __init__(self, message: str, step: int = 0, *, in_time: bool = False) -> None:
@@ -32,43 +32,54 @@ class GradientNotFiniteError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class _Looked:
-    """Gradients that were looked at before the step, and their norm: the step need not take it again."""
+class _CheckedGradients:
+    """Gradients that were checked before the step, and their norm, which the step need not compute again."""
 
     gradients: list[Tensor]
     versions: list[int]
     norm: Tensor
 
     @classmethod
-    def at(cls, gradients: list[Tensor]) -> _Looked:
+    def of(cls, gradients: list[Tensor]) -> _CheckedGradients:
         return cls(gradients, [gradient._version for gradient in gradients], get_total_norm(gradients))
 
-    def still(self, gradients: list[Tensor]) -> bool:
-        """Whether these are they, and nobody has written to them since."""
+    def holds_for(self, gradients: list[Tensor]) -> bool:
+        """Whether these are the same tensors, and nothing has been written to them since."""
         same = len(gradients) == len(self.gradients) and all(map(operator.is_, gradients, self.gradients))
         return same and self.versions == [gradient._version for gradient in gradients]
 
 
 class HybridOptimizer(CombinedOptimizer):
-    """TorchRec's CombinedOptimizer, whose step first looks at the gradient, limits its norm and decays weights.
+    """TorchRec's CombinedOptimizer, whose step first checks the gradient, clips its norm and decays weights.
 
     All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without
-    another exchange; where ranks hold different towers, one number more is exchanged in each step. While ranks are
-    apart (:class:`LocalSGD`) each sees its own gradient: it clips by its own norm, and what it finds is told when the
+    another exchange; where ranks hold different towers, one more number is exchanged in each step. While ranks are
+    apart (:class:`LocalSGD`) each sees its own gradient: it clips by its own norm, and a fault is reported when the
     ranks meet again.
 
     Args:
-        fused: of the sharded tables, which the backward has moved already; a step hands their learning rates to the
-            kernels.
-        tables: of the tables that every rank holds whole.
-        dense: of the dense layers.
-        sharded: of the sharded tables that no kernel moves.
+        fused: optimizer of the sharded tables, which the backward has updated already; a step hands their learning
+            rates to the kernels.
+        tables: named optimizers of the tables that every rank holds whole.
+        dense: named optimizers of the dense layers.
+        sharded: optimizers of the sharded tables that no kernel updates.
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
-        table_choices: what moves each table, by its name, and
-        layer_choices: each dense parameter, by its name: for a captured step, which moves them by the same rules.
-        holders: where ranks hold different towers, by name of a parameter how many ranks hold it; None where all ranks
-            hold all.
-        device: of this rank; the CPU where not given.
+        table_choices: optimizer of each table, by name, for a captured step, which follows the same rules.
+        layer_choices: optimizer of each dense parameter, by name, for a captured step.
+        holders: number of ranks that hold each parameter, by name, where ranks hold different towers; None where all
+            ranks hold all.
+        device: device of this rank; the CPU where not given.
+
+    Attributes:
+        dense_groups: parameter groups of the dense layers.
+        table_groups: parameter groups of all tables.
+        replicated_tables: tables that every rank holds whole.
+        dense_parameters: parameters of the dense layers.
+        gradient_norm: norm of the last step's gradient before clipping; None before the first step.
+        apart: whether ranks take local steps; a fault is then kept instead of raised.
+        fault: description of a gradient that was not finite while apart; None where there is none.
+        leave_out: set to have the next step change nothing.
+        after_step: functions called after each step.
     """
 
     def __init__(
@@ -89,18 +100,14 @@ class HybridOptimizer(CombinedOptimizer):
         self.clip_norm, self.table_choices, self.layer_choices = clip_norm, table_choices or {}, layer_choices or {}
         self._names = {parameter: name for _, keyed in (*tables, *dense) for name, parameter in keyed.params.items()}
         self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
-        own = {id(group) for group in self.dense_groups}
-        self.table_groups: list[dict[str, Any]] = [group for group in self.param_groups if id(group) not in own]
+        dense_ids = {id(group) for group in self.dense_groups}
+        self.table_groups: list[dict[str, Any]] = [group for group in self.param_groups if id(group) not in dense_ids]
         self._tables = {parameter for _, keyed in tables for parameter in keyed.params.values()}
-        self.replicated_tables: list[nn.Parameter] = [
-            parameter for parameter in self._names if parameter in self._tables
-        ]
-        self.dense_parameters: list[nn.Parameter] = [
-            parameter for parameter in self._names if parameter not in self._tables
-        ]
-        self._own_groups = [group for _, keyed in (*tables, *dense) for group in keyed.param_groups]
+        self.replicated_tables: list[nn.Parameter] = [weight for weight in self._names if weight in self._tables]
+        self.dense_parameters: list[nn.Parameter] = [weight for weight in self._names if weight not in self._tables]
+        self._unfused_groups = [group for _, keyed in (*tables, *dense) for group in keyed.param_groups]
         self.gradient_norm: Tensor | None = None
-        self._looked: _Looked | None = None
+        self._checked: _CheckedGradients | None = None
         self.apart = False
         self.fault: str | None = None
         self.leave_out = False
@@ -109,14 +116,15 @@ class HybridOptimizer(CombinedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Moves replicated tables and dense layers, and hands the kernels the learning rates of the sharded tables.
+        """Updates replicated tables and dense layers, and hands the kernels the learning rates of the sharded tables.
 
-        A step that :attr:`leave_out` asks for, because no backward preceded it, moves nothing. While :attr:`apart` a
-        gradient that is not finite is kept as :attr:`fault` and moves nothing: the other ranks do not know of it yet,
-        and would wait for one that left.
+        With :attr:`leave_out` set, because no backward preceded it, a step changes nothing. While :attr:`apart` a
+        gradient that is not finite is kept as :attr:`fault` and changes nothing: the other ranks do not know of it yet,
+        and would wait for a rank that left.
 
         Raises:
-            GradientNotFiniteError: on the CPU, where looking costs no wait; elsewhere :attr:`gradient_norm` says it.
+            GradientNotFiniteError: the gradient is not finite, on the CPU, where the check costs no wait; elsewhere
+                :attr:`gradient_norm` shows it.
         """
         if self.leave_out:
             self.leave_out = False
@@ -130,7 +138,7 @@ class HybridOptimizer(CombinedOptimizer):
             call()
 
     def _gradient_is_good(self) -> bool:
-        """Looks at the gradient and limits its norm."""
+        """Checks that the gradient is finite, and clips its norm."""
         parameters: list[Any] = [parameter for parameter in self._names if parameter.grad is not None]
         if not parameters and self._holders is None:
             return True
@@ -145,11 +153,13 @@ class HybridOptimizer(CombinedOptimizer):
         return True
 
     def _norm(self, parameters: list[Any]) -> Tensor:
-        """Of the gradient of the whole model, the same on every rank."""
-        looked, self._looked = self._looked, None
+        """Returns the norm of the gradient of the whole model, the same on every rank."""
+        checked, self._checked = self._checked, None
         if self._holders is None:
             gradients = [parameter.grad for parameter in parameters]
-            return looked.norm if looked is not None and looked.still(gradients) else get_total_norm(gradients)
+            if checked is not None and checked.holds_for(gradients):
+                return checked.norm
+            return get_total_norm(gradients)
         square = torch.zeros((), device=self._device)
         by_count: dict[int, list[Tensor]] = {}
         for parameter in parameters:
@@ -160,27 +170,27 @@ class HybridOptimizer(CombinedOptimizer):
         return square.sqrt()
 
     def _decay(self) -> None:
-        for group in self._own_groups:
-            left = 1 - group["lr"] * group["decay"]
+        for group in self._unfused_groups:
+            factor = 1 - group["lr"] * group["decay"]
             for parameter in group["params"] if group["decay"] else ():
                 if parameter.grad is None:
                     continue
                 if parameter in self._tables:
                     rows = rows_with_gradient(parameter.grad)
-                    parameter.index_copy_(0, rows, parameter[rows] * left)
+                    parameter.index_copy_(0, rows, parameter[rows] * factor)
                 else:
-                    parameter.mul_(left)
+                    parameter.mul_(factor)
 
     def bad_gradients(self) -> list[str]:
-        """Parameters of this rank whose gradient is not finite."""
+        """Returns the names of the parameters of this rank whose gradient is not finite."""
         gradients = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
-        self._looked = _Looked.at(list(gradients.values()))
-        if torch.isfinite(self._looked.norm):
+        self._checked = _CheckedGradients.of(list(gradients.values()))
+        if torch.isfinite(self._checked.norm):
             return []
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()] or list(gradients)
 
     def explain_gradient(self) -> str:
-        """Which gradients are not finite; where ranks hold different towers, all ranks call it."""
+        """Returns a line that names the gradients that are not finite. Collective where ranks hold different towers."""
         grads = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
         bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
         if self._holders is not None:
@@ -195,27 +205,26 @@ class HybridOptimizer(CombinedOptimizer):
 def keyed_optimizers(
     name: str, parameters: Mapping[str, nn.Parameter], choices: Mapping[str, Choice]
 ) -> list[tuple[str, KeyedOptimizer]]:
-    """One torch optimizer for each kind, with a group of parameters for each setting of it.
+    """Builds one torch optimizer for each kind, with a group of parameters for each setting of it.
 
     Args:
-        name: under which the state of the first kind is kept; that of another has its name behind.
-        parameters: by name.
-        choices: the optimizer of each, by the same name.
+        name: prefix of the optimizers' names, ``{name}_{kind}``, under which their state is saved.
+        parameters: parameters by name.
+        choices: optimizer of each parameter, by the same name.
     """
     kinds = list(dict.fromkeys(choices[key].kind for key in parameters))
-    made = []
+    optimizers = []
     for kind in kinds:
-        own = {key: value for key, value in parameters.items() if choices[key].kind == kind}
-        groups = _groups(own, choices)
-        factory = choices[next(iter(own))].unfused()[0]
-        made.append(
-            (f"{name}_{kind}", KeyedOptimizerWrapper(own, lambda _, make=factory, groups=groups: _made(make, groups)))
-        )
-    return made
+        members = {key: value for key, value in parameters.items() if choices[key].kind == kind}
+        groups = _groups(members, choices)
+        factory = choices[next(iter(members))].unfused()[0]
+        keyed = KeyedOptimizerWrapper(members, lambda _, make=factory, groups=groups: _optimizer(make, groups))
+        optimizers.append((f"{name}_{kind}", keyed))
+    return optimizers
 
 
-def _made(factory: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    # One kernel for all parameters: on a CPU torch would take each of them through ten.
+def _optimizer(factory: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    # fused: one kernel for all parameters; on a CPU torch would else run ten for each.
     return factory(groups, fused=True) if factory is torch.optim.Adam else factory(groups)  # type: ignore[call-arg]
 
 

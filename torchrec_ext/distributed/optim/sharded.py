@@ -1,6 +1,7 @@
-"""ShardedAdam: Adam for sharded tables where FBGEMM has no kernel for it, on top of its SGD kernel, which every device has.
+"""ShardedAdam: Adam for sharded tables where FBGEMM has no kernel for it, on top of its SGD kernel.
 
-Weight decay of sharded tables, whose optimizer runs inside the backward: only the rows that get a gradient shrink.
+decay_sharded_rows(): weight decay of sharded tables, whose optimizer runs inside the backward; only the rows that get
+a gradient shrink.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torchrec_ext.distributed.tables import collections
 
 
 def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
-    """Makes each backward multiply the rows that get a gradient by 1 - learning rate x weight decay, before the kernel's update.
+    """Makes each backward multiply rows that get a gradient by 1 - learning rate x weight decay, before their update.
 
-    FBGEMM's own decay is another rule for each optimizer, is missing for adagrad and sgd, and shrinks every row of the
-    batch, those of padding too, of which there is more the more ranks there are.
+    FBGEMM's own decay follows another rule for each optimizer, is missing for adagrad and sgd, and shrinks every row of
+    the batch, padding's rows too, which grow in number with the ranks.
 
     Args:
-        model: sharded.
-        choices: the optimizer of each of these tables, by name.
+        model: sharded model.
+        choices: optimizer of each table to decay, by name.
     """
     for _, collection in collections(model):
         for module in kernels_of(collection):
@@ -42,7 +43,7 @@ def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
 
 
 def kernels_of(collection: nn.Module) -> Iterator[BatchedFusedEmbedding | BatchedFusedEmbeddingBag]:
-    """The modules around the kernels of a sharded collection, which keeps them in a plain list, where modules() does not look."""
+    """Yields the modules around the kernels of a sharded collection, which modules() does not visit."""
     for lookup in getattr(collection, "_lookups", ()):
         for module in lookup.modules():
             if isinstance(module, (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)):
@@ -50,10 +51,10 @@ def kernels_of(collection: nn.Module) -> Iterator[BatchedFusedEmbedding | Batche
 
 
 class _Decay:
-    """A forward hook on one kernel, which holds several tables one after the other.
+    """Forward hook that decays the rows of one kernel, which holds several tables one after the other.
 
     Args:
-        decays: of each table.
+        decays: weight decay of each table, in the kernel's order.
     """
 
     def __init__(self, decays: list[float]) -> None:
@@ -80,48 +81,51 @@ class _Decay:
         self, kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, grad: Tensor
     ) -> None:
         lr, tables = kernel.get_learning_rate(), kernel.split_embedding_weights()
-        rows_of = _rows_with_gradient(kernel, indices, offsets, grad)
-        for table, decay, rows in zip(tables, self._decays, rows_of, strict=True):
-            # Equal rows write equal values, so there is no need to look for them. `data`, because the backward that
-            # follows holds the weights as saved for it and would refuse a change: it only writes them.
+        rows_by_table = _rows_with_gradient(kernel, indices, offsets, grad)
+        for table, decay, rows in zip(tables, self._decays, rows_by_table, strict=True):
+            # Repeated rows write equal values, so they need not be removed. `data`: the backward that follows holds
+            # the weights as saved tensors and would refuse a change, though it only writes to them.
             table.data.index_copy_(0, rows, table[rows] * (1 - lr * decay))
 
 
 def _rows_with_gradient(
     kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, grad: Tensor
 ) -> list[Tensor]:
-    """The rows of each table that get a gradient, with repetitions.
+    """Returns the rows of each table that get a gradient, with repetitions.
 
     Args:
-        kernel: of T features, each of which reads one table.
+        kernel: kernel of F features, each of which reads one table.
         indices: rows of all bags, feature by feature.
-        offsets: (T B + 1,) where each bag begins.
-        grad: of the output, (B, sum of D) for pooled bags, (len(indices), D) for a row per id.
+        offsets: (F B + 1,) start of each bag in ``indices``.
+        grad: gradient of the output, (B, sum of D) for pooled bags, (len(indices), D) for a row per id.
     """
     lengths, features, tables = offsets.diff(), kernel.feature_table_map, kernel.embedding_specs
     if kernel.pooling_mode == PoolingMode.NONE:
         live = grad.ne(0).any(dim=1)
     else:
         widths = [tables[table][1] for table in features]
-        bags = torch.cat([part.ne(0).any(dim=1) for part in torch.split(grad, widths, dim=1)])
+        bags = torch.cat([columns.ne(0).any(dim=1) for columns in torch.split(grad, widths, dim=1)])
         live = bags.repeat_interleave(lengths)
     ends = offsets[:: len(lengths) // len(features)].tolist()
     by_feature = [indices[start:end][live[start:end]] for start, end in itertools.pairwise(ends)]
-    owners = [
-        [rows for rows, own in zip(by_feature, features, strict=True) if own == table] for table in range(len(tables))
+    by_table = [
+        [rows for rows, owner in zip(by_feature, features, strict=True) if owner == table]
+        for table in range(len(tables))
     ]
-    return [torch.cat(rows) for rows in owners]
+    return [torch.cat(rows) for rows in by_table]
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RowGradients:
-    """The gradient of one kernel's tables, row by row, after each backward.
+    """Reads the gradient of one kernel's tables, row by row, after each backward.
 
     The kernel runs SGD at a rate of 1. Just before its backward the rows of the batch are put aside and set to 0, so
-    that what the kernel leaves in them is minus their gradient, to the last bit; :meth:`take` reads it and puts the
-    rows back.
+    that the kernel leaves minus their gradient in them, to the last bit; :meth:`take` reads it and restores the rows.
+
+    Args:
+        kernel: FBGEMM's kernel, with SGD as its optimizer.
     """
 
     def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen) -> None:
@@ -151,44 +155,41 @@ class RowGradients:
 
     @torch.no_grad()
     def _put_aside(self, indices: Tensor, offsets: Tensor) -> None:
-        self._kernel.set_learning_rate(1.0)  # again: a loop may set gradients to zero, and with them the rate, since
+        self._kernel.set_learning_rate(1.0)  # again: zero_grad may have handed the kernel another rate since
         features = self._kernel.feature_table_map
         ends = offsets[:: (len(offsets) - 1) // len(features)].tolist()
         for number, (table, aside, kept) in enumerate(zip(self._tables, self._aside, self._kept, strict=True)):
-            own = [indices[ends[f] : ends[f + 1]] for f, owner in enumerate(features) if owner == number]
-            rows = torch.unique(torch.cat(own))
-            rows = rows[~aside[rows]]  # those of another look-up of this step are aside already
+            rows_read = [indices[ends[f] : ends[f + 1]] for f, owner in enumerate(features) if owner == number]
+            rows = torch.unique(torch.cat(rows_read))
+            rows = rows[~aside[rows]]  # rows of another look-up of this step are aside already
             aside[rows] = True
             kept.append((rows, table[rows]))
             table.index_fill_(0, rows, 0.0)
 
     @torch.no_grad()
     def take(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(n,) the rows and (n, D) their gradient, of each table."""
+        """Yields (n,) rows and (n, D) their gradient for each table, and restores the rows."""
         for number, (table, aside) in enumerate(zip(self._tables, self._aside, strict=True)):
             kept, self._kept[number] = self._kept[number], []
-            rows = (
-                torch.cat([rows for rows, _ in kept])
-                if kept
-                else torch.empty(0, dtype=torch.int64, device=table.device)
-            )
+            none = torch.empty(0, dtype=torch.int64, device=table.device)
+            rows = torch.cat([rows for rows, _ in kept]) if kept else none
             gradient = -table[rows]
-            for own, values in kept:
-                table[own] = values
+            for saved_rows, values in kept:
+                table[saved_rows] = values
             aside[rows] = False
             yield rows, gradient
 
 
 class ShardedAdam(KeyedOptimizer):
-    """Adam or lazy Adam for the tables of one kernel; every rank moves its own shards.
+    """Adam or lazy Adam for the tables of one kernel; every rank updates its own shards.
 
-    Its state is made of ShardedTensors with the layout of the weights. Its learning rate is that of the kernel's fused
+    Its state consists of ShardedTensors with the layout of the weights. Its learning rate is that of the kernel's fused
     optimizer.
 
     Args:
-        path: of the collection.
+        path: path of the collection in the model.
         module: TorchRec's module around the kernel.
-        choices: the optimizer of each table, by name.
+        choices: optimizer of each table, by name.
     """
 
     def __init__(
@@ -204,36 +205,37 @@ class ShardedAdam(KeyedOptimizer):
         steps = {}
         for key, weight in module.fused_optimizer.params.items():
             name = key.split(".")[-2]
-            own = [moments[number] for number, table in enumerate(names) if table == name]
+            table_moments = [moments[number] for number, table in enumerate(names) if table == name]
             steps[name] = torch.zeros(())
-            state[weight] = {
-                "step": steps[name],
-                **{moment: _like(weight, [m[moment] for m in own]) for moment in _MOMENTS},
-            }
-        own_parts = zip(names, tables, moments, strict=True)
-        self._shards = [_Moved(choices[name], table, moment, steps[name]) for name, table, moment in own_parts]
+            state[weight] = {"step": steps[name]}
+            for moment in _MOMENTS:
+                state[weight][moment] = _like(weight, [shard[moment] for shard in table_moments])
+        self._shards = [
+            _AdamShard(choices[name], table, moment, steps[name])
+            for name, table, moment in zip(names, tables, moments, strict=True)
+        ]
         prefix = f"{path}." if path else ""
         super().__init__({f"{prefix}{key}": weight for key, weight in module.fused_optimizer.params.items()}, state, [])
 
     def take(self) -> None:
-        """Puts the tables back to what they were before the backward, and keeps their gradient for the step."""
+        """Restores the tables to their values before the backward, and keeps their gradient for the step."""
         self._taken = list(self._gradients.take())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: a gradient is taken once."""
+        """Does nothing: :meth:`step` drops the gradient that it used."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Moves this rank's shards; rows of the batch without a gradient, such as padding's, are as those outside of it."""
+        """Updates this rank's shards; rows of the batch without a gradient, as padding's, count as outside it."""
         for steps in {id(shard.steps): shard.steps for shard in self._shards}.values():
             steps += 1
         for shard, (rows, gradient) in zip(self._shards, self._taken, strict=True):
             live = rows_with_gradient(gradient)
-            shard.move(rows[live], gradient[live], self._rates["lr"])
+            shard.update(rows[live], gradient[live], self._rates["lr"])
         self._taken = []
 
 
-class _Moved(NamedTuple):
+class _AdamShard(NamedTuple):
     """A shard, its moments and the steps that its table has made."""
 
     choice: Choice
@@ -241,21 +243,14 @@ class _Moved(NamedTuple):
     moments: dict[str, Tensor]
     steps: Tensor
 
-    def move(self, rows: Tensor, gradient: Tensor, lr: float) -> None:
-        """One step: ``rows`` (U,), each once, by their ``gradient`` (U, D); dense Adam moves all other rows too."""
+    def update(self, rows: Tensor, gradient: Tensor, lr: float) -> None:
+        """Steps by the ``gradient`` (U, D) of the distinct ``rows`` (U,); dense Adam updates all other rows too."""
         choice = self.choice
         if choice.weight_decay:
             self.table.index_copy_(0, rows, self.table[rows] * (1 - lr * choice.weight_decay))
         if choice.kind == "lazy_adam":
-            move_rows(
-                self.table,
-                rows,
-                gradient,
-                {"step": self.steps, **self.moments},
-                lr=lr,
-                betas=choice.betas,
-                eps=choice.eps,
-            )
+            state = {"step": self.steps, **self.moments}
+            move_rows(self.table, rows, gradient, state, lr=lr, betas=choice.betas, eps=choice.eps)
             return
         (beta1, beta2), first, second = choice.betas, self.moments["exp_avg"], self.moments["exp_avg_sq"]
         if choice.l2:
@@ -279,16 +274,16 @@ def _like(weight: ShardedTensor, shards: list[Tensor]) -> ShardedTensor:
 
 
 def sharded_adams(model: nn.Module, choices: Mapping[str, Choice]) -> list[ShardedAdam]:
-    """One for each kernel that holds tables of the optimizers adam and lazy_adam without a kernel of their own.
+    """Builds a :class:`ShardedAdam` for each kernel with tables of adam or lazy_adam that no kernel of FBGEMM runs.
 
     Args:
-        model: sharded, with the tables of these optimizers declared by :meth:`Choice.emulated`.
-        choices: the optimizer of each of these tables, by name.
+        model: sharded model whose tables with these optimizers were declared by :meth:`Choice.emulated`.
+        choices: optimizer of each of these tables, by name.
     """
-    made = []
+    optimizers = []
     for path, collection in collections(model):
         for module in kernels_of(collection):
             names = [table.name for table in module.config.embedding_tables]
             if any(name in choices for name in names):
-                made.append(ShardedAdam(path, module, choices))
-    return made
+                optimizers.append(ShardedAdam(path, module, choices))
+    return optimizers
