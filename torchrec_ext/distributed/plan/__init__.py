@@ -1,1 +1,1 @@
-"""Sharding plans: made by TorchRec's planner, explained, and foreseen for clusters one does not have."""
+"""Sharding plans: made by TorchRec's planner, explained, and forecast for clusters one does not have."""

@@ -1,8 +1,8 @@
-"""Cluster: the devices that a plan is made for, whether they are there or not.
+"""Cluster: the devices that a plan is made for, whether they exist or not.
 
-forecast(): what a plan takes of each rank, in bytes and milliseconds, before anything runs.
+forecast(): predicts what a plan takes of each rank, in bytes and milliseconds, before anything runs.
 
-compare(): the sharding types beside one another, so that one sees why a plan was taken, and what another would cost.
+compare(): sets the sharding types side by side, to show why a plan was taken and what another would cost.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.plan.config import Sharding
 from torchrec_ext.distributed.plan.draft import Draft, PlanError
-from torchrec_ext.distributed.plan.explain import bytes_per_weight, ranges, size_text
+from torchrec_ext.distributed.plan.explain import GB, bytes_per_weight, ranges, size_text
 from torchrec_ext.distributed.tables import collections, table_configs
 
 DeviceType = Literal["cuda", "cpu"]
-GB = 1024**3
 _MOST_DEVICES = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """``world_size`` equal devices on equal hosts.
+    """A cluster of ``world_size`` equal devices on equal hosts.
 
     Args:
         world_size: R, processes of the job, one for each device.
-        local_world_size: those of one host.
+        local_world_size: processes of one host.
         device: ``cuda`` or ``cpu``.
         hbm_gb: memory of a GPU, GiB; not read for ``cpu``.
-        ddr_gb: memory of a host, GiB, shared by its processes: where tables live on ``cpu``, and where those that are
-            too large for the GPUs may. 0 beside GPUs: no table may leave them.
-        intra_gb_s: GiB/s that a device sends to those of its own host.
-        inter_gb_s: GiB/s that a device sends to those of other hosts.
+        ddr_gb: memory of a host, GiB, shared by its processes; holds the tables on ``cpu``, and may hold tables that
+            are too large for the GPUs. 0 beside GPUs: no table may leave them.
+        intra_gb_s: GiB/s that a device sends to devices of its own host.
+        inter_gb_s: GiB/s that a device sends to devices of other hosts.
         memory_gb_s: GiB/s at which a device reads the memory where tables live; 0 for what TorchRec assumes.
         reserve: share of each memory kept for dense layers, activations and buffers, 0 to 1.
 
     Raises:
-        ValueError: a number that no cluster can have.
+        ValueError: a number is impossible for a cluster.
     """
 
     world_size: int
@@ -84,10 +83,8 @@ class Cluster:
             )
         home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
         for name in ("hbm_gb", "ddr_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
-            value, least = (
-                getattr(self, name),
-                "greater than" if name in (home, "intra_gb_s", "inter_gb_s") else "at least",
-            )
+            value = getattr(self, name)
+            least = "greater than" if name in (home, "intra_gb_s", "inter_gb_s") else "at least"
             if not math.isfinite(value) or value < 0 or (value == 0 and least == "greater than"):
                 raise ValueError(f"{name}={value}: must be a number {least} 0")
         if not 0 <= self.reserve < 1:
@@ -95,16 +92,16 @@ class Cluster:
 
     @property
     def device_bytes(self) -> int:
-        """Of a GPU, for tables, their state and what they exchange; 0 for ``cpu``."""
+        """Bytes of a GPU for tables, their state and what they exchange; 0 for ``cpu``."""
         return int(self.hbm_gb * GB * (1 - self.reserve)) if self.device == "cuda" else 0
 
     @property
     def host_bytes(self) -> int:
-        """Of a host's memory, for each of its processes likewise."""
+        """Bytes of a host's memory for the tables of each of its processes, their state and what they exchange."""
         return int(self.ddr_gb * GB * (1 - self.reserve) / self.local_world_size)
 
     def topology(self) -> Topology:
-        """What TorchRec's planner plans for, the reserve taken off."""
+        """Builds the topology for TorchRec's planner, without the reserve."""
         rate = self.memory_gb_s * GB / 1000 or None  # bytes per ms
         gpu = self.device == "cuda"
         return TopologyFactory.create_topology(
@@ -126,17 +123,17 @@ _DENSE_STATE = {"adam": 2, "adagrad": 1, "sgd": 0}  # numbers for each weight
 
 @dataclass(frozen=True, kw_only=True)
 class RankForecast:
-    """One rank under a plan.
+    """Predicted memory and time of one rank under a plan.
 
     Args:
-        rank: 0 <= rank < R.
-        weights: bytes of its parts of tables.
-        state: bytes of optimizer state for these.
-        buffers: bytes of ids and embeddings that go through it in a step, and of rows cached from the host.
+        rank: number of the rank, 0 <= rank < R.
+        weights: bytes of the rank's shards.
+        state: bytes of their optimizer state.
+        buffers: bytes of ids and embeddings that pass through the rank in a step, and of rows cached from the host.
         dense: bytes of the dense layers with their gradients and optimizer state.
-        host: of all these the bytes that lie in the host's memory.
-        lookup_ms: of its rows for the global batch, forward and backward.
-        exchange_ms: of ids, embeddings and gradients with other ranks.
+        host: bytes, of all of the above, that lie in the host's memory.
+        lookup_ms: ms of looking up the rank's rows for the global batch, forward and backward.
+        exchange_ms: ms of exchanging ids, embeddings and gradients with other ranks.
     """
 
     rank: int
@@ -155,18 +152,18 @@ class RankForecast:
 
     @property
     def ms(self) -> float:
-        """Of its tables in a step, where nothing overlaps; dense layers are not in it."""
+        """Milliseconds of the rank's tables in a step, without any overlap and without dense layers."""
         return self.lookup_ms + self.exchange_ms
 
 
 def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: OptimizerConfig) -> list[RankForecast]:
-    """What TorchRec's planner reckons for ``draft``, rank by rank.
+    """Returns the estimates of TorchRec's planner for ``draft``, rank by rank.
 
     Args:
-        draft: the plan.
-        model: that was planned, not sharded.
-        cluster: the devices.
-        optimizer: of tables and dense layers.
+        draft: plan with the planner's estimates.
+        model: model that was planned, not sharded.
+        cluster: devices that the plan was made for.
+        optimizer: optimizers of tables and dense layers.
     """
     tables = {table.name: table for _, collection in collections(model) for table in table_configs(collection)}
     choices = optimizer.for_tables(model)
@@ -175,12 +172,8 @@ def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: Optimi
     for option in draft.options:
         table = tables[option.name]
         for rank, added in _shards(option, table, choices[option.name]):
-            old = ranks[rank]
-            ranks[rank] = RankForecast(
-                rank=rank,
-                dense=dense,
-                **{name: getattr(old, name) + value for name, value in added.items()},
-            )
+            sums = {name: getattr(ranks[rank], name) + value for name, value in added.items()}
+            ranks[rank] = dataclasses.replace(ranks[rank], **sums)
     if cluster.device == "cpu":
         return [dataclasses.replace(rank, host=rank.total) for rank in ranks]
     return ranks
@@ -189,7 +182,7 @@ def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: Optimi
 def _shards(
     option: ShardingOption, table: BaseEmbeddingConfig, choice: Choice
 ) -> Iterable[tuple[int, Mapping[str, float]]]:
-    """(rank, what its part adds) for each part of one table."""
+    """Yields (rank, what its shard adds to the forecast) for each shard of one table."""
     elements = table.num_embeddings * table.embedding_dim
     for shard in option.shards:
         share = math.prod(shard.size) / elements
@@ -210,7 +203,7 @@ def _shards(
 
 
 def _dense_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:
-    """Weights, gradients and optimizer state of what is no table."""
+    """Returns the bytes of weights, gradients and optimizer state of everything that is not a table."""
     paths = tuple(f"{path}." if path else "" for path, _ in collections(model))
     dense = {name: parameter for name, parameter in model.named_parameters() if not name.startswith(paths)}
     choices = optimizer.for_layers(dense) if dense else {}
@@ -218,7 +211,7 @@ def _dense_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:
 
 
 def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
-    """The ranks as a table, those with the same figures in one line, and what each has."""
+    """Formats the forecasts as a table, ranks with equal figures in one line, and states each rank's memory."""
     groups: dict[tuple[object, ...], list[RankForecast]] = {}
     for rank in ranks:
         groups.setdefault(tuple(dataclasses.astuple(dataclasses.replace(rank, rank=0))), []).append(rank)
@@ -230,17 +223,8 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
         times = [f"{first.lookup_ms:.3f}", f"{first.exchange_ms:.3f}"]
         rows.append([ranges([rank.rank for rank in same]), *map(size_text, [*sizes, first.host]), *times])
     gpu = ["on the GPU"] if cluster.device == "cuda" else []
-    headers = [
-        "rank",
-        "tables",
-        "state",
-        "buffers",
-        "dense layers",
-        *gpu,
-        "in host memory",
-        "look-up ms",
-        "exchange ms",
-    ]
+    headers = ["rank", "tables", "state", "buffers", "dense layers", *gpu]
+    headers += ["in host memory", "look-up ms", "exchange ms"]
     text = str(tabulate(rows, headers=headers, disable_numparse=True))
     slowest = max(ranks, key=lambda rank: rank.ms)
     has = f"{size_text(cluster.host_bytes)} of host memory"
@@ -256,11 +240,11 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """One sharding type for every table.
+    """Forecast of one sharding type for every table.
 
     Args:
-        sharding: which.
-        ms: a step of the slowest rank's tables; infinite where refused.
+        sharding: sharding type.
+        ms: milliseconds of the slowest rank's tables in a step; infinite where refused.
         largest: bytes of the rank that needs most.
         refused: why there is no such plan, in one line; empty where there is one.
     """
@@ -274,45 +258,45 @@ class Alternative:
 def compare(
     plan: Callable[[Sharding], Sequence[RankForecast]], known: Mapping[Sharding, Sequence[RankForecast]]
 ) -> list[Alternative]:
-    """Every sharding type, by what is ``known`` of it, or what ``plan`` foresees for it or refuses with a PlanError."""
-    found = []
+    """Forecasts every sharding type for all tables.
+
+    Args:
+        plan: function that forecasts a sharding type rank by rank, or raises PlanError.
+        known: forecasts that need not be made again, by sharding type.
+    """
+    alternatives = []
     for sharding in get_args(Sharding):
-        one = Alternative(sharding=sharding)
+        alternative = Alternative(sharding=sharding)
         try:
             ranks = known[sharding] if sharding in known else plan(sharding)
         except PlanError as error:
             reason = str(error).splitlines()[0].removeprefix("no sharding plan fits: ").partition(";")[0]
-            found.append(dataclasses.replace(one, refused=reason))
+            alternatives.append(dataclasses.replace(alternative, refused=reason))
         else:
             slowest, largest = max(rank.ms for rank in ranks), max(rank.total for rank in ranks)
-            found.append(dataclasses.replace(one, ms=slowest, largest=largest))
-    return found
+            alternatives.append(dataclasses.replace(alternative, ms=slowest, largest=largest))
+    return alternatives
 
 
 def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding) -> str:
-    """The alternatives as a table, and whether another is foreseen to be faster than the one ``taken``."""
+    """Formats the alternatives as a table, and says whether another than the one ``taken`` should be faster."""
     rows = [
         [
-            one.sharding + (" (taken)" if one.sharding == taken and not one.refused else ""),
-            "" if one.refused else f"{one.ms:.3f}",
-            one.refused or size_text(one.largest),
+            option.sharding + (" (taken)" if option.sharding == taken and not option.refused else ""),
+            "" if option.refused else f"{option.ms:.3f}",
+            option.refused or size_text(option.largest),
         ]
-        for one in alternatives
+        for option in alternatives
     ]
-    text = str(
-        tabulate(
-            rows, headers=["sharding", "ms of the slowest rank", "largest rank, or why not"], disable_numparse=True
-        )
-    )
-    own = next(one for one in alternatives if one.sharding == taken)
-    best = min(alternatives, key=lambda one: one.ms)
-    if best.refused or best.ms > 0.95 * own.ms:
+    headers = ["sharding", "ms of the slowest rank", "largest rank, or why not"]
+    text = str(tabulate(rows, headers=headers, disable_numparse=True))
+    current = next(option for option in alternatives if option.sharding == taken)
+    best = min(alternatives, key=lambda option: option.ms)
+    if best.refused or best.ms > 0.95 * current.ms:
         return text
-    how = f"{best.ms:.3f} ms" if own.refused else f"{best.ms:.3f} against {own.ms:.3f} ms"
-    why = (
-        "TorchRec's planner leaves tables of up to 128 columns whole unless told otherwise; "
-        if "column" in best.sharding
-        else ""
-    )
+    how = f"{best.ms:.3f} ms" if current.refused else f"{best.ms:.3f} against {current.ms:.3f} ms"
+    why = ""
+    if "column" in best.sharding:
+        why = "TorchRec's planner leaves tables of up to 128 columns whole unless told otherwise; "
     faster = f"{best.sharding} for every table is foreseen to be faster, {how}"
     return f"{text}\n{faster}: {why}plan.sharding={best.sharding} asks for it"

@@ -12,18 +12,17 @@ Sharding = Literal["auto", "data_parallel", "table_wise", "row_wise", "column_wi
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """How tables are spread over ranks.
+    """How tables and towers are spread over ranks.
 
     Args:
-        sharding: one sharding type for every table, or ``auto``: TorchRec's planner chooses per table.
+        sharding: sharding type of every table, or ``auto``: TorchRec's planner chooses per table.
         tables: exceptions by table, as ``("user_id=row_wise", "genres=data_parallel")``.
-        memory_gb: memory per rank that tables may take, GiB; what the device has free, divided by its processes, where
-            0.
+        memory_gb: memory per rank that tables may take, GiB; 0 for what the device has free, divided by its processes.
         reserve: share of that memory kept for dense layers, activations and buffers, 0 to 1.
-        towers: where the towers of a model run: ``data_parallel``, on every rank, one after the other;
+        towers: placement of a model's towers: ``data_parallel``, on every rank, one after the other;
             ``tower_parallel``, at the same time, each on ranks of its own; ranks for each, as in ``user:0-1,item:2+3``;
-            or ``auto``: data_parallel, unless measurements say otherwise. The tables of a tower are then spread over
-            its ranks alone.
+            or ``auto``: data_parallel, unless measurements say otherwise. The tables of a tower that has ranks of its
+            own are sharded over these alone.
     """
 
     sharding: Sharding = "auto"
@@ -44,7 +43,11 @@ class PlanConfig:
             parse_ranks(self.towers)
 
     def by_table(self, names: list[str]) -> dict[str, str]:
-        """The sharding type of each table, ``auto`` included."""
+        """Returns the sharding type asked for, ``auto`` included, for each of the tables ``names``.
+
+        Raises:
+            ValueError: an exception names none of the tables.
+        """
         chosen: dict[str, str] = dict.fromkeys(names, self.sharding)
         for exception in self.tables:
             name, _, kind = exception.partition("=")

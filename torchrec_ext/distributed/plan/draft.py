@@ -1,6 +1,6 @@
-"""draft_plan(): TorchRec's planner, and what it reckons for its plan, on devices that need not be there.
+"""draft_plan(): runs TorchRec's planner for devices that need not exist; keeps the plan and its estimates.
 
-refusal(): why there is no plan, and what would make one, in numbers.
+refusal(): explains why there is no plan, and what would make one, in numbers.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def refusal(
     usable: int,
     choices: Mapping[str, Choice],
 ) -> str:
-    """Why no plan fits and what would make it fit.
+    """Explains why no plan fits and what would make it fit.
 
     Args:
-        reason: what the planner said.
+        reason: message of the planner.
         tables: all tables of the model.
-        sharding: the sharding type asked for, by table.
-        world_size: R.
+        sharding: sharding type asked for, by table name.
+        world_size: R, the number of ranks.
         usable: bytes per rank that tables and their state may take.
-        choices: the optimizer of each table, whose state takes memory too.
+        choices: optimizer of each table, whose state takes memory too.
     """
     need = _need(tables, sharding, choices)
     sizes = {table.name: table_bytes(table) + choices[table.name].state_bytes(table) for table in tables}
@@ -67,13 +67,13 @@ def refusal(
 
 
 class _Need(NamedTuple):
-    """Bytes of tables and their state: divided over all ranks, and on each of them."""
+    """Bytes of tables and their state: ``spread`` over all ranks, and held ``on_each`` of them."""
 
     spread: int
     on_each: int
 
     def ranks(self, usable: int) -> int | None:
-        """How many ranks of ``usable`` bytes take it; None where no number does."""
+        """Returns how many ranks of ``usable`` bytes are enough; None where no number is."""
         return None if self.on_each >= usable else max(1, -(-self.spread // (usable - self.on_each)))
 
 
@@ -99,7 +99,7 @@ def _remedy(need: _Need, world_size: int, usable: int) -> str:
 def _changes(
     tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], choices: Mapping[str, Choice], usable: int
 ) -> str:
-    """What other optimizers and half precision would need, in the same numbers."""
+    """Returns a table of what other optimizers and half precision would need, in the same numbers."""
     half = [
         t if sharding[t.name] == "data_parallel" else dataclasses.replace(t, data_type=DataType.FP16) for t in tables
     ]
@@ -119,11 +119,11 @@ def _changes(
 
 
 class PlanError(ValueError):
-    """No plan fits: the message gives the sizes, the capacity and what would make it fit."""
+    """No plan fits; the message gives the sizes, the capacity and what would make it fit."""
 
 
 class Draft(NamedTuple):
-    """A plan, and what TorchRec's planner reckons for it: memory and milliseconds of each shard of each table."""
+    """A plan, and the planner's ``options``: its estimates of memory and milliseconds for each shard of each table."""
 
     plan: ShardingPlan
     options: list[ShardingOption]
@@ -138,13 +138,13 @@ def draft_plan(
     batch_size: int,
     bag_lengths: Mapping[str, float] | None = None,
 ) -> Draft:
-    """TorchRec's plan for devices that need not be there; no other rank takes part.
+    """Plans for devices that need not exist; no other rank takes part.
 
     Args:
-        model: as for :func:`plan_sharding`.
-        topology: the devices, and the memory of each that tables and their state may take.
+        model: unsharded model, as for :func:`plan_sharding`.
+        topology: devices, and the memory of each that tables and their state may take.
         config: sharding types; its memory is not read.
-        optimizer: of the tables.
+        optimizer: optimizers of the tables.
         batch_size: rows per rank and step.
         bag_lengths: mean number of ids of a feature in a row, by feature; 1 where not given.
 
@@ -152,13 +152,13 @@ def draft_plan(
         PlanError: the tables do not fit, or cannot be sharded as asked.
     """
     device = torch.device(topology.compute_device)
-    place = Runtime(world_size=topology.world_size, local_world_size=topology.local_world_size, device=device)
-    request = Request.of(model, place, config, optimizer, {})
+    runtime = Runtime(world_size=topology.world_size, local_world_size=topology.local_world_size, device=device)
+    request = Request.of(model, runtime, config, optimizer, {})
     return draft(model, request.with_bags(bag_lengths or {}), topology, batch_size)
 
 
 class Request(NamedTuple):
-    """What the planner is asked for: ``sharding`` by table, ``auto`` included, and what that means to TorchRec."""
+    """A request to the planner: the ``sharding`` type by table, ``auto`` included, and TorchRec's ``constraints``."""
 
     tables: list[BaseEmbeddingConfig]
     sharding: dict[str, str]
@@ -174,35 +174,46 @@ class Request(NamedTuple):
         optimizer: OptimizerConfig,
         constraints: Mapping[str, ParameterConstraints],
     ) -> Request:
-        """The request for ``model`` on the ranks that ``runtime`` describes; ``constraints`` by table name win over ``config``.
+        """Builds the request for all tables of ``model``.
+
+        Args:
+            model: unsharded model.
+            runtime: description of the ranks.
+            config: sharding types.
+            optimizer: optimizers of the tables.
+            constraints: TorchRec's constraints by table name, which win over ``config``.
 
         Raises:
-            PlanError: a table that cannot be sharded as asked.
+            PlanError: a table cannot be sharded as asked.
         """
         tables = [table for _, collection in collections(model) for table in table_configs(collection)]
         # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
         choices = declare_table_optimizer(model, optimizer)
         chosen = shardings(tables, choices, config.by_table([table.name for table in tables]), runtime.device.type)
         wanted = {table.name: _constraint(table, chosen[table.name], runtime) for table in tables}
-        own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
-        return cls(tables, chosen, choices, {**own, **constraints})
+        derived = {name: constraint for name, constraint in wanted.items() if constraint is not None}
+        return cls(tables, chosen, choices, {**derived, **constraints})
 
     def on(self, names: Collection[str], runtime: Runtime, constraints: Mapping[str, ParameterConstraints]) -> Request:
-        """For the tables ``names`` alone, on the ranks that ``runtime`` describes; ``constraints`` win again.
+        """Returns the request for the tables ``names`` alone, on other ranks.
+
+        Args:
+            names: names of the tables.
+            runtime: description of the ranks.
+            constraints: TorchRec's constraints by table name, which win.
 
         Raises:
-            PlanError: a table that cannot be sharded as asked on these ranks.
+            PlanError: a table cannot be sharded as asked on these ranks.
         """
         tables = [table for table in self.tables if table.name in names]
         wanted = {table.name: _constraint(table, self.sharding[table.name], runtime) for table in tables}
-        own = {name: constraint for name, constraint in wanted.items() if constraint is not None}
-        given = {name: constraint for name, constraint in constraints.items() if name in wanted}
-        return self._replace(
-            tables=tables, sharding={name: self.sharding[name] for name in wanted}, constraints={**own, **given}
-        )
+        derived = {name: constraint for name, constraint in wanted.items() if constraint is not None}
+        winning = {name: constraint for name, constraint in constraints.items() if name in wanted}
+        sharding = {name: self.sharding[name] for name in wanted}
+        return self._replace(tables=tables, sharding=sharding, constraints={**derived, **winning})
 
     def with_bags(self, lengths: Mapping[str, float]) -> Request:
-        """With the mean length of each feature's bags."""
+        """Returns the request with the mean number of ids per row of each feature; 1 where not given."""
         constraints = dict(self.constraints)
         for table in self.tables:
             factors = [lengths.get(feature, 1.0) for feature in table.feature_names]
@@ -212,31 +223,37 @@ class Request(NamedTuple):
         return self._replace(constraints=constraints)
 
 
-class _Kept(NoopEmbeddingStats):
-    """Keeps what TorchRec's planner hands to its statistics."""
+class _PlanStats(NoopEmbeddingStats):
+    """Keeps the sharding options that TorchRec's planner hands to its statistics."""
 
     options: list[ShardingOption]
 
-    def log(self, *args: Any, **told: Any) -> None:
-        """Called once, with the best plan."""
-        self.options = told["best_plan"]
+    def log(self, *args: Any, **stats: Any) -> None:
+        """Keeps the options of the best plan; the planner calls it once."""
+        self.options = stats["best_plan"]
 
 
 def draft(model: nn.Module, request: Request, topology: Topology, batch_size: int) -> Draft:
-    """What TorchRec's planner answers to ``request``, on this rank alone.
+    """Runs TorchRec's planner for ``request`` on this rank alone.
+
+    Args:
+        model: unsharded model with the tables of the request.
+        request: tables and constraints.
+        topology: devices and their usable memory.
+        batch_size: rows per rank and step.
 
     Raises:
         PlanError: the tables do not fit.
     """
     if not request.tables:
         return Draft(ShardingPlan({}), [])
-    kept = _Kept()
+    stats = _PlanStats()
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
-        # Ours is taken off the topology already: TorchRec's reserve leaves the memory of a CPU rank as it is.
+        # Our reserve is off the topology already: TorchRec's leaves the memory of a CPU rank as it is.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=kept,
+        stats=stats,
         constraints=request.constraints,
         debug=False,
     )
@@ -249,14 +266,13 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
         raise PlanError(
             refusal(reason, request.tables, request.sharding, topology.world_size, usable, request.choices)
         ) from None
-    return Draft(plan, kept.options)
+    return Draft(plan, stats.options)
 
 
 def _constraint(table: BaseEmbeddingConfig, sharding: str, runtime: Runtime) -> ParameterConstraints | None:
-    """What a sharding type asks of the planner; for ``auto`` nothing, or what is possible at all.
+    """Returns the planner's constraints for a sharding type; for ``auto`` none, or the types that are possible at all.
 
-    Asking for columns means to have them split: TorchRec leaves a table of up to 128 columns whole unless told
-    otherwise.
+    A column-wise type sets a minimal width too: else TorchRec leaves a table of up to 128 columns whole.
     """
     world_size, device = runtime.world_size, runtime.device.type
     reason = refused_because(table, sharding, device)

@@ -1,4 +1,4 @@
-"""explain(): a sharding plan in a table and numbers one can read."""
+"""explain(): shows a sharding plan as a table that one can read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MB = 1024**2
 
 
 def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_rows: int = 0) -> str:
-    """The plan as a table: what each table is, how it is split, which rank holds which part, and the sum per rank.
+    """Shows a plan as a table: each table's size, its sharding type, which rank holds which shard, and sums per rank.
 
     Args:
-        plan: from :func:`plan_sharding` or TorchRec's planner.
-        model: the module that was planned, sharded since or not.
-        world_size: R.
-        captured_rows: rows of a step that may be captured: says which tables it moves as a whole; 0 for none.
+        plan: sharding plan of :func:`plan_sharding` or TorchRec's planner.
+        model: module that was planned, sharded since or not.
+        world_size: R, the number of ranks.
+        captured_rows: rows of a step that may be captured, to say which tables it updates as a whole; 0 for none.
     """
     rows, per_rank = [], [0.0] * world_size
     for table, sharding in _planned(plan, model):
@@ -38,9 +38,8 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
                 _where(table, sharding, world_size),
             ]
         )
-    towers = "".join(
-        f"\ntowers run on the ranks {own.placement}" for own in plan.plan.values() if isinstance(own, TowerPlan)
-    )
+    tower_plans = [module for module in plan.plan.values() if isinstance(module, TowerPlan)]
+    towers = "".join(f"\ntowers run on the ranks {tower_plan.placement}" for tower_plan in tower_plans)
     if not rows:
         return f"no table to shard: each rank holds all layers{towers and ' of its towers'}{towers}"
     totals = ", ".join(_by_rank(per_rank))
@@ -50,33 +49,34 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
 
 
 def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:
-    """How a captured step moves the tables, one id for each row and feature taken as the rule."""
-    ways: dict[bool, list[str]] = {True: [], False: []}
+    """Says how a captured step updates the tables, one id per row and feature assumed."""
+    by_row: list[str] = []
+    whole: list[str] = []
     for table, _ in _planned(plan, model):
-        ways[row_by_row(table.num_embeddings, rows * len(table.feature_names))].append(table.name)
-    if not ways[True]:
+        swept = not row_by_row(table.num_embeddings, rows * len(table.feature_names))
+        (whole if swept else by_row).append(table.name)
+    if not by_row:
         return f"\na captured step of {rows:,} rows moves every table as a whole"
-    whole = f", the others as a whole ({', '.join(ways[False])})" if ways[False] else ""
+    others = f", the others as a whole ({', '.join(whole)})" if whole else ""
     return (
         f"\na captured step of {rows:,} rows moves only the rows it reads of tables with more than {ROWS_PER_LOOKUP} "
-        "rows per "
-        f"look-up ({', '.join(ways[True])}){whole}"
+        f"rows per look-up ({', '.join(by_row)}){others}"
     )
 
 
 def _by_rank(sizes: Sequence[float]) -> list[str]:
-    """``rank 0: 1.50 MiB`` for each; of many ranks, those of one size that follow one another stand together."""
-    told = [f"{size:.2f} MiB" for size in sizes]
-    if len(told) <= 8:
-        return [f"rank {rank}: {size}" for rank, size in enumerate(told)]
+    """Returns ``rank 0: 1.50 MiB`` for each rank; many ranks are grouped by size."""
+    texts = [f"{size:.2f} MiB" for size in sizes]
+    if len(texts) <= 8:
+        return [f"rank {rank}: {size}" for rank, size in enumerate(texts)]
     groups: dict[str, list[int]] = {}
-    for rank, size in enumerate(told):
+    for rank, size in enumerate(texts):
         groups.setdefault(size, []).append(rank)
     return [f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}: {size}" for size, ranks in groups.items()]
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """Ascending ranks in a few words.
+    """Abbreviates ascending ranks to ranges.
 
     Example:
         >>> ranges([0, 1, 2, 5]), ranges([0, 1, 8, 9, 16, 17, 24, 25, 32, 33, 40, 41])
@@ -94,7 +94,7 @@ def ranges(ranks: Sequence[int]) -> str:
 
 
 def size_text(size: int) -> str:
-    """Bytes in the largest unit of which there is one.
+    """Formats bytes in the largest of GiB, MiB and KiB that is not below 1; KiB for anything smaller.
 
     Example:
         >>> size_text(153_600_000_000), size_text(512_256), size_text(3)
@@ -105,26 +105,26 @@ def size_text(size: int) -> str:
 
 
 def bytes_per_weight(table: BaseEmbeddingConfig) -> int:
-    """2 for fp16 and bf16 tables, else 4."""
+    """Returns the bytes of one weight: 2 for fp16 and bf16 tables, else 4."""
     return 2 if table.data_type in (DataType.FP16, DataType.BF16) else 4
 
 
 def table_bytes(table: BaseEmbeddingConfig) -> int:
-    """Bytes of a table's weights."""
+    """Returns the bytes of a table's weights."""
     return int(table.num_embeddings * table.embedding_dim * bytes_per_weight(table))
 
 
 def _planned(plan: ShardingPlan, model: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, ParameterSharding]]:
     # By name: a plan may have other paths for tables that several towers share.
-    plans = [own for own in plan.plan.values() if isinstance(own, EmbeddingModuleShardingPlan)]
-    found = {name: sharding for own in plans for name, sharding in own.items()}
+    modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
+    shardings = {name: sharding for module in modules for name, sharding in module.items()}
     for table in (table for _, collection in collections(model) for table in table_configs(collection)):
-        if table.name in found:
-            yield table, found[table.name]
+        if table.name in shardings:
+            yield table, shardings[table.name]
 
 
 def _shards(sharding: ParameterSharding) -> list[tuple[int, list[int], list[int]]]:
-    """(rank, offsets, sizes) of each shard; none for a table that each of its ranks holds whole."""
+    """Returns (rank, offsets, sizes) of each shard; nothing for a table that each of its ranks holds whole."""
     spec = sharding.sharding_spec
     if spec is None:
         return []
@@ -146,15 +146,14 @@ def _where(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: 
     if not shards:
         ranks = sharding.ranks or []
         return f"each of the ranks {', '.join(map(str, ranks))}" if 0 < len(ranks) < world_size else "every rank"
-    return "; ".join(f"rank {rank}{_part(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4]) + (
-        f"; and {len(shards) - 4} more" if len(shards) > 4 else ""
-    )
+    shown = "; ".join(f"rank {rank}{_extent(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4])
+    return f"{shown}; and {len(shards) - 4} more" if len(shards) > 4 else shown
 
 
-def _part(table: BaseEmbeddingConfig, offsets: list[int], sizes: list[int]) -> str:
-    part = ""
+def _extent(table: BaseEmbeddingConfig, offsets: list[int], sizes: list[int]) -> str:
+    text = ""
     if sizes[0] < table.num_embeddings:
-        part += f" rows {offsets[0]}-{offsets[0] + sizes[0] - 1}" if sizes[0] else " no rows"
+        text += f" rows {offsets[0]}-{offsets[0] + sizes[0] - 1}" if sizes[0] else " no rows"
     if sizes[1] < table.embedding_dim:
-        part += f" columns {offsets[1]}-{offsets[1] + sizes[1] - 1}"
-    return part
+        text += f" columns {offsets[1]}-{offsets[1] + sizes[1] - 1}"
+    return text

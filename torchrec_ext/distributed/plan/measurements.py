@@ -1,4 +1,4 @@
-"""Measurements: what the ranks of a job take for the parts of a step, in the form that a cost model reads."""
+"""Measurements: how long the ranks of a job take for each piece of a step, in the form that a cost model reads."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from torchrec.distributed.planner.types import CollectiveType, GeneralizedCommsBandwidth
 
-_UNHURRIED = 1e12  # bytes per ms, for what took no time that could be measured
+_UNLIMITED = 1e12  # bytes per ms, where a transfer took no time that could be measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Milliseconds that grow with a number: ``fixed + each * number``."""
+    """Time in milliseconds that grows linearly with a number: ``fixed + each * number``."""
 
     fixed: float
     each: float
 
     @classmethod
     def through(cls, few: tuple[float, float], many: tuple[float, float]) -> Line:
-        """The line through two points (number, ms); it does not fall, nor begin below 0.
+        """Fits the line through two points (number, ms); its slope and its value at 0 are not negative.
 
         Example:
             >>> Line.through((10, 3.0), (30, 7.0)).at(20)
@@ -32,28 +32,28 @@ class Line:
         return cls(fixed=many[1] - each * many[0], each=each)
 
     def at(self, number: float) -> float:
-        """Milliseconds."""
+        """Returns the milliseconds at a number."""
         return self.fixed + self.each * number
 
     @property
     def rate(self) -> float:
-        """The numbers of a millisecond, where there are many."""
-        return min(1 / self.each, _UNHURRIED) if self.each else _UNHURRIED
+        """Numbers per millisecond, where numbers are large."""
+        return min(1 / self.each, _UNLIMITED) if self.each else _UNLIMITED
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerCost:
-    """One tower by itself on one rank.
+    """Cost of one tower by itself on one rank.
 
     Args:
-        rows: that a rank has of its own for it, in a step.
-        dense: ms of its dense layers, forward and backward, by rows.
-        look_up: ms of its tables, forward, backward and optimizer, by rows.
-        optimizer: ms of a step of its dense layers' optimizer.
-        dense_bytes: of its dense gradients.
-        row_bytes: of the ids, lengths and dense columns of a row, as they travel.
-        pooled_bytes: of the embeddings of a row.
-        out_bytes: of its output for a row.
+        rows: rows that a rank brings to the tower in a step.
+        dense: ms of the tower's dense layers, forward and backward, by rows.
+        look_up: ms of the tower's tables, forward, backward and optimizer, by rows.
+        optimizer: ms of one optimizer step of the tower's dense layers.
+        dense_bytes: bytes of the tower's dense gradients.
+        row_bytes: bytes of the ids, lengths and dense columns of a row, as they are sent.
+        pooled_bytes: bytes of the embeddings of a row.
+        out_bytes: bytes of the tower's output for a row.
     """
 
     rows: int
@@ -67,15 +67,14 @@ class TowerCost:
 
     @classmethod
     def together(cls, costs: Sequence[TowerCost]) -> TowerCost:
-        """Of towers that run on the same ranks, as one tower with the rows of the first.
+        """Adds up towers that run on the same ranks, as one tower with the rows of the first.
 
         Example:
             >>> from dataclasses import replace
             >>> line = Line(fixed=1.0, each=0.5)
-            >>> one = TowerCost(
-            ...     rows=10, dense=line, look_up=line, optimizer=2, dense_bytes=8, row_bytes=4, pooled_bytes=16, out_bytes=4
-            ... )
-            >>> both = TowerCost.together([one, replace(one, rows=30)])
+            >>> sizes = {"dense_bytes": 8, "row_bytes": 4, "pooled_bytes": 16, "out_bytes": 4}
+            >>> cost = TowerCost(rows=10, dense=line, look_up=line, optimizer=2, **sizes)
+            >>> both = TowerCost.together([cost, replace(cost, rows=30)])
             >>> both.rows, both.dense.at(10) == line.at(10) + line.at(30), both.row_bytes, both.optimizer
             (10, True, 16.0, 4)
         """
@@ -84,7 +83,9 @@ class TowerCost:
 
         def line(lines: Iterable[Line]) -> Line:
             pairs = list(zip(lines, ratios, strict=True))
-            return Line(fixed=sum(own.fixed for own, _ in pairs), each=sum(own.each * ratio for own, ratio in pairs))
+            return Line(
+                fixed=sum(line.fixed for line, _ in pairs), each=sum(line.each * ratio for line, ratio in pairs)
+            )
 
         def bytes_of(sizes: Iterable[float]) -> float:
             return sum(size * ratio for size, ratio in zip(sizes, ratios, strict=True))
@@ -103,19 +104,19 @@ class TowerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What was measured, alike on all ranks: each time is that of the slowest rank.
+    """Measured times of a job, equal on all ranks: each is the time of the slowest rank.
 
     Args:
-        world_size: R.
-        rows: of a rank and step.
-        all_to_all: ms by the bytes that a rank sends to all others together.
-        all_reduce: ms by bytes.
-        steps: by sharding type, towers and dense layers on every rank, ms of a whole step on a sample of the model.
-        looked_up: ms of this in the first of them for all tables, with their exchanges, forward, backward and
+        world_size: R, the number of ranks.
+        rows: rows per rank and step.
+        all_to_all: ms of an all-to-all, by the bytes that a rank sends to all others together.
+        all_reduce: ms of an all-reduce, by bytes.
+        steps: ms of a whole step on a sample of the model, by sharding type, with all towers on every rank.
+        looked_up: ms, within the first of ``steps``, of all tables with their exchanges, forward, backward and
             optimizer.
-        towers: each by itself, those that share tables as one (``user+item``); none where the model has none that can
-            be placed.
-        dense_bytes: of all dense gradients.
+        towers: cost of each tower by itself, by name, towers that share tables as one (``user+item``); empty where the
+            model has none that can be placed.
+        dense_bytes: bytes of all dense gradients.
         memory_rate: bytes of tables that a look-up reads in a ms, forward.
     """
 
@@ -130,26 +131,31 @@ class Measurements:
     memory_rate: float
 
     def bandwidths(self) -> MeasuredBandwidths:
-        """For TorchRec's planner."""
+        """Returns the bandwidths in the form that TorchRec's planner reads."""
         return MeasuredBandwidths(self.all_to_all.rate, self.all_reduce.rate)
 
 
 class MeasuredBandwidths(GeneralizedCommsBandwidth):
-    """What TorchRec's planner asks of the network, in bytes per ms, as measured between all ranks."""
+    """Bandwidths of the network for TorchRec's planner, in bytes per ms, as measured between all ranks.
+
+    Args:
+        all_to_all: bytes per ms of an all-to-all.
+        all_reduce: bytes per ms of an all-reduce.
+    """
 
     def __init__(self, all_to_all: float, all_reduce: float) -> None:
         self._all_to_all, self._all_reduce = all_to_all, all_reduce
 
     def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
-        """Of one kind of collective, whatever ranks it spans."""
+        """Returns the bandwidth of one kind of collective, whatever ranks it spans."""
         return self._all_reduce if collective_type == CollectiveType.ALL_REDUCE else self._all_to_all
 
     @property
     def intra_host_bw(self) -> float:
-        """Of an all-to-all."""
+        """Bandwidth of an all-to-all."""
         return self._all_to_all
 
     @property
     def inter_host_bw(self) -> float:
-        """Of an all-to-all."""
+        """Bandwidth of an all-to-all."""
         return self._all_to_all

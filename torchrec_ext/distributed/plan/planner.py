@@ -24,12 +24,11 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig, chosen_optimi
 from torchrec_ext.distributed.placement import TowerPlan
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
+from torchrec_ext.distributed.plan.explain import GB
 from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.distributed.sync import SyncConfig
-
-GB = 1024**3
 
 
 def plan_sharding(
@@ -43,22 +42,25 @@ def plan_sharding(
     table_copies: int = 1,
     measured: Measurements | None = None,
 ) -> ShardingPlan:
-    """TorchRec's plan for ``model`` on the ranks of this job; every rank must call it and gets the same plan or the same error.
+    """Plans the sharding of ``model`` on the ranks of this job with TorchRec's planner. Collective.
+
+    Every rank gets the same plan, or raises the same error.
 
     Args:
         model: any module that holds EmbeddingBagCollections or EmbeddingCollections, also on the meta device.
-        runtime: this process's place in the job.
+        runtime: this process's rank and device.
         config: sharding types and memory.
-        optimizer: of the tables, whose state takes memory too; the same as is given to :func:`hybrid_parallel`.
+        optimizer: optimizers of the tables, whose state takes memory too; those given to :func:`hybrid_parallel`.
         batch_size: rows per rank and step, for the cost model.
-        constraints: TorchRec's own constraints by table name, for what ``config`` cannot say; they win.
-        table_copies: see :class:`SyncConfig`; the plan is that of one copy, on the first R / table_copies ranks.
-        measured: on these ranks: what TorchRec's cost model takes for the network's and the memory's speed, in place of
-            its guess.
+        constraints: TorchRec's own constraints by table name, for what ``config`` cannot express; they win.
+        table_copies: copies of the tables, see :class:`SyncConfig`; the plan is made for one copy, on the first
+            R / table_copies ranks.
+        measured: measurements of these ranks, from which TorchRec's cost model takes the speed of network and memory in
+            place of its guess.
 
     Raises:
-        PlanError: the tables do not fit, or cannot be sharded as asked, on every rank alike.
-        PlacementError: ``config.towers`` does not fit the model's towers or the ranks, on every rank alike.
+        PlanError: the tables do not fit, or cannot be sharded as asked.
+        PlacementError: ``config.towers`` does not fit the model's towers or the ranks.
     """
     config, optimizer = config or PlanConfig(), chosen_optimizer(model, optimizer)
     placement = tower_placement(model, config.towers, runtime.world_size)
@@ -68,12 +70,11 @@ def plan_sharding(
             f"sync.table_copies={table_copies}: towers on ranks of their own have one copy; leave plan.towers alone"
         )
     on_copy = dataclasses.replace(runtime, world_size=ranks, local_world_size=min(ranks, runtime.local_world_size))
-    # What columns may be split over is checked on the ranks of each tower.
-    asked = on_copy if placement is None else dataclasses.replace(runtime, world_size=1, local_world_size=1)
-    request = Request.of(model, asked, config, optimizer, constraints or {})
+    # With placed towers, how columns may be split is checked later, on the ranks of each tower.
+    checked_on = on_copy if placement is None else dataclasses.replace(runtime, world_size=1, local_world_size=1)
+    request = Request.of(model, checked_on, config, optimizer, constraints or {})
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
-    # The planner runs on rank 0 alone, and TorchRec's collective_plan leaves the other ranks waiting when it fails
-    # there.
+    # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other ranks waiting where it fails.
     if runtime.rank == 0:
         try:
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
@@ -81,8 +82,8 @@ def plan_sharding(
             if placement is None:
                 outcome = [draft(model, request, topology(on_copy, usable), batch_size).plan]
             else:
-                given = constraints or {}
-                outcome = [draft_towers(model, placement, request, runtime, usable, topology, batch_size, given)]
+                won = constraints or {}
+                outcome = [draft_towers(model, placement, request, runtime, usable, topology, batch_size, won)]
         except PlanError as error:
             outcome = [error]
         except Exception as error:
@@ -96,10 +97,10 @@ def plan_sharding(
 
 
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
-    """``plan`` with this rank's shards on its own device.
+    """Returns ``plan`` with this rank's shards on its own device.
 
-    TorchRec's planner gives the local ranks of a host its GPUs from 0 on; a rank group's are others, and TorchRec
-    checks that a shard is where its plan says.
+    TorchRec's planner gives the local ranks of a host its GPUs from 0 on; a job on some of the GPUs has others, and
+    TorchRec checks that a shard is where its plan says.
     """
     if runtime.device.type == "cpu":
         return plan
@@ -115,20 +116,18 @@ def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleSharding
         return dataclasses.replace(plan, tables=tables)
     if not isinstance(plan, EmbeddingModuleShardingPlan):
         return plan
-    moved = {}
+    shardings = {}
+    device = _remote_device(f"rank:{runtime.rank}/{runtime.device}")
     for name, sharding in plan.items():
         spec = sharding.sharding_spec
         if isinstance(spec, EnumerableShardingSpec):
-            device = _remote_device(f"rank:{runtime.rank}/{runtime.device}")
             shards = [
-                dataclasses.replace(
-                    shard, placement=device if shard.placement.rank() == runtime.rank else shard.placement
-                )
+                dataclasses.replace(shard, placement=device) if shard.placement.rank() == runtime.rank else shard
                 for shard in spec.shards
             ]
             sharding = dataclasses.replace(sharding, sharding_spec=EnumerableShardingSpec(shards))
-        moved[name] = sharding
-    return EmbeddingModuleShardingPlan(moved)
+        shardings[name] = sharding
+    return EmbeddingModuleShardingPlan(shardings)
 
 
 def _topology(runtime: Runtime, capacity: int, measured: Measurements | None) -> Topology:
@@ -151,7 +150,7 @@ def _topology(runtime: Runtime, capacity: int, measured: Measurements | None) ->
 
 
 def _capacity(config: PlanConfig, runtime: Runtime) -> int:
-    """Bytes per rank that tables, their optimizer state and the reserve may take."""
+    """Returns the bytes per rank that tables, their optimizer state and the reserve may take."""
     if config.memory_gb:
         return int(config.memory_gb * GB)
     if runtime.device.type == "cuda":
