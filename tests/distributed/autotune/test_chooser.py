@@ -14,11 +14,11 @@ from tests.examples import META, batches, small_model, table
 from torchrec_ext.distributed.autotune.choose import (
     Candidate,
     Decision,
-    alone,
     auto_plan,
     choose,
-    foresee,
     placements,
+    predict_step,
+    single_process_ms,
     why_together,
 )
 from torchrec_ext.distributed.optim.config import OptimizerConfig
@@ -78,7 +78,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     found = measured(
         cost(0.2), cost(0.1), all_to_all=Line(fixed=0.25, each=1e-3), all_reduce=Line(fixed=9.0, each=1e-6)
     )
-    parts = foresee(placed("user:0,item:1"), found)
+    parts = predict_step(placed("user:0,item:1"), found)
     # 50 less look-ups of 2, less 20 + 0.5 and 10 + 0.5 of the towers, less 2 MB of gradients at 1 ms for a MB
     assert parts.besides == pytest.approx(50 - 2 - 20.5 - 10.5 - 2)
     assert parts.towers == pytest.approx(200 * 0.2 + 1 + 0.5)
@@ -87,13 +87,13 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     # gradients
     assert parts.between == pytest.approx(4 * 0.25 + 1e-3 * (2 * 100 * 10 + 2 * 2 * 100 * 40))
     assert parts.total == parts.besides + parts.towers + parts.between
-    assert alone(found) == pytest.approx(2 * parts.besides + 200 * 0.3 + 2 * 1.5)
+    assert single_process_ms(found) == pytest.approx(2 * parts.besides + 200 * 0.3 + 2 * 1.5)
 
 
 @unit
 def test_a_tower_on_two_ranks_pays_for_its_tables_and_gradients() -> None:
     found = measured(cost(0.2), cost(0.1), all_to_all=Line(fixed=0.25, each=1e-3), all_reduce=Line(fixed=9.0, each=0.0))
-    parts = foresee(placed("user:0-1,item:1"), found)
+    parts = predict_step(placed("user:0-1,item:1"), found)
     assert parts.towers == pytest.approx(100 * 0.2 + 1.5 + 200 * 0.1 + 1.5)
     assert parts.within == pytest.approx(3 * 0.25 + 1e-3 * 50 * (10 + 2 * 256) + 9)
     assert parts.between == pytest.approx(4 * 0.25 + 1e-3 * (100 * 10 + 2 * 100 * 40))

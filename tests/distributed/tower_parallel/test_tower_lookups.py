@@ -21,7 +21,7 @@ from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables, local_shards
-from torchrec_ext.distributed.tower_parallel.lookups import units
+from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
@@ -262,4 +262,4 @@ def test_towers_are_one_where_a_chain_of_tables_joins_them() -> None:
         return Tower([table(name, 9) for name in names], [], device=META)
 
     towers = {"a": tower("x"), "b": tower("y"), "c": tower("x", "z"), "d": tower("z", "w"), "e": tower("v")}
-    assert units(towers) == [["a", "c", "d"], ["b"], ["e"]]
+    assert sharing_groups(towers) == [["a", "c", "d"], ["b"], ["e"]]

@@ -24,11 +24,11 @@ from torchrec_ext.distributed.sync import SyncConfig, synchronised
 from torchrec_ext.distributed.tower_parallel.exchange import (
     TowerRows,
     Widths,
-    joined,
+    join_rows,
     pack_rows,
     pad_rows,
     slice_rows,
-    unpacked,
+    unpack_rows,
 )
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import TopMLP
@@ -120,10 +120,10 @@ def test_rows_survive_the_journey(features: int, dense: int) -> None:
     found, start = [], 0
     for part in parts:
         stop = start + len(pack_rows([(part, widths)], torch.device("cpu")))
-        found.append(unpacked(payload[start:stop], part.height, len(part.values), widths))
+        found.append(unpack_rows(payload[start:stop], part.height, len(part.values), widths))
         start = stop
     assert start == len(payload)
-    for again, was in zip(joined(found), rows, strict=True):
+    for again, was in zip(join_rows(found), rows, strict=True):
         assert torch.equal(again, was)
     more = pad_rows(rows, 9)
     assert torch.equal(more.values, rows.values)

@@ -36,7 +36,7 @@ _HOPELESS = 1.5  # times the best step so far: what the cost model foresees to b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreseen:
+class PredictedStep:
     """The parts of a step, ms.
 
     Args:
@@ -71,7 +71,7 @@ class Candidate:
 
     towers: str
     sharding: str
-    parts: Foreseen | None = None
+    parts: PredictedStep | None = None
     trial_ms: float | None = None
     refused: str = ""
 
@@ -123,9 +123,9 @@ def _in_order(counts: Mapping[str, int], world_size: int) -> TowerPlacement:
     )
 
 
-def foresee(placement: TowerPlacement, found: Measurements) -> Foreseen:
+def predict_step(placement: TowerPlacement, found: Measurements) -> PredictedStep:
     """A step with the towers where ``placement`` puts them."""
-    return Foreseen(
+    return PredictedStep(
         besides=_besides(found),
         towers=max(_on_rank(placement, found, rank) for rank in range(found.world_size)),
         within=_within(placement, found),
@@ -133,7 +133,7 @@ def foresee(placement: TowerPlacement, found: Measurements) -> Foreseen:
     )
 
 
-def alone(found: Measurements) -> float:
+def single_process_ms(found: Measurements) -> float:
     """About how many ms one process would take for the rows of all."""
     towers = sum(_of_tower(cost, cost.rows * found.world_size) for cost in found.towers.values())
     return _besides(found) * found.world_size + towers
@@ -236,7 +236,7 @@ class Decision:
                 f"towers on every rank {found.dense_bytes / 1e6:.1f} MB of gradients are averaged in each step"
             )
         if found.towers:
-            lines.append(f"one process alone would take about {alone(found):.2f} ms for these rows")
+            lines.append(f"one process alone would take about {single_process_ms(found):.2f} ms for these rows")
         return "\n".join(lines)
 
 
@@ -263,7 +263,7 @@ def choose(
         PlanError: there is no plan for any of them; the message is that of the one that would be fastest.
     """
     candidates = [Candidate(towers=EVERYWHERE, sharding=kind, trial_ms=ms) for kind, ms in found.steps.items()]
-    parts = {str(one): foresee(one, found) for one in placements(found.towers, found.world_size)}
+    parts = {str(one): predict_step(one, found) for one in placements(found.towers, found.world_size)}
     placed = [
         Candidate(towers=text, sharding=sharding, parts=parts[text])
         for text in sorted(parts, key=lambda one: parts[one].total)

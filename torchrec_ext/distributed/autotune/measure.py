@@ -24,11 +24,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.distributed.autotune.sample import (
     Sample,
     Stopwatch,
-    back,
     bags_for,
+    flat_values,
     resized,
     resized_dense,
-    values_of,
+    run_backward,
 )
 from torchrec_ext.distributed.autotune.trials import Trials
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, declare_table_optimizer
@@ -44,8 +44,8 @@ from torchrec_ext.distributed.plan.towers import draft_towers, find_towers
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import sharders
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
-from torchrec_ext.distributed.tower_parallel.lookups import units
-from torchrec_ext.distributed.tower_parallel.sharder import on_ranks, tower_sharders
+from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups
+from torchrec_ext.distributed.tower_parallel.sharder import shard_tower, tower_sharders
 from torchrec_ext.modules.shared_tables import SharedTables
 from torchrec_ext.modules.tower import Reads, Towers
 
@@ -70,10 +70,13 @@ def tower_costs(
     for name, tower in towers.items():
         layers = {key: value for key in dense_layers(tower) for value in [tower.get_parameter(key).to(runtime.device)]}
         stepped = _step_ms(watch, {key: (value, choices[f"{path}.{name}.{key}"]) for key, value in layers.items()})
-        run = on_ranks(tower, plan.tables[name], by_type, group, runtime.device)
+        run = shard_tower(tower, plan.tables[name], by_type, group, runtime.device)
         initialise_tables(tower, 0)
         found[name] = _cost(watch, sample, towers.reads[name], tower, run, stepped, runtime)
-    return {"+".join(unit): TowerCost.together([found[name] for name in unit]) for unit in units(dict(towers.items()))}
+    return {
+        "+".join(unit): TowerCost.together([found[name] for name in unit])
+        for unit in sharing_groups(dict(towers.items()))
+    }
 
 
 def _alone(
@@ -121,8 +124,10 @@ def _cost(
         bags = resized(sample.batch, features, count).to(runtime.device)
         dense = resized_dense(rows.dense, reads.dense, count).to(runtime.device)
         own = [collection for _, collection in collections(tower)]
-        whole.append((count, watch.ms(lambda bags=bags, dense=dense: back([run(bags, dense)]))))  # type: ignore[misc]
-        tables.append((count, watch.ms(lambda bags=bags, own=own: back([values_of(one(bags)) for one in own]))))  # type: ignore[misc]
+        whole.append((count, watch.ms(lambda bags=bags, dense=dense: run_backward([run(bags, dense)]))))  # type: ignore[misc]
+        tables.append(
+            (count, watch.ms(lambda bags=bags, own=own: run_backward([flat_values(one(bags)) for one in own])))
+        )  # type: ignore[misc]
     lengths = resized(sample.batch, features, few).lengths()
     return TowerCost(
         rows=few,
@@ -221,8 +226,8 @@ def _looked_up(
             calls.append((sharded, bags.to(runtime.device)))
 
     def run() -> None:
-        outputs = [values_of(sharded(bags)) for sharded, bags in calls]
-        back(outputs)
+        outputs = [flat_values(sharded(bags)) for sharded, bags in calls]
+        run_backward(outputs)
 
     return watch.ms(run)
 

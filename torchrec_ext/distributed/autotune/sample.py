@@ -129,7 +129,7 @@ def resized_dense(dense: Tensor, columns: slice, rows: int) -> Tensor:
     return dense[:, columns][torch.arange(rows) % max(len(dense), 1)]
 
 
-def values_of(embedded: Any) -> Tensor:
+def flat_values(embedded: Any) -> Tensor:
     """All that a collection, sharded or not, returns: of an EmbeddingBagCollection or an EmbeddingCollection."""
     waited = embedded.wait() if hasattr(embedded, "wait") else embedded
     if isinstance(waited, dict):
@@ -137,7 +137,7 @@ def values_of(embedded: Any) -> Tensor:
     return waited.values()  # type: ignore[no-any-return]
 
 
-def back(outputs: list[Tensor]) -> None:
+def run_backward(outputs: list[Tensor]) -> None:
     """Runs the backward of them all, from gradients of one."""
     for output in outputs:
         output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]

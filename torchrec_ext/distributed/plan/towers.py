@@ -21,7 +21,7 @@ from torchrec_ext.distributed.placement import PlacementError, TowerPlacement, T
 from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, table_configs
-from torchrec_ext.distributed.tower_parallel.lookups import hosts, units
+from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups, towers_by_host
 from torchrec_ext.modules.shared_tables import SharedTables, look_ups, readers
 from torchrec_ext.modules.tower import Towers
 
@@ -64,7 +64,7 @@ def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlace
 
 def _apart(towers: Mapping[str, Any], world_size: int) -> TowerPlacement:
     """Places towers on ranks in proportion to their cost; towers that share a table count as one."""
-    together = {"+".join(unit): unit for unit in units(towers)}
+    together = {"+".join(unit): unit for unit in sharing_groups(towers)}
     if len(together) == 1 and len(towers) > 1:
         table, names = next((table, names) for table, names in readers(towers).items() if len(names) > 1)
         raise PlacementError(
@@ -103,7 +103,7 @@ def _check_together(asked: str, towers: Mapping[str, Any], placement: TowerPlace
     for table, names in readers(towers).items():
         apart = {placement.ranks[name] for name in names}
         if len(apart) > 1:
-            unit = next(unit for unit in units(towers) if names[0] in unit)
+            unit = next(unit for unit in sharing_groups(towers) if names[0] in unit)
             everywhere = tuple(sorted({rank for name in unit for rank in placement.ranks[name]}))
             ranks = {name: everywhere if name in unit else placement.ranks[name] for name in towers}
             possible = TowerPlacement(ranks=ranks, world_size=placement.world_size)
@@ -176,7 +176,7 @@ def draft_towers(
 def _collections_by_tower(towers: Towers, placement: TowerPlacement) -> dict[str, nn.Module]:
     """Returns for each tower a module with its collections at their paths, and the look-ups that it hosts."""
     held = {name: _only(tower, [at for at, _ in collections(tower)]) for name, tower in towers.items()}
-    for host, names in hosts(dict(towers.items()), placement).items():
+    for host, names in towers_by_host(dict(towers.items()), placement).items():
         held[host].add_module("lookups", look_ups(towers, names))
     return held
 

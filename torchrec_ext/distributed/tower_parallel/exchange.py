@@ -50,7 +50,7 @@ def pack_rows(parts: Sequence[tuple[TowerRows, Widths]], device: torch.device) -
     sizes = [packed_size(rows.height, len(rows.values), widths) for rows, widths in parts]
     payload = torch.empty(sum(sizes), dtype=torch.int64, device=device)
     for (rows, widths), place in zip(parts, torch.split(payload, sizes), strict=True):
-        for to, own in zip(unpacked(place, rows.height, len(rows.values), widths), rows, strict=True):
+        for to, own in zip(unpack_rows(place, rows.height, len(rows.values), widths), rows, strict=True):
             to.copy_(own)
     return payload
 
@@ -60,7 +60,7 @@ def packed_size(count: int, ids: int, widths: Widths) -> int:
     return ids + (widths.features * count + 1) // 2 + (widths.dense * count + 1) // 2
 
 
-def unpacked(payload: Tensor, count: int, ids: int, widths: Widths) -> TowerRows:
+def unpack_rows(payload: Tensor, count: int, ids: int, widths: Widths) -> TowerRows:
     """``count`` rows with ``ids`` ids, as views of their part of a payload."""
     middle = ids + (widths.features * count + 1) // 2
     lengths = payload[ids:middle].view(torch.int32)[: widths.features * count]
@@ -68,7 +68,7 @@ def unpacked(payload: Tensor, count: int, ids: int, widths: Widths) -> TowerRows
     return TowerRows(payload[:ids], lengths.view(widths.features, count), dense.view(count, widths.dense))
 
 
-def joined(parts: Sequence[TowerRows]) -> TowerRows:
+def join_rows(parts: Sequence[TowerRows]) -> TowerRows:
     """The rows of several ranks below one another."""
     if len(parts) == 1:
         return parts[0]
@@ -122,7 +122,7 @@ class ExchangeContext(Multistreamable):
 
 
 @dataclass
-class Arrived(Multistreamable):
+class ReceivedRows(Multistreamable):
     """By tower the rows that came, in the order of the ranks that sent them; the towers in one order on every rank."""
 
     rows: dict[str, TowerRows]
@@ -134,7 +134,7 @@ class Arrived(Multistreamable):
                 part.record_stream(stream)
 
 
-class After(Awaitable[Any]):
+class AfterCollective(Awaitable[Any]):
     """What ``follow`` returns once a collective has ended."""
 
     def __init__(self, work: dist.Work, follow: Callable[[], Any]) -> None:
@@ -147,7 +147,7 @@ class After(Awaitable[Any]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Journey:
+class TowerSpec:
     """What the exchange knows of a tower.
 
     Args:
@@ -174,15 +174,19 @@ class TowerExchange:
     """
 
     def __init__(
-        self, placement: TowerPlacement, journeys: Mapping[str, Journey], group: dist.ProcessGroup, device: torch.device
+        self,
+        placement: TowerPlacement,
+        journeys: Mapping[str, TowerSpec],
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._placement, self._journeys, self._group, self._device = placement, journeys, group, device
         self._rank = dist.get_rank(group)
         self._busiest: dict[tuple[str, tuple[int, ...]], int] = {}
         self._routes: dict[tuple[str, ...], Route] = {}
 
-    def begin(self, step: ExchangeContext, own: Mapping[str, TowerRows], counts: tuple[int, int]) -> After:
-        """Announces this rank's rows to the ranks of their towers; to be waited for twice, then the rows have :class:`Arrived`.
+    def begin(self, step: ExchangeContext, own: Mapping[str, TowerRows], counts: tuple[int, int]) -> AfterCollective:
+        """Announces this rank's rows to the ranks of their towers; to be waited for twice, then the rows have :class:`ReceivedRows`.
 
         Args:
             step: of this batch; is filled.
@@ -206,7 +210,7 @@ class TowerExchange:
             group=self._group,
             async_op=True,
         )
-        return After(
+        return AfterCollective(
             announced, lambda: self._send(step, parts, [part.tolist() for part in torch.split(arriving.cpu(), sizes)])
         )
 
@@ -218,7 +222,7 @@ class TowerExchange:
             self._routes[names] = Route(to, coming)
         return self._routes[names]
 
-    def _send(self, step: ExchangeContext, parts: list[list[TowerRows]], headers: list[list[int]]) -> After:
+    def _send(self, step: ExchangeContext, parts: list[list[TowerRows]], headers: list[list[int]]) -> AfterCollective:
         coming = [
             list(zip(names, header[2::2], header[3::2], strict=True))
             for names, header in zip(step.route.coming, headers, strict=True)
@@ -229,29 +233,29 @@ class TowerExchange:
         sent = pack_rows([(rows, self._journeys[name].widths) for some in going for name, rows in some], self._device)
         out = sent.new_empty(sum(received))
         work = dist.all_to_all_single(out, sent, received, counts, group=self._group, async_op=True)
-        return After(work, lambda: self._arrived(step, coming, out, headers))
+        return AfterCollective(work, lambda: self._arrived(step, coming, out, headers))
 
     def _size(self, name: str, rows: int, ids: int) -> int:
         return packed_size(rows, ids, self._journeys[name].widths)
 
     def _arrived(
         self, step: ExchangeContext, coming: list[list[tuple[str, int, int]]], payload: Tensor, headers: list[list[int]]
-    ) -> Arrived:
+    ) -> ReceivedRows:
         announced = [one for some in coming for one in some]
         parts: dict[str, list[TowerRows]] = {}
         for (name, rows, ids), part in zip(
             announced, torch.split(payload, [self._size(*one) for one in announced]), strict=True
         ):
-            parts.setdefault(name, []).append(unpacked(part, rows, ids, self._journeys[name].widths))
+            parts.setdefault(name, []).append(unpack_rows(part, rows, ids, self._journeys[name].widths))
         step.served = {name: [part.height for part in found] for name, found in parts.items()}
         rows_of: dict[str, TowerRows] = {}
         # Two ranks that run the same towers one after the other must do so in one order, whoever's rows came first.
         for name, journey in ((name, journey) for name, journey in self._journeys.items() if name in parts):
-            found = joined(parts[name])
+            found = join_rows(parts[name])
             rows_of[name] = (
                 pad_rows(found, self._most(name, tuple(h[journey.shared] for h in headers))) if journey.equal else found
             )
-        return Arrived(rows_of)
+        return ReceivedRows(rows_of)
 
     def _most(self, name: str, counts: tuple[int, ...]) -> int:
         """The rows of the tower's busiest rank; ranks mostly have as many as in the step before."""

@@ -28,7 +28,7 @@ class FeatureBags(NamedTuple):
     lengths: Tensor
 
 
-def units(towers: Mapping[str, Any]) -> list[list[str]]:
+def sharing_groups(towers: Mapping[str, Any]) -> list[list[str]]:
     """The towers that must run on the same ranks, because they share tables; most stand alone."""
     found = [[name] for name in towers]
     for names in readers(towers).values():
@@ -39,7 +39,7 @@ def units(towers: Mapping[str, Any]) -> list[list[str]]:
     return sorted((sorted(unit, key=order.index) for unit in found), key=lambda unit: order.index(unit[0]))
 
 
-def hosts(towers: Mapping[str, Any], placement: TowerPlacement) -> dict[str, list[str]]:
+def towers_by_host(towers: Mapping[str, Any], placement: TowerPlacement) -> dict[str, list[str]]:
     """By the first of them the towers on the same ranks that hold not all of their tables themselves."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, tower in towers.items():
@@ -58,7 +58,7 @@ def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
     towers: Any = model.get_submodule(path)
     stood = {name: at for at, module in beside.items() for name, _, _ in values_by_table(module)}
     values = {name: weight for module in beside.values() for name, _, weight in values_by_table(module)}
-    for host, names in hosts(dict(towers.items()), own.placement).items():
+    for host, names in towers_by_host(dict(towers.items()), own.placement).items():
         towers[host].lookups = hosted = look_ups(towers, names)
         for name, holder, _ in values_by_table(hosted):
             holder.weight = values[name]
@@ -75,7 +75,7 @@ def unhosted(model: nn.Module, path: str) -> str:
     return f"{hosted.stood_at}.{rest}" if isinstance(hosted, SharedTables) else path
 
 
-def of_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags]:
+def split_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags]:
     """By feature the bags that stand in ``batch.joint``: Q of a shared one, B of another."""
     found: dict[str, FeatureBags] = {}
     for key in joint.keys():  # noqa: SIM118
@@ -86,7 +86,7 @@ def of_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags]:
     return found
 
 
-class Arriving(NamedTuple):
+class HostedTower(NamedTuple):
     """One tower of a set of ranks: its features, whether its rows are the Q shared ones, and those that came, if it was asked."""
 
     features: Sequence[str]
@@ -94,7 +94,7 @@ class Arriving(NamedTuple):
     rows: TowerRows | None
 
 
-def batch_of_arrivals(towers: Iterable[Arriving], joint: Sequence[Joint], device: torch.device) -> TowerBatch:
+def batch_of_arrivals(towers: Iterable[HostedTower], joint: Sequence[Joint], device: torch.device) -> TowerBatch:
     """What :class:`SharedTables` looks up, of the rows that came for the towers of a set of ranks.
 
     Args:

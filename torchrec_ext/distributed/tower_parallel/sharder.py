@@ -41,14 +41,20 @@ from torchrec_ext.distributed.placement import TowerPlacement, TowerPlan
 from torchrec_ext.distributed.sharders import BagSharder, SequenceSharder, ShardedBags
 from torchrec_ext.distributed.tables import collections
 from torchrec_ext.distributed.tower_parallel.exchange import (
-    Arrived,
     ExchangeContext,
-    Journey,
+    ReceivedRows,
     TowerExchange,
     TowerRows,
+    TowerSpec,
     Widths,
 )
-from torchrec_ext.distributed.tower_parallel.lookups import Arriving, FeatureBags, batch_of_arrivals, hosts, of_joint
+from torchrec_ext.distributed.tower_parallel.lookups import (
+    FeatureBags,
+    HostedTower,
+    batch_of_arrivals,
+    split_joint,
+    towers_by_host,
+)
 from torchrec_ext.modules.tower import Towers
 
 
@@ -107,7 +113,7 @@ def tower_groups(
     return own
 
 
-def on_ranks(
+def shard_tower(
     tower: nn.Module,
     plans: Mapping[str, EmbeddingModuleShardingPlan],
     sharders: Mapping[type, ModuleSharder[nn.Module]],
@@ -200,12 +206,12 @@ class ShardedTowers(
         towers: dict[str, Any] = dict(module.items())
         self._features = {name: _features(tower) for name, tower in towers.items()}
         self._run: dict[str, Callable[..., Tensor]] = {}
-        self._hosts = hosts(towers, plan.placement)
+        self._hosts = towers_by_host(towers, plan.placement)
         host = {name: host for host, names in self._hosts.items() for name in names}
         self._device = device
         everyone: dist.ProcessGroup = env.process_group
         journeys = {
-            name: Journey(
+            name: TowerSpec(
                 widths=Widths(len(self._features[name]), len(tower.dense) + self._reads[name].weights),
                 out=tower.out_features,
                 shared=self._reads[name].shared,
@@ -226,7 +232,7 @@ class ShardedTowers(
                     value.detach().copy_(of_first)
             if name in groups:
                 self.add_module(name, tower)
-                self._run[name] = on_ranks(tower, plan.tables[name], sharders, groups[name], device)
+                self._run[name] = shard_tower(tower, plan.tables[name], sharders, groups[name], device)
 
     def create_context(self) -> ExchangeContext:
         """For one batch."""
@@ -251,7 +257,7 @@ class ShardedTowers(
         tables.
         """
         own = {}
-        beside = {} if joint is None else of_joint(joint, 0 if shared_dense is None else len(shared_dense))
+        beside = {} if joint is None else split_joint(joint, 0 if shared_dense is None else len(shared_dense))
         for name in self._reads if names is None else names:
             shared, columns, weighs = self._reads[name]
             rows, matrix = (shared_sparse, shared_dense) if shared else (sparse, dense)
@@ -265,7 +271,7 @@ class ShardedTowers(
 
     def compute(self, ctx: ExchangeContext, dist_input: KJTList) -> dict[str, Tensor]:
         """The outputs of this rank's towers for all rows that came, in the order of the ranks that they came from."""
-        arrived: Arrived = dist_input[0]
+        arrived: ReceivedRows = dist_input[0]
         outputs = {}
         lent = self._lent(arrived.rows)
         for name, rows in arrived.rows.items():
@@ -291,7 +297,9 @@ class ShardedTowers(
             asked = [name for name in names if name in rows]
             if asked:
                 look_ups: Any = self.get_submodule(host).lookups
-                arriving = [Arriving(self._features[name], self._reads[name].shared, rows.get(name)) for name in names]
+                arriving = [
+                    HostedTower(self._features[name], self._reads[name].shared, rows.get(name)) for name in names
+                ]
                 found |= dict.fromkeys(
                     asked, look_ups(batch_of_arrivals(arriving, look_ups.joint, self._device), asked)
                 )
