@@ -135,7 +135,7 @@ def stepping(shape: Shape, runtime: Runtime, decision: Decision, one: Candidate)
         config,
         optimizer=OPTIMIZER,
         batch_size=shape.batch // runtime.world_size,
-        measured=decision.found,
+        measured=decision.measurements,
     )
     pipeline = make_pipeline(*hybrid_parallel(made, runtime, plan=plan, optimizer=OPTIMIZER), runtime.device)
     return lambda: pipeline.progress(feed)

@@ -195,7 +195,7 @@ def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtim
         batch_size=rows,
         constraints=shard_free_tables(model, job.plan) if job.sync.looks_ahead else None,
         table_copies=job.sync.table_copies,
-        measured=decision.found if decision else None,
+        measured=decision.measurements if decision else None,
     )
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
     text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)

@@ -243,7 +243,7 @@ def decided(runtime: Runtime) -> dict[str, Any]:
     optimizer = OptimizerConfig()
     config, decision = auto_plan(model, own[0], runtime, PlanConfig(towers="auto"), optimizer)
     unchanged = before == {name: (value.shape, value.device) for name, value in model.named_parameters()}
-    plan = plan_sharding(model, runtime, config, optimizer=optimizer, measured=decision.found)
+    plan = plan_sharding(model, runtime, config, optimizer=optimizer, measured=decision.measurements)
     pipeline = make_pipeline(*hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer), runtime.device)
     stream = iter(own)
     sharing = two_tower([table("item", 9), table("u", 9)], [table("item", 9)], device=META)

@@ -165,7 +165,7 @@ def auto(runtime: Runtime) -> dict[str, Any]:
     return {
         "config": config,
         "candidates": [one.towers for one in decision.candidates],
-        "costs": list(decision.found.towers),
+        "costs": list(decision.measurements.towers),
     }
 
 

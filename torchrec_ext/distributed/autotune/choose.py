@@ -192,11 +192,11 @@ class Decision:
 
     Args:
         candidates: the fastest first, those that cannot be at the end.
-        found: the measurements.
+        measurements: the measurements.
     """
 
     candidates: Sequence[Candidate]
-    found: Measurements
+    measurements: Measurements
 
     @property
     def taken(self) -> Candidate:
@@ -216,7 +216,7 @@ class Decision:
 
     def _why(self) -> str:
         """What the first saves against the best of the other kind."""
-        taken, found = self.taken, self.found
+        taken, found = self.taken, self.measurements
         other = next(
             (
                 one
@@ -282,7 +282,7 @@ def choose(
         candidates[place] = dataclasses.replace(one, refused=reason)
     else:
         raise PlanError(candidates[0].refused)
-    return Decision(candidates=sorted(candidates, key=_order), found=found)
+    return Decision(candidates=sorted(candidates, key=_order), measurements=found)
 
 
 def _tried(one: Candidate, told: float | str) -> Candidate:
