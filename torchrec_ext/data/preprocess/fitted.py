@@ -337,10 +337,8 @@ STEPS: Mapping[str, type[Step]] = {
     )
 }
 _CODECS, _ENCODINGS = ("SNAPPY", "UNCOMPRESSED"), {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
-_UNPACKED, _ALWAYS = (
-    64,
-    2**24,
-)  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual, and beside these
+_UNPACKED = 64  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual
+_ALWAYS = 2**24  # bytes in memory beside these
 _MAIN, _SUM = "preprocessor.json", "preprocessor.sha256"
 
 
@@ -365,7 +363,7 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
 
 
 def load_preprocessor(folder: Path) -> FittedPreprocessor:
-    """See :meth:`FittedPreprocessor.load_preprocessor`."""
+    """Returns the preprocessor in a folder; see :meth:`FittedPreprocessor.load`."""
     folder = existing_folder(folder)
     text = _text(folder / _MAIN)
     if hashlib.sha256(text.encode()).hexdigest() != _text(folder / _SUM).strip():
@@ -385,8 +383,7 @@ def _opened(folder: Path, main: Any) -> FittedPreprocessor:
     if main.get("version") != VERSION:
         raise DataError(
             f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {VERSION}; fit it again, or "
-            "install the "
-            "version of torchrec_ext that wrote it"
+            "install the version of torchrec_ext that wrote it"
         )
     pairs = [_loaded(folder, entry) for entry in main["steps"]]
     return FittedPreprocessor(
@@ -453,13 +450,12 @@ def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
         size = path.stat().st_size
         raise DataError(
             f"{path}: {footer.num_rows:,} rows in {size:,} bytes, which unpack to more than the {most:,} that are "
-            "read, or are not "
-            f"the {rows:,} in {_MAIN}: it is no vocabulary of this package; fit the preprocessor again"
+            f"read, or are not the {rows:,} in {_MAIN}: it is no vocabulary of this package; fit the preprocessor again"
         )
 
 
 def _repeated(path: Path, footer: pq.FileMetaData, most: int) -> int:
-    """Bytes of the texts that stand in the dictionaries of the column ``value``, as often as its rows name them; at most that."""
+    """Returns an upper bound of the bytes of column ``value``, whose dictionary's texts count once per row."""
     with pq.ParquetFile(path, read_dictionary=["value"]) as file:
         if not pa.types.is_dictionary(file.schema_arrow.field("value").type):
             return 0
@@ -470,10 +466,10 @@ def _repeated(path: Path, footer: pq.FileMetaData, most: int) -> int:
                 break  # the first row has all of its group's dictionary
         if longest * footer.num_rows <= most:
             return int(longest * footer.num_rows)
-        found = 0
+        total = 0
         for chunk in file.read(columns=["value"], use_threads=False)["value"].chunks:
-            found += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
-        return int(found)
+            total += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
+        return int(total)
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there, whatever ends the process; a full disk told in words."""
+"""Results that are folders: whole or not there, never replacing anything else; a full disk is reported in words."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ _FULL = ("no space left", "disk full", "out of disk", "disk quota", "not enough 
 
 @contextmanager
 def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
-    """A folder to write into, which takes its name when the block ends well and vanishes when it does not.
+    """Yields a folder to write to, which takes the name ``out`` when the block ends well and vanishes when it raises.
 
     A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name
     removes, from whatever host; one that is being written is locked, and stays. An earlier result is replaced in one
-    step. On a file system that has no such step it is moved aside for a moment, in which :func:`~torchrec_ext.sealed.existing_folder` finds it;
-    after a kill the next process puts it back.
+    step. On a file system that has no such step it is hidden for a moment, in which
+    :func:`~torchrec_ext.sealed.existing_folder` finds it; after a kill the next process puts it back.
 
     Args:
-        out: its name.
-        overwrite: replace an earlier one.
-        mark: the pattern of a file that every earlier one has: a folder without it holds something else, and is never
-            replaced.
+        out: path of the result.
+        overwrite: replace an earlier result.
+        mark: pattern of a file that every earlier result has; a folder without one is never replaced.
 
     Raises:
-        DataError: there is something of that name already, or it cannot be written.
+        DataError: there is something at ``out`` already, or it cannot be written.
     """
     if re.match(r"\w+:/", str(out)) or not out.name:
         raise DataError(
@@ -53,7 +52,7 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
 
 @contextmanager
 def hidden_folder(out: Path) -> Iterator[Path]:
-    """An empty hidden folder beside ``out`` for the time of the block, locked; what killed processes left there is removed.
+    """Yields an empty hidden folder beside ``out``, locked until the block ends, after removing killed processes'.
 
     Raises:
         DataError: it cannot be made.
@@ -69,7 +68,7 @@ def hidden_folder(out: Path) -> Iterator[Path]:
 
 
 def keep_sources(out: Path, files: Iterable[DataFile]) -> None:
-    """Refuses to replace a folder that holds what is read.
+    """Refuses to replace a folder that holds a file which is read.
 
     Raises:
         DataError: naming the file.
@@ -94,12 +93,11 @@ def _check_free(out: Path, overwrite: bool, mark: str) -> None:
 
 @contextmanager
 def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
-    """Puts into words what a disk says that is full or read-only.
+    """Raises a DataError in words where the disk is full or cannot be written.
 
     Args:
-        out: what is being written.
-        writing: nothing else happens in the block, so that every system error is one of writing; else only a full disk
-            is told.
+        out: folder that is being written.
+        writing: whether every system error in the block is one of writing; otherwise only a full disk is reported so.
     """
     try:
         yield
@@ -123,9 +121,7 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
 
 
 def _free(out: Path) -> str:
-    at = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
-    spill = Path(tempfile.gettempdir())
-    mib = {place: f"{shutil.disk_usage(place).free / 2**20:,.0f} MiB" for place in (at, spill)}
-    return (
-        f"{mib[at]} are free in {visible_name(at)}, {mib[spill]} in {spill}, where DuckDB puts what memory cannot hold"
-    )
+    """Says how much is free where ``out`` is written and where DuckDB spills to."""
+    disk, spill = next(path for path in [out, *out.absolute().parents] if path.exists()), Path(tempfile.gettempdir())
+    mib = [f"{shutil.disk_usage(path).free / 2**20:,.0f} MiB" for path in (disk, spill)]
+    return f"{mib[0]} are free in {visible_name(disk)}, {mib[1]} in {spill}, where DuckDB puts what memory cannot hold"

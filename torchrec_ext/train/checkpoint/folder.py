@@ -1,14 +1,8 @@
 """CheckpointFolder: the checkpoints of one run side by side, each there as a whole or not at all.
 
-The manifest of a checkpoint: what belongs to it and the digest of each file, so that no damage and no mixture is ever
-loaded.
-
-A checkpoint's own account of itself, and what is wrong with it.
-
-CheckpointRanks: what the ranks of a job learn from each other around a checkpoint, over a process group of its own.
-
-check_shared(): a folder that cannot be written, or that only one of several hosts sees, is refused before the first
-step.
+A checkpoint's manifest lists its files with their digests, so that neither a damaged nor a mixed one is ever loaded.
+CheckpointRanks lets the ranks of a job agree on a checkpoint, and check_shared() refuses, before the first step, a
+folder that not all hosts see.
 """
 
 from __future__ import annotations
@@ -52,28 +46,28 @@ _BLOCK = 2**22
 
 
 def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
-    """Size and SHA-256 of one file."""
+    """Returns size and SHA-256 of one file behind a path or an address."""
     local = isinstance(files, LocalFileSystem)
     with open_plain(url_to_fs(path)[1]) if local else files.open(path, "rb") as stream:  # a path, or file:// and a path
         return measure_stream(stream)
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """A manifest's bytes, with a digest of its own content."""
+    """Returns the bytes of a manifest, which holds the digest of its own content."""
     return sealed_json({"format": FORMAT, **content}, "sha256")
 
 
 def manifest_digest(content: Mapping[str, Any]) -> str:
-    """The digest that a manifest of ``content`` is sealed with, by which a later checkpoint names its parent."""
+    """Returns the digest of a manifest with ``content``, by which a later checkpoint names its parent."""
     return json_digest({"format": FORMAT, **content})
 
 
 def opened(data: bytes, where: str) -> dict[str, Any]:
-    """The content of a manifest.
+    """Returns the content of a manifest.
 
     Args:
-        data: its bytes.
-        where: its path, for messages.
+        data: bytes of the file.
+        where: path of the file, for messages.
 
     Raises:
         CheckpointError: it is damaged, or of a newer format.
@@ -94,7 +88,7 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
 def damaged(
     files: AbstractFileSystem, folder: str, listed: Mapping[str, Mapping[str, Any]], names: Iterable[str]
 ) -> str | None:
-    """What is wrong with the first damaged one of ``names``, which the manifest lists; None where all are as they were written."""
+    """Says what is wrong with the first damaged file of ``names``; None where all are as the manifest lists them."""
     for name in names:
         path, wanted = f"{folder}/{name}", listed[name]
         try:
@@ -111,11 +105,11 @@ def damaged(
 _NAME = re.compile(r"step-(\d{10})")
 _PARTIAL, _AGAIN = ".partial", ".again"
 _ASIDE = re.compile(r"set-aside-(\d+)")
-_MOVING = "set-aside.json"  # what is being set aside: written first, so that no kill leaves a part of it to be resumed
+_MOVING = "set-aside.json"  # what is being set aside: written first, so that no kill leaves some of it to be resumed
 
 
 class CheckpointFolder:
-    """A folder of ``step-0000000120`` folders, on a local file system or behind any address that fsspec opens.
+    """Folder of ``step-0000000120`` folders, on a local file system or behind any address that fsspec opens.
 
     A checkpoint is one from the moment its manifest is there. Locally it is written beside, synced and renamed; an
     object store has no rename, and its manifest is written last. A step that is saved twice is for a moment, and behind
@@ -135,8 +129,7 @@ class CheckpointFolder:
         except Exception as error:  # each driver has its own: not installed, no such protocol, no network, no right
             raise CheckpointError(
                 f"checkpoint folder '{folder}' cannot be opened ({type(error).__name__}: {error}); check the address, "
-                "its driver "
-                "and the network"
+                "its driver and the network"
             ) from None
         self._address = folder.rstrip("/") if self.remote else self.root
         self._lock: IO[str] | None = None
@@ -148,22 +141,22 @@ class CheckpointFolder:
 
     def path(self, step: int) -> str:
         """The path or address of the checkpoint after ``step`` steps."""
-        first, second = self._places(step)
+        first, second = self._names_of_step(step)
         return second if self._is_whole(second) else first
 
     def writing(self, step: int) -> str:
         """The path or address that a checkpoint after ``step`` steps is written to."""
-        first, second = self._places(step)
+        first, second = self._names_of_step(step)
         if not self.remote:
             return first + _PARTIAL
         return second if self._is_whole(first) else first
 
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, the newest first."""
-        return sorted({step for _, step, whole in self._found() if whole}, reverse=True)
+        """Returns the steps of the whole checkpoints, the newest first."""
+        return sorted({step for _, step, whole in self._entries() if whole}, reverse=True)
 
     def begin(self, step: int) -> str:
-        """Makes an empty place to write the checkpoint after ``step`` steps to, and returns its path or address.
+        """Makes an empty folder for the checkpoint after ``step`` steps, and returns its path or address.
 
         Raises:
             CheckpointError: it cannot be made.
@@ -181,8 +174,8 @@ class CheckpointFolder:
         return path
 
     def commit(self, step: int, content: bytes) -> None:
-        """Makes what was written a checkpoint, whose manifest is ``content``."""
-        path, (first, second) = self.writing(step), self._places(step)
+        """Turns the files that were written into a checkpoint, whose manifest has the bytes ``content``."""
+        path, (first, second) = self.writing(step), self._names_of_step(step)
         if self.remote:
             with self.files.open(f"{path}/{NAME}", "wb") as stream:
                 stream.write(content)
@@ -193,28 +186,28 @@ class CheckpointFolder:
         self._settle(step)
 
     def clean(self) -> list[str]:
-        """Removes what was never finished, and says what."""
-        found = self._found()
-        left = [name for name, _, whole in found if not whole]
+        """Removes checkpoints that were never finished, and returns their names."""
+        entries = self._entries()
+        left = [name for name, _, whole in entries if not whole]
         for name in left:
             self.files.rm(f"{self.root}/{name}", recursive=True)
-        for step in {step for _, step, whole in found if whole}:
+        for step in {step for _, step, whole in entries if whole}:
             self._settle(step)
         return left
 
     def prune(self, keep: int, spare: Iterable[int] = ()) -> None:
-        """Removes all but the newest ``keep`` and those in ``spare``."""
+        """Removes all checkpoints but the newest ``keep`` and those of the steps in ``spare``."""
         for step in self.steps()[keep:]:
             if step not in spare:
-                for path in self._places(step):
+                for path in self._names_of_step(step):
                     self._remove(path)
 
     def set_aside(self, step: int) -> str | None:
-        """Moves every checkpoint newer than ``step`` into a folder of its own, where none is resumed or pruned by itself.
+        """Moves every checkpoint newer than ``step`` into a folder of its own, where it is neither resumed nor pruned.
 
-        A run that goes on from an earlier step is another branch from there on: what lies ahead of it is not its past,
-        and would else be taken for the newest, and what the run saves for the oldest. From one moment to the next none
-        of them is listed any more; a move that a kill has interrupted is finished by the next :meth:`lock`.
+        A run that goes on from an earlier step is another branch from there on: later checkpoints are not its past, and
+        would be taken for its newest ones. All of them leave the list at one moment; a move that a kill has interrupted
+        is finished by the next :meth:`lock`.
 
         Returns:
             A line that names the steps and the folder, or None where nothing lies ahead.
@@ -222,38 +215,39 @@ class CheckpointFolder:
         ahead = sorted(newer for newer in self.steps() if newer > step)
         if not ahead:
             return None
-        taken = [int(match[1]) for match in map(_ASIDE.fullmatch, self._names()) if match]
-        name = f"set-aside-{max(taken, default=0) + 1}"
+        numbers = [int(match[1]) for match in map(_ASIDE.fullmatch, self._names()) if match]
+        name = f"set-aside-{max(numbers, default=0) + 1}"
         self.note(_MOVING, {"folder": name, "steps": ahead})
         self._finish_setting_aside()
         steps = ", ".join(f"{newer:,}" for newer in ahead)
-        return f"set aside: the checkpoints of step {steps}, which lie ahead of step {step:,}, are in {self._address}/{name}"
+        ahead_of = f"which lie ahead of step {step:,}"
+        return f"set aside: the checkpoints of step {steps}, {ahead_of}, are in {self._address}/{name}"
 
     def _finish_setting_aside(self) -> None:
-        """Moves what is noted to be moved, from wherever an earlier attempt has come to."""
+        """Moves the checkpoints that :meth:`set_aside` has noted, from wherever an earlier attempt has come to."""
         moving = self.noted(_MOVING)
         if not isinstance(moving, dict):
             return
         aside = f"{self.root}/{moving['folder']}"
         self.files.makedirs(aside, exist_ok=True)
-        for path in (path for step in moving["steps"] for path in self._places(step)):
-            at = f"{self.root}/{_name_of(path)}"
-            if not self.files.exists(at):
+        for path in (path for step in moving["steps"] for path in self._names_of_step(step)):
+            source = f"{self.root}/{_name_of(path)}"
+            if not self.files.exists(source):
                 continue
             if not self.remote:
-                os.rename(at, f"{aside}/{_name_of(at)}")
+                os.rename(source, f"{aside}/{_name_of(source)}")
                 continue
-            for file in self.files.find(at):  # one by one: a folder that is there already would be moved into
-                self.files.mv(file, f"{aside}/{_name_of(at)}/{_name_of(file)}")
-            if self.files.exists(at):  # memory:// has folders, an object store none
-                self.files.rm(at, recursive=True)
+            for file in self.files.find(source):  # one by one: a folder that is there already would be moved into
+                self.files.mv(file, f"{aside}/{_name_of(source)}/{_name_of(file)}")
+            if self.files.exists(source):  # memory:// has folders, an object store none
+                self.files.rm(source, recursive=True)
         if not self.remote:
             sync_to_disk(aside)
             sync_to_disk(self.root)
         self.files.rm(f"{self.root}/{_MOVING}")
 
-    def _places(self, step: int) -> tuple[str, str]:
-        """Where the checkpoint of a step is, and where it is once the step was saved twice."""
+    def _names_of_step(self, step: int) -> tuple[str, str]:
+        """Returns the path of a step's checkpoint, and its path once the step was saved twice."""
         first = f"{self._address}/step-{step:010d}"
         return first, first + _AGAIN
 
@@ -261,15 +255,15 @@ class CheckpointFolder:
         return bool(self.files.exists(f"{path}/{NAME}"))
 
     def _remove(self, path: str) -> None:
-        """The manifest first, so that no checkpoint is ever half there."""
+        """Removes a checkpoint, its manifest first, so that none is ever half there."""
         if self._is_whole(path):
             self.files.rm(f"{path}/{NAME}")
         if self.files.exists(path):
             self.files.rm(path, recursive=True)
 
     def _settle(self, step: int) -> None:
-        """Of a step that was saved twice only the later one stays; locally it takes the name of the first."""
-        first, second = self._places(step)
+        """Keeps the later checkpoint of a step that was saved twice; locally it takes the name of the first."""
+        first, second = self._names_of_step(step)
         if self._is_whole(second):
             self._remove(first)
             if not self.remote:
@@ -283,22 +277,22 @@ class CheckpointFolder:
         path = f"{self.root}/{name}"
         text = json.dumps(content) + "\n"
         if self.remote:
-            self.files.makedirs(
-                self.root, exist_ok=True
-            )  # where nothing was saved yet; a store without folders has nothing to do
+            self.files.makedirs(self.root, exist_ok=True)  # nothing need have been saved yet
             with self.files.open(path, "w") as stream:
                 stream.write(text)
             return
         write_whole(path, text.encode())
 
     def noted(self, name: str) -> Any:
-        """What :meth:`note` wrote; None where there is none, or it is damaged."""
+        """Returns the content that :meth:`note` wrote; None where there is none, or it is damaged."""
         with contextlib.suppress(OSError, ValueError), self.files.open(f"{self.root}/{name}", "r") as stream:
             return json.loads(stream.read())
         return None
 
     def lock(self) -> None:
-        """Keeps other jobs from writing here until :meth:`unlock` or the end of this process; an object store offers no lock.
+        """Keeps other jobs from writing here until :meth:`unlock` or the end of this process.
+
+        An object store offers no lock, and there is none behind an address.
 
         Raises:
             CheckpointError: another process holds it, the folder cannot be written, or its file system has no locks.
@@ -325,20 +319,19 @@ class CheckpointFolder:
             self._lock.close()
             self._lock = None
 
-    def _found(self) -> list[tuple[str, int, bool]]:
-        """(name, step, whether it is whole) of everything that was begun here."""
+    def _entries(self) -> list[tuple[str, int, bool]]:
+        """Returns (name, step, whether it is whole) of every checkpoint that was begun here."""
         if not self.files.exists(self.root):
             return []
-        names, found = self._names(), []
+        names, entries = self._names(), []
         moving = self.noted(_MOVING) if _MOVING in names else None
         gone = moving["steps"] if isinstance(moving, dict) else []
         for name in names:
             match = _NAME.fullmatch(name.removesuffix(_PARTIAL).removesuffix(_AGAIN))
             if match and int(match[1]) not in gone:
-                found.append(
-                    (name, int(match[1]), not name.endswith(_PARTIAL) and self._is_whole(f"{self.root}/{name}"))
-                )
-        return found
+                whole = not name.endswith(_PARTIAL) and self._is_whole(f"{self.root}/{name}")
+                entries.append((name, int(match[1]), whole))
+        return entries
 
 
 def _name_of(path: str) -> str:
@@ -349,10 +342,12 @@ _TIMEOUT = timedelta(minutes=30)  # a rank may write for as long
 
 
 class CheckpointRanks:
-    """Every rank makes one and calls each method alike, from one thread at a time.
+    """The ranks of a job around a checkpoint, with a process group of their own.
+
+    Every rank makes one and calls each method alike, from one thread at a time.
 
     Args:
-        runtime: this process's place in the job.
+        runtime: rank of this process, and the number of ranks.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -360,7 +355,7 @@ class CheckpointRanks:
         self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if runtime.world_size > 1 else None
 
     def gathered(self, value: Any) -> list[Any]:
-        """The value of each rank."""
+        """Returns each rank's value, in rank order, on every rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.ranks
@@ -368,7 +363,7 @@ class CheckpointRanks:
         return values
 
     def on_main(self, action: Callable[[], Any]) -> Any:
-        """What ``action`` returns on rank 0, or raises there, on every rank."""
+        """Runs ``action`` on rank 0; returns its result, or raises its exception, on every rank."""
         outcome: Any = None
         if self.rank == 0:
             try:
@@ -395,7 +390,7 @@ _CONTENT = {
 
 
 def read_checkpoint_manifest(path: str) -> dict[str, Any]:
-    """What a checkpoint says of itself.
+    """Returns the manifest of a checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is damaged or of a newer format.
@@ -404,12 +399,12 @@ def read_checkpoint_manifest(path: str) -> dict[str, Any]:
     saved = opened(_bytes(where, f"; is '{path}' a checkpoint?", _MOST_BYTES), where)
     lacks = [name for name, kind in _CONTENT.items() if not isinstance(saved.get(name), kind)]
     if lacks:
-        raise CheckpointError(f"{where} is no manifest of a checkpoint: it lacks {', '.join(lacks)}")
+        raise CheckpointError(f"{where} is not the manifest of a checkpoint: it lacks {', '.join(lacks)}")
     return saved
 
 
 def read_index(path: str) -> Metadata:
-    """Where each part of each tensor is.
+    """Returns torch's index of a checkpoint, which says in what file each chunk of each tensor is.
 
     Raises:
         CheckpointError: it is missing, damaged, or was made to run code.
@@ -418,22 +413,22 @@ def read_index(path: str) -> Metadata:
 
 
 def damage(path: str, together: CheckpointRanks) -> str | None:
-    """What is wrong with a checkpoint, or None; the ranks share the reading of its files."""
+    """Says what is wrong with a checkpoint, or returns None; the ranks share the reading of its files."""
     try:
         listed = read_checkpoint_manifest(path)["files"]
-        found = damaged(url_to_fs(path)[0], path, listed, sorted(listed)[together.rank :: together.ranks])
+        wrong = damaged(url_to_fs(path)[0], path, listed, sorted(listed)[together.rank :: together.ranks])
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
-        found = str(error)
-    return next((each for each in together.gathered(found) if each), None)
+        wrong = str(error)
+    return next((each for each in together.gathered(wrong) if each), None)
 
 
 def newest_good(folder: CheckpointFolder, together: CheckpointRanks, say: Callable[[str], None] = print) -> str | None:
-    """The newest checkpoint of a folder without damage, the same on every rank; None where there is none.
+    """Returns the path of the newest undamaged checkpoint, alike on every rank; None where there is none.
 
     Args:
-        folder: of checkpoints.
-        together: all ranks call it.
-        say: called on rank 0 with a line for each newer one that is damaged.
+        folder: checkpoints to choose from.
+        together: ranks of the job, all of which call this function.
+        say: called on rank 0 with a line for each newer checkpoint that is damaged.
     """
     for step in together.on_main(folder.steps):
         path = folder.path(step)
@@ -456,18 +451,18 @@ def _bytes(where: str, hint: str = "", most: int | None = None) -> bytes:
         raise CheckpointError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
 
 
-_LATE_S = 30.0  # for which a client of NFS may go on believing that a folder it once looked for is not there
+_LATE_S = 30.0  # so long an NFS client may go on believing that a folder it once looked for is missing
 
 
 def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -> None:
-    """Refuses a folder in which not every rank sees what rank 0 writes; all ranks call it together.
+    """Refuses a folder in which not every rank sees the files of rank 0; all ranks call it together.
 
-    Each host would keep the parts of a checkpoint that its own ranks write, and no one could load it.
+    Otherwise each host would keep what its own ranks write of a checkpoint, and nobody could load it.
 
     Args:
-        folder: a path, which each rank takes from its own working folder, or an address that fsspec opens.
-        rank: of this process.
-        gathered: from this rank's value, of what JSON holds, to those of all ranks in rank order.
+        folder: path, which each rank takes from its own working folder, or address that fsspec opens.
+        rank: rank of this process.
+        gathered: function from a JSON value of this rank to the values of all ranks, in rank order.
 
     Raises:
         CheckpointError: on every rank alike, naming ranks, hosts and remedy.
@@ -484,15 +479,13 @@ def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -
         more = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
         raise CheckpointError(
             f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {seen[0][1]} writes there, and what the "
-            "ranks save "
-            "could never be loaded; give a folder that all hosts share, by an absolute path, with --run_dir "
-            "(checkpoints also with "
-            "checkpoint.folder, to an address such as s3://bucket/runs)"
+            "ranks save could never be loaded; give a folder that all hosts share, by an absolute path, with --run_dir "
+            "(checkpoints also with checkpoint.folder, to an address such as s3://bucket/runs)"
         )
 
 
 def _write(files: AbstractFileSystem, root: str) -> tuple[str, str]:
-    """The name of a new file, which no rank can have looked for before, and what went wrong."""
+    """Writes a file that no rank can have looked for before; returns its name and what went wrong, if anything."""
     name = f".shared-{secrets.token_hex(8)}"
     try:
         files.makedirs(root, exist_ok=True)
@@ -500,14 +493,13 @@ def _write(files: AbstractFileSystem, root: str) -> tuple[str, str]:
             stream.write(b"seen by all ranks?\n")
     except OSError as error:
         return name, str(error.strerror or error)
-    except (
-        Exception
-    ) as error:  # of an address each driver has its own: no such bucket, no right, no network, only to be read
+    except Exception as error:  # each driver has its own: no such bucket, no right, no network, read-only
         return name, f"{type(error).__name__}({error}); check the address, its rights and the network"
     return name, ""
 
 
 def _appears(files: AbstractFileSystem, path: str) -> bool:
+    """Waits for a file, and returns whether it appeared in time."""
     end = time.monotonic() + _LATE_S
     while True:
         files.invalidate_cache()

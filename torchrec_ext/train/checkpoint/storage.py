@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are: a local folder or a URL of fsspec's, read without running code."""
+"""Readers and writers of a checkpoint's tensors, in a folder or behind an fsspec address; reading runs no code."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
-from torch.distributed.checkpoint._fsspec_filesystem import (
-    FsspecReader,
-    FsspecWriter,
-)  # torch has no public name for them
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # torch has no public name
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 # All that a `.metadata` of tensors names. Anything else in one was put there to be run.
@@ -37,14 +34,13 @@ class CheckpointError(ValueError):
 
 
 def cause(error: BaseException) -> str:
-    """What went wrong on the first rank on which something did, in one line."""
+    """Returns, in one line, the error of the first rank that failed."""
     failures = list(getattr(error, "failures", {}).values())
     cause = failures[0][0] if failures else error
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
-# Codes of pickle's that no index has: some reserve as much memory as the file says, others call more than `_ALLOWED`
-# names.
+# Opcodes of pickle that no index has: some reserve as much memory as the file says, others call more than `_ALLOWED`.
 _REFUSED = {
     pickle.BYTEARRAY8,
     pickle.NEXT_BUFFER,
@@ -58,7 +54,7 @@ _REFUSED |= {pickle.EXT1, pickle.EXT2, pickle.EXT4}
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own that is written in Python: by a number in the file the other one fills gigabytes for what it remembers."""
+    """Unpickler written in Python: a number in the file makes the C one reserve gigabytes for its memo."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED
@@ -70,7 +66,7 @@ class _Unpickler(pickle._Unpickler):
         return super().find_class(module, name)
 
     def load_build(self) -> None:
-        """Of objects: it could as well change an attribute of a class for the whole process."""
+        """Refuses pickle's BUILD on a class, which could alter that class for the whole process."""
         if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
             raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__} itself")  # type: ignore[attr-defined]
         super().load_build()  # type: ignore[misc]
@@ -79,11 +75,11 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """What ``.metadata`` says, which torch itself would read with an unpickler that runs whatever is in it.
+    """Returns the index in a ``.metadata`` file, which torch itself would read by running whatever is in it.
 
     Args:
-        data: the file's bytes.
-        where: its path, for messages.
+        data: bytes of the file.
+        where: path of the file, for messages.
 
     Raises:
         CheckpointError: it is damaged, or was made to run code.
@@ -104,10 +100,10 @@ def read_metadata(data: bytes, where: str) -> Metadata:
 
 
 def _is_whole(metadata: Metadata) -> bool:
-    """Whether every tensor in it has a shape, a dtype and parts that lie in files beside it."""
+    """Returns whether every tensor of an index has a shape, a dtype and chunks that lie in files beside it."""
     try:
         tensors: dict[str, Any] = metadata.state_dict_metadata
-        places: dict[Any, Any] = metadata.storage_data
+        chunks: dict[Any, Any] = metadata.storage_data
         shapes = [
             size
             for name, held in tensors.items()
@@ -117,13 +113,13 @@ def _is_whole(metadata: Metadata) -> bool:
             for size in (held.size, *(size for chunk in held.chunks for size in (chunk.offsets, chunk.sizes)))
         ]
         files = [
-            (place.relative_path, place.offset, place.length)
-            for index, place in places.items()
+            (chunk.relative_path, chunk.offset, chunk.length)
+            for index, chunk in chunks.items()
             if isinstance(index, MetadataIndex) and index.fqn in tensors
         ]
         expected: int = sum(1 + 2 * len(held.chunks) for held in tensors.values())
         return (
-            len(files) == len(places)
+            len(files) == len(chunks)
             and len(shapes) == expected
             and all(isinstance(size, torch.Size) and all(number >= 0 for number in size) for size in shapes)
             and all(
@@ -136,7 +132,7 @@ def _is_whole(metadata: Metadata) -> bool:
 
 
 class _Guarded:
-    """Mixed into torch's readers: their own read_metadata would run code."""
+    """Mixin for torch's readers, whose own ``read_metadata`` would run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))  # type: ignore[attr-defined]
@@ -156,15 +152,15 @@ class _UrlReader(_Guarded, FsspecReader):
 
 
 def is_url(folder: str) -> bool:
-    """Whether fsspec has to open it."""
+    """Returns whether a folder is an address that fsspec has to open."""
     return "://" in folder
 
 
 def reader(folder: str) -> StorageReader:
-    """Of the tensors in ``folder``."""
+    """Returns a reader of the tensors in ``folder``."""
     return _UrlReader(folder) if is_url(folder) else _LocalReader(folder)
 
 
 def writer(folder: str) -> StorageWriter:
-    """Of tensors into ``folder``, each file synced before it is closed; one file per rank."""
+    """Returns a writer of tensors to ``folder``: one file per rank, synced before it is closed."""
     return FsspecWriter(folder) if is_url(folder) else FileSystemWriter(folder)
