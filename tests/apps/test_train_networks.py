@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from torchrec_ext.networks.compiled import CompiledStep
 from torchx_apps import publish, train_networks
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.networks import stacks as stacked_members
@@ -233,7 +234,6 @@ def test_settings_of_the_job_are_checked() -> None:
         ("train.on_nan=skip", "train.on_nan=skip is of networks"),
         ("sync.mode=local_sgd", "sync.mode=local_sgd is of networks"),
         ("start.path=runs/a", "start.path=runs/a is of networks"),
-        ("train.compile=require", "captures the step of one network"),
         ("loader.sampling=hard", "asks one model for its hardest items"),
     ],
 )
@@ -273,6 +273,76 @@ def test_a_stacked_member_has_the_losses_and_figures_that_it_has_alone(
     assert results["chosen_by"] == "validation auc"
     assert results["best"] in said
     assert (tmp_path / "require" / "networks.png").exists()
+
+
+ONE_ID = ["--set=data.history_length=0", "--set=model.features=user_id,item_id", "--set=loader.batch_size=64"]
+
+
+@pytest.fixture
+def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of members in each compiled step."""
+    calls: list[int] = []
+    run = CompiledStep.run
+
+    def counted(step: CompiledStep, shape: Any, batches: Any, *arguments: Any) -> Any:
+        calls.append(len(batches))
+        return run(step, shape, batches, *arguments)
+
+    monkeypatch.setattr(CompiledStep, "run", counted)
+    return calls
+
+
+@pytest.mark.slow
+def test_a_compiled_stack_trains_its_members_as_alone_and_goes_on_after_a_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, compiled_calls: list[int]
+) -> None:
+    vary = ["--vary=train.seed=0,1", "--vary=model.dropout=0,0.3"]
+    flags = [*SETS, *SGD, *ONE_ID, *vary, "--set=checkpoint.steps=5"]
+    compiled = [*flags, "--stack=require", "--set=train.compile=require"]
+    assert train_networks.main([*flags, "--stack=never", f"--run-dir={tmp_path / 'alone'}"]) == 0
+    assert compiled_calls == []
+    assert train_networks.main([*compiled, f"--run-dir={tmp_path / 'whole'}"]) == 0
+    steps = metrics(tmp_path / "whole" / "seed=0_dropout=0")[-1]["step"]
+    assert compiled_calls == [4] * (steps - 1)
+    assert "stack: compiled since step 2: " in capsys.readouterr().out
+    asked = iter(range(1, 10_000))
+
+    @contextlib.contextmanager
+    def stopping() -> Iterator[Callable[[], bool]]:
+        yield lambda: next(asked) == steps - 3
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stacked_members, "asked_to_stop", stopping)
+        assert train_networks.main([*compiled, f"--run-dir={tmp_path / 'cut'}"]) == 143
+    assert train_networks.main([*compiled, f"--run-dir={tmp_path / 'cut'}", "--resume=auto"]) == 0
+    for name in ("seed=0_dropout=0", "seed=0_dropout=0.3", "seed=1_dropout=0.3"):
+        alone = metrics(tmp_path / "alone" / name)
+        for folder in ("whole", "cut"):
+            records = metrics(tmp_path / folder / name)
+            assert [(record["kind"], record["step"]) for record in records] == [
+                (record["kind"], record["step"]) for record in alone
+            ]
+            for first, second in zip(records, alone, strict=True):
+                for figure in first.keys() & {"loss", "rows"}:
+                    assert first[figure] == pytest.approx(second[figure], abs=1e-5), (folder, name, figure)
+                for figure in first.keys() & {"auc", "hr@10", "ndcg@10"}:  # two scores may change places by rounding
+                    assert first[figure] == pytest.approx(second[figure], abs=1e-3), (folder, name, figure)
+
+
+@pytest.mark.slow
+def test_a_compiled_stack_of_lists_is_refused_by_name_and_its_members_are_trained_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compiled_calls: list[int]
+) -> None:
+    flags = [*SETS, *SGD, "--vary=train.seed=0,1", "--set=train.compile=require"]
+    assert train_networks.main([*flags, "--stack=require", f"--run-dir={tmp_path / 'refused'}"]) == 1
+    assert "cannot be stacked: train.compile=require: the step of the stack cannot be compiled: one of the feat" in (
+        capsys.readouterr().err
+    )
+    assert train_networks.main([*flags, f"--run-dir={tmp_path / 'alone'}"]) == 0
+    shown = capsys.readouterr().out
+    assert "note: seed=0, seed=1: not stacked: train.compile=require: the step of the stack cannot" in shown
+    assert "best: " in shown
+    assert compiled_calls == []
 
 
 @pytest.mark.slow

@@ -2,20 +2,28 @@
 
 import copy
 import dataclasses
+import re
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.networks.members import PLAIN, batch, greatest_difference, network
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.models.ncf import ContextualNCF
-from torchrec_ext.networks.compiled import CompiledStep
+from torchrec_ext.networks import compiled as compiled_module
+from torchrec_ext.networks.compiled import CompiledStep, StackSteps
 from torchrec_ext.networks.optimizer import StackedOptimizer
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.schema import Jagged
+from torchrec_ext.train.step.captured import StepExecutor, as_it_is, inductor
+from torchrec_ext.train.step.choose import Compile
+from torchrec_ext.train.step.lowering import CannotCaptureError
 
 ADAM = OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=1e-3, eps=1e-4)
 
@@ -35,65 +43,101 @@ def ncf(seed: int) -> ContextualNCF:
     )
 
 
-def rows(seed: int) -> TowerBatch:
+def rows(seed: int, users: int = 4) -> TowerBatch:
     draw = torch.Generator().manual_seed(seed)
     ids = {
-        "user_id": Jagged(torch.randint(9, (4,), generator=draw)),
-        "item_id": Jagged(torch.randint(7, (8,), generator=draw)),
+        "user_id": Jagged(torch.randint(9, (users,), generator=draw)),
+        "item_id": Jagged(torch.randint(7, (2 * users,), generator=draw)),
     }
-    labels = torch.randint(2, (8,), generator=draw).float()
+    labels = torch.randint(2, (2 * users,), generator=draw).float()
     return (
         ncf(0)
         .schema()
-        .assemble(ids, {"c": torch.rand(4, generator=draw)}, labels=labels, index=2, shared_rows=torch.arange(4))
+        .assemble(
+            ids, {"c": torch.rand(users, generator=draw)}, labels=labels, index=2, shared_rows=torch.arange(users)
+        )
     )
 
 
-def agreed(backend: str, configs: dict[str, OptimizerConfig]) -> float:
+def agreed(engine: StepExecutor, configs: dict[str, OptimizerConfig]) -> float:
     """How far two members are, after five steps compiled or not, of which the first is not."""
     states = []
     for compiled in (True, False):
         stack = Stack({"a": ncf(0), "b": ncf(1)})
         optimizer = StackedOptimizer(stack, configs)
         step: Any = None
-        for at in range(5):
-            batches = [rows(2 * at), rows(2 * at + 1)]
+        for number in range(5):
+            batches = [rows(2 * number), rows(2 * number + 1)]
             if step is None:
                 stack.backward(batches)
                 optimizer.step()
-                step = CompiledStep(stack, optimizer, backend=backend) if compiled else None
+                step = CompiledStep(stack, optimizer, engine=engine) if compiled else None
             else:
                 step(batches)
         states.append({f"{name}.{key}": value for name in "ab" for key, value in stack.state_of(name).items()})
     return greatest_difference(*states)
 
 
-@pytest.mark.parametrize("rates", [1.0, 3.0], ids=["one rate", "own rates"])
-def test_a_compiled_step_is_a_step(rates: float) -> None:
-    other = dataclasses.replace(ADAM, tables_lr=rates * ADAM.tables_lr, dense_lr=rates * ADAM.dense_lr)
-    assert agreed("aot_eager", {"a": ADAM, "b": other}) < 1e-6
+@pytest.mark.parametrize(
+    ("changes", "of_b"),
+    [
+        ({}, {}),
+        ({}, {"tables_lr": 6e-3, "dense_lr": 3e-3}),
+        ({"clip_norm": 0.1}, {}),
+        ({"clip_norm": 0.1}, {"clip_norm": 0.0}),
+        ({"tables_weight_decay": 0.1, "dense_weight_decay": 0.2}, {}),
+        ({"tables_l2": 0.1}, {"tables_l2": 0.2}),
+        ({"tables": "lazy_adam", "dense": "sgd"}, {}),
+        ({"tables": "adagrad", "dense": "adagrad"}, {"dense_lr": 3e-3}),
+        ({"tables": "row_wise_adagrad", "clip_norm": 0.1}, {}),
+        ({"tables": "sgd", "dense": "sgd"}, {}),
+        ({"per_layer": ("*.bias=lr=0.1",)}, {}),
+        ({"per_layer": ("*.bias=lr=0.1",), "clip_norm": 0.1}, {"per_layer": ("interaction.*=lr=0.1",)}),
+    ],
+    ids=str,
+)
+def test_a_compiled_step_is_a_step(changes: dict[str, Any], of_b: dict[str, Any]) -> None:
+    first = dataclasses.replace(ADAM, **changes)
+    assert agreed(as_it_is, {"a": first, "b": dataclasses.replace(first, **of_b)}) < 1e-6
 
 
 @pytest.mark.slow
-def test_inductors_step_is_a_step() -> None:
-    assert agreed("inductor", {"a": ADAM, "b": ADAM}) < 1e-6
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.1, "tables": "lazy_adam"}], ids=str)
+def test_inductors_step_is_a_step(changes: dict[str, Any]) -> None:
+    first = dataclasses.replace(ADAM, **changes)
+    assert agreed(inductor, {"a": first, "b": dataclasses.replace(first, dense_lr=3e-3)}) < 1e-6
+
+
+def test_a_step_with_a_loss_that_is_no_number_writes_nothing_and_counts_for_no_schedule() -> None:
+    stack = Stack({"a": ncf(0), "b": ncf(1)})
+    optimizer = StackedOptimizer(stack, {"a": ADAM, "b": ADAM})
+    stack.backward([rows(0), rows(1)])
+    optimizer.step()
+    step = CompiledStep(stack, optimizer, engine=as_it_is)
+    held = [part for *_, state in optimizer.entries() for part in state.values()]
+    weight = stack.networks["a"].get_parameter("towers.user.mlp.linear.weight")
+    kept = float(weight.data[0, 0])
+    weight.data[0, 0] = float("nan")
+    before = [part.clone() for part in (*held, stack.flat)]
+    assert step([rows(2), rows(3)]).loss.isfinite().tolist() == [False, True]
+    for old, new in zip(before, (*held, stack.flat), strict=True):
+        assert torch.allclose(old, new, rtol=0, atol=0, equal_nan=True)
+    weight.data[0, 0] = kept
+    assert step([rows(2), rows(3)]).loss.isfinite().all()
+    assert not torch.equal(before[-1][1], stack.flat[1])
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
-        ({"clip_norm": 1.0}, "set optimizer.clip_norm=0"),
-        ({"dense": "sgd"}, "is moved by sgd with weight_decay=0.0 and l2=0.0: only adam without either is compiled"),
-        ({"tables_weight_decay": 0.1}, "is moved by adam with weight_decay=0.1 and l2=0.0: only adam"),
-        ({"tables_l2": 0.1}, "is moved by adam with weight_decay=0.0 and l2=0.1: only adam"),
-        ({"per_layer": ("*.bias=lr=0.1",)}, "has settings of its own: a compiled step moves all dense layers alike"),
-        ({}, "the optimizer has no moments yet: train one step before the compiled ones"),
+        ({"tables": "lamb"}, "is moved by lamb, which has no compiled form; those with one: "),
+        ({}, "the optimizer has no state yet: train one step before the compiled ones"),
     ],
 )
-def test_what_is_not_compiled_is_told(changes: dict[str, Any], told: str) -> None:
+def test_what_is_not_compiled_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     stack = Stack({"a": ncf(0)})
-    with pytest.raises(StackError, match=told):
-        CompiledStep(stack, StackedOptimizer(stack, {"a": dataclasses.replace(ADAM, **changes)}))
+    with pytest.raises(StackError, match=message):
+        CompiledStep(stack, StackedOptimizer(stack, {"a": dataclasses.replace(ADAM, **changes)}), engine=as_it_is)
 
 
 def test_lists_are_trained_step_by_step() -> None:
@@ -101,5 +145,104 @@ def test_lists_are_trained_step_by_step() -> None:
     optimizer = StackedOptimizer(stack, {"a": ADAM})
     stack.backward([batch(PLAIN, 0)])
     optimizer.step()
-    with pytest.raises(StackError, match="needs features of one id in each row"):
-        CompiledStep(stack, optimizer)([batch(PLAIN, 1)])
+    with pytest.raises(StackError, match="one of the features user_id, history has several ids or weights in some row"):
+        CompiledStep(stack, optimizer, engine=as_it_is)([batch(PLAIN, 1)])
+
+
+def _padded(batch: TowerBatch) -> TowerBatch:
+    """The batch with an empty bag in place of its last id, as a loader fills an epoch's last batch up."""
+
+    def cut(bags: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        lengths = bags.lengths().clone()
+        lengths[-1] = 0
+        return KeyedJaggedTensor(keys=bags.keys(), values=bags.values()[:-1], lengths=lengths)
+
+    assert batch.shared is not None
+    weights = torch.tensor([1.0] * 7 + [0.0])
+    shared = dataclasses.replace(batch.shared, sparse=cut(batch.shared.sparse))
+    return dataclasses.replace(batch, sparse=cut(batch.sparse), shared=shared, weights=weights)
+
+
+class Run:
+    """A stack of two that is trained by :class:`StackSteps` on batches of 4 or, at the steps ``short``, 2 users."""
+
+    def __init__(self, compile: Compile, total: int, config: OptimizerConfig = ADAM) -> None:  # noqa: A002
+        self.stack = Stack({"a": ncf(0), "b": ncf(1)})
+        self.optimizer = StackedOptimizer(self.stack, {"a": config, "b": config})
+        self.lines: list[str] = []
+        self.step = StackSteps(self.stack, self.optimizer, compile=compile, total=total, say=self.lines.append)
+
+    def train(self, steps: int, short: Collection[int] = (), padded: Collection[int] = ()) -> dict[str, Tensor]:
+        for number in range(steps):
+            users = 2 if number in short else 4
+            batches = [rows(2 * number, users), rows(2 * number + 1, users)]
+            self.step([_padded(batch) for batch in batches] if number in padded else batches)
+        self.step.finish()
+        return {f"{name}.{key}": value for name in "ab" for key, value in self.stack.state_of(name).items()}
+
+    def compiled(self) -> int:
+        return len(self.step._step.shapes) if self.step._step else 0
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module, "engine_for", lambda device: (as_it_is, "compiling"))
+
+
+@pytest.mark.usefixtures("engine")
+def test_required_steps_are_compiled_after_the_first_and_equal_eager_ones() -> None:
+    required, eager = Run("require", 30), Run("off", 30)
+    of_required, of_eager = (run.train(30, short={9, 19}, padded={20, 29}) for run in (required, eager))
+    assert greatest_difference(of_required, of_eager) < 1e-6
+    assert (required.compiled(), eager.compiled()) == (3, 0)
+    assert required.lines[0] == "compiling ..."
+    assert required.lines[1].startswith("stack: compiled since step 2: ")
+    assert eager.lines == []
+
+
+@pytest.mark.usefixtures("engine")
+def test_auto_compiles_where_the_rest_of_the_run_pays_for_it_and_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Run("auto", 100)
+    short.train(20)
+    assert re.fullmatch(
+        r"stack: eager: compiling pays from [\d,]+ steps on, and 88 are left; [\d.]+ ms a step", short.lines[0]
+    )
+    required = Run("require", 5)
+    required.train(5)
+    assert required.lines == ["compiling ...", "stack: compiled since step 2; 4 steps are too few to time"]
+    few = Run("auto", 5)
+    few.train(5)
+    assert few.lines == ["stack: eager: 5 steps are too few to look at"]
+    monkeypatch.setattr(compiled_module, "PAYS_S", {"cpu": 0.0})
+    monkeypatch.setattr(compiled_module, "median_step", lambda seconds: float(len(seconds) < 13))
+    faster = Run("auto", 60)
+    faster.train(60, {20, 30})
+    assert faster.lines[1].startswith("stack: compiled since step 13: 0 ms a step, eager 1e+03 ms")
+    assert faster.compiled() == 1, "a shape that came twice goes kernel by kernel"
+    monkeypatch.setattr(compiled_module, "median_step", lambda seconds: float(len(seconds) > 12))
+    slower = Run("auto", 60)
+    slower.train(60)
+    assert slower.lines[1] == "stack: eager: a compiled step takes 1e+03 ms; 0 ms a step"
+    assert slower.compiled() == 0
+
+
+@pytest.mark.usefixtures("engine")
+def test_what_cannot_be_compiled_is_refused_before_the_first_step_or_trained_without() -> None:
+    lamb = dataclasses.replace(ADAM, tables="lamb")
+    required = Run("require", 30, lamb)
+    before = required.stack.flat.clone()
+    with pytest.raises(StackError, match=r"the step of the stack cannot be compiled: .* is moved by lamb"):
+        required.train(1)
+    assert torch.equal(before, required.stack.flat)
+
+
+def test_one_compiles_where_it_pays_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_engine(device: torch.device) -> Any:
+        raise CannotCaptureError("there is no C++ compiler")
+
+    monkeypatch.setattr(compiled_module, "engine_for", no_engine)
+    monkeypatch.setattr(compiled_module, "PAYS_S", {"cpu": 0.0})
+    run = Run("auto", 30)
+    run.train(20)
+    assert len(run.lines) == 1
+    assert run.lines[0].startswith("stack: eager: there is no C++ compiler; ")

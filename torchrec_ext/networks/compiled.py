@@ -1,36 +1,74 @@
-"""CompiledStep: look-ups, forward, backward and Adam of a whole stack as one function, compiled by torch.compile."""
+"""CompiledStep: look-ups, forward, backward and optimizers of a whole stack as one compiled function.
+
+StackSteps: which way each step of a stack goes, kernel by kernel or compiled, as ``train.compile`` says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.networks.graph import Inputs, trace
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
-from torchrec_ext.networks.skeleton import StackError
+from torchrec_ext.networks.skeleton import StackError, tensors_of
 from torchrec_ext.networks.stack import Losses, Stack
+from torchrec_ext.train.step.captured import MOST_GRAPHS, Run, StepExecutor, engine_for, first_line
+from torchrec_ext.train.step.choose import PATIENCE, PAYS_S, WATCHED, Compile, median_step, two_digits
+from torchrec_ext.train.step.lowering import CannotCaptureError
+from torchrec_ext.train.step.memory import state_tensors
+from torchrec_ext.train.step.update_rules import UPDATES, stepped
 
-_STATE = ("exp_avg", "exp_avg_sq", "step")
+
+@dataclass(frozen=True)
+class _Entry:
+    """What one entry of the optimizer moves: ``rows`` and ``columns`` of the ``index``-th weight, with its state."""
+
+    index: int
+    rows: slice
+    columns: slice
+    members: int
+    is_table: bool
+    state: list[Tensor]
+    steps: list[Tensor]
+    group: dict[str, Any]
+
+    @property
+    def choice(self) -> Choice:
+        """The rule and its numbers."""
+        return self.group["choice"]  # type: ignore[no-any-return]
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The rows and columns that the entry moves of a weight, or of its gradient."""
+        return weight[self.rows] if self.is_table else weight[self.rows, self.columns]
+
+    def flat(self, state: Tensor) -> Tensor:
+        """The state in the shape that :meth:`of` returns."""
+        return state if self.is_table else state.view(self.members, -1)
 
 
 class CompiledStep:
-    """Steps of a stack by one compiled function for each shape of batch: 10 to 30 s to compile, then faster than kernel by kernel.
+    """Trains a stack by one compiled function for each shape of batch: 10 to 30 s to compile, then faster.
 
-    It works on the stack's weights and the optimizer's own moments, which stay what they are to everybody else, so
-    :meth:`Stack.backward` and :meth:`StackedOptimizer.step` may be called between compiled steps.
+    It works on the stack's weights and the optimizer's own state, which stay what they are to everybody else, so
+    :meth:`Stack.backward` and :meth:`StackedOptimizer.step` may be called between compiled steps. A step in which some
+    member's loss is not finite writes nothing.
 
     Args:
-        stack: with features of one id each.
-        optimizer: of Adam alone, without decay, limits of the norm or exceptions for single layers; after its first
-            step, which makes its moments.
-        backend: of torch.compile; ``aot_eager`` to look for a fault without compiling.
+        stack: networks whose features have at most one id in each row.
+        optimizer: moves the stack; it has made a step, or :meth:`StackedOptimizer.begin`, which makes its state.
+        engine: compiles the step; that of the stack's device where not given.
 
     Raises:
-        StackError: an optimizer that is not compiled, or that has made no step.
+        StackError: an optimizer without a compiled form, or that has no state yet.
+        CannotCaptureError: nothing compiles on this machine.
 
     Example::
 
@@ -40,48 +78,92 @@ class CompiledStep:
         losses = step(next_batches)
     """
 
-    def __init__(self, stack: Stack, optimizer: StackedOptimizer, *, backend: str = "inductor") -> None:
-        self._stack, self._optimizer, self._backend = stack, optimizer, backend
-        self._entries = optimizer.entries()
-        self._memory = [own.weight(table).detach() for own in stack.tables.values() for table in own.tables] + [
-            stack.flat
-        ]
-        self._names = [f"{path}.{table.name}" for path, own in stack.tables.items() for table in own.tables]
-        self._check()
+    def __init__(self, stack: Stack, optimizer: StackedOptimizer, *, engine: StepExecutor | None = None) -> None:
+        self._stack, self._optimizer = stack, optimizer
+        tables = {
+            f"{path}.{table.name}": own.weight(table) for path, own in stack.tables.items() for table in own.tables
+        }
+        self._names = list(tables)
+        self._weights = [*(weight.detach() for weight in tables.values()), stack.flat]
+        self._entries = [self._entry(*entry) for entry in optimizer.entries()]
         self._rates = [torch.zeros((), device=stack.flat.device) for _ in self._entries]
-        self._functions: dict[tuple[object, ...], Callable[..., list[Tensor]]] = {}
+        self._limits = stack.flat.new_tensor([limit or float("inf") for limit in optimizer.limits])
+        self._engine = engine or engine_for(stack.flat.device)[0]
+        self._functions: dict[tuple[object, ...], Run] = {}
 
-    def __call__(self, batches: Sequence[TowerBatch]) -> Losses:
-        """One step of all members on their batches.
+    def __call__(self, batches: Sequence[TowerBatch], *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
+        """Moves all members by one step on their batches.
+
+        Args:
+            batches: see :meth:`Stack.backward`.
+            peers: see there.
+            weight: see there.
 
         Raises:
-            StackError: a feature with another number of ids than one in some row.
+            StackError: a feature has several ids in some row.
+            CannotCaptureError: the step cannot be compiled. Nothing was written or drawn in either case.
         """
-        inputs = self._stack.inputs(batches, look_up=False)
-        looked = [own.ids() for own in self._stack.tables.values()]
-        ids = [rows for own in looked if own is not None for rows in own]
-        if None in looked:
-            raise StackError(
-                "a compiled step needs features of one id in each row; train a stack that reads lists step by step"
-            )
-        key = inputs.shapes()
-        if key not in self._functions:
-            self._functions[key] = torch.compile(
-                self._function(inputs._replace(pooled=self._pooled(ids))),
-                fullgraph=True,
-                dynamic=False,
-                backend=self._backend,
-            )
-        self._optimizer.next_rates()
-        for rate, (group, _, _) in zip(self._rates, self._entries, strict=True):
-            rate.fill_(group["lr"])
-        states = [state[name] for _, _, state in self._entries for name in _STATE]
-        with torch.no_grad():
-            loss, logits = self._functions[key](*self._memory, *states, *self._rates, *ids, *inputs.rest())
-        return Losses(loss, logits)
+        return self.run(self.read(batches, peers), batches, peers, weight)
+
+    def read(self, batches: Sequence[TowerBatch], peers: Tensor | None = None) -> tuple[object, ...]:
+        """Finds the rows of a step, and returns the shape that one function is compiled for; see :meth:`__call__`."""
+        self._stack.read(batches)
+        shared = all(batch is batches[0] for batch in batches)
+        fields = [(name, value.shape) for name, value in tensors_of(batches[0]).items()]
+        padded = [live is not None for _, live in self._rows()]
+        return (shared, *fields, *padded, None if peers is None else peers.shape)
+
+    def run(
+        self, shape: tuple[object, ...], batches: Sequence[TowerBatch], peers: Tensor | None = None, weight: float = 1.0
+    ) -> Losses:
+        """Moves all members by one step on the batches of :meth:`read`, which returned ``shape``; see :meth:`__call__`."""
+        self.compile(shape, batches, peers, weight)
+        inputs = self._stack.inputs(batches, peers, weight, look_up=False)
+        self._optimizer.begin_step()
+        for rate, entry in zip(self._rates, self._entries, strict=True):
+            rate.fill_(entry.group["lr"])
+        losses = Losses(*self._functions[shape](self._inputs(inputs)))
+        if torch.isfinite(losses.loss).all():
+            self._optimizer.end_step()
+        return losses
+
+    def compile(
+        self, shape: tuple[object, ...], batches: Sequence[TowerBatch], peers: Tensor | None = None, weight: float = 1.0
+    ) -> None:
+        """Compiles the function for a shape unless there is one; arguments and errors as of :meth:`run`."""
+        if shape in self._functions:
+            return
+        if len(self._functions) == MOST_GRAPHS:
+            raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} shapes; give them one loader.batch_size")
+        generators = self._stack.generators.values()
+        before = [generator.get_state() for generator in generators]
+        inputs = self._stack.inputs(batches, peers, weight, look_up=False)
+        for generator, drawn in zip(generators, before, strict=True):
+            generator.set_state(drawn)
+        state = [part for entry in self._entries for part in (*entry.state, *entry.steps)]
+        try:
+            step = self._function(inputs._replace(pooled=self._pooled([ids for ids, _ in self._rows()])))
+            memory = [*self._weights, *state, *self._rates, self._limits]
+            self._functions[shape] = self._engine(step, memory, self._inputs(inputs))
+        except CannotCaptureError:
+            raise
+        except Exception as error:
+            raise CannotCaptureError(f"{type(error).__name__}: {first_line(error)}") from error
+
+    @property
+    def shapes(self) -> set[tuple[object, ...]]:
+        """The shapes of batches that are compiled."""
+        return set(self._functions)
+
+    def _rows(self) -> list[tuple[Tensor, Tensor | None]]:
+        return [rows for own in self._stack.tables.values() for rows in own.one_each()]
+
+    def _inputs(self, inputs: Inputs) -> list[Tensor]:
+        rows = self._rows()
+        return [*(ids for ids, _ in rows), *(live for _, live in rows if live is not None), *inputs.rest()]
 
     def _pooled(self, ids: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What the look-ups give, in shape; a trace needs no values."""
+        """Tensors of the shapes that the look-ups return; a trace needs no values."""
         rest, members = iter(ids), len(self._stack.members)
         return [
             [
@@ -92,77 +174,231 @@ class CompiledStep:
             for own in self._stack.tables.values()
         ]
 
-    def _check(self) -> None:
-        if self._optimizer.clips():
+    def _entry(self, group: dict[str, Any], moved: StackedWeights, state: dict[str, Tensor]) -> _Entry:
+        choice: Choice = group["choice"]
+        if choice.kind not in UPDATES:
             raise StackError(
-                "clip_norm: a compiled step has no limit of the gradient's norm; set optimizer.clip_norm=0"
+                f"'{moved.name}' is moved by {choice.kind}, which has no compiled form; those with one: {list(UPDATES)}"
             )
-        for group, moved, _ in self._entries:
-            choice = group["choice"]
-            if choice.kind != "adam" or choice.weight_decay or choice.l2:
-                raise StackError(
-                    f"'{moved.name}' is moved by {choice.kind} with weight_decay={choice.weight_decay} and "
-                    f"l2={choice.l2}: only "
-                    "adam without either is compiled"
-                )
-            if not moved.is_table and moved.name != next(iter(self._stack.dense)):
-                raise StackError(
-                    f"'{moved.name}' has settings of its own: a compiled step moves all dense layers alike"
-                )
-        if not all(state for _, _, state in self._entries):
-            raise StackError("the optimizer has no moments yet: train one step before the compiled ones")
-
-    def _at(self, moved: StackedWeights) -> tuple[int, slice]:
-        """Which of the weights an entry moves, and which of their rows."""
-        at = self._names.index(moved.name) if moved.is_table else len(self._names)
-        rows = len(self._memory[at]) // len(self._stack.members)
-        first = self._stack.members.index(moved.members[0])
-        return at, slice(rows * first, rows * (first + len(moved.members)))
+        if not state and choice.kind != "sgd":
+            raise StackError("the optimizer has no state yet: train one step before the compiled ones")
+        members, all_members = len(moved.members), self._stack.members
+        index = self._names.index(moved.name) if moved.is_table else len(self._names)
+        rows = len(self._weights[index]) // len(all_members)
+        first = rows * all_members.index(moved.members[0])
+        columns = slice(None)
+        if not moved.is_table and moved.parameter.numel() < members * self._stack.flat.shape[1]:
+            columns = self._stack.columns[moved.name]
+        return _Entry(
+            index, slice(first, first + rows * members), columns, members, moved.is_table, *state_tensors(state), group
+        )
 
     def _function(self, inputs: Inputs) -> Callable[..., list[Tensor]]:
         graph = trace(self._stack.skeleton, inputs)  # type: ignore[arg-type]
         tables = [table for own in self._stack.tables.values() for table in own.tables]
-        looks = [(at, table.embedding_dim) for at, table in enumerate(tables) for _ in table.feature_names]
-        moved = [(*self._at(entry), group["betas"], group["eps"]) for group, entry, _ in self._entries]
-        shapes, members, memory = (
-            [value.shape for value in self._stack.dense.values()],
-            len(self._stack.members),
-            len(self._memory),
-        )
-        sizes = [shape.numel() // members for shape in shapes]
+        lookups = [(index, table.embedding_dim) for index, table in enumerate(tables) for _ in table.feature_names]
+        shapes, members = [value.shape for value in self._stack.dense.values()], len(self._stack.members)
+        sizes, weight_count, entries = [shape.numel() // members for shape in shapes], len(self._weights), self._entries
+        padded = [live is not None for _, live in self._rows()]
+        limited = [name in self._optimizer.limited_tables for name in self._names] if self._optimizer.clips else None
 
         def step(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
-            weights = [next(rest) for _ in range(memory)]
-            states = [[next(rest) for _ in _STATE] for _ in moved]
-            rates, ids = [next(rest) for _ in moved], [next(rest) for _ in looks]
+            weights = [next(rest) for _ in range(weight_count)]
+            states = [([next(rest) for _ in entry.state], [next(rest) for _ in entry.steps]) for entry in entries]
+            rates, limits, ids = [next(rest) for _ in entries], next(rest), [next(rest) for _ in lookups]
             dense = [
-                part.view(shape) for part, shape in zip(torch.split(weights[-1], sizes, dim=1), shapes, strict=True)
+                columns.view(shape)
+                for columns, shape in zip(torch.split(weights[-1], sizes, dim=1), shapes, strict=True)
             ]
+            live = [next(rest) if gaps else None for gaps in padded]
             pooled = [
-                weights[at].index_select(0, rows).view(members, -1, width)
-                for (at, width), rows in zip(looks, ids, strict=True)
+                _live(weights[index].index_select(0, rows), filled).view(members, -1, width)
+                for (index, width), rows, filled in zip(lookups, ids, live, strict=True)
             ]
-            loss, logits, *found = graph(*dense, *pooled, *rest)
+            loss, logits, *gradients = graph(*dense, *pooled, *rest)
             grads = [torch.zeros_like(weight) for weight in weights[:-1]]
-            for (at, width), rows, grad in zip(looks, ids, found[len(dense) :], strict=True):
-                grads[at] = grads[at].index_add(0, rows, grad.reshape(-1, width))
-            grads.append(torch.cat([grad.reshape(members, -1) for grad in found[: len(dense)]], dim=1))
-            for (at, part, betas, eps), state, rate in zip(moved, states, rates, strict=True):
-                weights[at][part] = _adam(weights[at][part], grads[at][part], state, rate, betas, eps)
+            for (index, width), rows, filled, grad in zip(lookups, ids, live, gradients[len(dense) :], strict=True):
+                grads[index] = grads[index].index_add(0, rows, _live(grad.reshape(-1, width), filled))
+            grads.append(torch.cat([grad.reshape(members, -1) for grad in gradients[: len(dense)]], dim=1))
+            if limited is not None:
+                grads = _limited(grads, [*limited, True], limits)
+            finite = torch.isfinite(loss).all()
+            for entry, (state, steps), rate in zip(entries, states, rates, strict=True):
+                weight, held = entry.of(weights[entry.index]), [entry.flat(part) for part in state]
+                made = steps[0] + 1 if steps else rate
+                grad = entry.of(grads[entry.index])
+                values, new = stepped(weight, grad, held, made, rate, entry.choice, table=entry.is_table)
+                for target, value in zip([weight, *held], [values, *new], strict=True):
+                    target.copy_(torch.where(finite, value, target))
+                for count in steps:
+                    count.add_(finite)
             return [loss, logits]
 
         return step
 
 
-def _adam(
-    weight: Tensor, grad: Tensor, state: Sequence[Any], rate: Tensor, betas: tuple[float, float], eps: float
-) -> Tensor:
-    """The weight after a step of torch.optim.Adam; the state is changed."""
-    first, second, steps = state
-    steps.add_(1)
-    first.lerp_(grad, 1 - betas[0])
-    second.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-    scale = rate / (1 - betas[0] ** steps)
-    moved: Tensor = weight - scale * first / ((second / (1 - betas[1] ** steps)).sqrt() + eps)
-    return moved
+def _live(rows: Tensor, filled: Tensor | None) -> Tensor:
+    """The rows (n, D), zeros for bags that are empty by ``filled`` (n, 1)."""
+    return rows if filled is None else rows * filled
+
+
+def _limited(grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor) -> list[Tensor]:
+    """The gradients, those ``inside`` scaled so that the norm of each member's is at most its limit, (K,)."""
+    norm = sum(
+        grad.view(len(limits), -1).square().sum(dim=1) for grad, limited in zip(grads, inside, strict=True) if limited
+    )
+    factors = (limits / (torch.as_tensor(norm).sqrt() + 1e-6)).clamp(max=1)[:, None]
+    return [
+        (grad.view(len(limits), -1) * factors).view(grad.shape) if limited else grad
+        for grad, limited in zip(grads, inside, strict=True)
+    ]
+
+
+class StackSteps:
+    """Trains a stack on one set of batches after the other, kernel by kernel or compiled.
+
+    ``compile="auto"``: the first steps go kernel by kernel; where the rest of the run would take longer than
+    :data:`PAYS_S` the step is compiled, and stays so if that is faster. ``require``: all steps after the first are
+    compiled. Under ``auto`` a rare shape of batch, such as that of an epoch's last one, goes kernel by kernel until it
+    has come :data:`PATIENCE` times.
+
+    Args:
+        stack: networks that are trained.
+        optimizer: moves the stack.
+        compile: ``auto``, ``off`` or ``require``, as in a :class:`TrainConfig`.
+        done: steps that the run has made.
+        total: steps of the whole run.
+        say: receives the lines that say which way steps go.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        optimizer: StackedOptimizer,
+        *,
+        compile: Compile = "off",  # noqa: A002 -- the setting's name
+        done: int = 0,
+        total: int = 0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._stack, self._optimizer, self._compile, self._say = stack, optimizer, compile, say
+        self._done, self._total, self._since = done, total, 0
+        self._step: CompiledStep | None = None
+        self._decided, self._compared = compile == "off", compile == "off"
+        self._eager_s: list[float] = []
+        self._compiled_s: list[float] = []
+        self._seen: Counter[object] = Counter()
+
+    def __call__(self, batches: Sequence[TowerBatch], *, peers: Tensor | None = None, weight: float = 1.0) -> Tensor:
+        """Makes one step: the losses (K,); it writes nothing where one of them is not finite.
+
+        Args:
+            batches: see :meth:`Stack.backward`.
+            peers: see there.
+            weight: see there.
+
+        Raises:
+            StackError: ``compile=require``, and the step cannot be compiled; nothing was written.
+        """
+        if not self._decided and self._compile == "auto" and len(self._eager_s) == WATCHED:
+            self._decide()
+        start = time.perf_counter()
+        losses = self._compiled(batches, peers, weight)
+        if losses is None:
+            losses = self._stack.backward(batches, peers=peers, weight=weight).loss
+            seconds = time.perf_counter() - start
+            if self._compile == "require" and not self._decided:
+                self._begin(batches, peers, weight)
+            if torch.isfinite(losses).all():
+                start = time.perf_counter()
+                self._optimizer.step()
+                self._done += 1
+            if not self._compared and not self._compiled_s:
+                self._eager_s.append(seconds + time.perf_counter() - start)
+        elif torch.isfinite(losses).all():
+            self._done += 1
+            if not self._compared:
+                self._compiled_s.append(time.perf_counter() - start)
+                self._compare()
+        return losses
+
+    def finish(self) -> None:
+        """After the last step: says which way steps went, where there were too few to say it before."""
+        if self._compared:
+            return
+        self._decided = self._compared = True
+        if self._step is not None:
+            self._say(
+                f"stack: compiled since step {self._since:,}; {len(self._compiled_s):,} steps are too few to time"
+            )
+        elif self._eager_s:
+            self._say(f"stack: eager: {len(self._eager_s):,} steps are too few to look at")
+
+    def _decide(self) -> None:
+        self._decided = True
+        seconds, left = median_step(self._eager_s), self._total - self._done
+        pays = PAYS_S[self._stack.flat.device.type]
+        if left * seconds < pays:
+            self._stay_eager(f"compiling pays from {two_digits(pays / seconds):,} steps on, and {left:,} are left")
+            return
+        try:
+            self._step, self._since = self._new_step(), self._done + 1
+        except (StackError, CannotCaptureError) as error:
+            self._stay_eager(str(error))
+
+    def _begin(self, batches: Sequence[TowerBatch], peers: Tensor | None, weight: float) -> None:
+        """Compiles before the first step has written anything, so that a refusal leaves the members as they were."""
+        self._decided = True
+        try:
+            if not self._optimizer.begun:
+                self._optimizer.begin()
+            self._step, self._since = self._new_step(), self._done + 2
+            self._step.compile(self._step.read(batches, peers), batches, peers, weight)
+        except (StackError, CannotCaptureError) as error:
+            raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None
+
+    def _new_step(self) -> CompiledStep:
+        engine, doing = engine_for(self._stack.flat.device)
+        step = CompiledStep(self._stack, self._optimizer, engine=engine)
+        self._say(f"{doing} ...")
+        return step
+
+    def _compiled(self, batches: Sequence[TowerBatch], peers: Tensor | None, weight: float) -> Tensor | None:
+        """The losses of a compiled step; None, and nothing drawn or written, where this step goes kernel by kernel."""
+        if self._step is None:
+            return None
+        try:
+            shape = self._step.read(batches, peers)
+            return None if self._waits(shape) else self._step.run(shape, batches, peers, weight).loss
+        except (StackError, CannotCaptureError) as error:
+            if self._compile == "require":
+                raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None
+            self._step = None
+            self._stay_eager(str(error))
+            return None
+
+    def _waits(self, shape: tuple[object, ...]) -> bool:
+        """Whether a shape is too rare for a compilation of its own."""
+        known: Collection[object] = self._step.shapes if self._step is not None else ()
+        if self._compile == "require" or not known or shape in known:
+            return False
+        self._seen[shape] += 1
+        return self._seen[shape] <= PATIENCE or len(known) >= MOST_GRAPHS
+
+    def _compare(self) -> None:
+        """After enough compiled steps: says what they take, and gives them up where eager ones are faster."""
+        if len(self._compiled_s) <= WATCHED:  # one more: the first is that of the compilation
+            return
+        self._compared = True
+        compiled, eager = median_step(self._compiled_s) * 1e3, median_step(self._eager_s) * 1e3
+        if compiled > eager and self._compile == "auto":
+            self._step = None
+            self._stay_eager(f"a compiled step takes {compiled:.3g} ms")
+            return
+        before = f", eager {eager:.3g} ms" if len(self._eager_s) >= WATCHED else ""
+        self._say(f"stack: compiled since step {self._since:,}: {compiled:.3g} ms a step{before}")
+
+    def _stay_eager(self, why: str) -> None:
+        self._compared = True
+        self._say(f"stack: eager: {why}; {median_step(self._eager_s) * 1e3:.3g} ms a step")

@@ -116,21 +116,24 @@ class StackedOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Moves every member by the gradients of :meth:`Stack.backward`."""
-        self.next_rates()
-        limits = [self._configs[member].clip_norm for member in self._stack.members]
-        if any(limits):
-            self._clip(limits)
+        self.begin_step()
+        if self.clips:
+            self._clip(self.limits)
         for group, moved in self._moved:
             if group["choice"].weight_decay:
                 _decay(moved, 1 - group["lr"] * group["choice"].weight_decay)
         for optimizer in self._optimizers:
             optimizer.step()
+        self.end_step()
 
-    def next_rates(self) -> None:
+    def begin_step(self) -> None:
         """Sets the learning rates of the step that begins, as the schedules say."""
         for group, _ in self._moved:
             if group["schedule"].changes:
                 group["lr"] = group["choice"].lr * group["schedule"].factor(self._step, group["steps"])
+
+    def end_step(self) -> None:
+        """Counts a step for the schedules."""
         self._step += 1
 
     @torch.no_grad()
@@ -159,9 +162,25 @@ class StackedOptimizer:
         """What is moved: the settings by which, which weights, and their state."""
         return [(group, moved, self._owner(moved.parameter).state[moved.parameter]) for group, moved in self._moved]
 
+    @property
+    def begun(self) -> bool:
+        """Whether the optimizers have made their state."""
+        return any(optimizer.state for optimizer in self._optimizers)
+
+    @property
+    def limits(self) -> list[float]:
+        """The greatest norm of each member's gradient; 0 for no limit."""
+        return [self._configs[member].clip_norm for member in self._stack.members]
+
+    @property
     def clips(self) -> bool:
-        """Whether any member has a limit of its gradient's norm."""
-        return any(self._configs[member].clip_norm for member in self._stack.members)
+        """Whether the norm of any member's gradient has a limit."""
+        return any(self.limits)
+
+    @property
+    def limited_tables(self) -> list[str]:
+        """Tables whose gradient counts for that norm, as ``PATH.TABLE``; dense layers always do."""
+        return [weights.name for weights in self._inside if weights.is_table]
 
     def _clip(self, limits: Sequence[float]) -> None:
         grads = [weights.grad.view(len(limits), -1) for weights in self._inside]

@@ -166,14 +166,23 @@ class Skeleton:
         # The copy holds the weights of dense layers until it is called with others; tables are not copied.
         self.learner = Learner(copy.deepcopy(network, replaced)).train()
         self.parameters = [name for name, _ in self.learner.named_parameters()]
-        self._probe(batch)
+        self._noise_shapes: dict[tuple[torch.Size, ...], list[torch.Size]] = {}
+        self.dropouts = self._probe(batch)
 
-    def _probe(self, batch: TowerBatch) -> None:
+    def noise_shapes(self, batch: TowerBatch) -> list[torch.Size]:
+        """The shape that each of ``dropouts`` sees for one member's batch, such as an epoch's shorter last one."""
+        shapes = tuple(value.shape for value in tensors_of(batch).values())
+        if shapes not in self._noise_shapes:
+            self._noise_shapes[shapes] = [layer.shape for layer in self._probe(batch) if layer.shape is not None]
+        return self._noise_shapes[shapes]
+
+    def _probe(self, batch: TowerBatch) -> list[_Dropout]:
+        """Runs the learner once on zeros; returns the dropout layers in the order in which they run."""
         tensors = tensors_of(batch)
         names = ["sparse", *(["shared.sparse"] if batch.shared is not None else []), "joint", "weighted"]
         strides = {name: part.stride() for name in names if (part := jagged_of(batch, name)) is not None}
         for table in self.tables.values():
-            table.strides, table.device = strides, batch.dense.device
+            table.strides, table.device, table.reads = strides, batch.dense.device, ""
         order: list[_Dropout] = []
         hooks = [layer.register_forward_hook(lambda layer, *_: order.append(layer)) for layer in self.dropouts]
         with torch.no_grad():
@@ -184,7 +193,7 @@ class Skeleton:
             raise StackError(
                 "a dropout layer runs more than once a step: the network cannot be stacked; train it alone"
             )
-        self.dropouts = order
+        return order
 
     @contextmanager
     def holding(self, pooled: Mapping[str, Sequence[Tensor]], noise: Sequence[Tensor]) -> Iterator[Learner]:

@@ -46,6 +46,16 @@ class _Bags(NamedTuple):
             self.ids, table, ends, mode=mode, per_sample_weights=self.weights, include_last_offset=True
         )
 
+    def one_each(self) -> tuple[Tensor, Tensor | None] | None:
+        """An id for each bag, (K x S,), any for an empty one, and (K x S, 1) which are not empty; None for lists."""
+        if self.lengths is None:
+            return self.ids, None
+        if self.weights is not None or int(self.lengths.max()) > 1:
+            return None
+        ids = self.ids.new_zeros(len(self.lengths))
+        ids[self.lengths.bool()] = self.ids
+        return ids, self.lengths[:, None].float()
+
     def gradient(self, pooled: Tensor, pooling: PoolingType) -> Tensor:
         """(n, D) of the row of each id, from that of the pooled bags (K x S, D)."""
         if self.lengths is None:
@@ -94,14 +104,13 @@ class StackedTables(nn.Module):
         """(K x rows, D)."""
         return self.collection.embedding_bags[table.name].weight  # type: ignore[no-any-return]
 
-    def forward(self, parts: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
-        """(K, S, D) the pooled bags of each of ``names``, of K members' batches with S bags each."""
-        self.read(parts)
-        return self._pooled(self._looked, [self.weight(table) for table in self.tables])
-
     def read(self, parts: Sequence[KeyedJaggedTensor]) -> None:
-        """Finds the rows that :meth:`forward` looks up, and no more."""
+        """Finds the rows that K members' batches with S bags each look up."""
         self._looked = self._read(parts)
+
+    def forward(self) -> list[Tensor]:
+        """The pooled bags (K, S, D) of each of ``names``, of the rows that were read last."""
+        return self._pooled(self._looked, [self.weight(table) for table in self.tables])
 
     def look_up(self, parts: Sequence[KeyedJaggedTensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """The same had the tables other ``weights``, without a gradient."""
@@ -121,9 +130,20 @@ class StackedTables(nn.Module):
             for bags, (table, weight) in zip(looked, owners, strict=True)
         ]
 
-    def ids(self) -> list[Tensor] | None:
-        """(K x S,) the rows of each look-up that :meth:`forward` made last; None where a bag has another number of ids than one."""
-        return [bags.ids for bags in self._looked] if all(bags.lengths is None for bags in self._looked) else None
+    def one_each(self) -> list[tuple[Tensor, Tensor | None]]:
+        """For each look-up that was read last its rows (K x S,), and where some bags are empty which are not, (K x S, 1).
+
+        Raises:
+            StackError: a bag has more than one id, or an id has a weight.
+        """
+        bags = [bags.one_each() for bags in self._looked]
+        if any(rows is None for rows in bags):
+            features = [feature for table in self.tables for feature in table.feature_names]
+            raise StackError(
+                f"one of the features {', '.join(dict.fromkeys(features))} has several ids or weights in some row; a "
+                "compiled step needs one id in each, such as with data.history_length=0"
+            )
+        return [rows for rows in bags if rows is not None]
 
     @torch.no_grad()
     def accumulate(self, gradients: Sequence[Tensor]) -> None:
@@ -302,10 +322,11 @@ class Stack(nn.Module):
             [torch.cat([weight.detach().reshape(-1) for _, weight in parameters]) for parameters in own]
         )
         self.flat_grad = torch.zeros_like(self.flat)
+        self.columns: dict[str, slice] = {}  # by name, where ``flat`` has the dense weights
         self._dense_grads: list[Tensor] = []
         for place, (name, weight) in enumerate(own[0]):
             shape = (len(own), *weight.shape)
-            columns = slice(sum(sizes[:place]), sum(sizes[: place + 1]))
+            columns = self.columns[name] = slice(sum(sizes[:place]), sum(sizes[: place + 1]))
             self.dense[name] = nn.Parameter(self.flat[:, columns].view(shape))
             self._dense_grads.append(self.flat_grad[:, columns].view(shape))
             for parameters, values in zip(own, self.dense[name].detach().unbind(), strict=True):
@@ -372,20 +393,31 @@ class Stack(nn.Module):
             batches: of each member.
             peers: see there.
             weight: see there.
-            look_up: also look them up; else ``pooled`` is empty.
+            look_up: read the rows and look them up; else ``pooled`` is empty.
         """
         skeleton = self.skeleton or self._prepare(batches[0])
         fields = self._fields(batches)
         pooled: list[list[Tensor]] = []
-        for path, tables in self.tables.items():
-            parts = [jagged_of(batch, skeleton.tables[path].reads) for batch in batches]
-            if look_up:
-                pooled.append(tables(parts))
-            else:
-                tables.read(parts)
+        if look_up:
+            self.read(batches)
+            pooled = [tables() for tables in self.tables.values()]
         drawn = [] if peers is None else [peers, peers.new_full((len(self.networks),), weight)]
         shared = all(batch is batches[0] for batch in batches)
-        return Inputs(list(self.dense.values()), list(self.tables), pooled, fields, self._draw(skeleton), drawn, shared)
+        return Inputs(
+            list(self.dense.values()),
+            list(self.tables),
+            pooled,
+            fields,
+            self._draw(skeleton, batches[0]),
+            drawn,
+            shared,
+        )
+
+    def read(self, batches: Sequence[TowerBatch]) -> None:
+        """Finds the rows that ``batches`` look up, whether :class:`StackedTables` or a compiled step does it."""
+        skeleton = self.skeleton or self._prepare(batches[0])
+        for path, tables in self.tables.items():
+            tables.read([jagged_of(batch, skeleton.tables[path].reads) for batch in batches])
 
     def _fields(self, batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
         """The tensors of the batches below one another, those of one batch for all as they are."""
@@ -406,13 +438,13 @@ class Stack(nn.Module):
                     )
         return tensors[0] if shared else {name: torch.stack([own[name] for own in tensors]) for name in tensors[0]}
 
-    def _draw(self, skeleton: Skeleton) -> list[Tensor]:
+    def _draw(self, skeleton: Skeleton, batch: TowerBatch) -> list[Tensor]:
         """The noise of each dropout layer, (K, ...), as nn.Dropout draws it; nothing where no member has any."""
         if not any(rate for rates in self._rates for rate in rates):
             return []
         drawn = []
-        for place, layer in enumerate(skeleton.dropouts):
-            noise = torch.ones(len(self.networks), *layer.shape)  # type: ignore[misc]
+        for place, shape in enumerate(skeleton.noise_shapes(batch)):
+            noise = torch.ones(len(self.networks), *shape)
             for own, rates, generator in zip(noise, self._rates, self.generators.values(), strict=True):
                 if rates[place]:
                     own.bernoulli_(1 - rates[place], generator=generator).div_(1 - rates[place])

@@ -23,6 +23,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.networks.compiled import StackSteps
 from torchrec_ext.networks.graph import Inputs, trace_logits
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
 from torchrec_ext.networks.skeleton import StackError, jagged_of, tensors_of
@@ -31,6 +32,7 @@ from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import EarlyStopWatch, Record
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import BestWeights, Loader, TrainConfig
+from torchrec_ext.train.step.choose import Compile
 
 
 @dataclass
@@ -245,6 +247,7 @@ def train_stack(
     log: Callable[[str, Record], None] | None = None,
     codistillation: Codistillation | None = None,
     stop: Callable[[], bool] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[Record]]:
     """Trains networks of one shape as one stack; the networks of ``members`` have learned when it returns.
 
@@ -259,6 +262,7 @@ def train_stack(
         codistillation: how members learn from each other, where they do. After a resume the peers are those of that
             step.
         stop: asked after each step; where it says yes, all members are saved, and the run ends.
+        say: receives the line that says whether steps are compiled, see :class:`StackSteps`.
 
     Returns:
         The records of each member, as :func:`torchrec_ext.train.loop.train` makes them; the last of one whose loss is
@@ -269,7 +273,7 @@ def train_stack(
         RunStoppedError: ``stop`` said so.
     """
     try:
-        run = _Run(members, evaluate, log, codistillation or Codistillation(), stop)
+        run = _Run(members, evaluate, log, codistillation or Codistillation(), stop, say)
         while run.active and run.at.epoch < max(member.train.epochs for member in members.values()):
             run.epoch()
         run.restore_best()
@@ -288,10 +292,11 @@ class _Run:
         log: Callable[[str, Record], None] | None,
         codistillation: Codistillation,
         stop: Callable[[], bool] | None,
+        say: Callable[[str], None],
     ) -> None:
-        self._members, self._evaluate, self._log, self._stop = members, evaluate, log, stop
+        self._members, self._evaluate, self._log, self._stop, self._say = members, evaluate, log, stop, say
         self._codistillation = codistillation
-        self._steps = _steps_of_all(members)
+        self._steps, self._compile = _steps_of_all(members), _compile_of_all(members)
         self._stack = Stack(
             {name: member.network for name, member in members.items()},
             seeds={name: m.seed for name, m in members.items()},
@@ -303,6 +308,7 @@ class _Run:
             steps={name: m.train.epochs * self._steps for name, m in members.items()},
         )
         self._peers = self._new_peers()
+        self._step: StackSteps | None = None
         self._watches = {name: EarlyStopWatch(member.train.early_stop, Runtime()) for name, member in members.items()}
         self.history: dict[str, list[Record]] = {name: [] for name in members}
         self._best = {
@@ -312,6 +318,7 @@ class _Run:
         self.at = Position()
         if self._saved():
             self._restore()
+        self._step = self._new_step()
 
     @property
     def active(self) -> list[str]:
@@ -322,6 +329,14 @@ class _Run:
             StalePeers(self._stack, self._codistillation)
             if self._codistillation.weight and len(self.active) > 1
             else None
+        )
+
+    def _new_step(self) -> StackSteps | None:
+        if not self.active:
+            return None
+        total = self._steps * max(self._members[name].train.epochs for name in self.active)
+        return StackSteps(
+            self._stack, self._optimizer, compile=self._compile, done=self.at.step, total=total, say=self._say
         )
 
     def epoch(self) -> None:
@@ -425,13 +440,12 @@ class _Run:
     def _train(self, epoch: int, batches: Mapping[str, TowerBatch], window: _Window) -> bool:
         """One step of all; False when no member is left."""
         there = {id(batch): batch.to(self._stack.flat.device) for batch in batches.values()}
-        losses = self._backward([there[id(batches[name])] for name in self.active])
+        losses = self._move([there[id(batches[name])] for name in self.active])
         while not torch.isfinite(losses).all():
             self._drop_diverged(epoch, losses)
             if not self.active:
                 return False
-            losses = self._backward([there[id(batches[name])] for name in self.active])
-        self._optimizer.step()
+            losses = self._move([there[id(batches[name])] for name in self.active])
         self.at.step, self.at.done = self.at.step + 1, self.at.done + 1
         window.add(self.active, losses, [batches[name] for name in self.active])
         for name in self.active:
@@ -455,9 +469,10 @@ class _Run:
         self._save(RunCheckpoints.save)
         raise RunStoppedError(f"stopped by a signal after {where}, which is saved; go on with --resume auto")
 
-    def _backward(self, batches: Sequence[TowerBatch]) -> Tensor:
+    def _move(self, batches: Sequence[TowerBatch]) -> Tensor:
+        assert self._step is not None, "members are left"
         peers = self._peers.logits(batches, self.at.step) if self._peers else None
-        return self._stack.backward(batches, peers=peers, weight=self._codistillation.weight).loss
+        return self._step(batches, peers=peers, weight=self._codistillation.weight)
 
     def _drop_diverged(self, epoch: int, losses: Tensor) -> None:
         lost = {name: loss for name, loss in zip(self.active, losses.tolist(), strict=True) if not math.isfinite(loss)}
@@ -501,11 +516,13 @@ class _Run:
         if not gone:
             return
         if len(gone) == len(self.active):
+            if self._step is not None:
+                self._step.finish()
             self._stack = None  # type: ignore[assignment]
             return
         self._stack = self._stack.without(gone)
         self._optimizer = self._optimizer.kept(self._stack)
-        self._peers = self._new_peers()
+        self._peers, self._step = self._new_peers(), self._new_step()
 
     def _keep(self, name: str, record: Record) -> None:
         self.history[name].append(record)
@@ -553,3 +570,15 @@ def _steps_of_all(members: Mapping[str, Member]) -> int:
             "both the same rows and loader.batch_size, or train them beside each other"
         )
     return steps[first]
+
+
+def _compile_of_all(members: Mapping[str, Member]) -> Compile:
+    first, *others = members
+    chosen = members[first].train.compile
+    for other in others:
+        if members[other].train.compile != chosen:
+            raise StackError(
+                f"train.compile is {chosen} in '{first}' and {members[other].train.compile} in '{other}': members of a "
+                "stack step together; give both the same"
+            )
+    return chosen

@@ -8,6 +8,7 @@ NetworksConfig: how the members of a job of several networks are trained.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -82,8 +83,6 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
 
 def why_alone(job: Job) -> str | None:
     """What of the settings no stack has."""
-    if job.train.compile == "require":
-        return "train.compile=require captures the step of one network; leave it out to stack"
     if NEGATIVES[job.loader.sampling].refreshed and job.loader.negatives:
         return f"loader.sampling={job.loader.sampling} asks one model for its hardest items, and a stack has several"
     for group, names in _OF_ONE_NETWORK.items():
@@ -101,7 +100,8 @@ def apart(first: Built, other: Built) -> str | None:
     pairs: list[tuple[str, Any, Any]] = [
         (f"loader.{name}", getattr(one.loader, name), getattr(two.loader, name)) for name in _ROWS
     ]
-    pairs += [("data", one.data, two.data), ("model.out_of_range", one.model.out_of_range, two.model.out_of_range)]
+    pairs += [("data", one.data, two.data), ("train.compile", one.train.compile, two.train.compile)]
+    pairs += [("model.out_of_range", one.model.out_of_range, two.model.out_of_range)]
     pairs += [
         ("checkpoint", dataclasses.replace(one.checkpoint, folder=""), dataclasses.replace(two.checkpoint, folder=""))
     ]
@@ -213,7 +213,12 @@ class StackedMembers:
         validate: Callable[[str], Record] | None = self._validate if first.task.validates else None
         with asked_to_stop() as stop:
             history = train_stack(
-                members, evaluate=validate, log=self._log, codistillation=self._config.codistillation, stop=stop
+                members,
+                evaluate=validate,
+                log=self._log,
+                codistillation=self._config.codistillation,
+                stop=stop,
+                say=functools.partial(print, flush=True),
             )
         seconds = time.perf_counter() - start
         return [self._finish(name, history[name], seconds) for name in self._built]

@@ -266,10 +266,10 @@ class Steps:
     def _tell_way(self) -> None:
         """Says whether steps are captured and why, with what a step takes."""
         self._way_told = True
-        eager = _median(self._seconds) * 1e3
+        eager = median_step(self._seconds) * 1e3
         told: dict[str, Any] = {"captured": self._step is not None, "eager_ms": eager}
         if self._step is not None:
-            captured = told["captured_ms"] = _median(self._captured_seconds) * 1e3
+            captured = told["captured_ms"] = median_step(self._captured_seconds) * 1e3
             few = len(self._seconds) < WATCHED  # the first steps are slower
             before = (
                 f"the {len(self._seconds)} eager ones before took {eager:.3g} ms" if few else f"eager {eager:.3g} ms"
@@ -281,7 +281,7 @@ class Steps:
 
     def _decide(self) -> None:
         self._undecided = False
-        seconds = _median(self._seconds)
+        seconds = median_step(self._seconds)
         self._left -= len(self._seconds)
         if self._runtime.world_size > 1 and not self._ranks.silent:
             self._why = f"{self._runtime.world_size} ranks wait for each other in every step"
@@ -296,7 +296,7 @@ class Steps:
             return
         pays = PAYS_S[self._runtime.device.type]
         if self._compile == "auto" and self._left * seconds < pays:
-            self._why = f"capturing pays from {_rounded(pays / seconds):,} steps on, and {self._left:,} are left"
+            self._why = f"capturing pays from {two_digits(pays / seconds):,} steps on, and {self._left:,} are left"
             self._tell_way()
             return
         self._step = self._attempt(self._capture)
@@ -397,13 +397,13 @@ class Steps:
             print(text, flush=True)
 
 
-def _median(seconds: Sequence[float]) -> float:
-    """Of the later half: the first steps are slower."""
+def median_step(seconds: Sequence[float]) -> float:
+    """The median of the later half of ``seconds``: first steps are slower."""
     return statistics.median(seconds[len(seconds) // 2 :])
 
 
-def _rounded(steps: float) -> int:
-    """To two digits: a step's time is not known better."""
+def two_digits(steps: float) -> int:
+    """``steps`` rounded to two digits: a step's time is not known better."""
     return int(float(f"{steps:.2g}"))
 
 

@@ -209,7 +209,7 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Updat
             raise CannotCaptureError(f"no optimizer moves '{fqn}'")
         values = [optimizer.state.get(parameter, {}) for parameter in own]
         # Of two, the kernel's and that of ShardedAdam on top of it, the last has the state.
-        state, steps = _state(values[-1])
+        state, steps = state_tensors(values[-1])
         if len(state) != _STATES[choice.kind]:
             raise CannotCaptureError(
                 f"'{fqn}' has {len(state)} tensors of {choice.kind} state, not {_STATES[choice.kind]}: run a step"
@@ -251,7 +251,8 @@ def _named(
             yield name, parameter, optimizer.layer_choices[name], None
 
 
-def _state(state: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors of a parameter's optimizer state, in the order of its rule, and its counters of steps."""
     tensors, steps = [], []
     for name, value in state.items():
         value = value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
