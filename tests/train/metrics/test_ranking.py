@@ -154,14 +154,3 @@ def test_wrong_arguments_are_named() -> None:
         ranking_metrics(some_ranks(), 5, ("map",))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"k=\[5, 0\]"):
         RankingMetrics((5, 0))
-    with pytest.raises(
-        ValueError, match=r"queries: given; ties can only be lost where each query has one relevant item"
-    ):
-        some_ranks().ties_lost()
-
-
-@pytest.mark.unit
-def test_lost_ties_stand_behind_all_others() -> None:
-    lost = TargetRanks(torch.tensor([0, 2]), torch.tensor([3, 0])).ties_lost()
-    assert lost.better.tolist() == [3, 2]
-    assert lost.ties.tolist() == [0, 0]

@@ -34,18 +34,6 @@ class TargetRanks(NamedTuple):
     ties: Tensor
     queries: Tensor | None = None
 
-    def ties_lost(self) -> TargetRanks:
-        """Every relevant item behind all that tie with it: for figures published so, such as He et al.'s (2017) of popularity.
-
-        Raises:
-            ValueError: several relevant items per query, since two that tie would each stand behind the other.
-        """
-        if self.queries is not None:
-            raise ValueError(
-                "queries: given; ties can only be lost where each query has one relevant item: leave them shared"
-            )
-        return TargetRanks(self.better + self.ties, torch.zeros_like(self.ties))
-
 
 def ranking_metrics(
     ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT
