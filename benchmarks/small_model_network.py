@@ -23,7 +23,7 @@ from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.report.progress import Window
 from torchrec_ext.train.step.captured import CapturedStep, inductor
-from torchrec_ext.train.step.choose import Steps
+from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.pipeline import make_pipeline
 
 NEGATIVES, BATCH = 4, 256
@@ -113,24 +113,23 @@ class Captured:
         self._ready: Iterator[Any] = iter(())
         if rule is None:
             pipeline = make_pipeline(self.model, self.optimizer, runtime.device, forward=self.forward)
-            ways = Steps(
+            steps = Steps(
                 self.model,
                 self.optimizer,
                 runtime,
                 pipeline,
                 self.forward,
                 self.ranks,
-                compile="require",
-                total=1 << 40,
+                StepsConfig(compile="require", total=1 << 40),
             )
-            self._outputs = self._epochs(ways)
+            self._outputs = self._epochs(steps)
         else:
             self._outputs = self._by_rule(rule)
 
-    def _epochs(self, ways: Steps) -> Iterator[Any]:
+    def _epochs(self, steps: Steps) -> Iterator[Any]:
         for epoch in itertools.count():
             self.loader.set_epoch(epoch)
-            yield from ways.outputs(self.loader, iter)
+            yield from steps.outputs(self.loader, iter)
 
     def _by_rule(self, rule: Callable[[int, int], bool]) -> Iterator[Any]:
         self.eager()()
@@ -169,10 +168,9 @@ class Captured:
         """A step as ``train.compile=off`` runs it, on one of 50 batches."""
         given = [item.batch() for item in itertools.islice(self.loader.steps(), 50) if isinstance(item, DrawnStep)]
         pipeline = make_pipeline(self.model, self.optimizer, self.runtime.device, forward=self.forward)
-        ways = Steps(
-            self.model, self.optimizer, self.runtime, pipeline, self.forward, self.ranks, compile="off", total=1 << 40
-        )
-        outputs = ways.outputs(itertools.cycle(given), iter)
+        off = StepsConfig(compile="off", total=1 << 40)
+        steps = Steps(self.model, self.optimizer, self.runtime, pipeline, self.forward, self.ranks, off)
+        outputs = steps.outputs(itertools.cycle(given), iter)
         return lambda: len(next(outputs).labels)
 
     def plain_batches(self, count: int) -> list[tuple[torch.Tensor, ...]]:

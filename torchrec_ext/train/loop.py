@@ -38,7 +38,7 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watching
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, Timeline, check_fits
-from torchrec_ext.train.step.choose import Steps
+from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 
@@ -255,7 +255,7 @@ def train(
         while run.at.epoch < config.epochs and not run.over:
             run.train_epoch()
             run.end_epoch(evaluate)
-        run.ways.finish()
+        run.steps.finish()
         run.restore_best()
         run.close()
     return run.at.history
@@ -291,28 +291,38 @@ class _Run:
         self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
         self.looking = EvaluationWatch(runtime, stop=stop, say=self.progress.say)
         context = forward_context(config.amp, runtime.device)
-        looks: dict[str, Any] = {
-            "leave_out": leave_out(config, sync, optimizer),
-            "gate": gate(config, model, optimizer, runtime),
-        }
-        self.forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, stop=stop, context=context, **looks)
+        self.forward = FiniteLoss(
+            model,
+            runtime,
+            len(loader),
+            ranks=ranks,
+            stop=stop,
+            context=context,
+            leave_out=leave_out(config, sync, optimizer),
+            gate=gate(config, model, optimizer, runtime),
+        )
         ranks.checks.append(self.forward.settle)
         scaler = scaling(config, sync, optimizer, runtime)
-        piped_forward: Any = self.forward if scaler is None else scaler.around(self.forward)
-        through: dict[str, Any] = {"forward": piped_forward, "before_tables": self.forward.before_tables, "sync": sync}
-        self.pipeline = make_pipeline(model, scaler or optimizer, runtime.device, **through)
-        in_pipe, left = piped(config, sync), steps - self.at.step
-        way = "off" if config.compile == "auto" and in_pipe else config.compile
-        chosen: dict[str, Any] = {
-            "compile": way,
-            "total": left,
-            "piped": in_pipe,
-            "context": context,
-            "threads": config.threads,
-        }
-        chosen["scaling"] = scaler
-        chosen |= {"take_time": self._take_time, "tell": self._tell_way}
-        self.ways = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, **chosen)
+        self.pipeline = make_pipeline(
+            model,
+            scaler or optimizer,
+            runtime.device,
+            forward=self.forward if scaler is None else scaler.around(self.forward),
+            before_tables=self.forward.before_tables,
+            sync=sync,
+        )
+        in_pipe = piped(config, sync)
+        chosen = StepsConfig(
+            compile="off" if config.compile == "auto" and in_pipe else config.compile,
+            total=steps - self.at.step,
+            piped=in_pipe,
+            threads=config.threads,
+            context=context,
+            scaling=scaler,
+            take_time=self._take_time,
+            tell=self._log_steps,
+        )
+        self.steps = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, chosen)
         self._resume()
 
     def _resume(self) -> None:
@@ -339,7 +349,7 @@ class _Run:
             begun = self.forward.where(self.at.step) if self.at.done else f"the beginning of epoch {self.at.epoch + 1}"
             self.watchdog.beat(begun)
         try:
-            for output in self.ways.outputs(self.loader, partial(exactly, after=self.at.done)):
+            for output in self.steps.outputs(self.loader, partial(exactly, after=self.at.done)):
                 self._after_step(output)
             self.ranks.settle()
         except (GradientNotFiniteError, TrainingDivergedError) as error:
@@ -361,7 +371,7 @@ class _Run:
             self.window.add(output.loss, output.weights)
         if self.trace is not None and (overlap := self.trace.step()) is not None:
             self._keep({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
-        if self.progress.first and self.runtime.is_main and self.ways.piped:
+        if self.progress.first and self.runtime.is_main and self.steps.piped:
             warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self.forward.settle()
@@ -428,11 +438,11 @@ class _Run:
         if self.runtime.is_main and self.log is not None:
             self.log({"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text})
 
-    def _tell_way(self, told: Record) -> None:
-        """Which way steps go: what this process does, and no part of the run's history."""
-        self.progress.say(told["message"])
+    def _log_steps(self, figures: Record) -> None:
+        """Logs which way steps go: what this process does, and no part of the run's history."""
+        self.progress.say(figures["message"])
         if self.runtime.is_main and self.log is not None:
-            self.log({"kind": "steps", "epoch": self.at.epoch + 1, "step": self.at.step, **told})
+            self.log({"kind": "steps", "epoch": self.at.epoch + 1, "step": self.at.step, **figures})
 
     def _take_time(self) -> None:
         """An evaluation, a save or a refresh of negatives may follow."""
@@ -444,7 +454,7 @@ class _Run:
         self._take_time()
         self.forward.settle()
         self.ranks.settle()
-        self.ways.settle()
+        self.steps.settle()
 
     def _stop(self, where: str = "") -> None:
         """Saves, unless this step is saved already, and ends the run, on all ranks after the same step or block."""

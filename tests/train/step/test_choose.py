@@ -20,7 +20,7 @@ from torchrec_ext.train.step.captured import as_it_is
 MS = r"[\d.e+]+ ms"
 
 
-def told(
+def records(
     runtime: Runtime, *, pays: float = 60.0, count: int = 40, sync: SyncConfig | None = None, **options: Any
 ) -> list[Any]:
     """The records of kind ``steps``."""
@@ -35,24 +35,24 @@ def told(
     return [record for record in logged if record["kind"] == "steps"]
 
 
-def ways(runtime: Runtime) -> dict[str, list[Any]]:
+def by_setting(runtime: Runtime) -> dict[str, list[Any]]:
     local = SyncConfig(mode="local_sgd", every=100)
-    found = {
-        "off": told(runtime, compile="off"),
-        "auto": told(runtime, compile="auto"),
-        "too few": told(runtime, compile="off", count=4),
-        "piped": told(runtime, compile="auto", on_nan="skip"),
-        "captured": told(runtime, compile="auto", pays=0.0, sync=local),
-        "required": told(runtime, compile="require", sync=local),
+    results = {
+        "off": records(runtime, compile="off"),
+        "auto": records(runtime, compile="auto"),
+        "too few": records(runtime, compile="off", count=4),
+        "piped": records(runtime, compile="auto", on_nan="skip"),
+        "captured": records(runtime, compile="auto", pays=0.0, sync=local),
+        "required": records(runtime, compile="require", sync=local),
     }
     if runtime.world_size > 1:
-        found["waiting"] = told(runtime, compile="auto", pays=0.0)
-    return found
+        results["waiting"] = records(runtime, compile="auto", pays=0.0)
+    return results
 
 
-def check(found: dict[str, list[Any]], patterns: dict[str, str]) -> None:
+def check(results: dict[str, list[Any]], patterns: dict[str, str]) -> None:
     for name, pattern in patterns.items():
-        (record,) = found[name]
+        (record,) = results[name]
         assert re.fullmatch(pattern, record["message"]), (name, record["message"])
         assert record["captured"] == ("captured_ms" in record) == record["message"].startswith("captured")
         assert record["eager_ms"] > 0
@@ -71,13 +71,13 @@ ALONE = {
 }
 
 
-def test_which_way_steps_go_is_told_once_with_its_reason_and_what_a_step_takes() -> None:
-    (found,) = run_ranks(ways, 1)
-    check(found, {**ALWAYS, **ALONE})
+def test_how_steps_go_is_said_once_with_its_reason_and_what_a_step_takes() -> None:
+    (results,) = run_ranks(by_setting, 1)
+    check(results, {**ALWAYS, **ALONE})
 
 
 def test_on_two_ranks_rank_0_tells_it() -> None:
-    first, second = run_ranks(ways, 2)
+    first, second = run_ranks(by_setting, 2)
     check(first, {**ALWAYS, "waiting": rf"eager: 2 ranks wait for each other in every step; {MS} a step"})
     check(first, {"auto": rf"eager: 2 ranks wait for each other in every step; {MS} a step"})
-    assert all(records == [] for records in second.values())
+    assert all(logged == [] for logged in second.values())

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
@@ -61,7 +62,7 @@ def with_best_threads(
         items: batches; what is not needed stays there.
         run: trains on some of them.
         runtime: this process's place in the job.
-        say: is told what came out.
+        say: receives a line that says what came out.
     """
     given, own = torch.get_num_threads(), pin(runtime)
     tried = numbers(len(own))
@@ -118,6 +119,32 @@ Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepsConfig:
+    """How :class:`Steps` chooses, and whom it tells.
+
+    Args:
+        compile: ``auto``, ``off`` or ``require``, as in a :class:`TrainConfig`.
+        total: steps that are left of the run.
+        piped: leave every step to the pipeline.
+        threads: ``auto`` measures the right number on the first steps, on a CPU.
+        context: makes the context of a captured step's forward, as the pipeline's has it.
+        scaling: scales the loss, as the pipeline's forward and optimizer do; such steps are not captured.
+        take_time: called before what may take minutes.
+        tell: receives, once and where it changes, which way steps go: ``captured``, ``eager_ms`` and ``captured_ms``,
+            medians, and a ``message``.
+    """
+
+    compile: Compile
+    total: int
+    piped: bool = False
+    threads: Threads = "given"
+    context: Context = nullcontext
+    scaling: LossScaling | None = None
+    take_time: Callable[[], None] = lambda: None
+    tell: Callable[[dict[str, Any]], None] = lambda _: None
+
+
 class Steps:
     """Trains on one batch after the other.
 
@@ -133,15 +160,7 @@ class Steps:
         pipeline: runs what is not captured.
         forward: looks at each loss; the pipeline's forward.
         ranks: how ranks are kept alike.
-        compile: ``auto``, ``off`` or ``require``.
-        total: steps of the run.
-        piped: leave every step to the pipeline.
-        context: of a captured step's forward, as the pipeline's has it.
-        scaling: of the loss, as the pipeline's forward and optimizer have it; such steps are not captured.
-        threads: ``auto`` measures the right number on the first steps, on a CPU.
-        take_time: called before what may take minutes.
-        tell: is told once, and where it changes, which way steps go: ``captured``, ``eager_ms`` and ``captured_ms``,
-            medians, and a ``message``.
+        config: how to choose.
 
     Raises:
         CannotCaptureError: ``require``, and it is known beforehand that no step can be captured.
@@ -155,31 +174,22 @@ class Steps:
         pipeline: TrainPipelineSparseDist[TowerBatch, Any],
         forward: FiniteLoss,
         ranks: EveryStep,
-        *,
-        compile: Compile,  # noqa: A002 -- the setting's name
-        total: int,
-        piped: bool = False,
-        context: Context = nullcontext,
-        scaling: LossScaling | None = None,
-        threads: Threads = "given",
-        take_time: Callable[[], None] = lambda: None,
-        tell: Callable[[dict[str, Any]], None] = lambda _: None,
+        config: StepsConfig,
     ) -> None:
-        self._model, self._optimizer, self._runtime, self._context = model, optimizer, runtime, context
-        self._pipeline, self._forward, self._ranks, self._compile, self._left = pipeline, forward, ranks, compile, total
+        self._model, self._optimizer, self._runtime, self._config = model, optimizer, runtime, config
+        self._pipeline, self._forward, self._ranks, self._left = pipeline, forward, ranks, config.total
+        self._compile, self._context, self._scaling = config.compile, config.context, config.scaling
         self._step: CapturedStep | None = None
-        self._undecided = compile != "off"
-        self._seconds: list[float] = []  # of eager steps, and
+        self._undecided = self._compile != "off"
+        self._seconds: list[float] = []  # one for each eager step
         self._captured_seconds: list[float] = []
-        self._tell, self._way_told, self._since = tell, False, 0
-        self._why = _PIPED if piped else f"train.compile={compile}" if compile == "off" else ""
-        self._told: set[str] = set()
-        self._take_time = take_time
-        self._threads = threads if runtime.device.type == "cpu" else "given"
-        self._scaling = scaling
-        self._plain = None if piped else self._plain_step()
+        self._reported, self._since = False, 0
+        self._why = _PIPED if config.piped else f"train.compile={self._compile}" if self._compile == "off" else ""
+        self._notes: set[str] = set()
+        self._threads = config.threads if runtime.device.type == "cpu" else "given"
+        self._plain = None if config.piped else self._plain_step()
         ranks.checks.append(self.settle)
-        if compile == "require":
+        if self._compile == "require":
             self._attempt(self._engine)
 
     def outputs(self, loader: Iterable[Step], watch: Callable[[Iterable[Step]], Iterator[Step]]) -> Iterator[Any]:
@@ -207,9 +217,9 @@ class Steps:
 
     def finish(self) -> None:
         """After the last step: tells which way steps went, where there were too few to tell it before."""
-        if not self._way_told and self._seconds:
+        if not self._reported and self._seconds:
             self._why = self._why or f"{len(self._seconds):,} steps are too few to look at"
-            self._tell_way()
+            self._report()
 
     def settle(self) -> None:
         """Brings model and optimizer to where steps of their own would have brought them, for everybody else to read."""
@@ -249,8 +259,8 @@ class Steps:
                 return
 
     def _timed(self, outputs: Iterator[Any], seconds: list[float]) -> Iterator[Any]:
-        """The outputs; takes their time until it is told which way steps go."""
-        while self._undecided or not self._way_told:
+        """Hands the outputs on, and times them until it is known and said which way steps go."""
+        while self._undecided or not self._reported:
             start, missing = time.perf_counter(), object()
             output: Any = next(outputs, missing)
             if output is missing:
@@ -260,24 +270,24 @@ class Steps:
             if (
                 not self._undecided and len(seconds) > WATCHED
             ):  # one more: the first captured step is that of the capture
-                self._tell_way()
+                self._report()
         yield from outputs
 
-    def _tell_way(self) -> None:
+    def _report(self) -> None:
         """Says whether steps are captured and why, with what a step takes."""
-        self._way_told = True
+        self._reported = True
         eager = median_step(self._seconds) * 1e3
-        told: dict[str, Any] = {"captured": self._step is not None, "eager_ms": eager}
+        figures: dict[str, Any] = {"captured": self._step is not None, "eager_ms": eager}
         if self._step is not None:
-            captured = told["captured_ms"] = median_step(self._captured_seconds) * 1e3
+            captured = figures["captured_ms"] = median_step(self._captured_seconds) * 1e3
             few = len(self._seconds) < WATCHED  # the first steps are slower
             before = (
                 f"the {len(self._seconds)} eager ones before took {eager:.3g} ms" if few else f"eager {eager:.3g} ms"
             )
-            told["message"] = f"captured since step {self._since:,}: {captured:.3g} ms a step, {before}"
+            figures["message"] = f"captured since step {self._since:,}: {captured:.3g} ms a step, {before}"
         else:
-            told["message"] = f"eager: {self._why}; {eager:.3g} ms a step"
-        self._tell(told)
+            figures["message"] = f"eager: {self._why}; {eager:.3g} ms a step"
+        self._config.tell(figures)
 
     def _decide(self) -> None:
         self._undecided = False
@@ -292,22 +302,27 @@ class Steps:
                         "plan.sharding=data_parallel"
                     )
                 )
-            self._tell_way()
+            self._report()
             return
         pays = PAYS_S[self._runtime.device.type]
         if self._compile == "auto" and self._left * seconds < pays:
             self._why = f"capturing pays from {two_digits(pays / seconds):,} steps on, and {self._left:,} are left"
-            self._tell_way()
+            self._report()
             return
         self._step = self._attempt(self._capture)
         if self._step is None:
-            self._tell_way()
+            self._report()
 
     def _capture(self) -> CapturedStep:
         engine, doing = self._engine()
         patience = PATIENCE if self._compile == "auto" else 0
         step = CapturedStep(
-            self._model, self._optimizer, engine, autocast=self._context, take_time=self._take_time, patience=patience
+            self._model,
+            self._optimizer,
+            engine,
+            autocast=self._context,
+            take_time=self._config.take_time,
+            patience=patience,
         )
         self._say(f"{doing} ...")
         return step
@@ -338,8 +353,8 @@ class Steps:
             except CannotCaptureError as error:
                 yield from self._instead(step, item, error)
                 if self._step is None or not step.shapes:
-                    self._step, self._way_told = None, False
-                    self._tell_way()
+                    self._step, self._reported = None, False
+                    self._report()
                     yield from self._eager(items)
                     return
                 continue
@@ -388,9 +403,9 @@ class Steps:
             raise CannotCaptureError(f"train.compile=require: the training step cannot be captured: {error}") from None
         self._why = str(error)
         text = f"note: the training step is not captured: {error}; training goes on without"
-        if text not in self._told:
+        if text not in self._notes:
             self._say(text)
-        self._told.add(text)
+        self._notes.add(text)
 
     def _say(self, text: str) -> None:
         if self._runtime.is_main:
