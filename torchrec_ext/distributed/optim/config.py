@@ -110,11 +110,16 @@ def move_rows(
     first = state["exp_avg"][rows].lerp_(grad, 1 - beta1)
     second = state["exp_avg_sq"][rows].lerp_(square, 1 - beta2)
     state["exp_avg"][rows], state["exp_avg_sq"][rows] = first, second
-    update = first / (1 - beta1**steps) / ((second / (1 - beta2**steps)).sqrt() + eps)
+    update = first / (1 - beta1**steps) / adam_denominator(second, steps, beta2, eps)
     if trust_ratio:
         weight_norm, update_norm = table[rows].norm(dim=1, keepdim=True), update.norm(dim=1, keepdim=True)
         update *= torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
     table.index_add_(0, rows, update, alpha=-lr)
+
+
+def adam_denominator(second: Tensor, steps: float, beta2: float, eps: float) -> Tensor:
+    """The root of Adam's second moment, corrected for its first ``steps``, plus ``eps``; a new tensor."""
+    return (second / (1 - beta2**steps)).sqrt_().add_(eps)
 
 
 def rows_with_gradient(grad: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_ext.distributed.optim.config import Choice, move_rows, rows_with_gradient
+from torchrec_ext.distributed.optim.config import Choice, adam_denominator, move_rows, rows_with_gradient
 from torchrec_ext.distributed.tables import collections
 
 
@@ -260,10 +260,9 @@ class _AdamShard(NamedTuple):
         else:
             first.mul_(beta1).index_add_(0, rows, gradient, alpha=1 - beta1)
             second.mul_(beta2).index_add_(0, rows, gradient.square(), alpha=1 - beta2)
-        scale = 1 - beta2 ** float(self.steps)
-        self.table.addcdiv_(
-            first, (second / scale).sqrt_().add_(choice.eps), value=-lr / (1 - beta1 ** float(self.steps))
-        )
+        steps = float(self.steps)
+        denominator = adam_denominator(second, steps, beta2, choice.eps)
+        self.table.addcdiv_(first, denominator, value=-lr / (1 - beta1**steps))
 
 
 def _like(weight: ShardedTensor, shards: list[Tensor]) -> ShardedTensor:
