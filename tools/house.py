@@ -223,6 +223,26 @@ def long_lines(house: House, limit: int = 120) -> list[Place]:
     ]
 
 
+_DIALECT = {"found", "own", "at", "place", "one", "told", "said", "lent", "joint", "lane", "side", "part"}
+
+
+def dialect(house: House) -> list[Place]:
+    """Variables, arguments and attributes called by a word that says nothing, such as `found` or `own`."""
+    places = []
+    for path, tree in house.trees.items():
+        for node in ast.walk(tree):
+            name, line = "", 0
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name, line = node.id, node.lineno
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name, line = node.attr, node.lineno
+            elif isinstance(node, ast.arg):
+                name, line = node.arg, node.lineno
+            if name.lstrip("_") in _DIALECT:
+                places.append((house.name(path), line, name))
+    return places
+
+
 def undocumented(house: House) -> list[Place]:
     """Public classes and functions without a docstring."""
     return [
@@ -239,6 +259,7 @@ MEASURES = {
     "of them classes": duplicate_classes,
     "circles of files": circles,
     "fragments in docstrings and argument lines": fragments,
+    "variables called by a word of no meaning": dialect,
     "public classes and functions without a docstring": undocumented,
     "lines over 120 characters": long_lines,
 }
