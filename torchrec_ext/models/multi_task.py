@@ -1,4 +1,4 @@
-"""MultiTaskModel: towers under a top NN with a head for each task, and the weighted sum of the tasks' losses."""
+"""MultiTaskModel: towers, a top NN with a head for each task, and the weighted sum of the tasks' losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from torchrec_ext.schema import BatchSchema, OutOfRange
 
 
 class TaskPredictions(NamedTuple):
-    """What a step leaves behind, detached: the whole ``loss``, the first task's prediction, and that of each task by name."""
+    """The detached results of a step.
+
+    Attributes:
+        loss: () weighted sum of the tasks' losses.
+        logits: (B,) logits of the first task.
+        labels: (B,) labels of the first task.
+        weights: (B,) weights of the rows.
+        tasks: prediction of each task, by name.
+    """
 
     loss: Tensor
     logits: Tensor
@@ -29,21 +37,21 @@ class TaskPredictions(NamedTuple):
 
 
 class MultiTaskModel(TowerModel):
-    """A :class:`TowerModel` that predicts T things of a row, such as a click and a purchase, from one hidden layer.
+    """A :class:`TowerModel` that predicts T labels of a row, such as a click and a purchase, from one hidden layer.
 
-    The first task's labels are ``batch.labels``; those of the others are ``batch.targets``, columns of the data by the
-    tasks' names. A drawn negative has label 0 in all.
+    The first task's labels are ``batch.labels``; the others' are ``batch.targets``, columns of the data with the tasks'
+    names. A drawn negative has label 0 in all tasks.
 
     Args:
         towers: see :class:`TowerModel`.
-        top: over the towers' outputs, with T heads.
-        tasks: by name, T of them, the weight of its loss, greater than 0; the loss is the weighted sum.
-        losses: by task a function of (logits, batch), whose ``batch.labels`` are the task's; binary cross entropy where
-            not given.
+        top: network over the towers' outputs, with T heads.
+        tasks: weight of each of the T tasks' losses, greater than 0, by task; the loss is the weighted sum.
+        losses: function from (logits, batch) to the loss of each task, by task, whose ``batch.labels`` are the task's;
+            binary cross entropy where not given.
         shared: see :class:`TowerModel`.
 
     Raises:
-        ValueError: other numbers of tasks and heads, a weight that is not positive, or what a TowerModel refuses.
+        ValueError: not one head for each task, a weight that is not positive, or what a TowerModel refuses.
 
     Example:
         ``auc(*output.tasks["buy"][1:], runtime)`` after a step is the AUC of the task ``buy``::
@@ -70,7 +78,7 @@ class MultiTaskModel(TowerModel):
         return list(self.of_tasks.losses.values())
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
-        """See :meth:`TowerModel.schema`; labels may have any value if a loss is not binary cross entropy."""
+        """See :meth:`TowerModel.schema`; labels may have any value if one of the losses is not binary cross entropy."""
         binary = all(loss is bce for loss in self.of_tasks.losses.values())
         return dataclasses.replace(
             super().schema(out_of_range=out_of_range, oov_ids=oov_ids),
@@ -79,31 +87,31 @@ class MultiTaskModel(TowerModel):
         )
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, TaskPredictions]:  # type: ignore[override]
-        """The weighted sum of the losses, (), to call backward on, and the :class:`TaskPredictions`."""
+        """Returns the weighted sum of the losses, (), to call backward on, and the :class:`TaskPredictions`."""
         logits = self.interaction.of_tasks(self.outputs(batch), batch.weights)  # type: ignore[operator]
         losses = self.of_tasks(logits, batch)
-        loss = sum(weight * losses[at] for at, weight in enumerate(self.tasks.values()))
-        found = {}
-        for at, name in enumerate(self.tasks):
-            labels = batch.targets[:, at - 1] if at else batch.labels  # type: ignore[index]
-            found[name] = Prediction(losses[at].detach(), logits[:, at].detach(), labels, batch.weights)
-        return loss, TaskPredictions(loss.detach(), logits[:, 0].detach(), batch.labels, batch.weights, found)
+        loss = sum(weight * losses[task] for task, weight in enumerate(self.tasks.values()))
+        predictions = {}
+        for task, name in enumerate(self.tasks):
+            labels = batch.targets[:, task - 1] if task else batch.labels  # type: ignore[index]
+            predictions[name] = Prediction(losses[task].detach(), logits[:, task].detach(), labels, batch.weights)
+        return loss, TaskPredictions(loss.detach(), logits[:, 0].detach(), batch.labels, batch.weights, predictions)
 
 
 class _TaskLosses(nn.Module):
-    """A module, so that TorchRec's pipelines do not trace into it."""
+    """The losses of all tasks; a module, so that TorchRec's pipelines do not trace into it."""
 
     def __init__(self, losses: Mapping[str, Loss]) -> None:
         super().__init__()
         self.losses = dict(losses)
 
     def forward(self, logits: Tensor, batch: TowerBatch) -> Tensor:
-        """(T,) from logits (B, T)."""
+        """Returns (T,) losses of logits (B, T)."""
         labels = torch.cat([batch.labels[:, None], batch.targets], dim=1)  # type: ignore[list-item]
         return torch.stack(
             [
-                loss(logits[:, at], dataclasses.replace(batch, labels=labels[:, at], targets=None))
-                for at, loss in enumerate(self.losses.values())
+                loss(logits[:, task], dataclasses.replace(batch, labels=labels[:, task], targets=None))
+                for task, loss in enumerate(self.losses.values())
             ]
         )
 

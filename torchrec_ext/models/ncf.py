@@ -1,4 +1,4 @@
-"""ContextualNCF: generalised matrix factorisation beside an MLP that also reads the context (He et al. 2017)."""
+"""ContextualNCF: generalised matrix factorisation (GMF) beside an MLP that also reads the context (He et al. 2017)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from torchrec_ext.modules.tower import Tower
 
 
 class ContextualNCF(TowerModel):
-    """NeuMF with context: GMF and MLP halves with embeddings of their own over the same ids, one prediction layer over both.
+    """NeuMF with context: a GMF half and an MLP half, with embeddings of their own, under one prediction layer.
 
     The MLP half reads the user's and the item's embedding, the context and, where given, features of the item; without
-    any it is the paper's NeuMF. It is a TowerModel of the towers ``user`` (with the context) and ``item``: each applies
-    its columns of the MLP's first layer, which is linear, so that with ``shared=("user",)`` user and context are
-    computed once for 1 + N candidates, and a catalogue is ranked with both sides computed once per row.
+    context and features it is the paper's NeuMF. It is a TowerModel of the towers ``user`` (with the context) and
+    ``item``. Each applies its columns of the MLP's first layer, which is linear, so that with ``shared=("user",)`` user
+    and context are computed once for 1 + N candidates, and a catalogue is ranked with both towers computed once per
+    row.
 
-    First values are the paper's: embeddings of the ids normal, MLP Xavier uniform, prediction layer LeCun uniform,
-    biases 0. TorchRec's own, uniform in +-1 / sqrt(rows), would make the products of a small table many times larger.
+    Initial values are the paper's: normal for embeddings of the ids, Xavier uniform for the MLP, LeCun uniform for the
+    prediction layer, 0 for biases. TorchRec's uniform in +-1 / sqrt(rows) would make the products of a small table many
+    times larger.
 
     Args:
         users: rows of the two user tables.
@@ -35,18 +37,18 @@ class ContextualNCF(TowerModel):
         gmf_dim: columns of the GMF half's tables.
         mlp_dim: columns of the MLP half's id tables.
         mlp_widths: widths of the MLP's layers, each followed by the activation.
-        context_tables: categorical context; their first values are as their ``init_fn`` says.
+        context_tables: tables of categorical context, with initial values by their ``init_fn``.
         context_dense: names of the dense context columns.
-        item_tables: categorical features of the item.
+        item_tables: tables of categorical features of the item.
         item_dense: names of the item's dense columns.
-        user_feature: the key of the user ids; the tables are named after it, as in ``user_id_gmf``.
-        item_feature: the key of the item ids, likewise.
-        embedding_std: standard deviation of the id tables' first values.
-        activation: after each layer of the MLP.
-        dropout: after each activation.
-        loss: a function of (logits, batch).
+        user_feature: key of the user ids; the tables are named after it, as in ``user_id_gmf``.
+        item_feature: key of the item ids; the tables are named after it too.
+        embedding_std: standard deviation of the id tables' initial values.
+        activation: activation after each layer of the MLP.
+        dropout: share of values set to 0 after each activation.
+        loss: function from (logits, batch) to the loss, ().
         shared: towers that run once for the rows that share their input, usually ``("user",)``.
-        device: of the tables; ``meta`` declares them without memory.
+        device: device of the tables; ``meta`` declares them without memory.
 
     Raises:
         ValueError: a width below 1, an ``embedding_std`` that is not positive, two tables of one name.
@@ -88,7 +90,7 @@ class ContextualNCF(TowerModel):
         item = NCFTower(
             [*ids(item_feature, items), *item_tables], gmf_dim, first, bias=False, dense=item_dense, device=device
         )
-        for tower in (user, item):  # one layer over both inputs side by side, so one bound for both halves
+        for tower in (user, item):  # the halves are one layer over both inputs, so they have one bound
             bound = math.sqrt(6 / (user.mlp.linear.in_features + item.mlp.linear.in_features + first))
             nn.init.uniform_(tower.mlp.linear.weight, -bound, bound)
         head = NCFHead(gmf_dim, mlp_widths, activation=activation, dropout=dropout)
@@ -96,15 +98,15 @@ class ContextualNCF(TowerModel):
 
 
 class NCFTower(Tower):
-    """One side: its GMF embedding beside its part of the MLP's first layer, (B, G + H).
+    """The user's or the item's tower of NeuMF: its GMF embedding beside its half of the MLP's first layer, (B, G + H).
 
     Args:
-        tables: the first is the GMF half's; all others feed the MLP half, as the dense columns do.
-        gmf_dim: G, columns of the first.
+        tables: the GMF half's table, then those that feed the MLP half, as the dense columns do.
+        gmf_dim: G, columns of the first table.
         hidden: H, width of the MLP's first layer.
-        bias: add the first layer's bias here.
+        bias: whether this tower adds the first layer's bias.
         dense: names of dense columns.
-        device: of the tables.
+        device: device of the tables.
     """
 
     mlp: _Half
@@ -125,7 +127,7 @@ class NCFTower(Tower):
 
 
 class _Half(nn.Module):
-    """The first ``gmf_dim`` columns as they are, the others through a linear layer."""
+    """Applies a linear layer to all columns but the first ``gmf_dim``, which it passes on."""
 
     def __init__(self, gmf_dim: int, linear: nn.Linear) -> None:
         super().__init__()
@@ -134,18 +136,18 @@ class _Half(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, columns: Tensor) -> Tensor:
-        gmf, rest = torch.split(columns, [self.gmf_dim, self.linear.in_features], dim=1)
-        return torch.cat([gmf, self.linear(rest)], dim=1)
+        gmf, others = torch.split(columns, [self.gmf_dim, self.linear.in_features], dim=1)
+        return torch.cat([gmf, self.linear(others)], dim=1)
 
 
 class NCFHead(InteractionLayer):
-    """The product of the GMF halves beside the rest of the MLP, and the prediction layer over both: an interaction.
+    """The interaction of NeuMF: the product of the GMF halves and the rest of the MLP under the prediction layer.
 
     Args:
-        gmf_dim: G.
-        mlp_widths: widths of the MLP's layers, of which the towers have computed the first, H wide.
-        activation: after each of them.
-        dropout: after each activation.
+        gmf_dim: G, columns of each tower's GMF half.
+        mlp_widths: widths of the MLP's layers; the towers have computed the first one, H wide.
+        activation: activation after each layer.
+        dropout: share of values set to 0 after each activation.
     """
 
     towers = 2
@@ -175,12 +177,12 @@ class NCFHead(InteractionLayer):
         return [self.predict.bias]
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits from the two towers' outputs, each (B, G + H)."""
+        """Returns (B,) logits of the two towers' outputs, each (B, G + H)."""
         (user, first_user), (item, first_item) = map(self._halves, outputs)
         return self.predict(torch.cat([user * item, self.rest(first_user + first_item)], dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query (B, G + H) with every candidate (N, G + H), both from the towers."""
+        """Returns (B, N) logits of every query (B, G + H) with every candidate (N, G + H)."""
         return over_pairs(query, candidates, self._pairs, self.width)
 
     def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ class NCFHead(InteractionLayer):
         return products + deep.view(first.shape[:2]) + self.predict.bias  # type: ignore[no-any-return]
 
     def _halves(self, output: Tensor) -> tuple[Tensor, ...]:
-        # A backward of one kernel, unlike that of two slices.
+        # The backward of a split is one kernel, that of two slices is two.
         return torch.split(output, [self.gmf_dim, output.shape[-1] - self.gmf_dim], dim=-1)
 
 

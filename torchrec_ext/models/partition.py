@@ -1,12 +1,8 @@
-"""How much features have to do with one another: from a trained model's vectors, or from the data alone.
+"""partition() groups features into towers by affinity, under a bound on what a tower looks up or holds.
 
-partition(): features into towers by affinity, under a bound on what a tower looks up or holds.
-
-The tower partitioner of Disaggregated Multi-Tower (Luo et al., MLSys 2024): affinities become distances, distances
-become places in a plane by the least stress, and k-means of the places makes the towers, here under a bound of the
-load.
-
-Places in a plane from distances, and k-means of places under a bound of the load.
+It follows the tower partitioner of Disaggregated Multi-Tower (Luo et al., MLSys 2024): affinities, from a trained
+model's vectors or from the data alone, become distances; distances become points in a plane with the least stress; and
+k-means of the points makes the towers, here under a bound on their load.
 """
 
 from __future__ import annotations
@@ -55,14 +51,14 @@ class Affinity:
 
 
 def affinity(vectors: Mapping[str, Tensor], measure: Measure = "cosine") -> Affinity:
-    """The affinity of features from the vectors that each has in the same B rows.
+    """Returns the affinity of features from the vectors that each has in the same B rows.
 
     Args:
-        vectors: by feature (B, D), such as from :func:`pooled_vectors` or :func:`id_vectors`.
+        vectors: (B, D) vectors of each feature, by feature, such as from :func:`pooled_vectors` or :func:`id_vectors`.
         measure: ``cosine``, the mean over the rows of |cos| of two features' vectors, as DMT probes a model whose
             features meet in dot products; all D must be equal. ``cka``, how alike two features order the rows (linear
-            CKA, Kornblith et al. 2019, without its bias, Song et al. 2012): any D, and the same whatever basis a table
-            has been trained to.
+            CKA, Kornblith et al. 2019, without its bias, Song et al. 2012), for any D and whatever the basis of each
+            table.
 
     Raises:
         ValueError: fewer than 2 features or 4 rows, or widths that differ under ``cosine``.
@@ -72,11 +68,11 @@ def affinity(vectors: Mapping[str, Tensor], measure: Measure = "cosine") -> Affi
     rows = {len(each) for each in vectors.values()}
     if len(vectors) < 2 or len(rows) != 1 or min(rows) < 4:
         raise ValueError(
-            f"vectors: {len(vectors)} features of {sorted(rows)} rows; needs 2 features or more, of the same 4 rows or "
-            "more"
+            f"vectors: {len(vectors)} features of {sorted(rows)} rows; needs 2 features or more, of the same 4 rows "
+            "or more"
         )
-    own = [each.detach().double() for each in vectors.values()]
-    values = _cosine(list(vectors), own) if measure == "cosine" else _cka(own)
+    exact = [each.detach().double() for each in vectors.values()]
+    values = _cosine(list(vectors), exact) if measure == "cosine" else _cka(exact)
     return Affinity(features=tuple(vectors), values=values.clamp(0, 1).fill_diagonal_(1))
 
 
@@ -92,7 +88,7 @@ def _cosine(names: Sequence[str], vectors: Sequence[Tensor]) -> Tensor:
 
 
 def _cka(vectors: Sequence[Tensor]) -> Tensor:
-    """From the products of columns with columns: in matrices of rows with rows, whose diagonals do not count, B is squared."""
+    """Computes CKA from products of columns with columns; matrices of rows with rows would be B x B."""
     count, widths = len(vectors[0]), [each.shape[1] for each in vectors]
     beside = torch.cat([each - each.mean(dim=0) for each in vectors], dim=1)  # (B, C)
     owner = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))
@@ -107,30 +103,34 @@ def _cka(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def pooled_vectors(model: nn.Module, batches: Iterable[TowerBatch]) -> dict[str, Tensor]:
-    """By feature (B, D) what the model's EmbeddingBagCollections return for ``batches``, sharded or not, B the rows of all of them.
+    """Returns each feature's pooled embeddings in the B rows of all ``batches``, (B, D), by feature.
 
-    Features of a shared tower have fewer rows than the others and are repeated as the model repeats them. Of a sharded
-    model every rank must call it; it sees its own rows.
+    Features of a shared tower have fewer rows and are repeated as the model repeats them. Where the model is sharded,
+    every rank must call it, and gets its own rows.
+
+    Args:
+        model: module that holds EmbeddingBagCollections, sharded or not.
+        batches: batches that it is called with.
 
     Raises:
         ValueError: no batch, or no collection that pools.
     """
-    found: dict[str, list[Tensor]] = {}
+    pooled: dict[str, list[Tensor]] = {}
     with torch.no_grad(), _recorded(model) as seen:
         for batch in batches:
             seen.clear()
             model(batch)
             for feature, value in seen.items():
                 rows = value[batch.shared.index] if batch.shared is not None and len(value) != len(batch) else value
-                found.setdefault(feature, []).append(rows.cpu())
-    if not found:
+                pooled.setdefault(feature, []).append(rows.cpu())
+    if not pooled:
         raise ValueError("model: nothing pooled was looked up; give batches, and a model with EmbeddingBagCollections")
-    return {feature: torch.cat(parts) for feature, parts in found.items()}
+    return {feature: torch.cat(blocks) for feature, blocks in pooled.items()}
 
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What collections return while the block runs, by feature."""
+    """Yields a mapping that receives what collections return while the block runs, by feature."""
     seen: dict[str, Tensor] = {}
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
@@ -147,18 +147,24 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def id_vectors(batch: TowerBatch, features: Sequence[str], width: int = 128) -> dict[str, Tensor]:
-    """By feature (B, width) the mean over a bag of a fixed random vector for each id: what the data says before any training.
+    """Returns the mean of a fixed random vector for each id of each bag, (B, width), by feature.
 
-    With the measure ``cka`` the affinity is how far two features' ids come together, whatever the ids are.
+    It needs no training: by the measure ``cka`` the affinity of two features is how often their ids come together,
+    whatever the ids are.
+
+    Args:
+        batch: B rows.
+        features: names of features of the batch.
+        width: numbers of a random vector.
     """
     vectors = {}
     for seed, feature in enumerate(features):
         bags = batch.bags(feature)
-        ids, place = torch.unique(bags.values(), return_inverse=True)
+        ids, inverse = torch.unique(bags.values(), return_inverse=True)
         drawn = torch.randn(len(ids), width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         lengths = bags.lengths()
         rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths.cpu())
-        sums = torch.zeros(len(lengths), width, dtype=torch.float64).index_add_(0, rows, drawn[place.cpu()])
+        sums = torch.zeros(len(lengths), width, dtype=torch.float64).index_add_(0, rows, drawn[inverse.cpu()])
         mean = sums / lengths.cpu().clamp(min=1)[:, None]
         shared = batch.shared is not None and len(mean) != len(batch)
         vectors[feature] = mean[batch.shared.index.cpu()] if shared else mean  # type: ignore[union-attr]
@@ -166,7 +172,7 @@ def id_vectors(batch: TowerBatch, features: Sequence[str], width: int = 128) -> 
 
 
 def feature_bytes(towers: Iterable[Tower]) -> dict[str, float]:
-    """By feature the bytes of its table as float32, those of a table that several features read dealt out to them evenly."""
+    """Returns the bytes of each feature's table as float32, by feature; features of one table get equal shares."""
     loads = {}
     for tower in towers:
         for table in tower.tables:
@@ -179,132 +185,154 @@ STARTS, ROUNDS = 16, 100
 
 
 def pack_evenly(weights: Tensor, towers: int) -> Tensor:
-    """An even packing: the heaviest first, each into the tower that has least (Graham 1969), and every tower gets something."""
-    own, full = torch.zeros(len(weights), dtype=torch.int64), [(0.0, 0, number) for number in range(towers)]
-    for place in weights.argsort(descending=True, stable=True).tolist():
+    """Returns the tower of each unit, (U,) int64: the heaviest first, each into the lightest tower (Graham 1969).
+
+    Every tower gets a unit.
+
+    Args:
+        weights: (U,) float64 load of each unit.
+        towers: T, at most U.
+    """
+    tower_of, full = torch.zeros(len(weights), dtype=torch.int64), [(0.0, 0, number) for number in range(towers)]
+    for unit in weights.argsort(descending=True, stable=True).tolist():
         load, count, number = min(full)
-        own[place] = number
-        full[full.index((load, count, number))] = (load + float(weights[place]), count + 1, number)
-    return own
+        tower_of[unit] = number
+        full[full.index((load, count, number))] = (load + float(weights[unit]), count + 1, number)
+    return tower_of
 
 
 def plane(distances: Tensor, rounds: int = 300) -> tuple[Tensor, float]:
-    """(F, 2) places whose distances are as near as can be to ``distances`` (F, F), and their stress (Kruskal's stress 1).
+    """Returns (F, 2) points whose distances are as near as can be to ``distances`` (F, F), and their stress.
 
-    SMACOF (de Leeuw 1977), which lowers the stress in every round, from the classical scaling.
+    SMACOF (de Leeuw 1977), which lowers Kruskal's stress 1 in every round, starts from the classical scaling.
+
+    Args:
+        distances: (F, F) float64, symmetric, 0 on the diagonal.
+        rounds: rounds of SMACOF.
     """
     count = len(distances)
     centring = torch.eye(count, dtype=distances.dtype) - 1 / count
     values, vectors = torch.linalg.eigh(-0.5 * centring @ distances.square() @ centring)
-    places = (vectors[:, -2:] * values[-2:].clamp(min=0).sqrt()).flip(1)
-    if places.shape[1] < 2:
-        places = torch.nn.functional.pad(places, (0, 2 - places.shape[1]))
+    points = (vectors[:, -2:] * values[-2:].clamp(min=0).sqrt()).flip(1)
+    if points.shape[1] < 2:
+        points = torch.nn.functional.pad(points, (0, 2 - points.shape[1]))
     for _ in range(rounds):
-        ratio = distances / torch.cdist(places, places).clamp(min=1e-9)
+        ratio = distances / torch.cdist(points, points).clamp(min=1e-9)
         ratio.fill_diagonal_(0)
-        places = (torch.diag(ratio.sum(dim=1)) - ratio) @ places / count
-    found = torch.cdist(places, places)
-    total = float(found.square().sum())
-    return places, float((found - distances).square().sum() / total) ** 0.5 if total else 0.0
+        points = (torch.diag(ratio.sum(dim=1)) - ratio) @ points / count
+    reached = torch.cdist(points, points)
+    total = float(reached.square().sum())
+    return points, float((reached - distances).square().sum() / total) ** 0.5 if total else 0.0
 
 
 def bounded_k_means(
-    places: Tensor, sizes: Tensor, weights: Tensor, bound: float, packing: Tensor, towers: int, seed: int
+    points: Tensor, sizes: Tensor, weights: Tensor, bound: float, packing: Tensor, towers: int, seed: int
 ) -> Tensor:
-    """The tower of each unit: of several starts the one with the least sum of squares that keeps the bound."""
+    """Returns the tower of each unit, (U,) int64: of several starts the least sum of squares that keeps the bound.
+
+    Args:
+        points: (U, 2) float64 point of each unit.
+        sizes: (U,) float64 number of features in each unit.
+        weights: (U,) float64 load of each unit.
+        bound: greatest load of a tower.
+        packing: (U,) int64 towers that keep the bound: the first start, and the result where no other is better.
+        towers: T.
+        seed: seed of the other starts.
+    """
     generator = torch.Generator().manual_seed(seed)
-    state = _Clusters(places=places, sizes=sizes, weights=weights, bound=bound + 1e-9 * abs(bound), towers=towers)
+    clusters = _Clusters(points=points, sizes=sizes, weights=weights, bound=bound + 1e-9 * abs(bound), towers=towers)
     best, least = packing, float("inf")
     for start in range(STARTS):
-        own = state.greedy(_spread(places, towers, generator)) if start else packing
-        if own is None:
-            own = packing
-        own, cost = state.improved(own)
+        tower_of = clusters.greedy(_spread(points, towers, generator)) if start else packing
+        if tower_of is None:
+            tower_of = packing
+        tower_of, cost = clusters.improved(tower_of)
         if cost < least - 1e-12:
-            best, least = own, cost
+            best, least = tower_of, cost
     return best
 
 
-def _spread(places: Tensor, towers: int, generator: torch.Generator) -> Tensor:
-    """Centres as k-means++ draws them (Arthur and Vassilvitskii 2007)."""
-    chosen = [int(torch.randint(len(places), (1,), generator=generator))]
+def _spread(points: Tensor, towers: int, generator: torch.Generator) -> Tensor:
+    """Returns centres as k-means++ draws them (Arthur and Vassilvitskii 2007)."""
+    chosen = [int(torch.randint(len(points), (1,), generator=generator))]
     while len(chosen) < towers:
-        nearest = torch.cdist(places, places[chosen]).amin(dim=1).square() + 1e-12
+        nearest = torch.cdist(points, points[chosen]).amin(dim=1).square() + 1e-12
         nearest[chosen] = 0
         chosen.append(int(torch.multinomial(nearest, 1, generator=generator)))
-    return places[chosen]
+    return points[chosen]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Clusters:
-    places: Tensor
+    """Units in the plane that are grouped into towers; ``tower_of`` (U,) int64 is a grouping."""
+
+    points: Tensor
     sizes: Tensor
     weights: Tensor
     bound: float
     towers: int
 
     def greedy(self, centres: Tensor) -> Tensor | None:
-        """Each to the nearest centre that still has room, who loses most by another one first; None where one is left over."""
-        far = torch.cdist(self.places, centres)
+        """Returns each unit's nearest centre with room, units that lose most first; None where a unit fits none."""
+        far = torch.cdist(self.points, centres)
         two = far.topk(min(2, self.towers), dim=1, largest=False).values
-        own, room = torch.zeros(len(far), dtype=torch.int64), [self.bound] * self.towers
+        tower_of, room = torch.zeros(len(far), dtype=torch.int64), [self.bound] * self.towers
         empty = set(range(self.towers))
         order = (two[:, -1] - two[:, 0]).argsort(descending=True, stable=True).tolist()
-        for turn, place in enumerate(order):
-            must = empty if len(order) - turn == len(empty) else range(self.towers)
-            fitting = [number for number in must if room[number] >= float(self.weights[place])]
+        for turn, unit in enumerate(order):
+            open_towers = empty if len(order) - turn == len(empty) else range(self.towers)
+            fitting = [number for number in open_towers if room[number] >= float(self.weights[unit])]
             if not fitting:
                 return None
-            number = min(fitting, key=lambda number: float(far[place, number]))
-            own[place] = number
-            room[number] -= float(self.weights[place])
+            number = min(fitting, key=lambda number: float(far[unit, number]))
+            tower_of[unit] = number
+            room[number] -= float(self.weights[unit])
             empty.discard(number)
-        return own
+        return tower_of
 
-    def improved(self, own: Tensor) -> tuple[Tensor, float]:
-        """Moves one unit, or swaps two, as long as that brings them nearer to the middles of their towers and keeps the bound."""
-        own = own.clone()
-        cost = self.cost(own)
+    def improved(self, tower_of: Tensor) -> tuple[Tensor, float]:
+        """Moves one unit or swaps two while that brings them nearer to their towers' centres and keeps the bound."""
+        tower_of = tower_of.clone()
+        cost = self.cost(tower_of)
         for _ in range(ROUNDS):
-            far = self.sizes[:, None] * torch.cdist(self.places, self.middles(own)).square()  # (U, T)
-            while self._best_change(own, far):
+            far = self.sizes[:, None] * torch.cdist(self.points, self.centres(tower_of)).square()  # (U, T)
+            while self._best_change(tower_of, far):
                 pass
-            before, cost = cost, self.cost(own)  # middles moved: never dearer
+            before, cost = cost, self.cost(tower_of)  # moving the centres never raises the cost
             if cost >= before - 1e-12:
                 break
-        return own, cost
+        return tower_of, cost
 
-    def _best_change(self, own: Tensor, far: Tensor) -> bool:
-        """Makes the allowed change that gains most by the distances ``far`` (U, T), if any gains."""
-        loads = torch.zeros(self.towers, dtype=torch.float64).index_add_(0, own, self.weights)
-        mine = far.gather(1, own[:, None])  # (U, 1)
-        moves = mine - far
-        moves[
-            (loads[None] + self.weights[:, None] > self.bound)
-            | (torch.bincount(own, minlength=self.towers)[own] < 2)[:, None]
-        ] = -1
-        theirs = far[:, own]  # (U, U): each unit's distance to the other's tower
-        swaps = mine + mine.T - theirs - theirs.T
-        after = loads[own][:, None] + self.weights[None] - self.weights[:, None]
-        swaps[(after > self.bound) | (after > self.bound).T | (own[:, None] == own[None])] = -1
+    def _best_change(self, tower_of: Tensor, far: Tensor) -> bool:
+        """Makes the allowed change that gains most by the distances ``far`` (U, T); returns whether any gains."""
+        loads = torch.zeros(self.towers, dtype=torch.float64).index_add_(0, tower_of, self.weights)
+        current = far.gather(1, tower_of[:, None])  # (U, 1)
+        moves = current - far
+        too_heavy = loads[None] + self.weights[:, None] > self.bound
+        alone = torch.bincount(tower_of, minlength=self.towers)[tower_of] < 2
+        moves[too_heavy | alone[:, None]] = -1
+        swapped = far[:, tower_of]  # (U, U): each unit's distance to the other's tower
+        swaps = current + current.T - swapped - swapped.T
+        after = loads[tower_of][:, None] + self.weights[None] - self.weights[:, None]
+        swaps[(after > self.bound) | (after > self.bound).T | (tower_of[:, None] == tower_of[None])] = -1
         if max(float(moves.max()), float(swaps.max())) <= 1e-12:
             return False
         if moves.max() >= swaps.max():
-            place, number = divmod(int(moves.argmax()), self.towers)
-            own[place] = number
+            unit, number = divmod(int(moves.argmax()), self.towers)
+            tower_of[unit] = number
         else:
-            place, other = divmod(int(swaps.argmax()), len(own))
-            own[[place, other]] = own[[other, place]]
+            unit, other = divmod(int(swaps.argmax()), len(tower_of))
+            tower_of[[unit, other]] = tower_of[[other, unit]]
         return True
 
-    def middles(self, own: Tensor) -> Tensor:
-        """(T, 2) the mean place of each tower's features."""
-        one_hot = torch.nn.functional.one_hot(own, self.towers).double() * self.sizes[:, None]
-        return (one_hot.T @ self.places) / one_hot.sum(dim=0).clamp(min=1e-12)[:, None]
+    def centres(self, tower_of: Tensor) -> Tensor:
+        """Returns (T, 2), the mean point of each tower's features."""
+        one_hot = torch.nn.functional.one_hot(tower_of, self.towers).double() * self.sizes[:, None]
+        return (one_hot.T @ self.points) / one_hot.sum(dim=0).clamp(min=1e-12)[:, None]
 
-    def cost(self, own: Tensor) -> float:
-        """The sum over features of the squared distance to the middle of their tower."""
-        return float((self.sizes * (self.places - self.middles(own)[own]).square().sum(dim=1)).sum())
+    def cost(self, tower_of: Tensor) -> float:
+        """Returns the sum over features of the squared distance to the centre of their tower."""
+        return float((self.sizes * (self.points - self.centres(tower_of)[tower_of]).square().sum(dim=1)).sum())
 
 
 Strategy = Literal["coherent", "diverse"]
@@ -316,15 +344,15 @@ class PartitionError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Towers of features.
+    """Features grouped into towers.
 
     Args:
-        groups: by tower its features, the tower of the first feature first.
-        load: by feature.
-        bound: no tower's load is greater.
-        places: (F, 2), by the order of ``affinity.features``.
-        stress: how far distances in the plane are from those of the affinities, 0 to 1 (Kruskal's).
-        affinity: as given.
+        groups: features of each tower, by tower; the tower of the first feature comes first.
+        load: load of each feature, by feature.
+        bound: greatest load that a tower may have.
+        places: (F, 2) points in the plane, in the order of ``affinity.features``.
+        stress: difference of distances in the plane from those of the affinities, 0 to 1 (Kruskal's stress 1).
+        affinity: affinities that the features were grouped by.
     """
 
     groups: Mapping[str, tuple[str, ...]]
@@ -335,25 +363,28 @@ class Partition:
     affinity: Affinity
 
     def loads(self) -> dict[str, float]:
-        """The load of each tower."""
+        """Returns the load of each tower, by tower."""
         return {tower: sum(self.load[feature] for feature in features) for tower, features in self.groups.items()}
 
     def contrast(self) -> tuple[float, float]:
-        """The mean affinity of two features of one tower, and of two towers; NaN where there are no such pairs."""
-        place = {feature: number for number, features in enumerate(self.groups.values()) for feature in features}
-        own = torch.tensor([place[feature] for feature in self.affinity.features])
-        same = own[:, None] == own[None]
-        pairs = ~torch.eye(len(own), dtype=torch.bool)
+        """Returns the mean affinity of two features of one tower, and of two towers; NaN without such pairs."""
+        number_of = {feature: number for number, features in enumerate(self.groups.values()) for feature in features}
+        tower_of = torch.tensor([number_of[feature] for feature in self.affinity.features])
+        same = tower_of[:, None] == tower_of[None]
+        pairs = ~torch.eye(len(tower_of), dtype=torch.bool)
         return float(self.affinity.values[same & pairs].mean()), float(self.affinity.values[~same].mean())
 
     def tables(self, tables: Sequence[BaseEmbeddingConfig]) -> dict[str, list[BaseEmbeddingConfig]]:
-        """Each tower's share of ``tables``, to declare it with.
+        """Returns the tables to declare each tower with, by tower.
+
+        Args:
+            tables: configs of all tables.
 
         Raises:
-            PartitionError: a table whose features stand in several towers, or in none.
+            PartitionError: a table whose features are in several towers, or in none.
         """
         tower_of = {feature: tower for tower, features in self.groups.items() for feature in features}
-        found: dict[str, list[BaseEmbeddingConfig]] = {tower: [] for tower in self.groups}
+        by_tower: dict[str, list[BaseEmbeddingConfig]] = {tower: [] for tower in self.groups}
         for table in tables:
             readers = sorted({tower_of.get(feature, "none") for feature in table.feature_names})
             if len(readers) > 1 or readers == ["none"]:
@@ -362,8 +393,8 @@ class Partition:
                     f"{', '.join(readers)}; a table has one place: give partition() all its features, with "
                     "together=[...] of them"
                 )
-            found[readers[0]].append(table)
-        return found
+            by_tower[readers[0]].append(table)
+        return by_tower
 
     def __str__(self) -> str:
         within, between = self.contrast()
@@ -373,20 +404,20 @@ class Partition:
         return "\n".join([*lines, f"stress of the plane {self.stress:.3f}"])
 
     def draw(self, path: Path) -> None:
-        """A picture of the plane: a point for each feature, a colour for each tower."""
+        """Writes a picture of the plane to ``path``: a point for each feature, a colour for each tower."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 5.5), layout="constrained")
         axes = figure.subplots()
-        place = {
+        points = {
             feature: (float(x), float(y)) for feature, (x, y) in zip(self.affinity.features, self.places, strict=True)
         }
         loads = self.loads()
         for tower, features in self.groups.items():
-            x, y = zip(*(place[feature] for feature in features), strict=True)
+            x, y = zip(*(points[feature] for feature in features), strict=True)
             axes.scatter(x, y, s=60, label=f"{tower}, load {loads[tower]:,.4g}")
             for feature in features:
-                axes.annotate(feature, place[feature], xytext=(5, 4), textcoords="offset points", fontsize=8)
+                axes.annotate(feature, points[feature], xytext=(5, 4), textcoords="offset points", fontsize=8)
         axes.set(title=f"features by affinity (stress {self.stress:.2f})", xticks=[], yticks=[], aspect="equal")
         axes.legend(
             frameon=False, fontsize=8, title=f"bound {self.bound:,.4g}", loc="center left", bbox_to_anchor=(1, 0.5)
@@ -405,17 +436,17 @@ def partition(
     strategy: Strategy = "coherent",
     seed: int = 0,
 ) -> Partition:
-    """Groups features into ``towers``.
+    """Groups features into towers by their affinity.
 
     Args:
-        affinity: of the features.
-        towers: how many; each gets one feature at least.
-        load: by feature, bytes of its table or ids looked up per row; 1 for each where not given.
-        bound: the greatest load of a tower; where not given, 1.1 times an even share, or the least that the packing
-            found needs.
-        together: features that stay in one tower, such as those that read one table.
+        affinity: affinity of every pair of features.
+        towers: T, the number of towers; each gets one feature at least.
+        load: load of each feature, by feature: bytes of its table, or ids looked up per row; 1 where not given.
+        bound: greatest load of a tower; where not given, 1.1 times an even share, or what the even packing needs if
+            that is more.
+        together: groups of features that stay in one tower, such as those that read one table.
         strategy: ``coherent`` puts features of great affinity into one tower, ``diverse`` into different ones.
-        seed: of the starts of k-means.
+        seed: seed of the starts of k-means.
 
     Raises:
         PartitionError: no grouping keeps the bound.
@@ -433,27 +464,22 @@ def partition(
     units = _units(names, together)
     if not 1 <= towers <= len(units):
         raise ValueError(f"towers={towers}: must be 1 to {len(units)}, the features that may stand apart")
-    weights = torch.tensor([sum(loads[names[place]] for place in unit) for unit in units], dtype=torch.float64)
+    weights = torch.tensor([sum(loads[names[index]] for index in unit) for unit in units], dtype=torch.float64)
     packing = pack_evenly(weights, towers)
     fullest = float(torch.zeros(towers, dtype=torch.float64).index_add_(0, packing, weights).max())
     limit = bound if bound is not None else max(1.1 * float(weights.sum()) / towers, fullest)
     _check_bound(limit, weights, fullest, towers, [names[unit[0]] for unit in units])
     distances = 1 - affinity.values if strategy == "coherent" else affinity.values.clone()
-    places, stress = plane(distances.fill_diagonal_(0))
-    centres = torch.stack([places[unit].mean(dim=0) for unit in units])
+    points, stress = plane(distances.fill_diagonal_(0))
+    unit_points = torch.stack([points[unit].mean(dim=0) for unit in units])
     sizes = torch.tensor([len(unit) for unit in units], dtype=torch.float64)
-    own = bounded_k_means(centres, sizes, weights, limit, packing, towers, seed)
-    numbers = torch.empty(len(names), dtype=torch.int64)
-    for unit, number in zip(units, own.tolist(), strict=True):
-        numbers[unit] = number
-    order = list(dict.fromkeys(numbers.tolist()))
-    groups = {
-        f"tower_{place}": tuple(
-            name for name, own_number in zip(names, numbers.tolist(), strict=True) if own_number == number
-        )
-        for place, number in enumerate(order)
-    }
-    return Partition(groups=groups, load=loads, bound=limit, places=places, stress=stress, affinity=affinity)
+    tower_of = bounded_k_means(unit_points, sizes, weights, limit, packing, towers, seed)
+    by_tower: dict[int, list[int]] = {}
+    for unit, number in zip(units, tower_of.tolist(), strict=True):
+        by_tower.setdefault(number, []).extend(unit)
+    ordered = sorted(sorted(members) for members in by_tower.values())  # by their first feature
+    groups = {f"tower_{i}": tuple(names[index] for index in members) for i, members in enumerate(ordered)}
+    return Partition(groups=groups, load=loads, bound=limit, places=points, stress=stress, affinity=affinity)
 
 
 def _loads(names: Sequence[str], load: Mapping[str, float] | None) -> dict[str, float]:
@@ -469,35 +495,33 @@ def _loads(names: Sequence[str], load: Mapping[str, float] | None) -> dict[str, 
 
 
 def _units(names: Sequence[str], together: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Features that move as one; overlapping demands join."""
-    place = {name: number for number, name in enumerate(names)}
+    """Returns the indices of features that stay in one tower; groups that overlap are one."""
+    index_of = {name: index for index, name in enumerate(names)}
     unit = list(range(len(names)))
     for group in together:
-        unknown = [name for name in group if name not in place]
+        unknown = [name for name in group if name not in index_of]
         if unknown:
             raise ValueError(f"together: {unknown} are not features of the affinity; these are {list(names)}")
-        joined = {unit[place[name]] for name in group}
+        joined = {unit[index_of[name]] for name in group}
         unit = [min(joined) if number in joined else number for number in unit]
-    return [[place for place, own in enumerate(unit) if own == first] for first in dict.fromkeys(unit)]
+    return [[index for index, number in enumerate(unit) if number == first] for first in dict.fromkeys(unit)]
 
 
 def _check_bound(bound: float, weights: Tensor, fullest: float, towers: int, names: Sequence[str]) -> None:
     heaviest, total = int(weights.argmax()), float(weights.sum())
-    told = f"bound={bound:,.6g}"
+    given = f"bound={bound:,.6g}"
     if float(weights[heaviest]) > bound:
         raise PartitionError(
-            f"{told}: '{names[heaviest]}' alone has a load of {float(weights[heaviest]):,.6g}; raise the bound to that "
-            "at least"
+            f"{given}: '{names[heaviest]}' alone has a load of {float(weights[heaviest]):,.6g}; raise the bound to "
+            "that at least"
         )
     if total > bound * towers:
         raise PartitionError(
-            f"{told}: the features' loads add up to {total:,.6g}, more than {towers} x {bound:,.6g} = "
-            f"{bound * towers:,.6g}; "
-            f"raise the bound to {fullest:,.6g}, or take {-int(-total // bound)} towers or more"
+            f"{given}: the features' loads add up to {total:,.6g}, more than {towers} x {bound:,.6g} = "
+            f"{bound * towers:,.6g}; raise the bound to {fullest:,.6g}, or take {-int(-total // bound)} towers or more"
         )
     if fullest > bound:
         raise PartitionError(
-            f"{told}: no packing of {len(weights)} loads into {towers} towers was found that keeps it; the most even "
-            "one has "
-            f"{fullest:,.6g} in a tower: raise the bound to that, or take more towers"
+            f"{given}: no packing of {len(weights)} loads into {towers} towers was found that keeps it; the most even "
+            f"one has {fullest:,.6g} in a tower: raise the bound to that, or take more towers"
         )

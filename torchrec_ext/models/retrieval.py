@@ -21,27 +21,26 @@ from torchrec_ext.schema import BatchSchema, OutOfRange
 class RetrievalModel(TowerModel):
     """A query tower and a candidate tower under a softmax over the candidates of the batch (Yi et al. 2019).
 
-    Its batches hold positives alone; every other row's candidate is a negative, on every rank. Candidates that are
-    popular stand in many batches, so by ``counts`` their scores are corrected in training; what ranks afterwards is the
-    uncorrected score. Where a batch says how its candidates were sampled, by ``log_q``, that corrects them instead: of
-    ``loader.sampling=mixed``, whose rows after the positives are candidates alone, with weight 0 (Yang et al. 2020).
+    Its batches hold positives alone; every other row's candidate, on any rank, is a negative. Popular candidates are in
+    many batches, so ``counts`` corrects their scores in training; afterwards the uncorrected score ranks. Where a batch
+    gives the candidates' ``log_q``, that corrects them instead, as under ``loader.sampling=mixed``, whose rows after
+    the positives are candidates alone, with weight 0 (Yang et al. 2020).
 
-    ``batch.items`` and ``batch.users``, which a loader fills as :meth:`schema` asks, say which item and whose row each
-    is. So a candidate whose id is dropped stays itself, a negative of the others with its own log q, however it is
-    looked up.
+    ``batch.items`` and ``batch.users``, which a loader fills as :meth:`schema` asks, name the item and the user of each
+    row. A candidate whose id is dropped therefore stays that item, a negative of the other rows with its own log q,
+    whatever was looked up for it.
 
     Args:
-        towers: the query's and the candidate's, in this order.
+        towers: the query's tower and the candidate's, in this order.
         interaction: one with a ``metric``, :class:`DotProduct` or :class:`Cosine`, whose temperature is then that of
             the softmax.
-        counts: (I,) how often each candidate stands in the training rows, for batches without ``log_q``; these are not
-            corrected where it is not given.
-        known: from users (B,) and items (C,) to (B, C) bool, what each user is known to have taken, such as a
-            ``KnownItems`` of the training rows: these are no negatives. Where it is not given, of a query's items only
-            its own candidate.
-        user_feature: the column with each row's user, needed where ``known`` is given; no tower has to read it.
-        item_feature: the key that holds each row's candidate, one id from 1.
-        temperature: of the softmax over dot products; greater than 0.
+        counts: (I,) number of training rows of each candidate, for batches without ``log_q``; None for no correction.
+        known: module from users (B,) and items (C,) to (B, C) bool, the items that each user is known to have taken,
+            such as a ``KnownItems`` of the training rows: these are no negatives. Where it is not given, only the row's
+            own candidate is none.
+        user_feature: column with each row's user, needed where ``known`` is given; no tower has to read it.
+        item_feature: key that holds each row's candidate, one id from 1.
+        temperature: divisor of the dot products in the softmax, greater than 0.
         shared: see :class:`TowerModel`.
 
     Raises:
@@ -63,7 +62,8 @@ class RetrievalModel(TowerModel):
         if len(towers) != 2 or getattr(interaction, "metric", None) is None:
             raise ValueError(
                 "a softmax over the batch needs a query tower, a candidate tower and DotProduct or Cosine, got "
-                f"{list(towers)} and {type(interaction).__name__}; use TowerModel with a loss over given rows for others"
+                f"{list(towers)} and {type(interaction).__name__}; use TowerModel with a loss over given rows for "
+                "others"
             )
         super().__init__(towers, interaction, shared=shared)
         self.in_batch = _InBatchSoftmax(interaction, counts, known, item_feature, temperature)
@@ -71,30 +71,28 @@ class RetrievalModel(TowerModel):
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
         """See :meth:`TowerModel.schema`; a loss that compares rows reads no labels, so they may have any value."""
-        made = super().schema(out_of_range=out_of_range, oov_ids=oov_ids)
-        return dataclasses.replace(made, label_range=None, query=self._query, candidate=self._candidate)
+        schema = super().schema(out_of_range=out_of_range, oov_ids=oov_ids)
+        return dataclasses.replace(schema, label_range=None, query=self._query, candidate=self._candidate)
 
     def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
         """See :meth:`TowerModel.expect_rows`; drawn negatives would count as positives."""
         check_fed("in_batch", negatives=negatives, label=label, metric=self._metric())
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
-        """The loss over the batch, (), and each row's own logit in the :class:`Prediction`.
+        """Returns the loss over the batch, (), and each row's own logit in the :class:`Prediction`.
 
         In evaluation the rows have labels, and the loss is that of a TowerModel, which compares no rows.
         """
         if not self.training:
             return super().forward(batch)
-        outputs = [
-            widened(output) for output in self.outputs(batch)
-        ]  # under autocast the towers' are of half precision
+        outputs = [widened(output) for output in self.outputs(batch)]  # of half precision under autocast
         loss = self.in_batch(outputs, batch)
         logits = self.interaction(outputs)
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
 
 
 class _InBatchSoftmax(nn.Module):
-    """A module, so that TorchRec's pipelines do not trace into it."""
+    """The softmax over the batch; a module, so that TorchRec's pipelines do not trace into it."""
 
     log_q: Tensor | None
 
@@ -111,7 +109,7 @@ class _InBatchSoftmax(nn.Module):
         self._cosine = interaction.metric == "cosine"
         self._temperature = interaction.temperature or temperature
         self._item_feature = item_feature
-        # What is in no training row is in no batch either; its correction only has to be a number.
+        # A candidate of no training row is in no batch either; its correction only has to be finite.
         self.register_buffer("log_q", None if counts is None else (counts.clamp(min=1) / counts.sum()).log().float())
 
     def forward(self, outputs: list[Tensor], batch: TowerBatch) -> Tensor:
@@ -127,7 +125,7 @@ class _InBatchSoftmax(nn.Module):
             log_q=log_q,
             queries=count,
             rows=None if batch.queries is None else len(ids),
-            present=(ids != 0) | (batch.weights > 0),  # item 0 with a weight is one that nobody knows
+            present=(ids != 0) | (batch.weights > 0),  # item 0 with a weight is an unknown item, not padding
             is_known=None if self.known is None else partial(self.known, _users(batch)[:count]),
         )
         return in_batch_softmax(
@@ -142,7 +140,7 @@ class _InBatchSoftmax(nn.Module):
 def _users(batch: TowerBatch) -> Tensor:
     if batch.users is None:
         raise ValueError(
-            "the model has known=..., and the batch does not say whose its rows are: make the loader with the model's "
-            "schema(), set batch.users, or leave known out"
+            "the model has known=..., and the batch does not name the users of its rows: make the loader with the "
+            "model's schema(), set batch.users, or leave known out"
         )
     return batch.users

@@ -1,6 +1,7 @@
-"""NextItemModel: a causal session tower that scores the whole catalogue at every step with the table it reads from.
+"""Models of sessions: NextItemModel scores the whole catalogue as the next item; bst() scores one given item.
 
-bst(): will this user take this item next? A session tower with the item in its sequence, then one logit.
+NextItemModel scores with the table that its sequence is read from. bst() has the item in its sequence and ends in one
+logit.
 """
 
 from __future__ import annotations
@@ -29,25 +30,34 @@ SESSION, CANDIDATES = "session", "candidates"
 
 
 class NextItems(NamedTuple):
-    """What a step leaves behind, detached: ``loss`` () and ``weights`` (B,)."""
+    """The detached results of a step.
+
+    Attributes:
+        loss: () loss of the batch.
+        weights: (B,) weights of the sequences.
+    """
 
     loss: Tensor
     weights: Tensor
 
 
 class NextItemModel(nn.Module):
-    """Predicts each item of a sequence from those before it (SASRec, Kang and McAuley 2018), with a softmax over the catalogue.
+    """Predicts each item of a sequence from those before it (SASRec, Kang and McAuley 2018).
 
-    One sharded table is read for the sequence and for the items to be scored. A batch has two features: ``session``,
-    the items of B sequences, oldest first, each of which but the first is a target; and ``candidates``, the items that
-    all targets of all ranks are told from, spread over the rows in any way, but as many on every rank (0 is padding):
-    the whole catalogue, or a uniform sample of it.
+    Its loss is a softmax over the catalogue, whose one sharded table is read for the sequence and for the items to be
+    scored. A batch has two features: ``session``, the items of B sequences, oldest first, each of which but the first
+    is a target; and ``candidates``, the items among which all targets of all ranks are found, the whole catalogue or a
+    uniform sample of it. They are spread over the rows in any way, with the same number on every rank; 0 is padding.
 
     Args:
-        table: of the items, ids 1 to num_embeddings - 1, row 0 for unknown ones; its feature names are set here.
-        encoder: causal, of the table's width; its ``max_length`` is one less than the items that a training sequence
-            may have.
-        device: of the table; ``meta`` declares it without memory.
+        table: config of the items' table, ids 1 to num_embeddings - 1, row 0 for unknown items; its feature names are
+            set here.
+        encoder: causal encoder of the table's width; its ``max_length`` is one less than the items that a training
+            sequence may have.
+        device: device of the table; ``meta`` declares it without memory.
+
+    Raises:
+        ValueError: an encoder that is not causal, or not of the table's width.
 
     Example:
         >>> table = EmbeddingConfig(name="item_id", num_embeddings=300_000_000, embedding_dim=64)
@@ -73,17 +83,33 @@ class NextItemModel(nn.Module):
         self.interaction = DotProduct([encoder.width, encoder.width])
 
     def schema(self, *, out_of_range: OutOfRange = "error") -> BatchSchema:
-        """The columns that a batch for this model needs."""
+        """Returns the schema of the model's batches.
+
+        Args:
+            out_of_range: effect of an id outside its table: ``error``, or ``oov`` for row 0.
+        """
         return BatchSchema.from_tables([self.table], label_range=None, out_of_range=out_of_range)
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, NextItems]:
-        """The mean loss, (), of the targets of all ranks, and :class:`NextItems`; ``batch.total_weight`` counts targets."""
+        """Returns the mean loss, (), of the targets of all ranks, and :class:`NextItems`.
+
+        ``batch.total_weight`` is the number of targets of all ranks divided by R.
+        """
         embedded = self.embeddings(batch.sparse)
         loss = self.network(embedded, batch)
         return loss, NextItems(loss.detach(), batch.weights)
 
     def embed(self, tower: str, batch: TowerBatch) -> Tensor:
-        """(B, D): of ``session`` what the next item is scored with, zeros for an empty one; of ``item`` each row's candidate."""
+        """Returns (B, D) vectors of a tower.
+
+        Args:
+            tower: ``session`` for vectors that score the next item, zeros for an empty session; ``item`` for each row's
+                candidate.
+            batch: the rows.
+
+        Raises:
+            ValueError: another tower.
+        """
         embedded = self.embeddings(batch.sparse)
         if tower == "item":
             return embedded[CANDIDATES].values()  # type: ignore[no-any-return]
@@ -93,7 +119,7 @@ class NextItemModel(nn.Module):
 
 
 class _NextItemNetwork(nn.Module):
-    """All but the table: TorchRec's pipelines do not trace into modules without tables, so it may branch on values."""
+    """The model without its table: TorchRec's pipelines do not trace into such modules, so it may branch on values."""
 
     def __init__(self, encoder: SessionEncoder, num_items: int) -> None:
         super().__init__()
@@ -102,8 +128,8 @@ class _NextItemNetwork(nn.Module):
 
     def forward(self, embedded: Mapping[str, JaggedTensor], batch: TowerBatch) -> Tensor:
         items, lengths = embedded[SESSION].values(), embedded[SESSION].lengths()
-        whole = Packing(lengths)
-        inputs = (whole.to_end > 0).nonzero()[:, 0]
+        packing = Packing(lengths)
+        inputs = (packing.to_end > 0).nonzero()[:, 0]
         states = self.encoder(items[inputs], (lengths - 1).clamp(min=0))
         ids, targets = batch.sparse[SESSION].values(), inputs + 1
         losses = catalogue_softmax(
@@ -114,7 +140,7 @@ class _NextItemNetwork(nn.Module):
             gather_rows(batch.sparse[CANDIDATES].values()),
             num_items=self.num_items,
         )
-        weights = batch.weights[whole.rows[inputs]] * (ids[targets] > 0)
+        weights = batch.weights[packing.rows[inputs]] * (ids[targets] > 0)
         return (losses * weights).sum() / batch.total_weight  # type: ignore[no-any-return]
 
     def last(self, embedded: Mapping[str, JaggedTensor]) -> Tensor:
@@ -126,12 +152,12 @@ class _NextItemNetwork(nn.Module):
 
 
 class NextItemTower(Recorded, nn.Module):
-    """The session side of a :class:`NextItemModel` as a tower of a TowerModel: what the next item is scored with.
+    """The session's half of a :class:`NextItemModel` as a tower of a TowerModel; its output scores the next item.
 
     Args:
-        tables: the items', read as the feature ``session``.
-        encoder: of the model.
-        device: of the table.
+        tables: config of the items' table, read as the feature ``session``.
+        encoder: encoder of the model.
+        device: device of the table.
     """
 
     dense: tuple[str, ...] = ()
@@ -146,12 +172,15 @@ class NextItemTower(Recorded, nn.Module):
         self.network = _NextItemNetwork(encoder, self.tables[0].num_embeddings - 1)
 
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
-        """(B, D), zeros for an empty session."""
+        """Returns (B, D), zeros for an empty session."""
         return self.network.last(self.embeddings(sparse))
 
 
 def as_towers(model: NextItemModel) -> dict[str, Made]:
-    """The two sides of the model as towers, by name, the items' last; ``dense`` parameters of ``network`` are the session's."""
+    """Returns how to make the model's session and item as towers, by name, the item last.
+
+    All dense parameters of the model belong to the session's ``network``.
+    """
     session = dataclasses.replace(model.table, feature_names=[SESSION])
     items = EmbeddingBagConfig(
         name=model.table.name,
@@ -177,19 +206,22 @@ def bst(
     dropout: float = 0.0,
     **tower: Any,
 ) -> TowerModel:
-    """Behaviour Sequence Transformer (Chen et al. 2019): session and target -> transformer -> MLP -> logit, trained on clicks.
+    """Makes a Behaviour Sequence Transformer (Chen et al. 2019): session and target -> transformer -> MLP -> logit.
 
     Args:
-        tables: of the features of the steps, of one width; the items' reads both the session and the target.
+        tables: tables of the steps' features, of one width; the items' table reads both the session and the target.
         session: features of the earlier steps.
         target: features of the target.
         others: towers beside the session, such as the user's profile and the context, whose outputs are concatenated
-            with its own.
-        top_widths: hidden widths over that concatenation; none where not given, so that the logit is linear in it.
-        activation: of all MLPs.
-        dropout: likewise.
+            with the session's.
+        top_widths: hidden widths over that concatenation; without any the logit is linear in it.
+        activation: activation of all MLPs.
+        dropout: share of values set to 0 after each activation.
         tower: further arguments of :class:`SessionTower`, whose defaults are the paper's: one layer, 8 heads, MLP
             1024-512-256.
+
+    Raises:
+        ValueError: another tower named ``session``, or what a SessionTower refuses.
 
     Example:
         >>> items = EmbeddingConfig(
@@ -209,7 +241,7 @@ def bst(
 
 
 class _Logit(nn.Module):
-    """TopMLP over one tower or more."""
+    """A top NN (see :class:`TopMLP`) over the session's tower and any others."""
 
     def __init__(self, width: int, hidden: Sequence[int], activation: Activation, dropout: float) -> None:
         super().__init__()

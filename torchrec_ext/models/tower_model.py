@@ -1,4 +1,4 @@
-"""TowerModel: N named towers, an interaction over their outputs, a loss."""
+"""TowerModel: named towers, an interaction over their outputs, and a loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Loss = Callable[[Tensor, TowerBatch], Tensor]
 
 
 class _LossModule(nn.Module):
-    """The loss as a module: TorchRec's pipelines do not trace into modules without tables, so it may branch on values."""
+    """Wraps a loss: TorchRec's pipelines do not trace into modules without tables, so it may branch on values."""
 
     def __init__(self, function: Loss) -> None:
         super().__init__()
@@ -35,7 +35,14 @@ class _LossModule(nn.Module):
 
 
 class Prediction(NamedTuple):
-    """What a step leaves behind, detached: ``loss`` (), ``logits``, ``labels`` and ``weights`` (B,)."""
+    """The detached results of a step.
+
+    Attributes:
+        loss: () loss of the batch.
+        logits: (B,) logits.
+        labels: (B,) labels.
+        weights: (B,) weights of the rows.
+    """
 
     loss: Tensor
     logits: Tensor
@@ -46,24 +53,24 @@ class Prediction(NamedTuple):
 class TowerModel(nn.Module):
     """Towers that read one batch, an interaction that turns their outputs into a logit, and the loss.
 
-    ``forward`` returns what TorchRec's train pipelines expect: ``(loss, output)``. Every tower takes the batch's whole
-    KeyedJaggedTensor as an attribute of the batch, which is what lets ``TrainPipelineSparseDist`` overlap all their
-    input dists; :class:`Towers` holds and runs them.
+    ``forward`` returns ``(loss, output)``, which TorchRec's train pipelines expect. Every tower takes the batch's whole
+    KeyedJaggedTensor as an attribute of the batch, which lets ``TrainPipelineSparseDist`` overlap all input dists;
+    :class:`Towers` holds and runs the towers.
 
     Towers that name the same table, such as the items' for a user's history and for the candidate, share it with one
-    set of weights; see :class:`SharedTables`, and :meth:`merge_lookups` for all the other tables.
+    set of weights; see :class:`SharedTables`, and :meth:`merge_lookups` for all other tables.
 
     Args:
-        towers: by name; the order is that of the interaction's inputs.
-        interaction: a module from the list of tower outputs, each (B, D), to logits (B,); one with a :class:`BatchNorm`
-            should also take ``weights``, the rows' (B,), and hand them on.
-        loss: a function of (logits, batch) to ().
+        towers: modules by name, in the order of the interaction's inputs.
+        interaction: module from the list of tower outputs, each (B, D), to logits (B,); one with a :class:`BatchNorm`
+            should also take ``weights`` (B,) of the rows and pass them on.
+        loss: function from (logits, batch) to the loss, ().
         shared: names of towers whose input several rows share, such as the user's beside 1 + N candidates: they run
-            once per shared row, and their outputs are repeated. Logits and gradients are those of the plain form.
+            once per shared row, and their outputs are repeated. Logits and gradients do not change.
 
     Raises:
-        ValueError: tables of one name that differ, a dense column of two towers, or a feature of a shared and of
-            another tower, or of one with weights and of another without.
+        ValueError: tables of one name that differ, a dense column that two towers read, or a feature that is read by a
+            shared tower and another, or with weights and without.
     """
 
     def __init__(
@@ -78,7 +85,7 @@ class TowerModel(nn.Module):
         self._names = list(towers)
         self._shared = [name for name in towers if name in shared]
         self._weights = _weights(self.towers)
-        # Kept, because a plan may leave this rank without some of the towers.
+        # A plan may leave this rank without some of the towers, so their arguments are kept here.
         self.made_of = {name: how_made(tower) for name, tower in towers.items()}
         self._tables = [table for tower in towers.values() for table in tower.tables]
         self._dense = [name for tower in towers.values() for name in tower.dense]
@@ -89,17 +96,17 @@ class TowerModel(nn.Module):
         self._weighed_top = weighs_rows(interaction)
 
     def merge_lookups(self) -> Self:
-        """From now on looks up the tables of all towers together, as :class:`SharedTables` says, instead of tower by tower.
+        """Makes the model look up the tables of all towers together, by :class:`SharedTables`, and not tower by tower.
 
-        Batches, outputs, gradients and the names of tables stay as they are; the paths of their parameters change, so
-        do it before anything keeps these: a plan, an optimizer. Under a plan with towers on ranks of their own those of
-        the same ranks look up their tables together.
+        Batches, outputs, gradients and the names of tables stay the same; the paths of their parameters change, so call
+        it before a plan or an optimizer is made. Under a plan with towers on ranks of their own, towers of the same
+        ranks look up their tables together.
 
         Returns:
             The model itself.
 
         Raises:
-            ValueError: a tower that cannot do without tables of its own, or tables that are sharded already.
+            ValueError: a tower that cannot release its tables, or tables that are sharded already.
         """
         values = {name: weight for name, _, weight in values_by_table(self)}
         sharded = [table.name for table in self._tables if table.name not in values]
@@ -111,23 +118,23 @@ class TowerModel(nn.Module):
         return self
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:
-        """Sets the last bias to the log-odds of the share of positives, which an untrained model then predicts for every row.
+        """Sets the last bias to the log-odds of a positive, so that an untrained model predicts the positives' share.
 
-        Without it the first steps of a model of rare positives do nothing but move a bias, and a short training ends
-        far above the log loss of a constant prediction. An interaction without a bias stays as it is, as do heads with
-        another loss than binary cross entropy.
+        Otherwise the first steps of a model of rare positives only move a bias, and a short training ends far above the
+        log loss of a constant prediction. Interactions without a bias and heads with another loss than binary cross
+        entropy stay as they are.
 
         Args:
-            shares: of positives among the training rows, above 0 and below 1, for each head: one, or of a
-                MultiTaskModel T.
+            shares: share of positives among the training rows, above 0 and below 1, for each head: one, or T of a
+                MultiTaskModel.
 
         Returns:
             The log-odds that were set.
 
         Raises:
-            ValueError: other numbers of shares and heads, or a share that is not between 0 and 1.
+            ValueError: not one share for each head, or a share that is not between 0 and 1.
         """
-        found, losses = [], self._losses()
+        log_odds, losses = [], self._losses()
         if len(shares) != len(losses):
             raise ValueError(f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head")
         for share, loss, bias in zip(shares, losses, getattr(self.interaction, "last_biases", []), strict=False):
@@ -136,9 +143,9 @@ class TowerModel(nn.Module):
                     f"shares: {share}: must be above 0 and below 1, since the log-odds of others are not finite"
                 )
             if loss is bce:
-                found.append(math.log(share / (1 - share)))
-                nn.init.constant_(bias, found[-1])
-        return found
+                log_odds.append(math.log(share / (1 - share)))
+                nn.init.constant_(bias, log_odds[-1])
+        return log_odds
 
     def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
         """Tells the loss which rows it will be given, before the first step.
@@ -157,11 +164,16 @@ class TowerModel(nn.Module):
         return self.interaction.metric if isinstance(self.interaction, InteractionLayer) else None
 
     def _losses(self) -> list[Loss]:
-        """Of each head."""
+        """Returns the loss of each head."""
         return [self.loss.function]
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
-        """The columns that a batch for this model needs."""
+        """Returns the schema of the model's batches.
+
+        Args:
+            out_of_range: effect of an id outside its table: ``error``, or ``oov`` for its out-of-vocabulary row.
+            oov_ids: out-of-vocabulary row of each feature, by feature; 0 where not given.
+        """
         return BatchSchema.from_tables(
             self._tables,
             dense=self._dense,
@@ -173,20 +185,27 @@ class TowerModel(nn.Module):
         )
 
     def embed(self, tower: str, batch: TowerBatch) -> Tensor:
-        """(B, D), of a shared tower (Q, D): the output of one tower; the features of the others may be empty bags."""
+        """Returns the output of one tower, (B, D), or (Q, D) of a shared one; features of others may be empty bags.
+
+        Raises:
+            ValueError: there is no such tower.
+        """
         if tower not in self._names:
             raise ValueError(f"tower {tower!r} is not one of {list(self._names)}")
         return self._run(batch, [tower])[tower]
 
     def _run(self, batch: TowerBatch, names: list[str] | None = None) -> dict[str, Tensor]:
-        """The outputs of all towers, or of those named; what a call does not need is left out, so that a pipeline can follow it."""
+        """Returns the outputs of all towers, or of ``names``.
+
+        Arguments that a call does not need are left out, so that a pipeline can follow it.
+        """
         rows = (batch.sparse, batch.dense)
         if self._shared and batch.shared is not None:
             rows += (batch.shared.sparse, batch.shared.dense)  # type: ignore[assignment]
         options: dict[str, Any] = {} if names is None else {"names": names}
         if self.shared_tables is not None and not self.shared_tables.readers.isdisjoint(names or self._names):
             options["looked_up"] = self.shared_tables(batch, names or self._names)
-        if self.shared_tables is None and self._joint:  # a plan has moved them to the ranks of their towers
+        if self.shared_tables is None and self._joint:  # a plan has moved the look-ups to the ranks of their towers
             options["joint"] = batch.joint
         if self._weighed[False]:
             options["weights"] = batch.weights
@@ -195,24 +214,27 @@ class TowerModel(nn.Module):
         return self.towers(*rows, **options)  # type: ignore[no-any-return]
 
     def outputs(self, batch: TowerBatch) -> list[Tensor]:
-        """(B, D) of each tower, in order."""
-        found = self._run(batch)
-        return [batch.shared.spread(found[name]) if name in self._shared else found[name] for name in self._names]  # type: ignore[union-attr]
+        """Returns the output of each tower, (B, D), in order."""
+        outputs = self._run(batch)
+        return [batch.shared.spread(outputs[name]) if name in self._shared else outputs[name] for name in self._names]  # type: ignore[union-attr]
 
     def logits(self, batch: TowerBatch) -> Tensor:
-        """(B,) logits."""
+        """Returns the logits of the batch, (B,)."""
         outputs = self.outputs(batch)
         return self.interaction(outputs, batch.weights) if self._weighed_top else self.interaction(outputs)  # type: ignore[no-any-return]
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
-        """The loss, (), to call backward on, and the :class:`Prediction`."""
+        """Returns the loss, (), to call backward on, and the :class:`Prediction`."""
         logits = self.logits(batch)
         loss = self.loss(logits, batch)
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
 
 
 def _weights(towers: Towers) -> dict[str, str]:
-    """By feature the column of its ids' weights; TorchRec's sharded collections use weights wherever a batch has them."""
+    """Returns the column of the ids' weights of each weighted feature, by feature.
+
+    TorchRec's sharded collections use weights wherever a batch has them, so all towers must agree.
+    """
     named: dict[str, dict[str | None, str]] = {}
     for name, tower in towers.items():
         weights = getattr(tower, "weights", {})
@@ -220,9 +242,9 @@ def _weights(towers: Towers) -> dict[str, str]:
             named.setdefault(feature, {})[weights.get(feature)] = name
     for feature, columns in named.items():
         if len(columns) > 1:
-            said = " and ".join(f"{column or 'none'} in tower '{tower}'" for column, tower in columns.items())
+            differing = " and ".join(f"{column or 'none'} in tower '{tower}'" for column, tower in columns.items())
             raise ValueError(
-                f"feature '{feature}' has weights {said}; give it the same weights in every tower that reads it"
+                f"feature '{feature}' has weights {differing}; give it the same weights in every tower that reads it"
             )
     return {feature: column for feature, (column, *_) in named.items() if column}
 
@@ -244,27 +266,29 @@ def two_tower(
     shared: Sequence[str] = (),
     device: torch.device | None = None,
 ) -> TowerModel:
-    """User features -> NN_user, item features -> NN_item, then a top NN over both outputs or their dot product.
+    """Makes a TowerModel of user features -> NN_user, item features -> NN_item, and an interaction over both outputs.
 
     Args:
         user_tables: tables of the tower ``user``; may be none where it has dense columns.
-        item_tables: tables of the tower ``item``.
-        user_dense: names of the user tower's dense columns; or by name the numbers in a row of each, for array columns.
-        item_dense: those of the item tower.
+        item_tables: tables of the tower ``item``; may be none where it has dense columns.
+        user_dense: names of the user tower's dense columns; or the number of values that each has in a row, by name,
+            for array columns.
+        item_dense: names of the item tower's dense columns, as ``user_dense``.
         tower_widths: MLP widths of both towers; the last is D.
         interaction: ``top_nn`` (concatenation, MLP, logit; Covington et al. 2016), ``dot`` or another of
             :func:`interaction_layer`.
         top_widths: hidden widths of the top NN, where the interaction has one.
-        activation: between layers.
-        normalization: before each activation between layers: ``layer``, ``batch`` or ``none``.
-        dropout: after each activation.
-        residual: add the input of each hidden layer of a tower that is as wide as its output.
-        loss: a function of (logits, batch).
+        activation: activation between layers.
+        normalization: layer before each activation between layers: ``layer``, ``batch`` or ``none``.
+        dropout: share of values set to 0 after each activation.
+        residual: whether to add the input of each hidden layer of a tower that is as wide as its output.
+        loss: function from (logits, batch) to the loss, ().
         shared: towers that run once for the rows that share their input, usually ``("user",)``.
-        device: of the tables; ``meta`` declares them without memory.
+        device: device of the tables; ``meta`` declares them without memory.
 
     Example:
-        >>> table = lambda name, rows: EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=8)
+        >>> def table(name: str, rows: int) -> EmbeddingBagConfig:
+        ...     return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=8)
         >>> model = two_tower([table("user_id", 100)], [table("item_id", 50)], user_dense=["age"])
         >>> model.schema().keys, model.schema().dense
         (['user_id', 'item_id'], ('age',))

@@ -278,7 +278,7 @@ class Reordered(InteractionLayer):
 
     Args:
         interaction: interaction that takes the towers in the order of training.
-        order: for each input of ``interaction``, in order, its index among the given outputs.
+        order: index, among the given outputs, of each input of ``interaction``.
         widths: D of each given output, in order.
 
     Raises:

@@ -265,14 +265,16 @@ def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure:
 
 @dataclass(frozen=True, kw_only=True)
 class LossKind:
-    """What a loss compares, which decides the rows that can feed it; neither of both: each row with its own label.
+    """A loss and what it compares, which decides the rows that can feed it.
+
+    A loss that is neither pairwise nor over the batch compares each row with its own label.
 
     Args:
         function: computes the loss, (), from (logits, batch); a pairwise one takes ``negatives`` too. The function of
             ``in_batch`` takes vectors and not logits: :class:`torchrec_ext.models.retrieval.RetrievalModel` calls it.
-        pairwise: it compares each positive with its own N drawn negatives.
-        in_batch: it compares each query with the candidates of the whole batch, which an interaction with a ``metric``
-            makes cheap enough.
+        pairwise: whether it compares each positive with its own N drawn negatives.
+        in_batch: whether it compares each query with the candidates of the whole batch, which an interaction with a
+            ``metric`` makes cheap enough.
     """
 
     function: Callable[..., Tensor]
