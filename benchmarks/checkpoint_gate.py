@@ -1,4 +1,4 @@
-"""Row `gradient-gate` of checkpoint.py: a step whose gradients are looked at before they reach a table, against one without.
+"""Row `gradient-gate` of checkpoint.py: a step that checks gradients before they reach a table, against one without.
 
 Two towers of 4 tables, 32 wide, and layers of 128-64 on 2 ranks with 1,024 rows each; both sides look at the loss.
 """

@@ -1,4 +1,4 @@
-"""Ranking the whole catalogue of MovieLens 1M's shape: 6,040 users x 3,706 items, a million pairs already seen, one core.
+"""Ranking of a whole catalogue of MovieLens 1M's shape on one core: 6,040 users x 3,706 items, a million pairs seen.
 
     python benchmarks/evaluation.py [--repeats 5] [--baseline-users 604] [--cpu_seconds]
 

@@ -1,4 +1,4 @@
-"""Rows `chooser` and `plan` of hybrid.py: what plan.towers=auto takes and foresees, and a plan for devices one does not have.
+"""Rows `chooser` and `plan` of hybrid.py: what plan.towers=auto chooses and predicts, and a plan for absent devices.
 
 `chooser`: ten generated shapes of two towers on two ranks. For each the chooser measures and decides; then every
 candidate trains with the whole model, all in turn. `ours` of the first row counts the shapes where the taken one was
@@ -142,7 +142,7 @@ def stepping(shape: Shape, runtime: Runtime, decision: Decision, one: Candidate)
 
 
 def decided(runtime: Runtime, options: Options, count: int) -> list[dict[str, Any]]:
-    """For each shape the candidates, the seconds that deciding took, and the measured ms of each candidate on this rank."""
+    """Returns for each shape the candidates, the decision's seconds, and each candidate's measured ms on this rank."""
     found = []
     for shape in shapes(count, options.quick):
         made = model(shape)

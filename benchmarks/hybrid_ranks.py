@@ -28,7 +28,7 @@ class Options(NamedTuple):
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """``function(runtime, *args)`` of a module on each of ``world_size`` gloo ranks with one thread each; results by rank.
+    """Runs a module's ``function(runtime, *args)`` on ``world_size`` gloo ranks with one thread each; results by rank.
 
     Raises:
         RuntimeError: what a rank raised.
@@ -80,7 +80,7 @@ def _rank(
 
 
 def in_turn(sides: Mapping[str, Callable[[], object]], repeats: int, inner: int) -> dict[str, float]:
-    """Median seconds of one call of each side on this rank, ``inner`` calls in a row, all sides in turn on all ranks together.
+    """Returns the median seconds of a call of each side on this rank; ranks run sides in turn, ``inner`` calls each.
 
     A side that does nothing on some rank leaves the others the machine: its ranks wait in a barrier, without a core.
     """
@@ -106,7 +106,7 @@ def row(
     ceiling: float | None = None,
     **more: object,
 ) -> Row:
-    """One row of the JSON; ``ceiling`` is the ratio that two processes that never talk reach on the machine at that moment."""
+    """Returns one row of the JSON; ``ceiling`` is the ratio of two processes that never communicate at that moment."""
     numbers = {"baseline": baseline, "ours": ours, "ratio": ratio, "required": required, "ceiling": ceiling}
     rounded = {key: None if value is None else float(f"{value:.4g}") for key, value in numbers.items()}
     print(

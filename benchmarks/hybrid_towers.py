@@ -1,10 +1,10 @@
-"""Row `tower-parallel` of hybrid.py: two towers at the same time on two processes, against one after the other in one process.
+"""Row `tower-parallel` of hybrid.py: two towers at the same time on two processes, against one by one in one process.
 
 Batch 4,096 over all ranks; a user tower over 1 M users and a history of 20 of 200 k items, an item tower over 200 k
 items, each 512-256-64; dot product, row-wise Adagrad for tables, Adam for dense layers. All sides run in turn in one
 pair of processes:
 
-    one process       both towers after one another on one rank, tables with their optimizer fused into the backward; the other idle
+    one process       both towers, one by one, on one rank, tables' optimizer fused into the backward; the other idle
     two of them       the same on both ranks at once, which never talk: the ceiling
     tower-parallel    plan.towers=user:0,item:1
     sharded tables    both towers on both ranks, table_wise

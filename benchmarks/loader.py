@@ -180,7 +180,7 @@ def resident() -> float:
 
 
 def memory(folder: Path, rows: int) -> dict[str, float]:
-    """MB: before, at the peak of one pass over ``rows`` rows, and growth over 20 epochs and over 20 new loaders of a small set."""
+    """Returns MB: before and at the peak of a pass over ``rows`` rows, and growth over 20 epochs and 20 new loaders."""
     before, source = resident(), ParquetSource(folder)
     rate(iter(loader(source)), rows)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

@@ -1,4 +1,4 @@
-"""Negatives: batches of 256 positives with 4 exact negatives each, against a Dataset that draws them row by row in __getitem__.
+"""Negatives: batches of 256 positives with 4 exact negatives each, against a Dataset that draws them in __getitem__.
 
     python benchmarks/negatives.py [--repeats 30] [--shapes small full]
 
@@ -202,7 +202,7 @@ def step_rows(
 
 
 def in_batch_rows(known: KnownPairs, rows: Rows, repeats: int) -> Iterator[dict[str, object]]:
-    """The whole loss of STEP queries with STEP candidates, forward and backward, against the bare product with cross entropy."""
+    """Times the whole loss of STEP queries with STEP candidates, against the bare product and cross entropy."""
     users, ids = torch.from_numpy(rows[0][:STEP]), torch.from_numpy(rows[1][:STEP])
     queries, items = torch.randn(STEP, 64, requires_grad=True), torch.randn(STEP, 64, requires_grad=True)
     weights, log_q = torch.ones(STEP), torch.zeros(STEP)

@@ -1,4 +1,4 @@
-"""Vocabularies and ids of five string columns: our preprocessor against the SQL that one would write by hand for DuckDB.
+"""Vocabularies and ids of five string columns: our preprocessor against SQL that one would write by hand for DuckDB.
 
     python benchmarks/preprocess.py [--rows 20000000] [--repeats 5] [--threads 0] [--folder DIR] [--requests 200]
 

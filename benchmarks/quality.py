@@ -222,7 +222,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def popularity(data: str) -> dict[str, float]:
-    """HR@10 and NDCG@10 of the popularity ranking, a tie lost by the target, as the published evaluation breaks them."""
+    """Returns HR@10 and NDCG@10 of the popularity ranking; the target loses ties, as in the published evaluation."""
     import torch
 
     from torchrec_ext.data.datasets.catalog import load_dataset

@@ -1,4 +1,4 @@
-"""The README's sample output, all of it from one run of `make demo` on MovieLens 100K: shortened, and without its titles.
+"""The README's sample output, from one run of `make demo` on MovieLens 100K, shortened and without the films' titles.
 
     python benchmarks/readme_output.py            # trains, and prints the block
     python benchmarks/readme_output.py --write    # trains, and writes it between the two marks in README.md
@@ -22,7 +22,8 @@ def shown(output: str) -> str:
     r"""What the README shows of a run's output; of what it shows already, the same.
 
     Example:
-        >>> print(shown("user 1 liked before: A; B\n10 recommendations (the held-out item was: C):\n  1. D  (2.24)\n"), end="")
+        >>> text = "user 1 liked before: A; B\n10 recommendations (the held-out item was: C):\n  1. D  (2.24)\n"
+        >>> print(shown(text), end="")
         user 1 liked before: (five titles)
         10 recommendations (the held-out item was: ...):
           1. ...  (2.24)

@@ -1,4 +1,4 @@
-"""What a server that answers 100 requests a second loses while it is attacked: p99 and failures before, during and after.
+"""A server at 100 requests a second under attack: p99 and failures before, during and after each attack.
 
     python benchmarks/serving_attacks.py                 # 15 seconds of each
     cd OTHER && python .../serving_attacks.py            # of the code in OTHER, whose `torchx_apps` is found first

@@ -1,4 +1,4 @@
-"""What a recommendation costs over HTTP: the service in processes of its own, asked at a fixed rate whether it keeps up or not.
+"""The cost of a recommendation over HTTP: a service in its own processes, asked at a fixed rate even where it lags.
 
     python benchmarks/serving_http.py                            # 20 seconds
     python benchmarks/serving_http.py --minutes 10 --swaps 10    # and swaps of bundles meanwhile
@@ -178,7 +178,8 @@ def recommendations(count: int) -> list[bytes]:
             "history": random.integers(1, ITEMS, HISTORY).tolist(),
         }
         body = json.dumps({"user": features, "k": 100, "retrieve": 100, "vector": "live"}).encode()
-        head = f"POST /v1/recommend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = "POST /v1/recommend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}"
         found.append(f"{head}\r\n\r\n".encode() + body)
     return found
 

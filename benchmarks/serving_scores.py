@@ -1,4 +1,4 @@
-"""One user and some hundred candidates: the whole network, its towers once, ONNX Runtime's top NN, and stored rows scored."""
+"""One user, hundreds of candidates: the whole network, its towers once, ONNX Runtime's top NN, stored rows scored."""
 
 import statistics
 import tempfile
@@ -36,7 +36,7 @@ class PlainTop(nn.Module):
 
 
 def network(items: int, shared: tuple[str, ...] = ()) -> TowerModel:
-    """Towers 128-64 over the item, its category and price, and over the user, the history and the age; a top NN over both."""
+    """Makes towers 128-64 over item, category and price, and over user, history and age, with a top NN over both."""
 
     def table(name: str, rows: int, **options: object) -> EmbeddingBagConfig:
         return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=WIDTH, **options)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def block(model: TowerModel, ids: Tensor, items: int) -> Tensor:
 
 
 def scores(options: Options) -> Iterator[Row]:
-    """1 user x 500 candidates of 1,000,000 items, and x 1,000 of a store of 1,000, which stays in the cache; one thread."""
+    """Times 1 user x 500 candidates of 1,000,000 items, and x 1,000 of a store of 1,000, which stays in the cache."""
     torch.set_num_threads(1)
     items = 20_000 if options.quick else 1_000_000
     repeats = 20 if options.quick else 40 * options.repeats

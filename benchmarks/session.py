@@ -69,7 +69,7 @@ def medians(sides: dict[str, Callable[[], None]], repeats: int, clock: Callable[
 
 
 def imbalance(batch: int, ranks: int, repeats: int = 200) -> tuple[float, float]:
-    """Load of the fullest rank over the mean: of neighbours in a shuffled order, and as the loader deals; means over batches."""
+    """Returns the fullest rank's load over the mean, with neighbours in shuffled order and as the loader deals."""
     found = []
     for seed in range(repeats):
         lengths = lengths_of(batch, seed)

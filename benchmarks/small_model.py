@@ -1,4 +1,4 @@
-"""Small networks: Contextual NCF as its user trains it (a Dataset that draws negatives, dense Adam) against captured steps.
+"""Small networks: Contextual NCF as users train it (a Dataset that draws negatives, dense Adam) against captured steps.
 
     python benchmarks/small_model.py [--only small full ...] [--repeats 5] [--quick] [--cpu_seconds] [--script FILE]
 
@@ -100,7 +100,7 @@ class Plain:
 
 
 def script(shape: str) -> Callable[[int], float]:
-    """The user's script: rows through DataLoader, then a step; called with a number of steps, it returns instances per second."""
+    """The user's script: rows through DataLoader, then a step; called with a number of steps, returns rows a second."""
     side, data = Plain(shape), Interactions(shape)
 
     def collate(rows: list[Any]) -> list[torch.Tensor]:
@@ -193,7 +193,7 @@ def epoch(shape: str, required: float, ceiling: float) -> Callable[[argparse.Nam
 
 
 def torchrec_path(options: argparse.Namespace) -> Iterator[Row]:
-    """Eager steps of the sharded model against plain nn.Embedding, eager: the same rows, negatives given, dense Adam both.
+    """Eager steps of the sharded model against eager nn.Embedding: the same rows, negatives given, dense Adam in both.
 
     Once as its loader makes batches, user and context once for a positive and its negatives, and once with all rows by
     themselves.
@@ -213,7 +213,7 @@ def torchrec_path(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def sweep(options: argparse.Namespace) -> Iterator[Row]:
-    """Milliseconds of a step, tables moved whole against row by row, as the rows of the tables per look-up of a step grow."""
+    """Milliseconds of a step, tables moved whole or row by row, as the tables' rows per look-up of a step grow."""
     for times in (1, ROWS_PER_LOOKUP, 4 * ROWS_PER_LOOKUP):
         with one_rank() as runtime:
             ways = [

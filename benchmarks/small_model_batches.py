@@ -1,8 +1,9 @@
-"""Row `larger-batches` of benchmarks/small_model.py: speed against HR@10 as the batch grows, on MovieLens 100K (TORCHREC_EXT_DATA).
+"""Row `larger-batches` of benchmarks/small_model.py: speed against HR@10 as the batch grows, on MovieLens 100K.
 
 The network is the recipe `ncf`'s with its loader, negatives and evaluation over the whole catalogue; one process, eager
 steps, equal epochs. Learning rates are those of 256 positives, times the square root of how many times larger the batch
 is, or times that; both rise over the first epoch. 943 users are asked, so an HR@10 of .1 has a standard error of .01.
+MovieLens is read from TORCHREC_EXT_DATA.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Row `small-2-ranks` of benchmarks/small_model.py: two processes under local SGD against one, beside two that never talk."""
+"""Row `small-2-ranks` of benchmarks/small_model.py: two processes under local SGD against one, and two apart."""
 
 import argparse
 import multiprocessing
@@ -20,7 +20,7 @@ LIMIT_S = 900
 
 
 def _process(rank: int, size: int, alone: bool, store: str, steps: int, repeats: int, results: Any) -> None:
-    """Times steps between barriers; ``alone`` processes have rows and weights of their own and talk in the barriers only."""
+    """Times steps between barriers; ``alone`` processes have their own rows and weights and only share the barriers."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     quiet()

@@ -15,7 +15,7 @@ settings.load_profile("untimed")
 
 
 def pytest_runtest_setup() -> None:
-    """One thread in each of several workers: with two on two busy cores they wait for one another, up to thirty times as long.
+    """Sets one thread in each of several workers: two each on two busy cores take up to 30 times as long.
 
     Before every test: an app's main that an earlier test called in this process has taken all cores.
     """

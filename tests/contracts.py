@@ -1,4 +1,4 @@
-"""Laws over real processes: run_ranks() starts R gloo ranks and returns what each returned, or raises what one raised."""
+"""Laws over real processes: run_ranks() starts R gloo ranks and returns their results, or raises what one raised."""
 
 import multiprocessing
 import os
@@ -83,7 +83,7 @@ def _rank(
 
 
 def leave_group(runtime: Runtime) -> None:
-    """Ends the ranks' group and describes another one in the environment, for a function that runs a whole app on them."""
+    """Ends the ranks' group and describes another in the environment, for a function that runs a whole app on them."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         ports: list[Any] = [chosen.getsockname()[1]]

@@ -37,7 +37,7 @@ def small_model(device: torch.device | None = None, interaction: Interaction = "
 
 
 def redrawn(model: Module, seed: int = 0, tables: int | None = None) -> Module:
-    """``model`` with dense layers that depend on the seed alone: tables off the meta device have drawn numbers before them.
+    """Redraws the dense layers of ``model`` from the seed alone; tables off the meta device draw numbers before them.
 
     With ``tables`` also these are drawn anew, by a seed of their own.
     """
@@ -68,7 +68,7 @@ def assert_every_gradient(model: torch.nn.Module, batch: TowerBatch) -> None:
 
 
 def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, seed: int = 0) -> Iterator[TowerBatch]:
-    """``count`` batches of ``size`` rows over all ranks, of which this rank's share; the union over ranks is the same for any R."""
+    """Yields this rank's share of ``count`` batches of ``size`` rows; their union over ranks is the same for any R."""
     schema = small_model(META).schema()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):

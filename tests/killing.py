@@ -1,4 +1,4 @@
-"""killed_everywhere(): a function killed in a process of its own before each change that it makes to the file system."""
+"""killed_everywhere() kills a function, in its own process, before each change that it makes to the file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fork server imports before it forks ranks: all that a training run needs, and what the tests themselves import."""
+"""Imports of the fork server before it forks ranks: all that a training run needs, and what the tests import."""
 
 import contextlib
 import gc

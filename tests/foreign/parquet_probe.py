@@ -1,4 +1,4 @@
-"""Reads one parquet file by every road of this package within limits, and prints what became of each column as JSON lines.
+"""Reads one parquet file by every reader of this package within limits, and prints each column's result as JSON lines.
 
 It is run as a process of its own, which a damaged file may end: `python -m tests.foreign.parquet_probe FILE`.
 """
@@ -65,7 +65,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def outcome(path: str, name: str, read: Callable[[], Column]) -> dict[str, Any]:
-    """How reading ended: ``refused`` with the message, ``raised`` with another error, or ``read`` and whether it is right."""
+    """Returns how reading ended: ``refused`` with the message, ``raised`` with an error, or ``read``, right or not."""
     try:
         column = read()
     except DataError as error:

@@ -1,4 +1,4 @@
-"""TorchRec's golden training (examples/golden_training, DLRM on Criteo's columns) by hybrid_parallel: equal losses, bit by bit."""
+"""TorchRec's golden training (examples/golden_training, DLRM on Criteo) by hybrid_parallel: losses equal to the bit."""
 
 from typing import Any
 

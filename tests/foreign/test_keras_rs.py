@@ -144,7 +144,7 @@ def logits_of(*shape: int) -> Tensor:
 
 
 def test_a_correction_for_the_sampling_probability() -> None:
-    """Ours take a matrix of logits, with a probability for each candidate or each pair; theirs a vector or a stack too."""
+    """Ours take a matrix of logits and a probability for each candidate or pair; theirs also a vector or a stack."""
     ranks = ranks_of("layers/retrieval/sampling_probability_correction_test.py", ("logits_rank", "probs_rank"))
     ours = [pair for pair in ranks if pair[0] == 2]
     assert ours == [(2, 1), (2, 2)]
@@ -158,7 +158,7 @@ def test_a_correction_for_the_sampling_probability() -> None:
 
 
 def test_accidental_hits_are_removed() -> None:
-    """Ours of candidates that all rows share; theirs may differ by row. Row i's own candidate is the i-th, whose logit stays.
+    """All rows share our candidates, theirs may differ by row. Row i's own candidate is the i-th: its logit stays.
 
     What is compared is what their docstring says, by the constant that TensorFlow Recommenders has.
     """

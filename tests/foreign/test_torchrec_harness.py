@@ -1,4 +1,4 @@
-"""TorchRec's own model-parallel harness with our sharder: a step of the sharded model predicts what the unsharded one does.
+"""TorchRec's model-parallel harness with our sharder: after a step the sharded model predicts as the unsharded one.
 
 TorchRec itself runs it on CUDA, and skips on gloo what fails there.
 """
@@ -135,7 +135,7 @@ def failures(sharding: str, world_size: int) -> dict[Case, str]:
 
 
 def of_upstream(case: Case) -> bool:
-    """Whether TorchRec itself cannot: a data_parallel table with a batch size for each feature (torchrec #1916, #2268)."""
+    """Returns whether TorchRec cannot: data_parallel with a batch size for each feature (torchrec #1916, #2268)."""
     return case.batches == "per_feature" and case.sharding in ("data_parallel", "mixed")
 
 

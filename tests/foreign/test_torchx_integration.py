@@ -1,4 +1,4 @@
-"""TorchX's own integration test of components, which its wheel installs, runs each of ours to its end under local_cwd."""
+"""TorchX's integration test of components, which its wheel installs, runs each of ours to its end under local_cwd."""
 
 import os
 import signal

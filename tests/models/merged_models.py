@@ -32,8 +32,10 @@ def listed(name: str, *features: str) -> EmbeddingConfig:
 
 
 def towers(kind: str, device: torch.device | None) -> dict[str, Any]:
-    """``plain``: 4 tables each; ``shared``: an item table of both, the user's over other rows; ``sequences``: an item table of
-    three, pooled, under attention, and as steps of a session beside a target."""
+    """``plain``: 4 tables each. ``shared``: an item table of both, the user's over other rows.
+
+    ``sequences``: an item table of three towers, pooled, under attention, and as steps of a session beside a target.
+    """
     if kind == "plain":
         user = [bags("user_id"), bags("country", pooling=PoolingType.SUM), bags("history"), bags("likes")]
         item = [bags("item_id"), bags("genres"), bags("maker", pooling=PoolingType.SUM), bags("price_band")]

@@ -1,4 +1,4 @@
-"""BST: sharded equals unsharded, the pipeline follows it, and it learns what only the session with its target can tell."""
+"""BST: sharded equals unsharded, the pipeline follows it, and it learns what only session and target together tell."""
 
 from __future__ import annotations
 

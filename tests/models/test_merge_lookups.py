@@ -1,4 +1,4 @@
-"""Merged look-ups change no output and no gradient, keep every table's name, and read one weight in any number of ways."""
+"""Merged look-ups change no output and no gradient, keep every table's name, and read one weight in several ways."""
 
 import dataclasses
 
@@ -105,7 +105,7 @@ def test_a_table_read_id_by_id_is_pooled_as_its_reader_says(pooling: PoolingType
 
 
 def test_a_sequence_of_a_shared_tower_and_a_bag_of_another_stand_in_one_key() -> None:
-    """The sequence has Q rows of any length, the bags B; the table is looked up once, and split where the sequence ends."""
+    """The sequence has Q rows of any length, the bags B; the table is looked up once, split where they meet."""
     user, item = [listed("item", "history")], [bags("item", "item_id")]
     made = TowerModel({"user": Tower(user, [4]), "item": Tower(item, ())}, TopMLP([4, DIM]), shared=["user"])
     apart = TowerModel({"user": Tower(user, [4])}, torch.nn.Identity())

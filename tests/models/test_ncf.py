@@ -1,4 +1,4 @@
-"""ContextualNCF: the published size, the paper's network written out, user and context computed once, sharded as unsharded."""
+"""ContextualNCF: the published size, the paper's network, user and context computed once, sharded equals unsharded."""
 
 import math
 from collections.abc import Callable, Iterator

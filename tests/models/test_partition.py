@@ -1,4 +1,4 @@
-"""Features into towers: planted groups are found, the bound of the load is kept, what cannot be is refused in numbers."""
+"""Features into towers: planted groups are found, the load bound is kept, and the impossible is refused in numbers."""
 
 import math
 from pathlib import Path
@@ -32,7 +32,7 @@ ROWS, DIM = 400, 12
 
 
 def planted(features: int, groups: int, noise: float = 0.8, dims: tuple[int, ...] = (DIM,)) -> dict[str, Tensor]:
-    """Feature i sees the hidden vector of group i % groups through noise, and where ``dims`` differ through a basis of its own."""
+    """Feature i sees the hidden vector of group i % groups through noise and, where ``dims`` differ, its own basis."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(groups, ROWS, DIM, generator=generator)
     found = {}

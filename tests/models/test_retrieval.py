@@ -98,7 +98,7 @@ def test_under_autocast_only_the_towers_are_of_16_bits(interaction: nn.Module) -
 @pytest.mark.unit
 @pytest.mark.parametrize("counts", [None, COUNTS])
 def test_what_a_batch_says_of_its_candidates_corrects_them(counts: torch.Tensor | None) -> None:
-    """With equal scores a positive's probability is its share of 1 / q over all candidates: of 2 positives, and 2 drawn beside."""
+    """With equal scores a positive's probability is its share of 1 / q over all 4 candidates, of which 2 are drawn."""
     model = retrieval(counts=counts).train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -142,7 +142,7 @@ def sampled(
 @pytest.mark.unit
 @pytest.mark.parametrize("queries", [3, 4])
 def test_a_dropped_candidate_is_itself_and_known_items_are_no_negatives(queries: int) -> None:
-    """Items 3 (looked up as 0), 4 (user 1's), 4 once more (looked up as 0), and 6, which has no query where ``queries`` is 3."""
+    """Items 3 (looked up as 0), 4 (user 1's), 4 again (looked up as 0), and 6, without a query if ``queries`` is 3."""
     model, rows, scores = sampled([1, 2, 3, 9][:queries], [3, 4, 4, 6], [0, 4, 0, 6], queries)
     negatives = {0: [3], 1: [0, 3], 2: [0, 3], 3: [0, 1, 2]}  # by query
     log_q = (COUNTS.clamp(min=1) / COUNTS.sum()).log()[torch.tensor([3, 4, 4, 6])]

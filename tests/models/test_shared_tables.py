@@ -1,4 +1,4 @@
-"""A table that two towers name is one table: one set of weights, looked up once, whatever the towers' numbers of rows."""
+"""A table that two towers name is one table: one set of weights, looked up once, however many rows each tower has."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -34,7 +34,7 @@ def items(feature: str) -> EmbeddingBagConfig:
 
 
 def model(device: torch.device | None = None) -> TowerModel:
-    """A weighted history in the item tower's table, weighted genres, and beside them pooling by sum, by mean and by attention."""
+    """A weighted history in the item tower's table and weighted genres, beside pooling by sum, mean and attention."""
     recent = EmbeddingConfig(name="recent", feature_names=["recent"], num_embeddings=ITEMS, embedding_dim=16)
     tables = [
         table("user_id", 40),

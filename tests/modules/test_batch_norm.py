@@ -1,4 +1,4 @@
-"""Batch normalisation over the rows that count: padding changes nothing, on one rank and on several, in every network."""
+"""Batch normalisation over the rows that count: padding changes nothing, on one rank or several, in every network."""
 
 import copy
 import dataclasses
@@ -157,7 +157,7 @@ def test_a_network_learns_nothing_of_its_padding(top: str, shared: tuple[str, ..
 
 @pytest.mark.unit
 def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
-    """With a weight for each row, the running variance aside, whose number of independent rows is that of the shared ones."""
+    """With weighted rows, but for the running variance, whose effective number of rows is that of shared rows."""
     found = []
     for shared in ((), ("user",)):
         model = model_of("top_nn", shared).train()

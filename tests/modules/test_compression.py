@@ -1,4 +1,4 @@
-"""The compressing layer of a tower: widths by the formula, the identity where nothing is compressed, a gradient for everything."""
+"""The compressing layer: widths by the formula, the identity where nothing is compressed, a gradient for everything."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Interactions equal closed forms in float64, the form over all pairs equals the pairs, and widths that do not fit are shown."""
+"""Interactions equal closed forms in float64, all pairs at once equal the pairs, and wrong widths are shown."""
 
 from collections.abc import Callable
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""On the loader's batches, padding included, the mean of the ranks' losses is the loss of one rank with the whole batch."""
+"""On the loader's batches, padding included, the mean of the ranks' losses is one rank's loss of the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoder equals torch's own transformer, looks neither ahead nor into other sequences, and says what it cannot take."""
+"""The encoder equals torch's transformer, looks neither ahead nor into other sequences, and refuses wrong input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Towers of every kind: layers as declared, pooling by its closed form, half-precision tables, wrong declarations refused."""
+"""Towers of every kind: declared layers, pooling by its closed form, half-precision tables, refused declarations."""
 
 from collections.abc import Callable
 
