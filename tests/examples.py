@@ -81,17 +81,17 @@ def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, s
         dense = torch.rand(2, size, generator=generator)
         labels = torch.randint(2, (size,), generator=generator).float()
         weights = torch.rand(size, generator=generator) + 0.5
-        own = slice(rank * size // world_size, (rank + 1) * size // world_size)
+        local = slice(rank * size // world_size, (rank + 1) * size // world_size)
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         yield schema.assemble(
             {
-                "user_id": Jagged(users[own]),
-                "history": Jagged(history[ends[own.start] : ends[own.stop]], lengths[own]),
-                "item_id": Jagged(items[own]),
+                "user_id": Jagged(users[local]),
+                "history": Jagged(history[ends[local.start] : ends[local.stop]], lengths[local]),
+                "item_id": Jagged(items[local]),
             },
-            {"age": dense[0, own], "price": dense[1, own]},
-            labels=labels[own],
-            weights=weights[own],
+            {"age": dense[0, local], "price": dense[1, local]},
+            labels=labels[local],
+            weights=weights[local],
             total_weight=float(weights.sum()) / world_size,
         )
 

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture
 def quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    found = importlib.util.spec_from_file_location("quality", ROOT / "benchmarks" / "quality.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location("quality", ROOT / "benchmarks" / "quality.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "quality", module)
-    found.loader.exec_module(module)
+    spec.loader.exec_module(module)
     monkeypatch.setattr(module, "FOLDERS", tmp_path / "runs")
     return module
 
@@ -44,10 +44,10 @@ def runs(**by_run: list[float]) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_figures_are_means_gains_and_differences(quality: ModuleType) -> None:
-    found = quality.figures({"required": {"auc": 0, "auc gain": 0}}, runs(model=[0.8, 0.6], without=[0.5, 0.5]))
-    assert found == pytest.approx({"auc": 0.7, "auc gain": 0.2})
-    found = quality.figures({"required": {"auc difference": 0}}, runs(one=[0.8, 0.6], two=[0.7, 0.65]))
-    assert found == pytest.approx({"auc difference": 0.1})
+    figures = quality.figures({"required": {"auc": 0, "auc gain": 0}}, runs(model=[0.8, 0.6], without=[0.5, 0.5]))
+    assert figures == pytest.approx({"auc": 0.7, "auc gain": 0.2})
+    figures = quality.figures({"required": {"auc difference": 0}}, runs(one=[0.8, 0.6], two=[0.7, 0.65]))
+    assert figures == pytest.approx({"auc difference": 0.1})
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,15 @@ def rows_of(column: Column) -> list[Any]:
     return [column.row(row).tolist() for row in range(len(column))] if column.ragged else column.values.tolist()
 
 
-def told_by_duckdb(path: str, name: str) -> list[Any] | None:
+def read_by_duckdb(path: str, name: str) -> list[Any] | None:
     """The same column as a reader that is not Arrow's has it; None where it has nothing."""
     import duckdb
 
     try:
-        found = duckdb.sql(f"select {json.dumps(name)} from read_parquet('{path}')").fetchall()
+        rows = duckdb.sql(f"select {json.dumps(name)} from read_parquet('{path}')").fetchall()
     except duckdb.Error:
         return None
-    return [row[0] for row in found]
+    return [row[0] for row in rows]
 
 
 def same(left: Any, right: Any) -> bool:
@@ -72,7 +72,7 @@ def outcome(path: str, name: str, read: Callable[[], Column]) -> dict[str, Any]:
         return {"how": "refused", "told": str(error)}
     except Exception as error:
         return {"how": "raised", "told": f"{type(error).__name__}: {error}"}
-    other = told_by_duckdb(path, name)
+    other = read_by_duckdb(path, name)
     return {"how": "read", "right": None if other is None else same(rows_of(column), other)}
 
 

@@ -67,18 +67,18 @@ def both(runtime: Runtime) -> dict[str, list[float]]:
         dict(in_backward_optimizer_filter(parallel.named_parameters())),
         lambda parameters: torch.optim.Adagrad(parameters, lr=LR),
     )
-    found = {"stock": losses(parallel, dense, runtime.rank)}
+    results = {"stock": losses(parallel, dense, runtime.rank)}
     # torch's Adagrad has 1e-10 where FBGEMM's has 1e-8.
     ours = OptimizerConfig(
         tables="row_wise_adagrad", tables_lr=LR, dense="adagrad", dense_lr=LR, per_layer=("*=eps=1e-10",)
     )
-    return found | {
+    return results | {
         "ours": losses(*hybrid_parallel(dlrm(), runtime, plan=parallel.plan, optimizer=ours, seed=7), runtime.rank)
     }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_losses_are_torchrecs_own(world_size: int) -> None:
-    for found in run_ranks(both, world_size):
-        assert found["ours"] == found["stock"]
-        assert len(set(found["stock"])) == STEPS
+    for result in run_ranks(both, world_size):
+        assert result["ours"] == result["stock"]
+        assert len(set(result["stock"])) == STEPS

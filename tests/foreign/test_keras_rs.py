@@ -80,12 +80,12 @@ def k_of(method: ast.FunctionDef) -> int | None:
 
 def batched(path: str) -> tuple[Any, Any]:
     """``y_true_batched`` and ``y_pred_batched`` of setUp."""
-    found = {}
+    values = {}
     for node in methods(path)["setUp"].body:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Attribute) and target.attr in ("y_true_batched", "y_pred_batched"):
-            found[target.attr] = value(node.value)  # type: ignore[attr-defined]
-    return found["y_true_batched"], found["y_pred_batched"]
+            values[target.attr] = value(node.value)  # type: ignore[attr-defined]
+    return values["y_true_batched"], values["y_pred_batched"]
 
 
 def figure(name: str, labels: list[list[float]], scores: list[list[float]], k: int | None, kept: Any = None) -> float:
@@ -128,9 +128,9 @@ def cases(name: str) -> Iterator[tuple[str, tuple[Any, ...], float]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_ranking_metrics(name: str) -> None:
-    found = list(cases(name))
-    assert len(found) >= 5
-    for label, arguments, expected in found:
+    listed = list(cases(name))
+    assert len(listed) >= 5
+    for label, arguments, expected in listed:
         assert figure(*arguments) == pytest.approx(expected, rel=1e-5, abs=1e-6), label
 
 
@@ -168,7 +168,7 @@ def test_accidental_hits_are_removed() -> None:
     smallest = torch.finfo(torch.float32).min / 100
     duplicates = (ids == ids[:, None]).float() - torch.eye(10)
     assert duplicates.any()
-    found = in_batch_negatives(torch.eye(10), ids, present=torch.ones(10, dtype=torch.bool))
-    assert torch.equal(found.excluded, duplicates.bool())
+    ours = in_batch_negatives(torch.eye(10), ids, present=torch.ones(10, dtype=torch.bool))
+    assert torch.equal(ours.excluded, duplicates.bool())
     expected = cross_entropy(logits + duplicates * smallest, torch.arange(10), reduction="none")
-    torch.testing.assert_close(softmax_losses(logits, found.targets, excluded=found.excluded), expected)
+    torch.testing.assert_close(softmax_losses(logits, ours.targets, excluded=ours.excluded), expected)

@@ -28,9 +28,9 @@ def files(*patterns: str) -> list[Any]:
     if "TORCHREC_EXT_PARQUET_TESTING" not in os.environ:
         skip = pytest.mark.skip(reason="needs a clone of apache/parquet-testing in $TORCHREC_EXT_PARQUET_TESTING")
         return [pytest.param(None, marks=skip, id="apache/parquet-testing")]
-    found = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
-    assert found, f"{ROOT} has none of {patterns}; is it a clone of apache/parquet-testing?"
-    return [pytest.param(path, id=path.name) for path in found]
+    paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    assert paths, f"{ROOT} has none of {patterns}; is it a clone of apache/parquet-testing?"
+    return [pytest.param(path, id=path.name) for path in paths]
 
 
 def probed(path: Path) -> list[dict[str, Any]]:
@@ -46,16 +46,17 @@ def probed(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check_refusals(path: Path, found: list[dict[str, Any]]) -> None:
-    for one in found:
-        assert one["how"] != "raised", one
-        assert one["how"] != "refused" or str(path) in one["told"], f"the file is not named: {one}"
+def check_refusals(path: Path, results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["how"] != "raised", result
+        assert result["how"] != "refused" or str(path) in result["told"], f"the file is not named: {result}"
 
 
 @pytest.mark.parametrize("path", files("bad_data/*.parquet", "data/*corrupt*.parquet"))
 def test_a_damaged_file_is_refused_by_name_or_read_right(path: Path) -> None:
-    found = probed(path)
-    check_refusals(path, found)
-    assert any(one["how"] == "refused" for one in found) or path.name in SOUND
-    for one in found:  # DuckDB has nothing to compare with (None) where it refuses a file for another of its columns
-        assert one.get("right") is not False, f"read, and not as DuckDB reads it: {one}"
+    results = probed(path)
+    check_refusals(path, results)
+    assert any(result["how"] == "refused" for result in results) or path.name in SOUND
+    for result in results:
+        # DuckDB has nothing to compare with (None) where it refuses a file for another of its columns.
+        assert result.get("right") is not False, f"read, and not as DuckDB reads it: {result}"

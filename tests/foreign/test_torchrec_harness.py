@@ -117,13 +117,13 @@ def run(runtime: Runtime, case: Case, local_size: int) -> None:
 
 def errors(runtime: Runtime, cases: list[Case]) -> dict[Case, str]:
     """What the harness says of each case, one after the other on the same ranks; nothing where it passes."""
-    found = {}
+    errors = {}
     for case in cases:
         try:
             run(runtime, case, 2)
         except Exception:
-            found[case] = traceback.format_exc()
-    return found
+            errors[case] = traceback.format_exc()
+    return errors
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def failures(sharding: str, world_size: int) -> dict[Case, str]:
     """By case the error of a rank."""
     cases = [case for case in CASES if (case.sharding, case.world_size) == (sharding, world_size)]
     ranks = run_ranks(errors, world_size, cases, timeout_s=600)
-    return {case: error for found in ranks for case, error in found.items()}
+    return {case: error for errors in ranks for case, error in errors.items()}
 
 
 def of_upstream(case: Case) -> bool:

@@ -85,7 +85,7 @@ def batch(kind: str, step: int, parts: Sequence[int]) -> TowerBatch:
             columns[name].append(torch.randint(ITEMS // 5, (rows, LENGTHS.get(name, 1)), generator=generator))
         labels.append(torch.randint(2, (ROWS,), generator=generator).float())
         index.append(torch.randint(queries, (ROWS,), generator=generator) + queries * len(index))
-    joined = {name: torch.cat(found) for name, found in columns.items()}
+    joined = {name: torch.cat(ids) for name, ids in columns.items()}
     return schema.assemble(
         {name: Jagged(ids.reshape(-1), torch.full((len(ids),), ids.shape[1])) for name, ids in joined.items()},
         labels=torch.cat(labels),
@@ -95,9 +95,9 @@ def batch(kind: str, step: int, parts: Sequence[int]) -> TowerBatch:
     )
 
 
-def by_table(found: dict[str, Any]) -> dict[str, Any]:
+def by_table(state: dict[str, Any]) -> dict[str, Any]:
     """Weights or gradients with a table's name for a table's: its path depends on who looks it up."""
-    return {name.split(".")[-2] if is_table(name) else name: value for name, value in found.items()}
+    return {name.split(".")[-2] if is_table(name) else name: value for name, value in state.items()}
 
 
 def is_table(name: str) -> bool:

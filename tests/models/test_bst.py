@@ -77,17 +77,17 @@ def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1) -
         picked = ends - 1 - (torch.rand(size, generator=generator) * lengths).long()
         targets = torch.where(copied, history[picked.clamp(min=0)], targets)
         labels = torch.zeros(size).index_add(0, rows, (history == targets[rows]).float()).clamp(max=1)
-        own = slice(rank * size // world_size, (rank + 1) * size // world_size)
-        part = slice(int(ends[own.start] - lengths[own.start]), int(ends[own.stop - 1]))
+        local = slice(rank * size // world_size, (rank + 1) * size // world_size)
+        part = slice(int(ends[local.start] - lengths[local.start]), int(ends[local.stop - 1]))
         yield schema.assemble(
             {
-                "history": Jagged(history[part], lengths[own]),
-                "gap": Jagged(gaps[part], lengths[own]),
-                "item_id": Jagged(targets[own]),
-                "user_id": Jagged(users[own]),
+                "history": Jagged(history[part], lengths[local]),
+                "gap": Jagged(gaps[part], lengths[local]),
+                "item_id": Jagged(targets[local]),
+                "user_id": Jagged(users[local]),
             },
-            {"hour": hours[own]},
-            labels=labels[own],
+            {"hour": hours[local]},
+            labels=labels[local],
             total_weight=size / world_size,
         )
 
@@ -194,10 +194,10 @@ def clicked(runtime: Runtime) -> tuple[float, float]:
 
 def test_clicks_are_learned_with_the_loader_and_the_loop_of_the_other_recipes() -> None:
     """Every rank pads, draws negatives and sees users without a history."""
-    (found, popular), other = run_ranks(clicked, 2)
-    assert (found, popular) == other
-    assert found > 0.63
-    assert found > popular + 0.08
+    (learned, popular), other = run_ranks(clicked, 2)
+    assert (learned, popular) == other
+    assert learned > 0.63
+    assert learned > popular + 0.08
 
 
 @pytest.mark.unit

@@ -80,8 +80,8 @@ def columns(count: int, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 def batches(model: TowerModel, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
     schema = model.schema()
     for step in range(STEPS):
-        own = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
-        made = {name: torch.from_numpy(values[own]) for name, values in columns(ROWS, step).items()}
+        local = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+        made = {name: torch.from_numpy(values[local]) for name, values in columns(ROWS, step).items()}
         yield schema.assemble({"user_id": Jagged(made["user_id"])}, made, labels=made["label"])
 
 
@@ -281,9 +281,9 @@ def test_towers_without_tables_run_on_ranks_of_their_own(with_tables: bool) -> N
     initialise_tables(model, 7)
     expected = unsharded(model)
     ranks = run_ranks(placed, 2, with_tables)
-    found = {**ranks[0], **ranks[1]}
-    assert {name for name in expected if "embedding_bags" not in name} == set(found)
-    for name, value in found.items():
+    merged = {**ranks[0], **ranks[1]}
+    assert {name for name in expected if "embedding_bags" not in name} == set(merged)
+    for name, value in merged.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
 
 
@@ -316,9 +316,9 @@ def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
     rows = {"profile": torch.from_numpy(users.repeat(12, axis=0)), "content": torch.from_numpy(items)}
     with torch.no_grad():
         logits = model.logits(model.schema().assemble({}, rows, labels=torch.zeros(12)))
-    found = Scorer(bundle).recommend(RecommendRequest(user={"profile": users[0].tolist()}, k=12))
+    answer = Scorer(bundle).recommend(RecommendRequest(user={"profile": users[0].tolist()}, k=12))
     order = logits.argsort(descending=True)
-    assert list(found.items) == (order + 1).tolist()
+    assert list(answer.items) == (order + 1).tolist()
     with pytest.raises(DataError, match=r"column 'profile', row 0: 59 numbers, must be a list of 60; send as many"):
         bundle.embed_query({"profile": [users[0, :59].tolist()]})
 

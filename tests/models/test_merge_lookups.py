@@ -54,15 +54,15 @@ def test_a_tower_alone_looks_up_the_collections_that_it_reads_and_no_other() -> 
 
 def test_tables_over_the_same_rows_are_one_collection() -> None:
     collections = {kind: model(kind).merge_lookups().shared_tables.collections for kind in KINDS}  # type: ignore[union-attr]
-    assert {kind: list(found) for kind, found in collections.items()} == {
+    assert {kind: list(members) for kind, members in collections.items()} == {
         "plain": ["rows"],
         "shared": ["shared", "joint", "rows"],
         "sequences": ["rows_sequences_16", "rows"],
     }
     names = {
-        part: [config.name for config in found.embedding_configs()]
-        for part, found in collections["sequences"].items()
-        if part != "rows"
+        name: [config.name for config in collection.embedding_configs()]
+        for name, collection in collections["sequences"].items()
+        if name != "rows"
     }  # type: ignore[operator]
     assert names == {"rows_sequences_16": ["item", "word"]}
     assert len(collections["plain"]["rows"].embedding_bag_configs()) == 8  # type: ignore[operator]

@@ -103,14 +103,14 @@ def test_every_parameter_receives_a_gradient() -> None:
 def test_figures_of_a_task_by_its_name() -> None:
     made = model()
     optimizer = torch.optim.Adam(made.parameters(), lr=0.02)
-    found = {}
+    aucs = {}
     for _ in range(60):
         loss, output = made(next(labelled(1)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found = {name: auc(*prediction[1:], Runtime()) for name, prediction in output.tasks.items()}
-    assert min(found.values()) > 0.9, found
+        aucs = {name: auc(*prediction[1:], Runtime()) for name, prediction in output.tasks.items()}
+    assert min(aucs.values()) > 0.9, aucs
 
 
 @pytest.mark.unit

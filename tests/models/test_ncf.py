@@ -55,17 +55,17 @@ def batches(count: int, *, shared: bool = False, rank: int = 0, world_size: int 
         users, hours, temperature = draw(USERS, QUERIES), draw(HOURS, QUERIES), torch.rand(QUERIES, generator=generator)
         items, price = draw(ITEMS, QUERIES, WIDTH), torch.rand(QUERIES, WIDTH, generator=generator)
         genres, labels = draw(GENRES, QUERIES, WIDTH, 2), draw(2, QUERIES, WIDTH).float()
-        own = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
-        rows, times = own.stop - own.start, 1 if shared else WIDTH
+        local = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
+        rows, times = local.stop - local.start, 1 if shared else WIDTH
         yield schema.assemble(
             {
-                "user_id": Jagged(users[own].repeat_interleave(times)),
-                "hour": Jagged(hours[own].repeat_interleave(times)),
-                "item_id": Jagged(items[own].reshape(-1)),
-                "genres": Jagged(genres[own].reshape(-1), torch.full((rows * WIDTH,), 2, dtype=torch.int32)),
+                "user_id": Jagged(users[local].repeat_interleave(times)),
+                "hour": Jagged(hours[local].repeat_interleave(times)),
+                "item_id": Jagged(items[local].reshape(-1)),
+                "genres": Jagged(genres[local].reshape(-1), torch.full((rows * WIDTH,), 2, dtype=torch.int32)),
             },
-            {"temperature": temperature[own].repeat_interleave(times), "price": price[own].reshape(-1)},
-            labels=labels[own].reshape(-1),
+            {"temperature": temperature[local].repeat_interleave(times), "price": price[local].reshape(-1)},
+            labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(rows).repeat_interleave(WIDTH) if shared else None,
             shared_rows=torch.arange(rows) if shared else None,

@@ -35,16 +35,16 @@ def planted(features: int, groups: int, noise: float = 0.8, dims: tuple[int, ...
     """Feature i sees the hidden vector of group i % groups through noise and, where ``dims`` differ, its own basis."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(groups, ROWS, DIM, generator=generator)
-    found = {}
+    vectors = {}
     for i in range(features):
-        own = hidden[i % groups] + noise * torch.randn(ROWS, DIM, generator=generator)
+        seen = hidden[i % groups] + noise * torch.randn(ROWS, DIM, generator=generator)
         width = dims[i % len(dims)]
-        found[f"f{i}"] = own if dims == (DIM,) else own @ torch.randn(DIM, width, generator=generator)
-    return found
+        vectors[f"f{i}"] = seen if dims == (DIM,) else seen @ torch.randn(DIM, width, generator=generator)
+    return vectors
 
 
-def groups_of(found: Partition) -> set[frozenset[str]]:
-    return {frozenset(features) for features in found.groups.values()}
+def groups_of(grouped: Partition) -> set[frozenset[str]]:
+    return {frozenset(features) for features in grouped.groups.values()}
 
 
 def strided(features: int, groups: int) -> set[frozenset[str]]:
@@ -55,11 +55,11 @@ def strided(features: int, groups: int) -> set[frozenset[str]]:
 @pytest.mark.parametrize(("features", "groups"), [(6, 2), (12, 3), (26, 4), (60, 8)])
 @pytest.mark.parametrize("measure", ["cosine", "cka"])
 def test_planted_groups_are_found(features: int, groups: int, measure: str) -> None:
-    found = partition(affinity(planted(features, groups), measure), towers=groups)  # type: ignore[arg-type]
-    assert groups_of(found) == strided(features, groups)
-    within, between = found.contrast()
+    grouped = partition(affinity(planted(features, groups), measure), towers=groups)  # type: ignore[arg-type]
+    assert groups_of(grouped) == strided(features, groups)
+    within, between = grouped.contrast()
     assert within > between + 0.25
-    assert max(found.loads().values()) <= found.bound
+    assert max(grouped.loads().values()) <= grouped.bound
 
 
 @pytest.mark.unit
@@ -72,10 +72,10 @@ def test_cka_finds_them_through_tables_of_any_width_and_basis_where_a_cosine_can
 
 @pytest.mark.unit
 def test_the_diverse_strategy_spreads_what_the_coherent_one_gathers() -> None:
-    found = partition(affinity(planted(12, 4)), towers=3, strategy="diverse")
-    within, between = found.contrast()
+    grouped = partition(affinity(planted(12, 4)), towers=3, strategy="diverse")
+    within, between = grouped.contrast()
     assert within < between
-    assert sorted(found.loads().values()) == [4, 4, 4]
+    assert sorted(grouped.loads().values()) == [4, 4, 4]
 
 
 @pytest.mark.unit
@@ -110,11 +110,11 @@ def test_every_grouping_keeps_the_bound_and_gives_every_tower_something(
     points = torch.rand(count, 3, generator=torch.Generator().manual_seed(random.randint(0, 9)))  # type: ignore[attr-defined]
     near = Affinity(features=tuple(map(str, range(count))), values=torch.exp(-torch.cdist(points, points)).double())
     load = {str(i): float(value) for i, value in enumerate(loads)}
-    found = partition(near, towers=towers, load=load)
-    assert len(found.groups) == towers
-    assert sorted(name for features in found.groups.values() for name in features) == sorted(load)
-    assert max(found.loads().values()) <= found.bound * (1 + 1e-9)
-    assert found.bound >= sum(loads) / towers
+    grouped = partition(near, towers=towers, load=load)
+    assert len(grouped.groups) == towers
+    assert sorted(name for features in grouped.groups.values() for name in features) == sorted(load)
+    assert max(grouped.loads().values()) <= grouped.bound * (1 + 1e-9)
+    assert grouped.bound >= sum(loads) / towers
 
 
 @pytest.mark.unit
@@ -153,8 +153,8 @@ def test_a_bound_that_cannot_be_kept_is_refused_in_numbers(bound: float, why: st
 @pytest.mark.unit
 def test_features_that_read_one_table_stay_together() -> None:
     near = affinity(planted(6, 2))
-    found = partition(near, towers=2, together=[("f0", "f1")], bound=4)
-    (home,) = [features for features in found.groups.values() if "f0" in features]
+    grouped = partition(near, towers=2, together=[("f0", "f1")], bound=4)
+    (home,) = [features for features in grouped.groups.values() if "f0" in features]
     assert "f1" in home
     shared = EmbeddingBagConfig(name="both", feature_names=["f0", "f1"], num_embeddings=9, embedding_dim=4)
     tables = [
@@ -164,7 +164,7 @@ def test_features_that_read_one_table_stay_together() -> None:
             for i in (2, 3, 4, 5)
         ),
     ]
-    split = found.tables(tables)
+    split = grouped.tables(tables)
     assert sorted(table.name for own in split.values() for table in own) == ["both", "f2", "f3", "f4", "f5"]
     with pytest.raises(PartitionError, match=r"table 'both': its features f0, f1 stand in the towers tower_0, tower_1"):
         partition(near, towers=2).tables(tables)
@@ -190,9 +190,9 @@ def test_wrong_questions_are_refused() -> None:
 
 @pytest.mark.unit
 def test_the_picture_and_the_table_say_what_was_found(tmp_path: Path) -> None:
-    found = partition(affinity(planted(6, 2)), towers=2)
-    assert str(found).splitlines()[:2] == ["tower_0: load 3: f0, f2, f4", "tower_1: load 3: f1, f3, f5"]
-    found.draw(tmp_path / "plane.png")
+    grouped = partition(affinity(planted(6, 2)), towers=2)
+    assert str(grouped).splitlines()[:2] == ["tower_0: load 3: f0, f2, f4", "tower_1: load 3: f1, f3, f5"]
+    grouped.draw(tmp_path / "plane.png")
     assert (tmp_path / "plane.png").read_bytes().startswith(b"\x89PNG")
 
 

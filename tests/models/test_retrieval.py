@@ -49,13 +49,13 @@ def retrieval(
 def batch(rank: int = 0, world_size: int = 1, *, seed: int = 0) -> TowerBatch:
     generator = torch.Generator().manual_seed(seed)
     users, items = (torch.randint(1, high, (ROWS,), generator=generator) for high in (USERS, ITEMS))
-    own = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    local = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     return (
         retrieval(device=META)
         .schema()
         .assemble(
-            {"user_id": Jagged(users[own]), "item_id": Jagged(items[own])},
-            labels=torch.ones(len(users[own])),
+            {"user_id": Jagged(users[local]), "item_id": Jagged(items[local])},
+            labels=torch.ones(len(users[local])),
             total_weight=ROWS / world_size,
         )
     )

@@ -184,9 +184,11 @@ def only(feature: str, rows: list[Tensor]) -> TowerBatch:
 
 @pytest.mark.unit
 def test_an_empty_session_is_a_vector_of_zeros() -> None:
-    found = small().eval().embed("session", only("session", [torch.tensor([3, 4]), torch.zeros(0, dtype=torch.int64)]))
-    assert bool(found[0].any())
-    assert not bool(found[1].any())
+    vectors = (
+        small().eval().embed("session", only("session", [torch.tensor([3, 4]), torch.zeros(0, dtype=torch.int64)]))
+    )
+    assert bool(vectors[0].any())
+    assert not bool(vectors[1].any())
 
 
 @pytest.mark.unit

@@ -45,19 +45,19 @@ def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Ite
         items = torch.randint(ITEMS, (QUERIES, WIDTH), generator=generator)
         price = torch.rand(QUERIES, WIDTH, generator=generator)
         labels = torch.randint(2, (QUERIES, WIDTH), generator=generator).float()
-        own = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
-        queries = own.stop - own.start
+        local = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
+        queries = local.stop - local.start
         yield schema.assemble(
             {
-                "user_id": Jagged(users[own].repeat_interleave(times)),
+                "user_id": Jagged(users[local].repeat_interleave(times)),
                 "history": Jagged(
-                    history[own].repeat_interleave(times, 0).reshape(-1),
+                    history[local].repeat_interleave(times, 0).reshape(-1),
                     torch.full((queries * times,), 3, dtype=torch.int32),
                 ),
-                "item_id": Jagged(items[own].reshape(-1)),
+                "item_id": Jagged(items[local].reshape(-1)),
             },
-            {"age": age[own].repeat_interleave(times), "price": price[own].reshape(-1)},
-            labels=labels[own].reshape(-1),
+            {"age": age[local].repeat_interleave(times), "price": price[local].reshape(-1)},
+            labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(queries).repeat_interleave(WIDTH) if shared else None,
             shared_rows=torch.arange(queries) if shared else None,

@@ -57,30 +57,30 @@ def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Ite
         dense = torch.rand(1 + WIDTH, QUERIES, generator=generator)
         candidates = torch.randint(ITEMS // 5, (QUERIES, WIDTH), generator=generator)
         labels = torch.randint(2, (QUERIES, WIDTH), generator=generator).float()
-        own = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
-        queries = own.stop - own.start
-        history, wishes = (ids[own].repeat_interleave(times, 0) for ids in lists)
+        local = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
+        queries = local.stop - local.start
+        history, wishes = (ids[local].repeat_interleave(times, 0) for ids in lists)
         yield schema.assemble(
             {
-                "user_id": Jagged(users[own].repeat_interleave(times)),
+                "user_id": Jagged(users[local].repeat_interleave(times)),
                 "history": Jagged(history.reshape(-1), torch.full((len(history),), 3)),
                 "wishes": Jagged(wishes[:, :2].reshape(-1), torch.full((len(wishes),), 2)),
-                "item_id": Jagged(candidates[own].reshape(-1)),
+                "item_id": Jagged(candidates[local].reshape(-1)),
             },
-            {"age": dense[0, own].repeat_interleave(times), "price": dense[1:, own].T.reshape(-1)},
-            labels=labels[own].reshape(-1),
+            {"age": dense[0, local].repeat_interleave(times), "price": dense[1:, local].T.reshape(-1)},
+            labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(queries).repeat_interleave(WIDTH) if shared else None,
             shared_rows=torch.arange(queries) if shared else None,
         )
 
 
-def tables_of(found: dict[str, Any]) -> dict[str, Any]:
-    return {name.split(".")[-2]: value for name, value in found.items() if "embedding_bags" in name}
+def tables_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name.split(".")[-2]: value for name, value in state.items() if "embedding_bags" in name}
 
 
-def dense_of(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if "embedding_bags" not in name}
+def dense_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if "embedding_bags" not in name}
 
 
 @pytest.mark.unit
@@ -196,7 +196,7 @@ def unsharded(shared: bool) -> dict[str, Tensor]:
 
 def trained(runtime: Runtime, shared: bool) -> dict[str, Any]:
     """By sharding type the weights after some steps, and what the pipeline did not overlap."""
-    found = {}
+    results = {}
     for sharding in SHARDINGS:
         made = model(shared, META)
         plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding))
@@ -205,8 +205,8 @@ def trained(runtime: Runtime, shared: bool) -> dict[str, Any]:
         stream = batches(STEPS, shared, runtime.rank, runtime.world_size)
         for _ in range(STEPS):
             pipeline.progress(stream)
-        found[sharding] = gather_state(parallel), unpipelined(pipeline, parallel)
-    return found
+        results[sharding] = gather_state(parallel), unpipelined(pipeline, parallel)
+    return results
 
 
 @pytest.mark.parametrize("shared", [False, True])

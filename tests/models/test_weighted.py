@@ -54,8 +54,8 @@ def model(device: torch.device | None = None) -> TowerModel:
 def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
     schema = model(META).schema()
     generator = torch.Generator().manual_seed(5)
-    own = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
-    queries = own.stop - own.start
+    local = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
+    queries = local.stop - local.start
     for _ in range(count):
         users = torch.randint(40, (QUERIES,), generator=generator)
         lists = {name: torch.randint(ITEMS // 5, (QUERIES, size), generator=generator) for name, size in LISTS.items()}
@@ -66,15 +66,15 @@ def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[TowerBat
         labels = torch.randint(2, (QUERIES, WIDTH), generator=generator).float()
         bags = {
             name: Jagged(
-                ids[own].reshape(-1),
+                ids[local].reshape(-1),
                 torch.full((queries,), LISTS[name]),
-                weights[name][own].reshape(-1) if name in weights else None,
+                weights[name][local].reshape(-1) if name in weights else None,
             )
             for name, ids in lists.items()
         }
         yield schema.assemble(
-            {"user_id": Jagged(users[own]), "item_id": Jagged(candidates[own].reshape(-1)), **bags},
-            labels=labels[own].reshape(-1),
+            {"user_id": Jagged(users[local]), "item_id": Jagged(candidates[local].reshape(-1)), **bags},
+            labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(queries).repeat_interleave(WIDTH),
             shared_rows=torch.arange(queries),
@@ -131,7 +131,7 @@ def unsharded() -> dict[str, Tensor]:
 
 
 def trained(runtime: Runtime) -> dict[str, Any]:
-    found = {}
+    results = {}
     for sharding in SHARDINGS:
         made = model(META)
         plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding, tables=LISTED))
@@ -140,8 +140,8 @@ def trained(runtime: Runtime) -> dict[str, Any]:
         stream = batches(STEPS, runtime.rank, runtime.world_size)
         for _ in range(STEPS):
             pipeline.progress(stream)
-        found[sharding] = gather_state(parallel), unpipelined(pipeline, parallel)
-    return found
+        results[sharding] = gather_state(parallel), unpipelined(pipeline, parallel)
+    return results
 
 
 def test_weighted_bags_trained_on_two_ranks_equal_those_trained_unsharded() -> None:

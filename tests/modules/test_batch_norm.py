@@ -37,8 +37,8 @@ def learned(layer: nn.Module, rows: Tensor, real: slice, *weights: Tensor) -> di
         output = layer(values, *weights)
         layer.zero_grad()
         output[real].square().mul(torch.arange(1, 1 + WIDTH)).sum().backward()
-    found = {"output": output[real].detach(), "gradient": values.grad[real]}
-    return found | {name: p.grad.clone() for name, p in layer.named_parameters()} | dict(layer.named_buffers())
+    result = {"output": output[real].detach(), "gradient": values.grad[real]}
+    return result | {name: p.grad.clone() for name, p in layer.named_parameters()} | dict(layer.named_buffers())
 
 
 @pytest.mark.unit
@@ -98,12 +98,12 @@ def on_rank(runtime: Runtime, counts: list[int], padding: list[int]) -> dict[str
 
 @pytest.mark.parametrize(("counts", "padding"), [([7, 5], [0, 2]), ([12, 0], [0, 12])])
 def test_two_ranks_are_one_batch_without_its_padding(counts: list[int], padding: list[int]) -> None:
-    expected, found = learned(nn.BatchNorm1d(WIDTH), rows_of(), slice(ROWS)), run_ranks(on_rank, 2, counts, padding)
+    expected, results = learned(nn.BatchNorm1d(WIDTH), rows_of(), slice(ROWS)), run_ranks(on_rank, 2, counts, padding)
     for name in ("output", "gradient"):
-        torch.testing.assert_close(torch.cat([part[name] for part in found]), expected[name], msg=name)
-    for part in found:
+        torch.testing.assert_close(torch.cat([result[name] for result in results]), expected[name], msg=name)
+    for result in results:
         for name in ("running_mean", "running_var", "num_batches_tracked"):
-            torch.testing.assert_close(part[name], expected[name], msg=name)
+            torch.testing.assert_close(result[name], expected[name], msg=name)
 
 
 Make = Callable[[list[int]], nn.Module]
@@ -144,21 +144,21 @@ def batch_of(model: TowerModel, padded_rows: int | None) -> TowerBatch:
 @pytest.mark.parametrize("top", TOPS)
 def test_a_network_learns_nothing_of_its_padding(top: str, shared: tuple[str, ...]) -> None:
     model = model_of(top, shared)
-    found = []
+    results = []
     for padded_rows in (None, 9):
         twin = copy.deepcopy(model).train()
         loss, output = twin(batch_of(twin, padded_rows))
         loss.backward()
         grads = {name: parameter.grad for name, parameter in twin.named_parameters()}
-        found.append({"loss": loss.detach(), "logits": output.logits[:18], **grads, **dict(twin.named_buffers())})
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, msg=name)
+        results.append({"loss": loss.detach(), "logits": output.logits[:18], **grads, **dict(twin.named_buffers())})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, msg=name)
 
 
 @pytest.mark.unit
 def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
     """With weighted rows, but for the running variance, whose effective number of rows is that of shared rows."""
-    found = []
+    results = []
     for shared in ((), ("user",)):
         model = model_of("top_nn", shared).train()
         weights = torch.rand(18, generator=torch.Generator().manual_seed(1))
@@ -166,9 +166,9 @@ def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
         loss.backward()
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}
         buffers = {name: value for name, value in model.named_buffers() if "user" not in name or "mean" in name}
-        found.append({"loss": loss.detach(), "logits": output.logits, **grads, **buffers})
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, msg=name, atol=1e-5, rtol=1e-4)
+        results.append({"loss": loss.detach(), "logits": output.logits, **grads, **buffers})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, msg=name, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.unit

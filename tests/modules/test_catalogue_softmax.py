@@ -44,12 +44,12 @@ def losses(states: Tensor, table: Tensor, targets: Tensor, candidates: Tensor) -
 )
 def test_with_all_items_it_is_the_cross_entropy_and_so_are_its_gradients(candidates: list[int]) -> None:
     states, table, targets = made()
-    found = losses(states, table, targets, torch.tensor(candidates))
+    result = losses(states, table, targets, torch.tensor(candidates))
     expected = cross_entropy(states @ table[1:].T, targets - 1, reduction="none")
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
     weights = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.5], dtype=torch.float64)
     for mine, right in zip(
-        torch.autograd.grad((found * weights).sum(), [states, table]),
+        torch.autograd.grad((result * weights).sum(), [states, table]),
         torch.autograd.grad((expected * weights).sum(), [states, table]),
         strict=True,
     ):
@@ -59,41 +59,43 @@ def test_with_all_items_it_is_the_cross_entropy_and_so_are_its_gradients(candida
 def test_the_mean_over_all_samples_is_the_sum_over_the_catalogue() -> None:
     states, table, targets = made()
     scores = states @ table[1:].T
-    own = scores.gather(1, targets[:, None] - 1)[:, 0]
+    target_scores = scores.gather(1, targets[:, None] - 1)[:, 0]
     samples = itertools.product(range(1, ITEMS + 1), repeat=2)
-    sums = torch.stack([(losses(states, table, targets, torch.tensor(sample)) + own).exp() for sample in samples])
+    sums = torch.stack(
+        [(losses(states, table, targets, torch.tensor(sample)) + target_scores).exp() for sample in samples]
+    )
     torch.testing.assert_close(sums.mean(dim=0), scores.exp().sum(dim=1), rtol=1e-12, atol=0)
 
 
 def test_a_sample_of_nothing_but_the_target_gives_no_loss_and_no_nan() -> None:
     states, table, targets = made()
-    found = losses(states, table, targets, torch.tensor([7, 0, 7]))
-    assert found[2:4].tolist() == [0.0, 0.0]
-    gradients = torch.autograd.grad(found.sum(), [states, table])
+    result = losses(states, table, targets, torch.tensor([7, 0, 7]))
+    assert result[2:4].tolist() == [0.0, 0.0]
+    gradients = torch.autograd.grad(result.sum(), [states, table])
     assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
     assert not bool(gradients[0][2:4].any())
 
 
 def test_without_positions_there_is_no_loss_and_the_graph_is_whole() -> None:
     states, table, _ = made()
-    found = losses(states[:0], table, torch.zeros(0, dtype=torch.int64), torch.arange(1, ITEMS + 1))
-    assert found.shape == (0,)
-    assert all(not bool(gradient.any()) for gradient in torch.autograd.grad(found.sum(), [states, table]))
+    result = losses(states[:0], table, torch.zeros(0, dtype=torch.int64), torch.arange(1, ITEMS + 1))
+    assert result.shape == (0,)
+    assert all(not bool(gradient.any()) for gradient in torch.autograd.grad(result.sum(), [states, table]))
 
 
 def test_under_autocast_scores_and_their_sum_are_float32() -> None:
     states, table, targets = made()
     half = [values.detach().bfloat16() for values in (states, table)]
-    found = []
+    results = []
     for autocast, kind in ((False, torch.float32), (True, torch.float32), (True, torch.bfloat16)):
         leaves = [values.to(kind).requires_grad_() for values in half]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             per_target = losses(*leaves, targets, torch.arange(1, ITEMS + 1))
             grads = torch.autograd.grad(per_target.sum(), leaves)
         assert per_target.dtype == torch.float32
-        found.append([per_target, *grads])
-    for other in found[1:]:
-        for mine, right in zip(other, found[0], strict=True):
+        results.append([per_target, *grads])
+    for other in results[1:]:
+        for mine, right in zip(other, results[0], strict=True):
             close = (
                 1e-6 if mine.dtype == torch.float32 else 2e-2
             )  # the gradient of a row read twice is added up in bfloat16

@@ -42,9 +42,9 @@ def towers() -> nn.ModuleList:
 def step(rank: int, world_size: int, rows: int | None = None) -> tuple[float, list[Tensor]]:
     """The loss of one rank and its gradients, from its share of the batch."""
     data, model = whole(), towers()
-    own = slice(rank * B // world_size, (rank + 1) * B // world_size)
+    local = slice(rank * B // world_size, (rank + 1) * B // world_size)
     extra = data["extra"][rank * EXTRA // world_size : (rank + 1) * EXTRA // world_size]
-    users, ids = data["users"][own], torch.cat([data["ids"][own], extra])
+    users, ids = data["users"][local], torch.cat([data["ids"][local], extra])
     in_batch = in_batch_negatives(
         model[2](model[1](ids)),
         ids,
@@ -56,7 +56,7 @@ def step(rank: int, world_size: int, rows: int | None = None) -> tuple[float, li
     loss = in_batch_softmax(
         model[0](users),
         in_batch,
-        weights=data["weights"][own],
+        weights=data["weights"][local],
         total_weight=data["weights"].sum() / world_size,
         temperature=0.4,
     )

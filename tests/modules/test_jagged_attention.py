@@ -48,20 +48,20 @@ def outcome(lengths: list[int], how: Attention | None, causal: bool) -> tuple[Te
 @example(lengths=[5], causal=False)
 @pytest.mark.parametrize("how", ["bucketed", "padded"])
 def test_each_step_attends_to_its_own_sequence_alone(how: Attention, lengths: list[int], causal: bool) -> None:
-    for found, expected in zip(outcome(lengths, how, causal), outcome(lengths, None, causal), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for result, expected in zip(outcome(lengths, how, causal), outcome(lengths, None, causal), strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("lengths", [[3, 0, 17, 1, 1, 8], [4, 4], [1]])
 def test_the_nested_layout_of_torch_agrees(lengths: list[int]) -> None:
-    for found, expected in zip(outcome(lengths, "nested", False), outcome(lengths, None, False), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for result, expected in zip(outcome(lengths, "nested", False), outcome(lengths, None, False), strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
 def test_what_torch_cannot_do_is_refused() -> None:
-    told = r"attention='nested' with causal=True on a cpu: torch has no kernel.*attention='bucketed'"
-    with pytest.raises(ValueError, match=told):
+    message = r"attention='nested' with causal=True on a cpu: torch has no kernel.*attention='bucketed'"
+    with pytest.raises(ValueError, match=message):
         outcome([3, 2], "nested", True)
 
 

@@ -58,8 +58,8 @@ def test_layers_equal_torchs_own(causal: bool, norm_first: bool) -> None:
             mask = torch.ones(len(one), len(one)).triu(1).bool() if causal else None
             if len(one):
                 expected = reference(expected, src_mask=mask)
-        found = model(packed, lengths)  # with the weights that were drawn for this row
-        torch.testing.assert_close(torch.split(found, LENGTHS)[row], expected[0], rtol=0, atol=1e-10)
+        result = model(packed, lengths)  # with the weights that were drawn for this row
+        torch.testing.assert_close(torch.split(result, LENGTHS)[row], expected[0], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("position", ["start", "end", "none"])

@@ -66,11 +66,11 @@ def outcome(model: SessionTower) -> dict[str, Tensor]:
 @pytest.mark.parametrize("pooling", ["flatten", "last", "mean"])
 @pytest.mark.parametrize("attention", ["bucketed", "nested"])
 def test_without_padding_outputs_and_gradients_are_those_with_padding(attention: str, pooling: str) -> None:
-    found, expected = (outcome(tower(attention=how, pooling=pooling)) for how in (attention, "padded"))
-    assert found.keys() == expected.keys()
+    result, expected = (outcome(tower(attention=how, pooling=pooling)) for how in (attention, "padded"))
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+            result[name], value, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
