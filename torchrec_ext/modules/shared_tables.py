@@ -39,7 +39,7 @@ class SharedTables(nn.Module):
         device: device of the tables.
 
     Attributes:
-        stood_at: path of these look-ups in the model before a plan moved them to a tower; empty where none has.
+        original_path: path of these look-ups in the model before a plan moved them to a tower; empty where none has.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SharedTables(nn.Module):
             {name: _collection(members, name, device) for name, members in self._tables.items()}
         )
         self.halves = _Halves()
-        self.stood_at = ""
+        self.original_path = ""
 
     @property
     def joint(self) -> tuple[Joint, ...]:

@@ -62,7 +62,7 @@ def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
         towers[host].lookups = hosted = look_ups(towers, names)
         for name, holder, _ in values_by_table(hosted):
             holder.weight = values[name]
-            hosted.stood_at = stood[name]
+            hosted.original_path = stood[name]
     for path in beside:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, None)
@@ -72,7 +72,7 @@ def unhosted(model: nn.Module, path: str) -> str:
     """The path that a weight has in the unsharded model, of one that has ``path`` in a sharded one."""
     tower, _, rest = path.partition(".lookups.")
     hosted = model.get_submodule(f"{tower}.lookups") if rest else None
-    return f"{hosted.stood_at}.{rest}" if isinstance(hosted, SharedTables) else path
+    return f"{hosted.original_path}.{rest}" if isinstance(hosted, SharedTables) else path
 
 
 def split_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags]:
