@@ -59,8 +59,8 @@ from torchx_apps.jobs.resuming import (
     resume_from,
     where_to_begin,
 )
-from torchx_apps.tasks.export_data import NamedData
 from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
+from torchx_apps.tasks.named_data import NamedData
 
 _FORMAT = warnings.formatwarning
 

@@ -1,6 +1,6 @@
-"""The recipe n_tower: user, item and context, a tower for each, and a network over the three.
+"""The recipe n_tower: a tower for user, item and context each, and a network over the three.
 
-Which features stand in which tower, and what a tower's output is compressed to, as keys of a recipe say.
+Keys of the recipe say which features are in which tower, and how a tower's output is compressed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.labelled import labelled_task
 
-ROWS = 4096  # that affinities are taken from
+ROWS = 4096  # number of rows from which affinities are computed
 
 
 def compression_of(text: str) -> Compression | None:
-    """``model.compress``: settings of a :class:`Compression`, such as ``dim=16,flat=2``; None for nothing.
+    """Parses ``model.compress``, settings of a :class:`Compression` such as ``dim=16,flat=2``; None for an empty text.
 
     Example:
         >>> compression_of("kind=cross,dim=8,per_feature=1")
@@ -58,10 +58,10 @@ def compression_of(text: str) -> Compression | None:
 
 
 def check_towers(text: str) -> None:
-    """``model.towers``: nothing, a number, or features.
+    """Checks the text of ``model.towers``, which is empty, a number of towers, or the towers' features.
 
     Raises:
-        ValueError: another text.
+        ValueError: the text is none of these.
     """
     if text.isdecimal() and int(text) < 1:
         raise ValueError(f"model.towers={text}: must be 1 or more")
@@ -72,7 +72,7 @@ def check_towers(text: str) -> None:
 
 
 def features_by_tower(
-    asked: str,
+    towers: str,
     features: Sequence[str],
     rows: Chunk,
     sizes: Mapping[str, float],
@@ -80,44 +80,47 @@ def features_by_tower(
     trained: str = "",
     bound: float = 0.0,
 ) -> dict[str, list[str]]:
-    """The features of each tower.
+    """Returns the names of each tower's features, by tower.
 
     Args:
-        asked: as :func:`check_towers` takes it: a number has the partitioner of Disaggregated Multi-Tower group the
-            features by affinity, text says itself who stands together.
-        features: all of them.
-        rows: of the training, which affinities are taken from.
+        towers: text of ``model.towers``: for a number the partitioner of Disaggregated Multi-Tower groups the features
+            by affinity; other text lists the features of each tower.
+        features: names of all features.
+        rows: training rows from which affinities are computed.
         sizes: bytes of each feature's table.
-        trained: safetensors of a model whose tables have the features' names: affinities are then those of what it has
-            learned, in place of those of ids that come together.
-        bound: of the bytes of a tower; 1.1 times an even share where 0.
+        trained: safetensors file of a model whose tables have the features' names: affinities are then computed from
+            its vectors, instead of from the ids that occur together.
+        bound: greatest number of bytes of a tower; 1.1 times an even share where 0.
 
     Raises:
-        ValueError: features that are not there, stand twice or nowhere; or no grouping keeps the bound.
+        ValueError: a feature is unknown, listed twice or not listed; or no grouping keeps the bound.
     """
-    if not asked.isdecimal():
-        return _listed(asked, features)
-    place = np.linspace(0, rows.num_rows - 1, min(ROWS, rows.num_rows)).astype(np.int64)
-    ids = {name: torch.from_numpy(rows[name].take(place).values.astype(np.int64)) for name in features}
+    if not towers.isdecimal():
+        return _listed(towers, features)
+    sample = np.linspace(0, rows.num_rows - 1, min(ROWS, rows.num_rows)).astype(np.int64)
+    ids = {name: torch.from_numpy(rows[name].take(sample).values.astype(np.int64)) for name in features}
     vectors = _learned(Path(trained), ids) if trained else id_vectors(_batch(ids), features)
-    found = partition(affinity(vectors, "cka"), towers=int(asked), load=sizes, bound=bound or None)
+    result = partition(affinity(vectors, "cka"), towers=int(towers), load=sizes, bound=bound or None)
     if os.environ.get("RANK", "0") == "0":
-        print(f"features by affinity:\n{found}\n", flush=True)
-    return {tower: list(names) for tower, names in found.groups.items()}
+        print(f"features by affinity:\n{result}\n", flush=True)
+    return {tower: list(names) for tower, names in result.groups.items()}
 
 
-def _listed(asked: str, features: Sequence[str]) -> dict[str, list[str]]:
-    groups = [group.split("+") for group in asked.split(",")]
+def _listed(towers: str, features: Sequence[str]) -> dict[str, list[str]]:
+    groups = [group.split("+") for group in towers.split(",")]
     given = [name for group in groups for name in group]
-    if unknown := [name for name in given if name not in features]:
+    unknown = [name for name in given if name not in features]
+    twice = [name for name in given if given.count(name) > 1]
+    missing = [name for name in features if name not in given]
+    if unknown:
         raise ValueError(
-            f"model.towers={asked}: there is no feature '{unknown[0]}'; the features are {', '.join(features)}"
+            f"model.towers={towers}: there is no feature '{unknown[0]}'; the features are {', '.join(features)}"
         )
-    if twice := [name for name in given if given.count(name) > 1]:
-        raise ValueError(f"model.towers={asked}: '{twice[0]}' stands there twice; a feature is in one tower")
-    if missing := [name for name in features if name not in given]:
+    if twice:
+        raise ValueError(f"model.towers={towers}: '{twice[0]}' stands there twice; a feature is in one tower")
+    if missing:
         raise ValueError(
-            f"model.towers={asked}: '{missing[0]}' stands in no tower; give each of {', '.join(features)} one"
+            f"model.towers={towers}: '{missing[0]}' stands in no tower; give each of {', '.join(features)} one"
         )
     return {f"tower_{number}": group for number, group in enumerate(groups)}
 
@@ -130,20 +133,20 @@ def _learned(trained: Path, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
             f"model.towers_from={trained}: there is no such file; write one with `python -m torchx_apps.publish RUN`"
         )
     vectors = {}
-    with safe_open(trained, framework="pt") as held:
-        paths = {path.split(".")[-2]: path for path in held.keys() if "embedding" in path}  # noqa: SIM118
-        for name, own in ids.items():
+    with safe_open(trained, framework="pt") as file:
+        paths = {path.split(".")[-2]: path for path in file.keys() if "embedding" in path}  # noqa: SIM118
+        for name, rows in ids.items():
             if name not in paths:
                 raise ValueError(
                     f"model.towers_from={trained}: it has no table '{name}'; its tables are {', '.join(sorted(paths))}"
                 )
-            table = held.get_tensor(paths[name])
-            if len(table) <= int(own.max()):
+            table = file.get_tensor(paths[name])
+            if len(table) <= int(rows.max()):
                 raise ValueError(
                     f"model.towers_from={trained}: table '{name}' has {len(table):,} rows, the data ids up to "
-                    f"{own.max():,}"
+                    f"{rows.max():,}"
                 )
-            vectors[name] = table[own]
+            vectors[name] = table[rows]
     return vectors
 
 
@@ -161,22 +164,22 @@ class NTowerConfig:
 
     Args:
         embedding_dim: columns of every table.
-        embedding_std: standard deviation of the tables' first values.
-        tower_widths: widths of each tower's MLP; none: a tower's output is its embeddings side by side.
-        towers: user, item and context where empty; a number: so many towers, in which features stand together that have
-            most to do with one another, see :func:`features_by_tower`; or the features, as
-            ``user_id+homework,item_id+daytime``.
-        towers_from: of a number of towers, safetensors of a trained model of these tables (``torchx_apps.publish``), by
-            whose vectors features are near; by their ids alone where empty.
-        towers_bound: of a number of towers, MiB of the tables of one; 1.1 times an even share where 0.
-        compress: what a tower's embeddings are compressed to before its MLP or, without one, before they leave its
-            ranks: settings of a :class:`Compression`, as ``dim=16,flat=2``; nothing where empty.
-        interaction: over the towers' outputs, see :func:`interaction_layer`.
+        embedding_std: standard deviation of the tables' initial values.
+        tower_widths: widths of each tower's MLP; where there is none, a tower's output is its concatenated embeddings.
+        towers: user, item and context where empty; a number of towers, to group the features by affinity, see
+            :func:`features_by_tower`; or the features of each tower, as ``user_id+homework,item_id+daytime``.
+        towers_from: where ``towers`` is a number, safetensors of a trained model of these tables
+            (``torchx_apps.publish``), whose vectors say which features are near; their ids do where empty.
+        towers_bound: where ``towers`` is a number, the greatest size of one tower's tables in MiB; 1.1 times an even
+            share where 0.
+        compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
+            they leave its ranks, such as ``dim=16,flat=2``; none where empty.
+        interaction: network over the towers' outputs, see :func:`interaction_layer`.
         top_widths: hidden widths of the interaction.
-        activation: between layers.
-        normalization: before each activation.
-        dropout: after each activation.
-        out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
+        activation: activation between layers.
+        normalization: normalisation before each activation.
+        dropout: share of values dropped after each activation.
+        out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
     """
 
     embedding_dim: int = 8
@@ -198,8 +201,8 @@ class NTowerConfig:
         check_towers(self.towers)
         if not self.towers.isdecimal() and (self.towers_from or self.towers_bound):
             raise ValueError(
-                f"model.towers_from and model.towers_bound are of a number of towers; model.towers={self.towers!r} is "
-                "none"
+                "model.towers_from and model.towers_bound need a number of towers; "
+                f"model.towers={self.towers!r} is none"
             )
 
 
@@ -212,15 +215,15 @@ def n_tower() -> Job:
         data=LabelledConfig(),
         task=labelled_task,
         loader=LoaderConfig(negatives=0, label="label"),
-        # l2 keeps the tables from learning rare ids by heart. After batch normalisation their scale is free, so little
-        # hangs on it.
+        # tables_l2 keeps the tables from memorising rare ids; its exact value matters little, since batch normalisation
+        # removes the tables' scale.
         optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3, tables_l2=0.05),
         train=TrainConfig(epochs=12, tables_schedule=Schedule(kind="cosine"), dense_schedule=Schedule(kind="cosine")),
     )
 
 
 def build_n_tower(config: NTowerConfig, data: LabelledData) -> TowerModel:
-    """One tower for each of user, item and, where there is any, context; or those that ``config.towers`` asks for."""
+    """Builds a tower for user, item and, where there is any, context; or the towers that ``config.towers`` names."""
     towers = {
         name: Tower(
             [_table(feature, data.vocab[feature], config) for feature in features],
@@ -232,7 +235,7 @@ def build_n_tower(config: NTowerConfig, data: LabelledData) -> TowerModel:
             compress=compression_of(config.compress),
             device=torch.device("meta"),
         )
-        for name, (features, dense) in _sides(config, data).items()
+        for name, (features, dense) in _columns_by_tower(config, data).items()
     }
     top = interaction_layer(
         config.interaction,
@@ -246,18 +249,19 @@ def build_n_tower(config: NTowerConfig, data: LabelledData) -> TowerModel:
     return TowerModel(towers, top)
 
 
-def _sides(config: NTowerConfig, data: LabelledData) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
-    """By tower its features and its dense columns."""
+def _columns_by_tower(config: NTowerConfig, data: LabelledData) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+    """Returns the names of each tower's features and of its dense columns, by tower."""
     if not config.towers:
         usual: dict[str, tuple[Sequence[str], Sequence[str]]] = {"user": (("user_id",), ()), "item": (("item_id",), ())}
         return {**usual, "context": (data.context, data.dense)} if data.context else usual
     features = ["user_id", "item_id", *data.context]
     sizes = {name: 4.0 * data.vocab[name] * config.embedding_dim for name in features}
-    found = features_by_tower(
+    groups = features_by_tower(
         config.towers, features, data.train, sizes, trained=config.towers_from, bound=config.towers_bound * 2**20
     )
-    least = min(found, key=lambda tower: sum(sizes[name] for name in found[tower]))  # has room for what has no table
-    return {tower: (names, data.dense if tower == least else ()) for tower, names in found.items()}
+    # Dense columns have no affinity; the tower with the smallest tables reads them.
+    smallest = min(groups, key=lambda tower: sum(sizes[name] for name in groups[tower]))
+    return {tower: (names, data.dense if tower == smallest else ()) for tower, names in groups.items()}
 
 
 def _table(feature: str, rows: int, config: NTowerConfig) -> EmbeddingBagConfig:

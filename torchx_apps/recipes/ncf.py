@@ -1,4 +1,4 @@
-"""The recipes ncf and contextual_ncf: generalised matrix factorisation beside an MLP, without and with the context of a row."""
+"""The recipes ncf and contextual_ncf: matrix factorisation beside an MLP, without and with a row's context."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class NCFConfig:
         mlp_dim: columns of the MLP half's tables of ids.
         mlp_widths: widths of the MLP's layers.
         context_dim: columns of each table of categorical context.
-        embedding_std: standard deviation of the first values of the tables of ids.
-        activation: between layers.
-        dropout: after each activation.
+        embedding_std: standard deviation of the initial values of the tables of ids.
+        activation: activation between layers.
+        dropout: share of values dropped after each activation.
         loss: ``bce``, over drawn negatives or over labels; or, over drawn negatives, ``bpr``, ``hinge`` or
             ``sampled_softmax``, which compare a positive with its own negatives.
-        share_user: compute the user's side once for a positive and its negatives; the result is the same.
-        out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
+        share_user: compute the user's vectors once for a positive and its negatives; the result is the same.
+        out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
     """
 
     gmf_dim: int = 8
@@ -60,8 +60,7 @@ def ncf() -> Job:
         build=build_ncf,
         model=NCFConfig(),
         data=DataConfig(name="ml-1m-ncf", history_length=0),
-        # Of batches of 1,024 to 256 positives the small ones rank held-out items best, by validation NDCG .543 against
-        # .549.
+        # Of batches of 1,024 to 256 positives the smallest rank held-out items best: validation NDCG .549 against .543.
         loader=LoaderConfig(batch_size=256),
         optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3),
         train=TrainConfig(epochs=15, eval_every=5),
@@ -78,18 +77,18 @@ def contextual_ncf() -> Job:
         task=labelled_task,
         loader=LoaderConfig(batch_size=512, negatives=0, label="label"),
         optimizer=OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=2e-3),
-        # More epochs than the validation rows want make it too sure: Frappe takes 5 or 6, sets with fewer items 3.
+        # Stops early, since longer training makes it overconfident: Frappe takes 5 or 6 epochs, smaller catalogues 3.
         train=TrainConfig(epochs=20, early_stop=EarlyStop(metric="log_loss", mode="min", patience=1)),
     )
 
 
 def build_ncf(config: NCFConfig, data: InteractionData) -> ContextualNCF:
-    """The network over the ids of users and items alone, as published, and over the context of a row where the set has one."""
+    """Builds the network over users' and items' ids, as published, and over a row's context where there is one."""
     return _network(config, data.vocab, tuple(data.context.vocab), tuple(data.context.scales))
 
 
 def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF:
-    """The network over the ids and the context."""
+    """Builds the network over the ids and the context."""
     return _network(config, data.vocab, data.context, data.dense)
 
 

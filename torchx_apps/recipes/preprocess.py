@@ -31,14 +31,14 @@ from torchrec_ext.schema import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a recipe's ``build`` returns.
+    """Steps and sources: the return value of a recipe's ``build``.
 
     Args:
-        preprocessor: the steps.
-        splits: by name, files or tables; the first one is what is fitted on.
-        events: the rows that histories are made of; each split's own rows where not given.
-        label: a number column of the sources, for the picture of its mean by day.
-        time: a timestamp, or seconds since 1970, in the sources, for the same picture.
+        preprocessor: the preprocessing steps.
+        splits: files or tables by name of the split; the steps are fitted on the first split.
+        events: rows of which histories are made; each split's rows where not given.
+        label: numeric column of the sources whose mean by day is drawn.
+        time: column of the sources with a timestamp or seconds since 1970, for that picture.
     """
 
     preprocessor: Preprocessor
@@ -62,16 +62,16 @@ class PreprocessJob:
     """All that one preprocessing run needs.
 
     Args:
-        name: of the recipe.
-        build: makes steps and sources from ``config`` and an engine.
-        config: a frozen dataclass that ``build`` reads, whose fields ``--set config.KEY=VALUE`` changes; None where it
+        name: name of the recipe.
+        build: function that makes steps and sources from ``config`` and an engine.
+        config: frozen dataclass that ``build`` reads, whose fields ``--set config.KEY=VALUE`` changes; None where it
             needs none.
         out: folder for the result; a new one in ``runs/`` where not given.
         engine: ``duckdb``, ``spark`` or a Spark master URL.
-        threads: of DuckDB; all cores where not given.
-        memory: that DuckDB may use before it goes to disk, such as 4GB; 80 % of the machine's where not given.
+        threads: number of DuckDB's threads; all cores where not given.
+        memory: memory that DuckDB may use before it writes to disk, such as 4GB; 80 % of the machine's where not given.
         overwrite: replace an earlier result in ``out``.
-        pictures: draw them, with matplotlib.
+        pictures: draw pictures of the columns, with matplotlib.
     """
 
     name: str
@@ -87,15 +87,15 @@ class PreprocessJob:
 
 @dataclass(frozen=True, kw_only=True)
 class MovieLensConfig:
-    """The recipe ``ml_100k``.
+    """Settings of the recipe ``ml_100k``.
 
     Args:
-        folder: with inter.parquet, users.parquet and items.parquet, or ml-100k.zip; where not given the set is looked
-            for, and downloaded, as in training.
-        history_length: the most earlier items of a row.
-        test_share: the latest share of the ratings, kept for testing.
-        min_count: rarer items and users are unknown.
-        zone: whose clock the time features read.
+        folder: folder with inter.parquet, users.parquet and items.parquet, or with ml-100k.zip; where not given the set
+            is looked for, and downloaded, as in training.
+        history_length: greatest number of earlier items in a row.
+        test_share: share of the ratings, the latest ones, that is kept for testing.
+        min_count: least count of an item or user in training; rarer ones are unknown.
+        zone: time zone of the time features.
     """
 
     folder: str | None = None
@@ -115,7 +115,7 @@ def ml_100k() -> PreprocessJob:
 
 
 def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
-    """Joins the three files; a rating of 4 or 5 is a 1."""
+    """Joins the three files, splits them by time and names the steps; a rating of 4 or 5 has label 1."""
     path = _movielens(config)
     ratings, users, items = _movielens_tables(path, engine)
     users, items = (table.drop(ROW) if ROW in table.columns else table for table in (users, items))
@@ -147,14 +147,11 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
 
 
 def _movielens(config: MovieLensConfig) -> Path:
-    """A folder with parquet files, or the publisher's zip."""
+    """Returns the folder with parquet files, or the publisher's zip."""
     if config.folder:
-        given = Path(config.folder)
-        return (
-            given / "ml-100k.zip"
-            if (given / "ml-100k.zip").exists() and not (given / "inter.parquet").exists()
-            else given
-        )
+        folder = Path(config.folder)
+        zipped = folder / "ml-100k.zip"
+        return zipped if zipped.exists() and not (folder / "inter.parquet").exists() else folder
     try:
         return find_ml_100k(data_folder("ml-100k", None))
     except DatasetUnavailable as error:
@@ -162,26 +159,26 @@ def _movielens(config: MovieLensConfig) -> Path:
 
 
 def _movielens_tables(path: Path, engine: Engine) -> list[Any]:
-    """Ratings, users and items as tables of the engine."""
+    """Returns ratings, users and items as tables of the engine."""
     if path.suffix != ".zip":
         return [engine.read(scan(path / f"{name}.parquet")) for name in ("inter", "users", "items")]
     chunks = ml_100k_tables(path)
-    held = [pa.table({name: pa.array(column.values) for name, column in chunk.items()}) for chunk in chunks]
-    return [engine.register(table.append_column(ROW, pa.array(range(len(table)), pa.int64()))) for table in held]
+    tables = [pa.table({name: pa.array(column.values) for name, column in chunk.items()}) for chunk in chunks]
+    return [engine.register(table.append_column(ROW, pa.array(range(len(table)), pa.int64()))) for table in tables]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClicksConfig:
-    """The recipe ``clicks``.
+    """Settings of the recipe ``clicks``.
 
     Args:
-        folder: of the log's parquet files; the last one is kept for testing where there are several.
-        categorical: how many columns c0, c1, ...
-        dense: how many columns d0, d1, ...
-        min_count: rarer values are unknown.
-        max_size: the most values of a column that get an id.
-        history_length: the most recent elements of ``history`` that are kept.
-        history_buckets: ids that these are hashed to.
+        folder: folder of the log's parquet files; the last file is kept for testing where there are several.
+        categorical: number of the columns c0, c1, ...
+        dense: number of the columns d0, d1, ...
+        min_count: least count of a value in training; rarer values are unknown.
+        max_size: greatest number of a column's values that get an id.
+        history_length: number of elements of ``history`` that are kept, the most recent ones.
+        history_buckets: number of ids that these elements are hashed to.
     """
 
     folder: str | None = None
@@ -199,20 +196,20 @@ def clicks() -> PreprocessJob:
 
 
 def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
-    """The files as they are."""
+    """Names the steps and the files, of which the last is for testing."""
     if not config.folder:
         raise DataError(
             "recipe clicks needs a log: --set config.folder=DIR with parquet files of c0.., d0.., history, label"
         )
     files = [file.name for file in find_files(config.folder, (".parquet",))]
     ids: list[Step] = [
-        Categorify(column=f"c{at}", min_count=config.min_count, max_size=config.max_size)
-        for at in range(config.categorical)
+        Categorify(column=f"c{number}", min_count=config.min_count, max_size=config.max_size)
+        for number in range(config.categorical)
     ]
     numbers: list[Step] = [
         step
-        for at in range(config.dense)
-        for step in (FillMissing(column=f"d{at}", statistic="mean"), Normalize(column=f"d{at}"))
+        for number in range(config.dense)
+        for step in (FillMissing(column=f"d{number}", statistic="mean"), Normalize(column=f"d{number}"))
     ]
     lists: list[Step] = [
         Lists(column="history", max_length=config.history_length),

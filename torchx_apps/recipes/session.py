@@ -32,8 +32,9 @@ from torchrec_ext.schema import BatchSchema, OutOfRange
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import EarlyStop, Record
 from torchrec_ext.train.loop import TrainConfig
-from torchx_apps.tasks.export_data import ExportData, NamedData, of_sequences
+from torchx_apps.tasks.export_data import ExportData, of_sequences
 from torchx_apps.tasks.job import Job
+from torchx_apps.tasks.named_data import NamedData
 
 K = 10
 SHOWN = 5
@@ -45,15 +46,15 @@ class SessionConfig:
 
     Args:
         embedding_dim: D, columns of the item table and width of the transformer.
-        init_std: standard deviation of the table's first values.
-        layers: of the transformer.
-        heads: of its attention, a divisor of D.
-        hidden: width of the network at each step.
-        activation: of its hidden layer.
-        dropout: of the steps and in the layers.
-        position: learned vectors counted from the ``start`` of a session, from its ``end``, or ``none``.
+        init_std: standard deviation of the table's initial values.
+        layers: number of the transformer's layers.
+        heads: number of attention heads, a divisor of D.
+        hidden: width of the feed-forward network's hidden layer.
+        activation: activation of that hidden layer.
+        dropout: share of values dropped at the input and in the layers.
+        position: learned position vectors, counted from the ``start`` of a session or from its ``end``, or ``none``.
         attention: ``bucketed`` (hardly any padding), ``nested`` (none; on a GPU) or ``padded``; the result is the same.
-        out_of_range: what an id outside the table does: ``error``, or ``oov`` for row 0.
+        out_of_range: what happens to an id outside the table: ``error``, or ``oov``, which reads row 0.
     """
 
     embedding_dim: int = 64
@@ -76,18 +77,16 @@ def session() -> Job:
         model=SessionConfig(),
         data=SequenceConfig(),
         task=session_task,
-        loader=LoaderConfig(
-            batch_size=256, negatives=8
-        ),  # 2,048 candidates that all targets of a step share; 0: all items
+        # 256 x 8 = 2,048 candidates that all targets of a step share; with negatives=0 all items.
+        loader=LoaderConfig(batch_size=256, negatives=8),
         optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=1e-3),
-        # Until the validation items say so: a set of few or long sequences has few steps an epoch, and needs more of
-        # them.
+        # Ends by the validation items: a set of few or long sequences has few steps an epoch, and needs more epochs.
         train=TrainConfig(epochs=60, eval_every=4, early_stop=EarlyStop(metric="ndcg@10", patience=1)),
     )
 
 
 def build_session(config: SessionConfig, data: SequenceData) -> NextItemModel:
-    """The model over the items of ``data``, its table on the meta device."""
+    """Builds the model over the items of ``data``, its table on the meta device."""
     encoder = SessionEncoder(
         config.embedding_dim,
         data.max_length,
@@ -110,17 +109,17 @@ def build_session(config: SessionConfig, data: SequenceData) -> NextItemModel:
 
 
 def session_task(config: SequenceConfig, *, progress: bool = True) -> SessionTask:
-    """The set that ``config`` names; nothing is downloaded, so there is no ``progress`` to show."""
+    """Loads the set that ``config`` names; nothing is downloaded, so there is no ``progress`` to show."""
     del progress
     return SessionTask(load_sequences(config))
 
 
 @dataclass(frozen=True)
 class SessionTask(NamedData):
-    """Each user's last item among all items but those taken before; see :class:`torchx_apps.tasks.job.Task`.
+    """Ranks each user's last item among all items not taken before; see :class:`torchx_apps.tasks.job.Task`.
 
     Raises:
-        ValueError: there is nothing to test on.
+        ValueError: there are no test rows.
     """
 
     data: SequenceData
@@ -135,7 +134,7 @@ class SessionTask(NamedData):
             )
 
     def describe(self) -> str:
-        """How much there is."""
+        """Returns the set's name and size as one line."""
         training = self.data.training()
         return (
             f"{self.name}, {len(training):,} users with {len(training.values):,} items to train on, "
@@ -144,24 +143,24 @@ class SessionTask(NamedData):
         )
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> SessionLoader:
-        """The training sequences, cut so that each item but a user's first is a target once."""
+        """Returns the loader of the training sequences, cut so that each item but a user's first is a target once."""
         windows = training_windows(self.data.training(), self.data.max_length)
         return SessionLoader(
             windows, schema, config=config, num_items=self.data.num_items, rank=rank, world_size=world_size
         )
 
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> SessionEvaluator:
-        """HR@10, NDCG@10 and what one user would be shown."""
+        """Returns the evaluator of HR@10 and NDCG@10."""
         return SessionEvaluator(self.data, schema, model, runtime)
 
     def export_data(self, schema: BatchSchema) -> ExportData:
-        """The catalogue, and what each user took before the test item."""
+        """Returns the catalogue, and the items that each user took before the test item."""
         del schema
         return of_sequences(self.data)
 
 
 class SessionEvaluator:
-    """The figures of a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
+    """Evaluates a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
 
     def __init__(
         self, data: SequenceData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
@@ -171,51 +170,52 @@ class SessionEvaluator:
         self._held_out = {part: data.held_out(part) for part in HELD_OUT}
 
     def validate(self) -> Record:
-        """HR@10 and NDCG@10 of the validation items."""
+        """Returns HR@10 and NDCG@10 on the validation items."""
         return self._figures("validation")
 
     def test(self) -> Record:
-        """The same of the test items, with the validation items as the last that were taken before."""
+        """Returns HR@10 and NDCG@10 on the test items; each user's validation item then counts as taken before."""
         self._model.eval()
         return self._figures("test")
 
     def baseline(self, part: str) -> Record:
-        """HR@10 and NDCG@10 of the popularity ranking on the same items and candidates."""
+        """Returns HR@10 and NDCG@10 of the popularity ranking on the same items and candidates."""
         popularity = torch.from_numpy(self._data.popularity())
         return metrics.ranking_metrics(metrics.popularity_ranks(popularity, _question(self._held_out[part])), K)
 
     def example(self) -> str:
-        """What the first user would be shown after his or her last items."""
-        asked = self._held_out["test"]
-        before = asked.before.slice(0, 1)
+        """Returns the first test user's last items and what the model recommends after them."""
+        held_out = self._held_out["test"]
+        before = held_out.before.slice(0, 1)
         with torch.no_grad():
             items = metrics.embed_all(self._model.module, "item", self._items(), self._runtime)
             batch = self._batches.sessions(most_recent(before, self._data.max_length)).to(self._runtime.device)
-            scores = self._model.module.interaction.score_all(self._model.module.embed("session", batch), items)[
-                0
-            ].cpu()
+            session = self._model.module.embed("session", batch)
+            scores = self._model.module.interaction.score_all(session, items)[0].cpu()
         scores[0] = -torch.inf
         scores[torch.from_numpy(before.values)] = -torch.inf
         best = scores.topk(min(K, int((scores > -torch.inf).sum())))
         lines = [f"the first user took last: {', '.join(self._name(item) for item in before.values[-SHOWN:])}"]
-        lines += [f"{len(best.indices)} recommendations (the held-out item was: {self._name(int(asked.targets[0]))}):"]
-        for place, (item, score) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), start=1):
-            mark = "   <- the held-out item" if item == asked.targets[0] else ""
-            lines.append(f"{place:3}. {self._name(item)}  ({score:.2f}){mark}")
+        lines += [
+            f"{len(best.indices)} recommendations (the held-out item was: {self._name(int(held_out.targets[0]))}):"
+        ]
+        for rank, (item, score) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), start=1):
+            mark = "   <- the held-out item" if item == held_out.targets[0] else ""
+            lines.append(f"{rank:3}. {self._name(item)}  ({score:.2f}){mark}")
         return "\n".join(lines)
 
     def _name(self, item: int) -> str:
         return f"item {item if self._data.item_ids is None else self._data.item_ids[item]}"
 
     def _figures(self, part: str) -> Record:
-        asked = self._held_out[part]
-        recent = most_recent(asked.before, self._data.max_length)
+        held_out = self._held_out[part]
+        recent = most_recent(held_out.before, self._data.max_length)
         ranks = metrics.catalogue_ranks(
             self._model.module,
             self._runtime,
             self._sessions(recent),
             self._items(),
-            _question(asked),
+            _question(held_out),
             towers=("session", "item"),
         )
         return metrics.ranking_metrics(ranks, K)
@@ -229,9 +229,9 @@ class SessionEvaluator:
         return ((self._batches.items(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
 
 
-def _question(asked: HeldOut) -> metrics.Question:
+def _question(held_out: HeldOut) -> metrics.Question:
     return metrics.Question(
-        targets=torch.from_numpy(asked.targets),
-        seen_rows=torch.from_numpy(np.arange(len(asked.targets)).repeat(asked.before.lengths)),
-        seen_items=torch.from_numpy(asked.before.values),
+        targets=torch.from_numpy(held_out.targets),
+        seen_rows=torch.from_numpy(np.arange(len(held_out.targets)).repeat(held_out.before.lengths)),
+        seen_items=torch.from_numpy(held_out.before.values),
     )

@@ -1,4 +1,4 @@
-"""The recipes two_tower and retrieval: user features -> NN_user, item features -> NN_item, both -> top NN, or their dot product."""
+"""The recipes two_tower and retrieval: a user tower and an item tower, under a top NN or a dot product."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from torchx_apps.tasks.job import Job
 
 @dataclass(frozen=True, kw_only=True)
 class TwoTowerConfig:
-    """The towers of the recipe ``two_tower``.
+    """The towers of the recipes ``two_tower`` and ``retrieval``.
 
     Args:
         embedding_dim: columns of every table.
         tower_widths: widths of each tower's MLP; the last is D, what the interaction sees.
-        compress: what a tower's embeddings are compressed to before its MLP or, without one, before they leave its
-            ranks: settings of a :class:`Compression`, as ``dim=16,flat=2``; nothing where empty.
-        features: the columns that the towers read; all that the set has where none are named.
-        without: of these, the columns that they do not read.
+        compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
+            they leave its ranks, such as ``dim=16,flat=2``; none where empty.
+        features: columns that the towers read; all columns of the set where none are named.
+        without: columns that the towers do not read.
         interaction: ``top_nn`` (concatenation, MLP, logit), ``dot``, or another of :func:`interaction_layer`.
         top_widths: hidden widths of the top NN.
-        activation: between layers.
-        dropout: after each activation.
+        activation: activation between layers.
+        dropout: share of values dropped after each activation.
         loss: ``bce`` over the loader's negatives; ``bpr``, ``hinge`` or ``sampled_softmax``, which compare a positive
             with its own negatives; or ``in_batch``, a softmax over the candidates of the batch, for
             ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``.
         temperature: divisor of the scores under ``in_batch``, ``sampled_softmax`` and ``cosine``.
         correct: correct ``in_batch`` for the popularity of its candidates, and ``sampled_softmax`` for how likely each
             candidate was drawn.
-        reject_known: under ``in_batch`` take no item as a negative of a user who has taken it, exactly. Off, a user's
-            other items compete with the row's own, as in the softmax over the whole catalogue that the batch stands
-            for.
-        share_items: the user's history reads the table of the items, in place of one of its own.
+        reject_known: under ``in_batch`` never use an item as a negative of a user who has taken it. Where false, a
+            user's other items compete with the row's item, as in the softmax over the whole catalogue that the batch
+            stands for.
+        share_items: the user's history reads the item table, instead of a table for histories.
         share_user: run the user tower once for a positive and its negatives; the result is the same.
-        out_of_range: what an id outside its table does: ``error``, or ``oov`` for row 0.
+        out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
     """
 
     embedding_dim: int = 32
@@ -80,14 +80,12 @@ class TwoTowerConfig:
         if LOSSES[self.loss].in_batch and metric is None:
             raise ValueError(
                 f"model.loss=in_batch with model.interaction={self.interaction}: each query meets every candidate of "
-                "the batch, "
-                "for which a product is cheap enough; set model.interaction=dot or cosine"
+                "the batch, for which a product is cheap enough; set model.interaction=dot or cosine"
             )
         if self.reject_known and not LOSSES[self.loss].in_batch:
             raise ValueError(
                 f"model.reject_known=true with model.loss={self.loss}: drawn negatives are never known items; leave it "
-                "out, or set "
-                "model.loss=in_batch"
+                "out, or set model.loss=in_batch"
             )
         if not self.temperature > 0:
             raise ValueError(f"model.temperature={self.temperature}: must be greater than 0")
@@ -106,10 +104,10 @@ def two_tower_job() -> Job:
 
 
 def retrieval() -> Job:
-    """User and item towers under a softmax over the batch, ranked by dot product; MovieLens 1M in the NCF paper's own split.
+    """User and item towers under a softmax over the batch, ranked by dot product; MovieLens 1M as in the NCF paper.
 
-    A user is what he or she has taken: without a vector of its own for each user the towers fit the training rows less
-    and rank held-out items better, and new users need no training.
+    A user is represented by the items that he or she has taken: without a vector for each user the towers fit the
+    training rows less and rank held-out items better, and new users need no training.
     """
     return Job(
         name="retrieval",
@@ -130,23 +128,24 @@ def retrieval() -> Job:
 
 
 def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
-    """A tower over what is known of the item, and one over all else; ids and lists have tables, the rest is dense."""
+    """Builds a tower over the item's columns and one over all others; ids and lists have tables, the rest is dense."""
     known = {*data.vocab, *data.dense}
     for field, given in (("features", config.features), ("without", config.without)):
-        if unknown := sorted(set(given) - known):
+        unknown = sorted(set(given) - known)
+        if unknown:
             raise ValueError(
                 f"model.{field} names {unknown}, which '{data.name}' does not have; it has {sorted(known)}"
             )
     names = [
         name for name in (*data.vocab, *data.dense) if name in (config.features or known) and name not in config.without
     ]
-    sides = {
+    columns_by_tower = {
         "user": [name for name in names if name not in data.items],
         "item": [name for name in names if name in data.items],
     }
-    towers = {name: _tower(config, data, columns) for name, columns in sides.items()}
+    towers = {name: _tower(config, data, columns) for name, columns in columns_by_tower.items()}
     widths = [tower.out_features for tower in towers.values()]
-    # Under a softmax over the batch each row has a user of its own.
+    # Under a softmax over the batch no two rows share a user.
     in_batch = LOSSES[config.loss].in_batch
     shared = ("user",) if config.share_user and not in_batch else ()
     top = interaction_layer(

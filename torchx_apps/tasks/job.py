@@ -1,4 +1,4 @@
-"""Job: all that one training run needs. Task: what its data is, and what is asked of a model about it."""
+"""Job: all that one training run needs. Task: its data, and the question that a model answers about it."""
 
 from __future__ import annotations
 
@@ -27,43 +27,47 @@ Export = Literal["never", "auto", "require"]
 
 
 class Evaluator(Protocol):
-    """The figures of a model on held-out data; every rank calls each method but :meth:`baseline`."""
+    """Evaluates a model on held-out data; every rank calls each method but :meth:`baseline`."""
 
     def validate(self) -> Record:
-        """Figures by name on the validation part: during training, and what early stopping and a choice of settings may look at."""
+        """Returns figures by name on the validation rows, by which training may stop and settings be chosen."""
 
     def test(self) -> Record:
-        """Figures by name on the test part; puts the model into evaluation."""
+        """Returns figures by name on the test rows; switches the model to evaluation."""
 
     def baseline(self, part: str) -> Record:
-        """Those of the figures that need no model, on ``validation`` or ``test``: what a model must beat. Needs no other rank."""
+        """Returns the figures of a ranking or prediction without a model, which a model must beat. Needs no other rank.
+
+        Args:
+            part: ``validation`` or ``test``.
+        """
 
     def example(self) -> str:
-        """A few held-out rows as a person would look at them, or nothing."""
+        """Returns a few held-out rows as text for a person, or an empty text."""
 
 
 class Task(Protocol):
-    """A data set with its question; the same on every rank."""
+    """A data set with the question that is asked about it; equal on every rank."""
 
     @property
     def name(self) -> str:
-        """Of the data set."""
+        """Name of the data set."""
 
     @property
     def licence(self) -> str | None:
-        """What its publisher asks of users."""
+        """Terms of the data set's publisher, where they are known."""
 
     @property
     def data(self) -> Any:
-        """What ``Job.build`` reads, such as the rows that each table needs."""
+        """The data, from which ``Job.build`` takes such things as the number of rows of each table."""
 
     @property
     def asked(self) -> str:
-        """Heading of the figures: which rows, against what."""
+        """Heading of the figures: the rows that are evaluated, and what against."""
 
     @property
     def baseline_name(self) -> str:
-        """What :meth:`Evaluator.baseline` is."""
+        """Name of the baseline of :meth:`Evaluator.baseline`."""
 
     @property
     def validates(self) -> bool:
@@ -71,23 +75,23 @@ class Task(Protocol):
 
     @property
     def best(self) -> Mapping[str, float]:
-        """The best possible figures, where they are known."""
+        """Best possible figures by name, where they are known."""
 
     def describe(self) -> str:
-        """One line: how much of what."""
+        """Returns the set's name and size as one line."""
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> Loader:
-        """The training batches of one rank.
+        """Returns the loader of one rank's training batches.
 
         Raises:
-            ValueError: settings from which nothing can be learned on this data.
+            ValueError: nothing can be learned from this data with these settings.
         """
 
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Evaluator:
-        """Who measures ``model``."""
+        """Returns the evaluator of a model on this rank."""
 
     def export_data(self, schema: BatchSchema) -> ExportData:
-        """What a bundle needs of the data."""
+        """Returns the part of the data that a bundle is exported with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,33 +99,33 @@ class Job:
     """All that one training run needs.
 
     Args:
-        name: of the recipe.
-        build: makes the model from ``model`` and the task's data, its tables on the meta device: an ``nn.Module`` with
-            a method ``schema(out_of_range=...)``, whose forward returns (loss, output with ``loss`` and ``weights``),
-            as a TowerModel.
-        model: a frozen dataclass that ``build`` reads; it has ``out_of_range``.
-        data: which rows: a frozen dataclass that ``task`` reads; it has ``name``.
-        task: loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where the set is not
-            to be had.
+        name: name of the recipe.
+        build: function that makes the model from ``model`` and the task's data, its tables on the meta device: an
+            ``nn.Module`` with a method ``schema(out_of_range=...)``, whose forward returns (loss, output with ``loss``
+            and ``weights``), such as a TowerModel.
+        model: frozen dataclass that ``build`` reads; it has ``out_of_range``.
+        data: frozen dataclass that says which rows ``task`` loads; it has ``name``.
+        task: function that loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where
+            the set is not to be had.
         loader: how rows become batches.
-        id_dropout: by feature, the share of bags that are the out-of-vocabulary row in training, as
-            ``("item_id=0.1",)``: what an id that training never saw is ranked by; see :class:`IdDropout`.
-        optimizer: how parameters move.
+        id_dropout: share of bags, by feature, that read the out-of-vocabulary row in training, as
+            ``("item_id=0.1",)``: ids that training never saw are ranked by that row; see :class:`IdDropout`.
+        optimizer: optimizers of tables and dense layers.
         plan: how tables are spread over ranks.
-        lookups: ``merged`` looks up the tables of all towers in one exchange, of towers on ranks of their own those of
-            the same ranks in one; ``apart`` tower by tower, with the same result; ``auto`` merges on several ranks,
-            unless ``plan.towers`` or a path in ``optimizer.per_table`` stands against it.
-        sync: how often ranks exchange what.
-        train: how long, and the seed of everything.
-        checkpoint: when the run is saved, and where.
+        lookups: ``merged`` looks up the tables of all towers in one exchange, or in one for each set of ranks where
+            towers have ranks of their own; ``apart`` goes tower by tower, with the same result; ``auto`` merges
+            on several ranks, unless ``plan.towers`` or a path in ``optimizer.per_table`` prevents it.
+        sync: what ranks exchange, and how often.
+        train: length of the training, and the seed of everything.
+        checkpoint: times and folder of the run's checkpoints.
         start: the checkpoint whose weights a new run begins with.
-        pretrained: vectors that a new run's tables begin with, by table, as ``("item_id=vectors.parquet",)``: see
-            :func:`read_vectors`.
+        pretrained: files of the vectors that a new run's tables begin with, by table, as
+            ``("item_id=vectors.parquet",)``; see :func:`read_vectors`.
         export: ``require`` ends a run with a bundle for serving in its folder; ``auto`` does so where the model can be
-            served, and says why not where it cannot.
-        fallback: the generated set to use where the real one is not to be had, or None: stop and say how to get it.
+            served, and otherwise says why it cannot.
+        fallback: generated set to use where the real one is not to be had; None stops and says how to get the real one.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
-        streams: run the towers of a rank on CUDA streams of their own, beside one another.
+        streams: run the towers of a rank at the same time, each on a CUDA stream.
         threads: compute threads per rank; OMP_NUM_THREADS, which the component's --threads sets, where not given.
     """
 
@@ -147,14 +151,15 @@ class Job:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        self.id_dropout_rates(), self.pretrained_files()
+        self.id_dropout_rates()
+        self.pretrained_files()
         if self.export not in get_args(Export):
             raise ValueError(f"export={self.export!r}: must be one of {', '.join(get_args(Export))}")
         if self.lookups not in get_args(Lookups):
             raise ValueError(f"lookups={self.lookups!r}: must be one of {', '.join(get_args(Lookups))}")
 
     def pretrained_files(self) -> dict[str, Path]:
-        """``pretrained`` by table."""
+        """Returns the files of ``pretrained`` by table."""
         files = {}
         for text in self.pretrained:
             name, equals, path = text.partition("=")
@@ -164,7 +169,7 @@ class Job:
         return files
 
     def id_dropout_rates(self) -> dict[str, float]:
-        """``id_dropout`` by feature."""
+        """Returns the shares of ``id_dropout`` by feature."""
         rates = {}
         for text in self.id_dropout:
             name, _, rate = text.partition("=")
@@ -178,7 +183,7 @@ class Job:
 
 
 def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
-    """The schema of the job's batches; a task that has ``oov_ids`` says by feature which row an id that training never saw has."""
+    """Returns the schema of the job's batches, with the table rows of unseen ids where the task has ``oov_ids``."""
     schema: BatchSchema = model.schema(out_of_range=job.model.out_of_range)
     rows: Mapping[str, int] = getattr(task, "oov_ids", {})
     if not any(rows.get(name) for name in schema.keys):

@@ -1,4 +1,4 @@
-"""The task of prediction: how likely is a user to take an item in the context of the row."""
+"""The task of prediction: how likely is a user to take an item in the context of the row?"""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
-from torchx_apps.tasks.export_data import ExportData, NamedData, of_labelled
+from torchx_apps.tasks.export_data import ExportData, of_labelled
+from torchx_apps.tasks.named_data import NamedData
 
 
 def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledTask:
-    """The rows that ``config`` names, to be predicted; nothing is downloaded, so there is no progress to show."""
-    del progress  # which every task is told of
+    """Loads the rows that ``config`` names; nothing is downloaded, so there is no progress to show."""
+    del progress
     return LabelledTask(load_labelled(config))
 
 
 @dataclass(frozen=True)
 class LabelledTask(NamedData):
-    """The labels of held-out rows of ``data``; see :class:`torchx_apps.tasks.job.Task`."""
+    """Predicts the labels of held-out rows of ``data``; see :class:`torchx_apps.tasks.job.Task`."""
 
     data: LabelledData
     asked: str = "test rows"
@@ -38,7 +39,7 @@ class LabelledTask(NamedData):
         return self.data.validation.num_rows > 0
 
     def describe(self) -> str:
-        """How much there is."""
+        """Returns the set's name and size as one line."""
         rows = {part: getattr(self.data, part).num_rows for part in ("train", "validation", "test")}
         users, items = (len(self.data.trained(name)) for name in ("user_id", "item_id"))
         shown = ", ".join(f"{count:,} {part} rows" for part, count in rows.items())
@@ -47,30 +48,29 @@ class LabelledTask(NamedData):
 
     @property
     def oov_ids(self) -> Mapping[str, int]:
-        """By feature the row of an id that training never saw."""
+        """Table row of ids that training never saw, by feature."""
         return self.data.oov_ids
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
-        """The training rows with their own labels."""
+        """Returns the loader of the training rows, which have labels."""
         if config.label is None or config.negatives:
             raise ValueError(
                 f"loader.label={config.label} with loader.negatives={config.negatives}: the rows of '{self.name}' have "
-                "labels of "
-                "their own, negatives among them; set loader.label=label and loader.negatives=0"
+                "labels of their own, negatives among them; set loader.label=label and loader.negatives=0"
             )
         return ChunkLoader(self.data.train, schema, config=config, rank=rank, world_size=world_size)
 
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> LabelledEvaluator:
-        """AUC and log loss."""
+        """Returns the evaluator of AUC and log loss."""
         return LabelledEvaluator(self.data, schema, model, runtime)
 
     def export_data(self, schema: BatchSchema) -> ExportData:
-        """All items; a request brings its own context."""
+        """Returns users and items; a request brings its own context."""
         return of_labelled(self.data, schema)
 
 
 class LabelledEvaluator:
-    """AUC, AUC within each user's rows, and log loss; every rank calls each method but :meth:`baseline`."""
+    """Evaluates AUC, AUC within each user's rows, and log loss; every rank calls each method but :meth:`baseline`."""
 
     def __init__(
         self, data: LabelledData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
@@ -78,22 +78,22 @@ class LabelledEvaluator:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
 
     def validate(self) -> Record:
-        """On the validation rows."""
+        """Returns the figures on the validation rows."""
         return self._figures("validation")
 
     def test(self) -> Record:
-        """On the test rows."""
+        """Returns the figures on the test rows."""
         self._model.eval()
         return self._figures("test")
 
     def baseline(self, part: str) -> Record:
-        """Of predicting for every row the share of positives in training, the best that one number can do."""
+        """Returns the figures of predicting the training rows' share of positives for every row, the best constant."""
         share = float(self._data.train["label"].values.mean())
         labels = getattr(self._data, part)["label"].values
         return {"auc": 0.5, "log_loss": float(-np.log(np.where(labels > 0, share, 1 - share)).mean())}
 
     def example(self) -> str:
-        """Nothing: a row of ids tells a person little."""
+        """Returns an empty text, since a row of ids means nothing to a person."""
         return ""
 
     def _figures(self, part: str) -> Record:

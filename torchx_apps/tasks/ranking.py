@@ -1,4 +1,4 @@
-"""The task of ranking: which item does a user take next, among all that he or she has not taken yet."""
+"""The task of ranking: which item does a user take next, among all that he or she has not taken yet?"""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
-from torchx_apps.tasks.export_data import ExportData, NamedData, of_interactions
+from torchx_apps.tasks.export_data import ExportData, of_interactions
+from torchx_apps.tasks.named_data import NamedData
 
 K = 10
 SHOWN = 5
 
 
 def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
-    """The set that ``config`` names, to be ranked."""
+    """Loads the set that ``config`` names, to be ranked."""
     return RankingTask(load_config(config, progress=progress))
 
 
 @dataclass(frozen=True)
 class RankingTask(NamedData):
-    """Held-out items of ``data``, ranked as ``data.evaluation`` says; see :class:`torchx_apps.tasks.job.Task`.
+    """Ranks held-out items of ``data`` as ``data.evaluation`` says; see :class:`torchx_apps.tasks.job.Task`.
 
     Raises:
-        ValueError: there is nothing to test on.
+        ValueError: there are no test rows.
     """
 
     data: InteractionData
@@ -51,7 +52,7 @@ class RankingTask(NamedData):
 
     @property
     def asked(self) -> str:
-        """Which rows, against what."""
+        """Heading of the figures: the rows that are ranked, and the candidates they are ranked among."""
         if "test" in self.data.evaluation.candidates:
             return f"test items, among {self.data.evaluation.candidates['test'].shape[1]} others"
         return "test items, whole catalogue"
@@ -62,27 +63,24 @@ class RankingTask(NamedData):
         return self.data.validation.num_rows > 0
 
     def describe(self) -> str:
-        """How much there is."""
+        """Returns the set's name and size as one line."""
         rows, users = self.data.test.num_rows, len(np.unique(self.data.test["user_id"].values))
-        held_out = (
-            f"{users:,} users with a held-out item" if rows == users else f"{rows:,} held-out items of {users:,} users"
-        )
+        held_out = f"{rows:,} held-out items of {users:,} users"
+        if rows == users:
+            held_out = f"{users:,} users with a held-out item"
         missed = int((self.data.test["item_id"].values > self.data.num_items).sum())
-        beyond = (
-            f" ({missed:,} held-out items are outside of the catalogue: neither trained nor described)"
-            if missed
-            else ""
-        )
-        return f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items{beyond}"
+        text = f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items"
+        if missed:
+            text += f" ({missed:,} held-out items are outside of the catalogue: neither trained nor described)"
+        return text
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
-        """The training rows with the negatives that ``config`` asks for; hard ones are those that the last evaluator's model likes."""
-        # A loss over labels asks for a range of them; one that compares rows does not.
+        """Returns the loader of the training rows with negatives; the last evaluator's model scores hard negatives."""
+        # The schema has a label range where the loss reads labels, and none where it compares rows.
         if config.negatives == 0 and not config.label and schema.label_range is not None:
             raise ValueError(
                 "loader.negatives=0 without loader.label: every row would have label 1, from which nothing can be "
-                "learned; "
-                "draw negatives, name the column with the labels, or use a loss that compares rows, such as "
+                "learned; draw negatives, name the column with the labels, or use a loss that compares rows, such as "
                 "model.loss=in_batch"
             )
 
@@ -92,18 +90,24 @@ class RankingTask(NamedData):
         return training_loader(self.data, schema, config, refresh=refresh, rank=rank, world_size=world_size)
 
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingEvaluator:
-        """The figures of ``data.evaluation``, and what one user would be shown."""
+        """Returns the evaluator of the figures that ``data.evaluation`` names."""
         self._evaluators.append(RankingEvaluator(self.data, schema, model, runtime))
         return self._evaluators[-1]
 
     def export_data(self, schema: BatchSchema) -> ExportData:
-        """The catalogue, and users as they stand before their test items."""
+        """Returns the catalogue, and the users as they were before their test items."""
         return of_interactions(self.data, schema)
 
 
 @dataclass(frozen=True)
 class Recommended:
-    """What one user would be shown: row of the ``user``, rows of the ``items`` (K,), best first, and their ``scores``."""
+    """Recommendations for a user, best first.
+
+    Args:
+        user: row of the user.
+        items: rows of the items, (K,).
+        scores: their scores, (K,).
+    """
 
     user: int
     items: list[int]
@@ -111,43 +115,43 @@ class Recommended:
 
 
 class RankingEvaluator:
-    """The figures of a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
+    """Evaluates a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
 
     def __init__(
         self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
     ) -> None:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
-        # Measured is what is served: a user or an item without a training row has the unknown one's row and its own
-        # features. That row is trained where ids are dropped; else it holds its first values, the same for all such
-        # items.
+        # The evaluation does what serving does: a user or an item without a training row has the unknown id's table row
+        # and its own features. That table row is trained where ids are dropped; otherwise it has its initial values,
+        # which all such items share.
         self._items = self._as_served(data.items, "item_id")
         self._builder = BatchBuilder(schema, self._items)
-        whole = [part for part in ("validation", "test") if part not in data.evaluation.candidates]
+        whole = [split for split in ("validation", "test") if split not in data.evaluation.candidates]
         self._labelled = {
-            part: self._as_served(labelled_rows(data, part), "user_id")
-            for part in whole
-            if getattr(data, part).num_rows
+            split: self._as_served(labelled_rows(data, split), "user_id")
+            for split in whole
+            if getattr(data, split).num_rows
         }
 
     def validate(self) -> Record:
-        """The ranking of the validation items, and AUC where it is over the whole catalogue."""
+        """Returns the ranking figures of the validation items, and AUC where the whole catalogue is ranked."""
         return self._figures("validation")
 
     def test(self) -> Record:
-        """The same on the test items, with the validation items seen."""
+        """Returns these figures on the test items; each user's validation items then count as taken."""
         self._model.eval()
         return self._figures("test")
 
     def baseline(self, part: str) -> Record:
-        """The popularity ranking of the same items and candidates."""
-        return _told(self._data, heldout_popularity_ranks(self._data, part))
+        """Returns the ranking figures of the popularity ranking on the same items and candidates."""
+        return _figures_of(self._data, heldout_popularity_ranks(self._data, part))
 
     def example(self) -> str:
-        """What the user of the first test row would be shown."""
+        """Returns the recommendations for the user of the first test row, as text."""
         return recommendation_text(self._data, self.recommend())
 
     def recommend(self, user_row: int = 0) -> Recommended:
-        """The K best items of the catalogue for the user of one test row, fewer where that user has taken all but those."""
+        """Returns the K best items for the user of a test row; fewer where that user has taken all but those."""
         row = self._data.test.slice(user_row, user_row + 1)
         user, row = row["user_id"].values, self._as_served(row, "user_id")
         model = self._model.module
@@ -161,28 +165,29 @@ class RankingEvaluator:
         return Recommended(int(user[0]), best.indices.tolist(), best.values.tolist())
 
     def hardest(self, k: int) -> Index:
-        """From users to the ``k`` items that the model ranks highest of those that they have not taken: hard negatives.
+        """Returns a function from users to their hard negatives, by the model as it is now, in evaluation. Collective.
 
-        Every rank calls it; what it returns needs no other rank. It is of the model as it stands, in evaluation.
+        Hard negatives are the ``k`` items that the model ranks highest among those that a user has not taken: users
+        (N,) to rows (N, k), with 0 where there are fewer. The function itself needs no other rank.
         """
         self._model.eval()
         owners = self._data.train["user_id"].values
         users, from_end = np.unique(owners[::-1], return_index=True)  # a user's last row has the longest history
         model, train = self._model.module, self._data.train.take(len(owners) - 1 - from_end)
         shares = metrics.own_share(len(users), self._runtime)
-        batches = ((self._builder.user_batch(train.slice(part.start, part.stop)), keep) for part, keep in shares)
+        batches = ((self._builder.user_batch(train.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
         vectors, items = metrics.embed_all(model, "user", batches, self._runtime), self._catalogue()
 
         @torch.no_grad()
-        def index(asked: Int64) -> Int64:
-            best = np.zeros((len(asked), min(k, len(items) - 1)), dtype=np.int64)
-            found = np.flatnonzero(np.isin(asked, users))
-            scores = model.interaction.score_all(vectors[users.searchsorted(asked[found])], items).cpu()
-            taken = self._data.seen(asked[found])
-            scores[np.arange(len(found)).repeat(taken.lengths), taken.values] = -torch.inf
+        def index(queries: Int64) -> Int64:
+            best = np.zeros((len(queries), min(k, len(items) - 1)), dtype=np.int64)
+            known = np.flatnonzero(np.isin(queries, users))
+            scores = model.interaction.score_all(vectors[users.searchsorted(queries[known])], items).cpu()
+            taken = self._data.seen(queries[known])
+            scores[np.arange(len(known)).repeat(taken.lengths), taken.values] = -torch.inf
             scores[:, 0] = -torch.inf
-            values, places = scores.topk(best.shape[1])
-            best[found] = torch.where(values > -torch.inf, places, 0).numpy()
+            values, rows = scores.topk(best.shape[1])
+            best[known] = torch.where(values > -torch.inf, rows, 0).numpy()
             return best
 
         return index
@@ -194,10 +199,10 @@ class RankingEvaluator:
         model, items = self._model.module, self._item_batches(self._data.items.num_rows)
         if part in self._data.evaluation.candidates:
             ranks = metrics.candidate_ranks(model, self._runtime, queries, items, _candidates(self._data, part))
-            return _told(self._data, ranks)
+            return _figures_of(self._data, ranks)
         question = _question(self._data, part)
         ranks = metrics.catalogue_ranks(model, self._runtime, queries, items, question)
-        return {"auc": self._auc(part), **_told(self._data, _outside_missed(self._data, question, ranks))}
+        return {"auc": self._auc(part), **_figures_of(self._data, _outside_missed(self._data, question, ranks))}
 
     def _auc(self, part: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
@@ -213,7 +218,7 @@ class RankingEvaluator:
         return metrics.auc(*columns, self._runtime)
 
     def _as_served(self, rows: Chunk, name: str) -> Chunk:
-        """Rows in which ids without a training row are the unknown's."""
+        """Replaces ids without a training row by the unknown id."""
         feature = self._schema.feature(name)
         return unseen_as_oov(rows, self._data.train, feature) if feature else rows
 
@@ -229,7 +234,7 @@ class RankingEvaluator:
 
 
 def heldout_popularity_ranks(data: InteractionData, part: str) -> metrics.TargetRanks:
-    """The places of the held-out items of ``part`` when every user's candidates are ranked by how often they stand in ``train``."""
+    """Ranks the held-out items of ``part`` when every user's candidates are ordered by their count in ``train``."""
     popularity = torch.from_numpy(data.popularity())
     if part not in data.evaluation.candidates:
         question = _question(data, part)
@@ -238,27 +243,27 @@ def heldout_popularity_ranks(data: InteractionData, part: str) -> metrics.Target
     return metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
 
 
-def _told(data: InteractionData, ranks: metrics.TargetRanks) -> Record:
+def _figures_of(data: InteractionData, ranks: metrics.TargetRanks) -> Record:
     return metrics.ranking_metrics(ranks, data.evaluation.at, data.evaluation.figures)
 
 
 def _outside_missed(
     data: InteractionData, question: metrics.Question, ranks: metrics.TargetRanks
 ) -> metrics.TargetRanks:
-    """``ranks`` with the held-out items that are not in the catalogue behind all places that are looked at."""
+    """Ranks the held-out items that are not in the catalogue behind every rank that a figure looks at."""
     missed = question.targets > data.num_items
     behind = max(data.num_items, *data.evaluation.at)
     return ranks._replace(better=ranks.better.masked_fill(missed, behind), ties=ranks.ties.masked_fill(missed, 0))
 
 
 def _query_rows(data: InteractionData, part: str) -> Int64:
-    """The rows of a part that are queries: all, or the first of each user in the order of their ids."""
+    """Returns the rows of a split that are queries: all rows, or each user's first, in the order of the users' ids."""
     users = getattr(data, part)["user_id"].values
     return np.arange(len(users)) if data.evaluation.by == "row" else np.unique(users, return_index=True)[1]
 
 
 def _candidates(data: InteractionData, part: str) -> torch.Tensor:
-    """(U, 1 + N) the item of each row and the candidates that it is ranked among."""
+    """Returns the item of each row and the candidates that it is ranked among, (U, 1 + N)."""
     targets = getattr(data, part)["item_id"].values
     return torch.from_numpy(np.concatenate([targets[:, None], data.evaluation.candidates[part]], axis=1))
 
@@ -284,7 +289,7 @@ def _question(data: InteractionData, part: str) -> metrics.Question:
 
 
 def recommendation_text(data: InteractionData, recommended: Recommended) -> str:
-    """The top titles for one user, with what that user liked before and the item that was held out."""
+    """Returns recommendations as text: titles, with what the user liked before and the item that was held out."""
     users, items = data.users_by_row, data.items_by_row
     titles = data.titles or [f"item {item}" for item in items.tolist()]
     liked = data.liked.slice(recommended.user, recommended.user + 1).values[-SHOWN:]
@@ -292,6 +297,7 @@ def recommendation_text(data: InteractionData, recommended: Recommended) -> str:
     held_out = int(data.test["item_id"].values[row])
     lines = [f"user {users[recommended.user]} liked before: " + "; ".join(titles[item] for item in liked)]
     lines += [f"{len(recommended.items)} recommendations (the held-out item was: {titles[held_out]}):"]
-    for place, (item, score) in enumerate(zip(recommended.items, recommended.scores, strict=True), start=1):
-        lines.append(f"{place:3}. {titles[item]}  ({score:.2f}){'   <- the held-out item' if item == held_out else ''}")
+    for rank, (item, score) in enumerate(zip(recommended.items, recommended.scores, strict=True), start=1):
+        mark = "   <- the held-out item" if item == held_out else ""
+        lines.append(f"{rank:3}. {titles[item]}  ({score:.2f}){mark}")
     return "\n".join(lines)

@@ -1,0 +1,51 @@
+"""NamedData: what all tasks over a data set with a name, a licence and labelled or positive rows have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchrec_ext.data.loader.config import LoaderConfig
+
+
+class NamedData:
+    """A task over ``data``, which has a name, a licence and, where they are known, the best possible figures."""
+
+    data: Any
+
+    @property
+    def name(self) -> str:
+        """Name of the data set."""
+        return str(self.data.name)
+
+    @property
+    def licence(self) -> str | None:
+        """Terms of the data set's publisher, where they are known."""
+        licence: str | None = self.data.licence
+        return licence
+
+    @property
+    def best(self) -> Mapping[str, float]:
+        """Best possible figures of generated data, by name."""
+        best: Mapping[str, float] = self.data.best
+        return best
+
+    def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:
+        """Returns the weighted share of positives among the training rows as the loader gives them; never quite 0 or 1.
+
+        The list has an entry for the loader's labels and one for each of ``tasks``. It is empty where a column is
+        missing, which the loader refuses.
+
+        Args:
+            config: loader settings with the columns of labels and weights, and the negatives drawn for each row.
+            tasks: names of further columns of labels.
+        """
+        rows, names = self.data.train, [config.label, *tasks]
+        if any(name and name not in rows for name in (*names, config.weight)):
+            return []
+        weights = rows[config.weight].values.astype(np.float64) if config.weight else None
+        shares = [np.average(rows[name].values, weights=weights) if name else 1.0 for name in names]
+        least = 0.5 / (rows.num_rows * (1 + config.negatives) + 1)
+        return [float(np.clip(share / (1 + config.negatives), least, 1 - least)) for share in shares]
