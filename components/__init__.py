@@ -1,4 +1,4 @@
-"""TorchX components: `torchx run rec.train.hybrid`; and those that stand here for their short names, `rec.plan` and `rec.embed`.
+"""TorchX components, such as `rec.train.hybrid`; this file has those with short names, `rec.plan` and `rec.embed`.
 
 TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
 """
@@ -33,7 +33,7 @@ def plan(
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
 ) -> specs.AppDef:
-    r"""Plans tables for devices one need not have: what each rank would hold and how long its tables would take, or what would fit.
+    r"""Plans tables for devices that need not exist: memory and time of each rank, or what would make a plan fit.
 
     On this machine, without a GPU::
 
@@ -44,10 +44,10 @@ def plan(
         args: further flags of torchx_apps.plan, after -- (ex. -- --json --reserve 0.2)
         tables: NAME=ROWSxDIM or NAME=ROWSxDIMxIDS with the mean ids of a row, by commas (ex.
             ad=300Mx64,history=12Mx64x20)
-        recipe: in place of tables those of a built-in recipe, my_recipe.py:job or my.module:job
+        recipe: a built-in recipe, my_recipe.py:job or my.module:job, whose tables are planned instead of tables
         set: change one key of the recipe, such as model.embedding_dim=64; give --set as often as you like
-        world_size: devices, a process each
-        local_world_size: devices of a host; 8, or all where there are fewer
+        world_size: number of devices, a process each
+        local_world_size: number of devices of a host; 8, or all where there are fewer
         device: cuda or cpu
         hbm: GiB of memory of a GPU
         ddr: GiB of memory of a host; 0 beside GPUs keeps every table on them
@@ -55,11 +55,11 @@ def plan(
         inter: GiB/s that a device sends to those of other hosts
         batch_size: rows of a device and step; the recipe's, or 1024
         sharding: auto, or one sharding type for every table; the recipe's, or auto
-        optimizer: of the tables; the recipe's, or row_wise_adagrad
+        optimizer: optimizer of the tables; the recipe's, or row_wise_adagrad
         out: folder for plan.txt, plan.json and a picture of memory by rank
-        name: of the job
+        name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, in place of cpu and memMB
+        h: a named resource, instead of cpu and memMB
         cpu: CPU cores
         memMB: memory in MiB
         env: environment
@@ -116,28 +116,29 @@ def embed(
 
     On this machine::
 
-        torchx run rec.embed --bundle runs/a/bundle --catalogue items.parquet --id item_id --out vectors --store fp16 --procs 2
-        torchx run rec.embed --bundle runs/a/bundle --catalogue changed.parquet --id item_id --refresh vectors --delete 17,18
+        torchx run rec.embed --bundle runs/a/bundle --catalogue items.parquet --id item_id --out vectors --procs 2
+        torchx run rec.embed --bundle runs/a/bundle --catalogue changed.parquet --id item_id \
+            --refresh vectors --delete 17,18
         torchx run rec.embed --bundle runs/a/bundle --tower query --redis redis://host:6379/0
 
     Args:
         args: further flags of torchx_apps.embed, after --
         bundle: a bundle's folder, or a run folder with one
-        catalogue: a parquet file, a folder of such, a pattern or an address, with the raw columns of the tower; where
-            not given the users that the bundle knows, by tower query
-        id: the column with the ids
-        out: folder of the store, written whole; one that is there gets a new version
-        refresh: in place of out the folder of a store there is, of which the rows of catalogue changed or are new
-        redis: in place of out the address of a Redis for the vectors of --tower query (ex. redis://host:6379/0)
-        delete: with refresh or redis ids to take out, by commas; or X.parquet or FOLDER/ with them in the column id
-        expire: with redis the seconds after which a vector is forgotten, a day where not given; 0 for never
-        tower: of the bundle, or query for those of the query side by side; the candidate's where not given
-        store: with out the type of the stored vectors: fp32, fp16 or int8; fp32 where not given
-        keep: with out or refresh the versions of the store that stay; all of them where not given
-        procs: processes that share the rows
-        name: of the job
+        catalogue: a parquet file, a folder of such files, a pattern or an address, with the raw columns of the tower;
+            where not given the users that the bundle knows, for tower query
+        id: name of the column with the ids
+        out: folder of the store, written whole; a store that exists gets a new version
+        refresh: folder of an existing store, instead of out; the rows of catalogue are those that changed or are new
+        redis: address of a Redis for the vectors of --tower query, instead of out (ex. redis://host:6379/0)
+        delete: ids to delete, by commas, or X.parquet or FOLDER/ with them in the column id; for refresh and redis
+        expire: seconds after which the Redis forgets a vector, a day where not given; 0 for never
+        tower: a tower of the bundle, or query for all towers of the query; the candidate's where not given
+        store: type of the stored vectors for out: fp32, fp16 or int8; fp32 where not given
+        keep: number of the store's versions that stay; all of them where not given
+        procs: number of processes that share the rows
+        name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, in place of cpu and memMB
+        h: a named resource, instead of cpu and memMB
         cpu: CPU cores
         memMB: memory in MiB
         env: environment

@@ -39,9 +39,9 @@ def preprocess(
         set: change one key of the recipe, such as config.min_count=5; give --set as often as you like
         engine: duckdb, spark (the session that is configured there) or a Spark master URL
         out: folder for the result; a new one in runs/ where not given
-        name: of the job
+        name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, in place of cpu and memMB
+        h: a named resource, instead of cpu and memMB
         cpu: CPU cores
         memMB: memory in MiB
         env: environment (ex. SPARK_HOME=/opt/spark)

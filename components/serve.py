@@ -1,4 +1,4 @@
-"""Serve what was trained: export a run to a bundle, and answer requests from one.
+"""Serve a trained model: export a run to a bundle, and answer requests from a bundle.
 
 TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
 """
@@ -39,15 +39,14 @@ def export(
         out: the bundle's folder; RUN/bundle where not given
         index: exact, or flat, ivf, hnsw or pq of FAISS for models that score by dot product or cosine
         store: type of the stored vectors: fp32, fp16 or int8
-        onnx: folder for the towers and the top NN as ONNX files, checked equal; a tower is left out by -- --onnx-skip
-            TOWER
+        onnx: folder for the towers and the top NN as ONNX files, checked equal; -- --onnx-skip TOWER leaves one out
         checkpoint: best (by train.early_stop.metric), last, a step, or a path; best where the run has marked one, else
             last
         recipe: my_recipe.py:job or my.module:job, where the run's recipe is not built in
         set: change one key of the recipe, such as data.folder=/data; give --set as often as you like
-        name: of the job
+        name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, in place of cpu and memMB
+        h: a named resource, instead of cpu and memMB
         cpu: CPU cores
         memMB: memory in MiB
         env: environment
@@ -94,19 +93,19 @@ def http(
 
     Args:
         args: further flags of torchx_apps.serve, after -- (ex. -- --max-k 100 --log events)
-        bundle: a bundle's or a run's folder, a link to it, or a text file with its path; pointed elsewhere, that one is
-            served
-        host: address to listen on; 0.0.0.0 for every one of the machine
-        port: to listen on; 0 for any that is free
-        workers: processes that share the bundle's files
-        token_file: file with the token that callers must bear; else the variable TORCHREC_EXT_TOKEN, else none
-        allowed_hosts: what the header Host may name, by commas; by default this machine's names on a loopback host,
-            else *
+        bundle: a bundle's or a run's folder, a link to it, or a text file with its path; when the link or the file
+            changes, the bundle that it then names is served
+        host: address to listen on; 0.0.0.0 for all addresses of the machine
+        port: port to listen on; 0 for any that is free
+        workers: number of processes that share the bundle's files
+        token_file: file with the token that callers must send; where not given the variable TORCHREC_EXT_TOKEN, if set
+        allowed_hosts: hosts that the header Host may name, by commas; by default this machine's names on a loopback
+            host, else *
         vectors: folder of a store with users' vectors, as rec.embed --tower query writes one
         redis: address of a Redis with users' vectors, as rec.embed --redis writes them (ex. redis://host:6379/0)
-        name: of the job
+        name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, in place of cpu and memMB
+        h: a named resource, instead of cpu and memMB
         cpu: CPU cores
         memMB: memory in MiB
         env: environment

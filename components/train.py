@@ -56,7 +56,7 @@ def hybrid(
         max_retries: restarts from the last checkpoint, by torchrun and by a scheduler that retries (local_cwd does not)
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, in place of cpu, gpu and memMB
+        h: a named resource, instead of cpu, gpu and memMB
         cpu: CPU cores per node
         gpu: GPUs per node
         memMB: memory per node in MiB
@@ -112,18 +112,18 @@ def networks(
     rdzv_port: int = 0,
     debug: bool = False,
 ) -> specs.AppDef:
-    r"""Trains several networks in one job: those of one shape stacked into one, others at the same time on groups of ranks.
+    r"""Trains several networks in one job: those of one shape as a stack, others at the same time on groups of ranks.
 
     All combinations of some settings, each combination a network, and a table with the best at the end::
 
-        torchx run rec.train.networks --recipe two_tower --vary optimizer.dense_lr=1e-3,3e-3 --vary train.seed=0,1,2 -j 1x2
+        torchx run rec.train.networks --vary optimizer.dense_lr=1e-3,3e-3 --vary train.seed=0,1,2 -j 1x2
 
-    Networks that are listed, on ranks that are named::
+    Listed networks on given ranks::
 
-        torchx run rec.train.networks --member "small:model.tower_widths=64" --member "large:model.tower_widths=512,256,64" \
-            -j 1x3 --groups large:0-1,small:2
+        torchx run rec.train.networks --member "small:model.tower_widths=64" \
+            --member "large:model.tower_widths=512,256,64" -j 1x3 --groups large:0-1,small:2
 
-    What would be trained where, and nothing more::
+    Only print which network would be trained on which ranks::
 
         torchx run rec.train.networks --vary train.seed=0,1,2 -- --list
 
@@ -132,21 +132,21 @@ def networks(
         recipe: a built-in recipe, my_recipe.py:job or my.module:job
         set: change one key of the recipe for all members; give --set as often as you like
         vary: KEY=A,B, one member for each value (A|B for values with commas); given several times, for all combinations
-        member: NAME:KEY=A,KEY=B, one member more; give --member as often as you like
-        groups: which ranks train which members (ex. large:0-1,small*:2); dealt out evenly where not given
-        own_rows: each member reads in the order of its own train.seed, in place of one loader for all
+        member: NAME:KEY=A,KEY=B, a further member; give --member as often as you like
+        groups: ranks that train each member (ex. large:0-1,small*:2); shared out evenly where not given
+        own_rows: each member reads in the order of its train.seed, instead of one loader for all
         stack: auto, require (members that cannot be stacked are refused) or never
         codistill: stacked members learn from each other (ex. weight=1,burn_in=1000,every=100)
         weights: write each stacked member's state dict as weights.pt
         run_dir: folder for the table, the picture and a run folder of each member; on several nodes one that all of
             them see
-        resume: auto to go on in run_dir, or in the recipe's newest: members that have ended stay as they are
+        resume: auto to continue in run_dir, or in the recipe's newest folder: members that have ended stay as they are
         j: NODESxPROCS, or MIN:MAXxPROCS to train on however many nodes between MIN and MAX are up
         threads: OpenMP threads per rank; one is fastest on small models
         max_retries: restarts from the last checkpoint, by torchrun and by a scheduler that retries (local_cwd does not)
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, in place of cpu, gpu and memMB
+        h: a named resource, instead of cpu, gpu and memMB
         cpu: CPU cores per node
         gpu: GPUs per node
         memMB: memory per node in MiB
@@ -199,7 +199,7 @@ def _app(
     app = getattr(dist, "torchrun", dist.ddp)(
         *flags,
         m=main,
-        tee=2,  # a rank's errors begin with its number; what it prints is the job's result, and stays as it is
+        tee=2,  # prefixes a rank's stderr with its number; its stdout is the job's result, and stays as it is
         j=_topology(j),
         name=name,
         image=image,
@@ -216,7 +216,7 @@ def _app(
     for role in app.roles:
         role.args[-1] = _under_our_agent(role.args[-1], max_retries)
         if not rdzv_port:
-            role.port_map = {}  # the agent knows it, once the job has an id
+            role.port_map = {}  # the agent derives the port from the job's id
     return app
 
 
@@ -248,10 +248,10 @@ def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, 
         raise ValueError(f"--max_retries {max_retries}: write 0 for none, or how often to start again")
     ours = {"OMP_NUM_THREADS": str(threads)}
     if max_retries or elastic:
-        # Each attempt meets at a store of its own. In the agents' store, which outlives them, a restarted rank reads
-        # the dead one's address and gloo cannot connect (https://github.com/pytorch/pytorch/issues/135712); and ranks
-        # look there under the count of their own host's restarts, which differs between hosts after the first fault:
-        # they would wait for each other.
+        # Gives each attempt a store of its own. In the agents' store, which outlives the ranks, a restarted rank reads
+        # the dead one's address and gloo cannot connect (https://github.com/pytorch/pytorch/issues/135712). Ranks also
+        # use their host's count of restarts as key, which differs between hosts after the first fault, so that they
+        # would wait for each other.
         ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return {**ours, **(env or {})}
 

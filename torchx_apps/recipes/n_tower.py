@@ -168,10 +168,10 @@ class NTowerConfig:
         tower_widths: widths of each tower's MLP; where there is none, a tower's output is its concatenated embeddings.
         towers: user, item and context where empty; a number of towers, to group the features by affinity, see
             :func:`features_by_tower`; or the features of each tower, as ``user_id+homework,item_id+daytime``.
-        towers_from: where ``towers`` is a number, safetensors of a trained model of these tables
-            (``torchx_apps.publish``), whose vectors say which features are near; their ids do where empty.
-        towers_bound: where ``towers`` is a number, the greatest size of one tower's tables in MiB; 1.1 times an even
-            share where 0.
+        towers_from: safetensors of a trained model of these tables (``torchx_apps.publish``), whose vectors then say
+            which features are near; their ids do where empty. Needs a number of towers.
+        towers_bound: greatest size of one tower's tables in MiB; 1.1 times an even share where 0. Needs a number of
+            towers.
         compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
             they leave its ranks, such as ``dim=16,flat=2``; none where empty.
         interaction: network over the towers' outputs, see :func:`interaction_layer`.

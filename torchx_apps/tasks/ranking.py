@@ -106,7 +106,7 @@ class Recommended:
     Args:
         user: row of the user.
         items: rows of the items, (K,).
-        scores: their scores, (K,).
+        scores: scores of the items, (K,).
     """
 
     user: int
