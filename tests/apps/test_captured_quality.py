@@ -39,7 +39,7 @@ def job_of(*overrides: str) -> Job:
 
 def reached(runtime: Runtime, epochs: int, seeds: int) -> dict[str, list[float]]:
     """HR@10 on the test rows by way, one for each seed."""
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    figures_by_way: dict[str, list[float]] = {way: [] for way in WAYS}
     for way, options in WAYS.items():
         for seed in range(seeds):
             job = job_of(*options, f"train.seed={seed}", f"train.epochs={epochs}")
@@ -50,16 +50,16 @@ def reached(runtime: Runtime, epochs: int, seeds: int) -> dict[str, list[float]]
             parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=seed)
             loader = training_loader(data, schema, job.loader)
             train(parallel, optimizer, loader, runtime, job.train)
-            found[way].append(RankingEvaluator(data, schema, parallel, runtime).test()["hr@10"])
-    return found
+            figures_by_way[way].append(RankingEvaluator(data, schema, parallel, runtime).test()["hr@10"])
+    return figures_by_way
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / "ml-100k").is_dir(), reason="needs MovieLens 100K in $TORCHREC_EXT_DATA")
 def test_quality_is_that_of_the_pipeline() -> None:
     """943 test rows: a share of .15 has a standard error of .012, and three seeds a mean to .007."""
-    (found,) = run_ranks(reached, 1, 6, 3, timeout_s=3600)
-    means = {way: statistics.mean(figures) for way, figures in found.items()}
+    (figures_by_way,) = run_ranks(reached, 1, 6, 3, timeout_s=3600)
+    means = {way: statistics.mean(figures) for way, figures in figures_by_way.items()}
     assert means["pipeline"] > 0.1
     assert means["captured"] == pytest.approx(means["pipeline"], abs=0.015)
     assert means["bf16"] == pytest.approx(means["pipeline"], abs=0.02)

@@ -101,7 +101,7 @@ def test_a_value_takes_the_type_of_its_key(item: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("item", "told"),
+    ("item", "message"),
     [
         ("loader.batch_size=many", "'many' is not an int; write for example 4096"),
         ("loader.batch_size=1.5", "'1.5' is not an int"),
@@ -126,8 +126,8 @@ def test_a_value_takes_the_type_of_its_key(item: str, value: object) -> None:
         ("window.low=11", "low is 11 and high is 10; low must not exceed high"),
     ],
 )
-def test_a_wrong_override_is_told_with_its_flag(item: str, told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"--set {item}: ") + ".*" + re.escape(told)):
+def test_a_wrong_override_is_told_with_its_flag(item: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"--set {item}: ") + ".*" + re.escape(message)):
         apply_overrides(Root(), [item])
 
 
@@ -242,7 +242,7 @@ def test_a_recipe_of_the_users_own(spec: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "message"),
     [
         ("two_towr", "there is no such recipe; did you mean 'two_tower'? Built in: "),
         ("zzz", "there is no such recipe; write a built-in name, my_recipe.py:job or my.module:job. Built in: "),
@@ -255,8 +255,9 @@ def test_a_recipe_of_the_users_own(spec: str, folder: Path) -> None:
         ("my_script.py:stop", "it ends the program with exit(0); a recipe returns one Job"),
     ],
 )
-def test_a_wrong_recipe_is_told(spec: str, told: str, folder: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"--recipe {spec}: {told}").replace(re.escape("{folder}/"), ".*")):
+def test_a_wrong_recipe_is_told(spec: str, message: str, folder: Path) -> None:
+    pattern = re.escape(f"--recipe {spec}: {message}").replace(re.escape("{folder}/"), ".*")
+    with pytest.raises(ValueError, match=pattern):
         load_recipe(spec)
 
 
@@ -271,7 +272,7 @@ def test_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--bogus"], "unrecognized arguments: --bogus; `python -m torchx_apps.train --help` lists the flags"),
         (["--set", "loader.batch_siz=1"], "--set loader.batch_siz=1: there is no key 'batch_siz'; did you mean"),
@@ -284,11 +285,11 @@ def test_flags() -> None:
     ],
 )
 def test_a_wrong_flag_ends_in_one_line_and_no_traceback(
-    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(flags) == 1
     output = capsys.readouterr()
-    assert output.err.startswith(told)
+    assert output.err.startswith(message)
     assert output.err.count("\n") == 1
     assert output.out == ""
 

@@ -39,8 +39,8 @@ def test_ours_and_torchxs_own_are_listed() -> None:
 
 
 def test_torchx_run_is_ours() -> None:
-    found = {point.name: point.value for point in entry_points(group="torchx.cli.cmds")}
-    assert found.get("run") == "torchx_apps.torchx_run:Run", (
+    commands = {point.name: point.value for point in entry_points(group="torchx.cli.cmds")}
+    assert commands.get("run") == "torchx_apps.torchx_run:Run", (
         'pyproject needs [project.entry-points."torchx.cli.cmds"] run = "torchx_apps.torchx_run:Run", and then `pip '
         "install -e .`"
     )

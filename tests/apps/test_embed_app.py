@@ -41,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shuffled = features.take(np.random.default_rng(0).permutation(len(features)))
     (root / "items").mkdir()
     half = len(shuffled) // 2
-    for name, part in (("a", shuffled.slice(0, half)), ("b", shuffled.slice(half))):
-        pq.write_table(part, root / "items" / f"{name}.parquet", row_group_size=9)
+    for name, rows in (("a", shuffled.slice(0, half)), ("b", shuffled.slice(half))):
+        pq.write_table(rows, root / "items" / f"{name}.parquet", row_group_size=9)
     return root
 
 
@@ -182,9 +182,9 @@ def test_mistakes_are_told_in_one_line(
 ) -> None:
     given = [str(folder / "bundle"), "--catalogue", str(folder / "items"), f"--out={folder / 'none'}", *flags]
     assert embed.main(given) == 1
-    told = capsys.readouterr().err
-    assert re.search(message, told), told
-    assert "Traceback" not in told
+    err = capsys.readouterr().err
+    assert re.search(message, err), err
+    assert "Traceback" not in err
     assert not (folder / "none" / "current").exists()
 
 

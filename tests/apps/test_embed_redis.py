@@ -1,4 +1,4 @@
-"""rec.embed --redis: users' vectors into a real Redis, read by a server; and a Redis that is away, goes away or refuses."""
+"""rec.embed --redis: users' vectors in a real Redis, read by a server; and a Redis that is away or refuses."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def on_ranks(runtime: Runtime, root: Path, url: str) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_write_the_vectors_of_all_users(ranks: int, folder: Path, redis: RedisServer) -> None:
-    (told,) = set(run_ranks(on_ranks, ranks, folder, redis.url))
+    (message,) = set(run_ranks(on_ranks, ranks, folder, redis.url))
     bundle, client = Bundle.load(folder / "bundle"), client_of(redis)
-    assert told == f"redis: {redis.url} (100 x 8 of tower user ({bundle.query_digest[:12]}) written, kept for ever)"
+    assert message == f"redis: {redis.url} (100 x 8 of tower user ({bundle.query_digest[:12]}) written, kept for ever)"
     assert bundle.users is not None
     ids = bundle.users.ids.ids().tolist()
     vectors, there = stored(bundle, redis, ids)
@@ -119,11 +119,12 @@ def full(redis: RedisServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "told"), [(away, "does not answer (Error 111 connecting to"), (full, "refuses: Command # 1 (SET user:")]
+    ("trouble", "message"),
+    [(away, "does not answer (Error 111 connecting to"), (full, "refuses: Command # 1 (SET user:")],
 )
 def test_a_redis_that_goes_away_or_is_full_midway_is_told_and_the_same_command_mends_it(
     trouble: Any,
-    told: str,
+    message: str,
     folder: Path,
     redis: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,17 +141,17 @@ def test_a_redis_that_goes_away_or_is_full_midway_is_told_and_the_same_command_m
     monkeypatch.setattr(TowerGroup, "vectors", troubled)
     url = redis.url.replace("//", "//default:secret@")  # a Redis without a password lets its default user in with any
     assert main(folder, url) == 1
-    said = capsys.readouterr().err
-    assert f"{redis.url} {told}" in said
-    assert " (18 of 100 rows were written, or a few more: run the same command again, which writes them all)" in said
-    assert "secret" not in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert f"{redis.url} {message}" in output
+    assert " (18 of 100 rows were written, or a few more: run the same command again, which writes them all)" in output
+    assert "secret" not in output
+    assert "Traceback" not in output
     redis.stop()
     redis.start()
     assert main(folder, url) == 0
-    said = capsys.readouterr().out
-    assert "(100 x 8 of tower user" in said
-    assert "secret" not in said
+    output = capsys.readouterr().out
+    assert "(100 x 8 of tower user" in output
+    assert "secret" not in output
 
 
 def test_a_redis_that_is_not_there_is_told_before_the_tower_runs(
@@ -159,14 +160,14 @@ def test_a_redis_that_is_not_there_is_told_before_the_tower_runs(
     monkeypatch.setattr(TowerGroup, "vectors", lambda *_: pytest.fail("the tower ran"))
     absent = RedisServer(tmp_path).url
     assert main(folder, absent.replace("//", "//:secret@")) == 1
-    said = capsys.readouterr().err
-    assert f"{absent} does not answer" in said
-    assert "is redis-server running there? (no row is known to be written: run the same command again" in said
-    assert "secret" not in said
+    output = capsys.readouterr().err
+    assert f"{absent} does not answer" in output
+    assert "is redis-server running there? (no row is known to be written: run the same command again" in output
+    assert "secret" not in output
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--tower=item"], "--redis holds users' vectors, and item makes others: add --tower query"),
         (["--delete=7"], "--delete: 7 is also among the ids to write; leave it out"),
@@ -179,10 +180,10 @@ def test_a_redis_that_is_not_there_is_told_before_the_tower_runs(
     ],
 )
 def test_mistakes_are_told_and_nothing_is_written(
-    flags: list[str], told: str, folder: Path, redis: RedisServer, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, folder: Path, redis: RedisServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(folder, redis.url, *flags) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     client = client_of(redis)
     assert client.dbsize() == 0
     client.close()
@@ -214,7 +215,7 @@ def test_a_server_answers_from_the_redis_that_the_command_filled_as_the_live_tow
 
         for user in (USER, 100):
             # A busy machine may pass the server's 50 ms now and then.
-            _, (items, scores) = until(lambda user=user: (found := ask(user, "auto"))[0] == "redis" and found)
+            _, (items, scores) = until(lambda user=user: (reply := ask(user, "auto"))[0] == "redis" and reply)
             source, live = ask(user, "live")
             assert (source, live[0]) == ("live", items)
             assert scores == pytest.approx(live[1], abs=1e-5)

@@ -1,4 +1,4 @@
-"""rec.embed --refresh: the store of changed rows is the store of all rows, from any number of ranks; and what is refused."""
+"""rec.embed --refresh: a refreshed store equals one that is written whole, on any number of ranks; and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(bundle: Path, *flags: object) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle, a store of its items but the last two as they were once, and of what changed since; all prices are new."""
+    """A bundle, a store of its items but the last two with old prices, and files with all that changed since."""
     root = tmp_path_factory.mktemp("refresh")
     bundle_of(root / "bundle")
     now = contents()["catalogue"].features
@@ -58,11 +58,11 @@ def on_ranks(runtime: Runtime, root: Path, out: Path) -> tuple[str, str]:
 
 
 def test_changed_rows_are_those_of_the_whole_from_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
-    found = set()
+    results = set()
     for ranks in (1, 2):
         out = shutil.copytree(folder / "once", tmp_path / f"ranks-{ranks}")
-        found |= set(run_ranks(on_ranks, ranks, folder, out))
-    ((_, done),) = found
+        results |= set(run_ranks(on_ranks, ranks, folder, out))
+    ((_, done),) = results
     assert done == "3 changed, 2 new, 2 deleted"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks-1", "ranks-2"], (
         "what the ranks shared is left behind"
@@ -73,7 +73,7 @@ def test_changed_rows_are_those_of_the_whole_from_any_number_of_ranks(folder: Pa
     assert store.ids.ids().tolist() == [*range(1, 48), *sorted(NEW)]
     assert store.ids.ids()[~store.live].tolist() == GONE
     for now, ids in ((whole, [*CHANGED, *NEW]), (once, sorted({*range(1, 48)} - {*CHANGED}))):
-        rows = [one.rows(torch.from_numpy(one.ids.positions(ids))) for one in (store, now)]
+        rows = [version.rows(torch.from_numpy(version.ids.positions(ids))) for version in (store, now)]
         torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=1e-6)
 
 
@@ -102,7 +102,7 @@ def test_a_store_keeps_its_type(folder: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (
             ["--refresh=nowhere", "--delete=5"],
@@ -122,7 +122,7 @@ def test_a_store_keeps_its_type(folder: Path, tmp_path: Path, capsys: pytest.Cap
 )
 def test_mistakes_are_told_and_change_nothing(
     flags: list[str],
-    told: str,
+    message: str,
     folder: Path,
     store: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -130,9 +130,9 @@ def test_mistakes_are_told_and_change_nothing(
 ) -> None:
     monkeypatch.chdir(folder)
     assert main(folder / "bundle", "--refresh", store, *flags) == 1
-    said = capsys.readouterr().err
-    assert told in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert message in output
+    assert "Traceback" not in output
     assert [path.name for path in store.parent.iterdir()] == ["store"]
     assert EmbeddingStore.open(store).version == "v00000001"
     assert not (folder / "nowhere").exists()

@@ -81,8 +81,8 @@ def write_described(root: Path, pairs: pa.Table) -> None:
     known = pairs.filter(pc.less(pairs["item_id"], 29))
     pq.write_table(known.select(["user_id", "item_id", "timestamp"]), folder / "inter.parquet")
     users, items = np.arange(20), np.arange(30)
-    told = {"gender": np.array(["M", "F"])[users % 2], "member": users % 3 == 0, "income": 1_000.0 + 37 * users}
-    pq.write_table(pa.table({"user_id": users, **told}), folder / "users.parquet")
+    about_users = {"gender": np.array(["M", "F"])[users % 2], "member": users % 3 == 0, "income": 1_000.0 + 37 * users}
+    pq.write_table(pa.table({"user_id": users, **about_users}), folder / "users.parquet")
     tags = ["red|blue" if item % 2 else "blue" for item in items]
     about = {"year": 1990 + items % 5, "tags": tags, "price": (items**1.5).astype(np.float32)}
     pq.write_table(pa.table({"item_id": items, **about}), folder / "items.parquet")
@@ -182,7 +182,7 @@ def test_context_is_part_of_the_query(name: str, recommended: dict[str, Any], ro
     rows = {"user_id": [3, 3, 10_000], "hour": [1, 20, 1], "weekday": [2, 2, 2]}
     vectors = bundle.embed_query(rows)
     assert not torch.equal(vectors[0], vectors[1])
-    assert {column: found.tolist() for column, found in bundle.unknown(rows).items()} == {
+    assert {column: unknown.tolist() for column, unknown in bundle.unknown(rows).items()} == {
         "user_id": [False, False, True],
         "hour": [False] * 3,
         "weekday": [False] * 3,
@@ -282,14 +282,14 @@ def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
     model = job.build(job.model, task.data)
     sharded, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer)
     bare = type("MyTask", (), {"name": "mine"})()
-    told = []
+    messages = []
     for when in ("require", "auto"):
         try:
             end_with_bundle(when, sharded, bare, model.schema(), runtime, root / "none", {})  # type: ignore[arg-type]
-            told.append("said and gone on")
+            messages.append("said and gone on")
         except ValueError as error:
-            told.append(str(error))
-    return told[0], told[1]
+            messages.append(str(error))
+    return messages[0], messages[1]
 
 
 def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(tmp_path: Path) -> None:
@@ -333,8 +333,8 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     run = tmp_path / "run"
     trained = app("train", "--recipe=two_tower", f"--run-dir={run}", *flags)
     assert f"rec.serve.http --bundle {run / 'bundle'}" in trained.splitlines()[-1]
-    told = app("export", str(run), f"--out={tmp_path / 'again'}")
-    assert "its logits are the trained model's within" in told
+    output = app("export", str(run), f"--out={tmp_path / 'again'}")
+    assert "its logits are the trained model's within" in output
     onnx = [f"--onnx={tmp_path / 'onnx'}"] if importlib.util.find_spec("onnxscript") else []
     assert (
         app("export", str(run), f"--out={tmp_path / 'two'}", *onnx, ranks=2).count("its logits are the trained model's")
@@ -376,8 +376,8 @@ def test_a_bundle_is_not_replaced_unasked(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "notes").touch()
     assert export.main([str(tmp_path)]) == 1
-    told = capsys.readouterr().err
-    assert f"--out {tmp_path / 'bundle'}: there is something already; give another folder, or --overwrite" in told
+    stderr = capsys.readouterr().err
+    assert f"--out {tmp_path / 'bundle'}: there is something already; give another folder, or --overwrite" in stderr
 
 
 @pytest.mark.parametrize(

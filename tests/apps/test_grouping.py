@@ -23,10 +23,10 @@ def data() -> LabelledData:
     draw = np.random.default_rng(0)
     hidden = draw.integers(0, IDS, (2, ROWS))
     columns = {}
-    for place, name in enumerate(FEATURES):
-        side = {"user_id": 0, "item_id": 1}.get(name, 1 - place % 2)
+    for index, name in enumerate(FEATURES):
+        planted_tower = {"user_id": 0, "item_id": 1}.get(name, 1 - index % 2)
         columns[name] = Column(
-            np.where(draw.random(ROWS) < 0.9, hidden[side], draw.integers(0, IDS, ROWS)).astype(np.int64)
+            np.where(draw.random(ROWS) < 0.9, hidden[planted_tower], draw.integers(0, IDS, ROWS)).astype(np.int64)
         )
     rows = Chunk(
         {**columns, "label": Column(np.zeros(ROWS, dtype=np.float32)), "d": Column(np.zeros(ROWS, dtype=np.float32))}
@@ -56,32 +56,32 @@ PLANTED = {frozenset({"user_id", "c1", "c3"}), frozenset({"item_id", "c0", "c2"}
 
 
 def test_a_number_of_towers_groups_features_whose_ids_come_together(capsys: pytest.CaptureFixture[str]) -> None:
-    found = towers_of("model.towers=2", "model.towers_bound=1")
-    assert features_of(found) == PLANTED
+    result = towers_of("model.towers=2", "model.towers_bound=1")
+    assert features_of(result) == PLANTED
     assert "affinity within towers" in capsys.readouterr().out
-    (dense,) = [name for name, tower in found.items() if tower.dense == ("d",)]
-    assert "c0" not in {table.name for table in found[dense].tables}, "dense columns go where tables are least"
+    (dense,) = [name for name, tower in result.items() if tower.dense == ("d",)]
+    assert "c0" not in {table.name for table in result[dense].tables}, "dense columns go where tables are least"
 
 
 def test_what_a_model_has_learned_counts_where_it_is_given(tmp_path: Path) -> None:
     """c3's ids come with user_id's and c1's, but its table says something else about them."""
     drawn = torch.randn(3, 10 * IDS, 2, generator=torch.Generator().manual_seed(0))
     says = {"user_id": 0, "c1": 0, "c3": 1, "item_id": 2, "c0": 2, "c2": 2}
-    tables = {f"towers.x.embeddings.embedding_bags.{name}.weight": drawn[place].clone() for name, place in says.items()}
+    tables = {f"towers.x.embeddings.embedding_bags.{name}.weight": drawn[index].clone() for name, index in says.items()}
     save_file(tables, tmp_path / "a.safetensors")
-    found = towers_of("model.towers=3", f"model.towers_from={tmp_path / 'a.safetensors'}", "model.towers_bound=1")
-    assert features_of(found) == {frozenset({"user_id", "c1"}), frozenset({"c3"}), frozenset({"item_id", "c0", "c2"})}
+    result = towers_of("model.towers=3", f"model.towers_from={tmp_path / 'a.safetensors'}", "model.towers_bound=1")
+    assert features_of(result) == {frozenset({"user_id", "c1"}), frozenset({"c3"}), frozenset({"item_id", "c0", "c2"})}
 
 
 def test_towers_may_be_said_and_compress_what_leaves_them() -> None:
-    found = towers_of("model.towers=user_id+c1+c3,item_id+c0+c2", "model.compress=dim=4,flat=2")
-    assert features_of(found) == PLANTED
-    assert [tower.out_features for tower in found.values()] == [8, 8]
+    result = towers_of("model.towers=user_id+c1+c3,item_id+c0+c2", "model.compress=dim=4,flat=2")
+    assert features_of(result) == PLANTED
+    assert [tower.out_features for tower in result.values()] == [8, 8]
     assert set(towers_of()) == {"user", "item", "context"}
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("model.towers=0", "model.towers=0: must be 1 or more"),
         ("model.towers=a,,b", "model.towers=a,,b: give a number of towers, or their features"),
@@ -90,14 +90,14 @@ def test_towers_may_be_said_and_compress_what_leaves_them() -> None:
         ("model.compress=dim=0", "model.compress=dim=0: dim=0: must be 1 or more"),
     ],
 )
-def test_a_wrong_key_is_told_before_any_data_is_read(override: str, told: str) -> None:
+def test_a_wrong_key_is_told_before_any_data_is_read(override: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         apply_overrides(load_recipe("n_tower"), [override])
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["model.towers=user_id+c9,item_id"], "there is no feature 'c9'; the features are user_id, item_id, c0"),
         (["model.towers=user_id,item_id"], "'c0' stands in no tower; give each of user_id, item_id, c0"),
@@ -110,7 +110,7 @@ def test_a_wrong_key_is_told_before_any_data_is_read(override: str, told: str) -
         (["model.towers=9"], "towers=9: must be 1 to 6"),
     ],
 )
-def test_what_the_data_does_not_have_is_told(overrides: list[str], told: str) -> None:
+def test_what_the_data_does_not_have_is_told(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError) as error:
         towers_of(*overrides)
-    assert told in str(error.value)
+    assert message in str(error.value)

@@ -35,7 +35,7 @@ Cell = Mapping[str, str]
 
 
 class Planted(NamedTuple):
-    """A recipe on planted data: overrides with which little data teaches much, and a figure with the least that is not chance."""
+    """A recipe on planted data: overrides that let it learn from few rows, and the least figure that is not chance."""
 
     overrides: tuple[str, ...]
     figure: str = "hr@10"
@@ -199,7 +199,7 @@ REFUSED = [
 
 
 def cells(n: int, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
-    """Cells that run, in which all choices of any ``n`` options meet; ``narrowed`` leaves some of an option's choices."""
+    """Returns cells that run, in which all choices of any ``n`` options meet; ``narrowed`` restricts options."""
     choices = (
         {"recipe": tuple(built_in_recipes())} | {name: tuple(choice) for name, choice in OPTIONS.items()} | narrowed
     )
@@ -233,7 +233,7 @@ def overrides_of(cell: Cell) -> list[str]:
 
 
 class Outcome(NamedTuple):
-    """What a rank saw of a run: its refusal or None, the steps made, test figures, and scores out of the bundle on rank 0."""
+    """What a rank saw of a run: its refusal or None, its steps, test figures, and on rank 0 the bundle's scores."""
 
     refusal: str | None
     steps: int
@@ -259,7 +259,7 @@ def trained(runtime: Runtime, cell: Cell, folder: Path) -> Outcome:
 
 
 def answered(folder: Path) -> list[float]:
-    """The scores of five recommendations to the first user whom the bundle knows, with the context of an audited request."""
+    """Returns the scores of five recommendations to the bundle's first user, in the context of an audited request."""
     bundle = Bundle.load(folder)
     assert bundle.users is not None
     (known,) = bundle.users.ids.ids(range(1)).tolist()
@@ -309,11 +309,11 @@ def test_any_three_options_work_together(recipe: str) -> None:
 
 
 def refused_cells() -> Iterator[Any]:
-    """For each refusal cells with nothing else chosen: all that it excludes, of which the default run has each choice once."""
+    """Yields every cell that a refusal excludes, all else plain; the default run tries each choice once."""
     plain = {"recipe": "two_tower"} | {name: next(iter(choices)) for name, choices in OPTIONS.items()}
     for refused in REFUSED:
         longest = max(map(len, refused.choices.values()))
-        once = {tuple(of[at % len(of)] for of in refused.choices.values()) for at in range(longest)}
+        once = {tuple(of[index % len(of)] for of in refused.choices.values()) for index in range(longest)}
         for values in itertools.product(*refused.choices.values()):
             cell = plain | dict(zip(refused.choices, values, strict=True))
             yield pytest.param(cell, refused.words, id=name_of(cell), marks=() if values in once else pytest.mark.slow)
@@ -337,9 +337,9 @@ def test_no_recipe_is_left_out() -> None:
 def test_every_pair_of_choices_is_tried_or_refused() -> None:
     choices = {"recipe": tuple(RECIPES)} | {name: tuple(of) for name, of in OPTIONS.items()}
     tried = cells(2)
-    for one, other in itertools.combinations(choices, 2):
-        for pair in itertools.product(choices[one], choices[other]):
-            chosen = {one: pair[0], other: pair[1]}
+    for first, second in itertools.combinations(choices, 2):
+        for pair in itertools.product(choices[first], choices[second]):
+            chosen = {first: pair[0], second: pair[1]}
             somewhere = [chosen] if "recipe" in chosen else [{**chosen, "recipe": recipe} for recipe in RECIPES]
             refused = all(any(refused.matches(cell) for refused in REFUSED) for cell in somewhere)
             assert refused != any(chosen.items() <= cell.items() for cell in tried), chosen

@@ -35,8 +35,8 @@ def placed(runtime: Runtime, folder: str) -> dict[str, Any]:
     assert decision is not None
     if runtime.is_main:
         history = [
-            {"kind": "train", "step": at, "rows": 1000, "rows_per_s": rate}
-            for at, rate in ((2, 1e3), (6, 1e4), (10, 1e4))
+            {"kind": "train", "step": step, "rows": 1000, "rows_per_s": rate}
+            for step, rate in ((2, 1e3), (6, 1e4), (10, 1e4))
         ]
         run = RunFolder(Path(folder) / "run", {})
         report_steps(run, decision, history)
@@ -61,15 +61,15 @@ def test_every_rank_gets_the_same_plan_and_the_folder_the_measured_step(tmp_path
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("sync", "told"),
+    ("sync", "message"),
     [
         (SyncConfig(), ""),
         (SyncConfig(mode="local_sgd"), "sync.mode=local_sgd averages towers that every rank has"),
         (SyncConfig(table_copies=2), "sync.table_copies=2: towers on ranks of their own have one copy"),
     ],
 )
-def test_what_needs_all_towers_on_every_rank_is_told(sync: SyncConfig, told: str) -> None:
-    assert why_on_every_rank(dataclasses.replace(small_job(), sync=sync)) == told
+def test_what_needs_all_towers_on_every_rank_is_told(sync: SyncConfig, message: str) -> None:
+    assert why_on_every_rank(dataclasses.replace(small_job(), sync=sync)) == message
 
 
 @pytest.mark.unit

@@ -38,8 +38,8 @@ def test_the_component_is_listed_by_its_short_name_and_hands_on_what_was_asked()
 
 def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     assert main([*flags, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
 
 
 def test_what_the_ranks_hold_adds_up_to_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +62,8 @@ def test_twice_the_bandwidth_halves_what_the_exchange_waits_for(capsys: pytest.C
 
 
 def test_longer_bags_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
-    one, twenty = (planned(capsys, "--tables", tables, "--world-size", "2") for tables in ("a=1Mx64", "a=1Mx64x20"))
-    assert max(rank["lookup_ms"] for rank in twenty["ranks"]) > 5 * max(rank["lookup_ms"] for rank in one["ranks"])
+    single, twenty = (planned(capsys, "--tables", tables, "--world-size", "2") for tables in ("a=1Mx64", "a=1Mx64x20"))
+    assert max(rank["lookup_ms"] for rank in twenty["ranks"]) > 5 * max(rank["lookup_ms"] for rank in single["ranks"])
 
 
 def test_a_table_too_large_for_the_gpus_goes_to_the_hosts_where_they_may(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,22 +72,22 @@ def test_a_table_too_large_for_the_gpus_goes_to_the_hosts_where_they_may(capsys:
     assert {table["kernel"] for table in report["tables"]} <= {"fused_uvm", "fused_uvm_caching"}
     assert all(rank["host"] > 0 for rank in report["ranks"])
     assert main([*flags, "--ddr", "0"]) == 1
-    told = capsys.readouterr().err
-    assert "no sharding plan fits: tables with optimizer state need 72.64 GiB over all ranks" in told
-    assert "8 rank(s) have 6.80 GiB for them each" in told
-    assert f"at least {math.ceil(300e6 * (64 * 4 + 4) / (6.8 * 2**30))} ranks of this size" in told
-    assert "sgd, fp16 tables" in told
-    assert told.rstrip().endswith("--sharding and --optimizer what is asked of it")
-    assert "Traceback" not in told
+    err = capsys.readouterr().err
+    assert "no sharding plan fits: tables with optimizer state need 72.64 GiB over all ranks" in err
+    assert "8 rank(s) have 6.80 GiB for them each" in err
+    assert f"at least {math.ceil(300e6 * (64 * 4 + 4) / (6.8 * 2**30))} ranks of this size" in err
+    assert "sgd, fp16 tables" in err
+    assert err.rstrip().endswith("--sharding and --optimizer what is asked of it")
+    assert "Traceback" not in err
     assert main([*flags[:2], "--world-size", "16", "--hbm", "8", "--ddr", "0", "--sharding", "row_wise"]) == 0
 
 
 def test_a_refusal_names_the_sharding_types_that_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tables", "ad=300Mx64", "--sharding", "data_parallel", "--ddr", "0"]) == 1
-    told = capsys.readouterr().err
-    assert "shard the data_parallel tables, which no number of ranks makes smaller" in told
+    err = capsys.readouterr().err
+    assert "shard the data_parallel tables, which no number of ranks makes smaller" in err
     assert (
-        "row_wise for every table is foreseen to be faster" in told or "column_wise for every table is foreseen" in told
+        "row_wise for every table is foreseen to be faster" in err or "column_wise for every table is foreseen" in err
     )
 
 
@@ -173,6 +173,6 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
 )
 def test_mistakes_are_told_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 1
-    told = capsys.readouterr().err
-    assert message in told
-    assert "Traceback" not in told
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err

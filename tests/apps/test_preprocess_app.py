@@ -45,7 +45,7 @@ def need_duckdb() -> None:
 def log(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
     (tmp_path / "log").mkdir()
-    for part in range(2):
+    for number in range(2):
         size = 500
         columns = {
             "c0": rng.integers(0, 9, size),
@@ -54,7 +54,7 @@ def log(tmp_path: Path) -> Path:
             "history": pa.array([list(range(k % 30)) for k in range(size)], pa.list_(pa.int64())),
             "label": (rng.random(size) < 0.1).astype(np.float32),
         }
-        pq.write_table(pa.table(columns), tmp_path / f"log/part-{part}.parquet")
+        pq.write_table(pa.table(columns), tmp_path / f"log/part-{number}.parquet")
     return tmp_path / "log"
 
 
@@ -133,9 +133,9 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_mistakes_are_told_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 1
-    told = capsys.readouterr().err
-    assert message in told
-    assert "Traceback" not in told
+    line = capsys.readouterr().err
+    assert message in line
+    assert "Traceback" not in line
 
 
 @quiet
@@ -223,9 +223,9 @@ def test_the_recipe_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert summary["rows"] == {"train": 20, "test": 7}
     assert summary["vocab"]["history"] == summary["vocab"]["item_id"] == 4
     (use,) = re.findall(r"```py\n([^`]*?FittedPreprocessor\.load.*?)```", readme, re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(use, found)  # with its own imports
-    assert {table.name: table.num_embeddings for table in found["tables"]} == summary["vocab"]
+    namespace: dict[str, Any] = {}
+    exec(use, namespace)  # with its own imports
+    assert {table.name: table.num_embeddings for table in namespace["tables"]} == summary["vocab"]
 
 
 @pytest.mark.unit
@@ -325,12 +325,13 @@ def test_movielens_is_found_where_training_finds_it(
         datasets, "ML_100K", dataclasses.replace(datasets.ML_100K, url=(tmp_path / "gone.zip").as_uri())
     )
     assert main(flags) == 1
-    (told,) = capsys.readouterr().err.splitlines()[1:]  # behind the licence
-    assert told.startswith("recipe ml_100k: set 'ml-100k' is not on this machine and was not downloaded: ")
-    assert told.endswith("or name that folder: --set config.folder=DIR")
+    (line,) = capsys.readouterr().err.splitlines()[1:]  # behind the licence
+    assert line.startswith("recipe ml_100k: set 'ml-100k' is not on this machine and was not downloaded: ")
+    assert line.endswith("or name that folder: --set config.folder=DIR")
     monkeypatch.setattr(datasets, "ML_100K", publish(tmp_path / "published.zip"))  # a download, without a network
     assert main(flags) == 0
-    years = {part: pq.read_table(tmp_path / "ready" / part)["release_year"].to_pylist() for part in ("train", "test")}
+    tables = {split: pq.read_table(tmp_path / "ready" / split) for split in ("train", "test")}
+    years = {split: table["release_year"].to_pylist() for split, table in tables.items()}
     assert years == {"train": [1, 1, 1], "test": [0]}, "1995, and a year that training never saw"
 
 

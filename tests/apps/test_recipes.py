@@ -109,9 +109,9 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
     (root / "colours").mkdir()
     rng, rows = np.random.default_rng(0), {"train": ([], []), "test": ([], []), "test_negatives": ([], [])}
     for user in range(60):
-        own, other = np.arange(user % 2, 60, 2), np.arange(1 - user % 2, 60, 2)
-        taken = rng.permutation(own)[:20]
-        for name, items in (("train", taken[1:]), ("test", taken[:1]), ("test_negatives", other[:20])):
+        same_colour, other_colour = np.arange(user % 2, 60, 2), np.arange(1 - user % 2, 60, 2)
+        taken = rng.permutation(same_colour)[:20]
+        for name, items in (("train", taken[1:]), ("test", taken[:1]), ("test_negatives", other_colour[:20])):
             rows[name][0].extend([user] * len(items))
             rows[name][1].extend(items.tolist())
     for name, (users, items) in rows.items():
@@ -166,7 +166,7 @@ def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colour
     ],
 )
 def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Path) -> None:
-    changed = [part for text in ("data.name=planted", "train.epochs=1", *overrides) for part in ("--set", text)]
+    changed = [flag for text in ("data.name=planted", "train.epochs=1", *overrides) for flag in ("--set", text)]
     flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), *changed]
     done = subprocess.run(
         [sys.executable, "-m", "torchx_apps.train", *flags], capture_output=True, text=True, timeout=300

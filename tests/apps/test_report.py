@@ -34,9 +34,9 @@ def test_a_model_that_is_worse_than_a_constant_is_told_with_its_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished(tmp_path, {"auc": 0.61, "log_loss": 0.321, "ne": 7.6, "calibration": 38.0})
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     warning = report.read_warning(tmp_path)["warning"]
-    assert f"warning: {warning}" in said
+    assert f"warning: {warning}" in output
     assert warning.startswith(
         "this model is worse than the same for all by log_loss (0.3210 against 0.0420); it predicts 38 times the "
         "positives that "

@@ -138,8 +138,8 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
     checkpointer.wait()
 
     def found(which: str | None, **options: bool) -> tuple[int, str]:
-        path, told = checkpoint_to_export(str(tmp_path), which, together, **options)
-        return int(path[-10:]), told
+        path, text = checkpoint_to_export(str(tmp_path), which, together, **options)
+        return int(path[-10:]), text
 
     assert found(None) == found("last") == (6, "the last")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What the components become on clusters: Slurm's script and Kubernetes' job, and both train as they stand, on this machine."""
+"""What the components become on clusters: Slurm's script and Kubernetes' job, which both train on this machine."""
 
 import os
 import subprocess
@@ -62,9 +62,9 @@ def test_kubernetes_gives_each_node_its_gpus_mounts_and_the_first_nodes_name() -
     job = kubernetes_job(app)
     first, second = containers(job)
     assert job["spec"]["maxRetry"] == 3
-    assert {one.image for one in (first, second)} == {"my_image:1"}
-    assert all(one.resources.limits["nvidia.com/gpu"] == "4" for one in (first, second))
-    assert all("/runs" in {mount.mount_path for mount in one.volume_mounts} for one in (first, second))
+    assert {pod.image for pod in (first, second)} == {"my_image:1"}
+    assert all(pod.resources.limits["nvidia.com/gpu"] == "4" for pod in (first, second))
+    assert all("/runs" in {mount.mount_path for mount in pod.volume_mounts} for pod in (first, second))
     assert "VC_TRAIN_0_HOSTS" in second.command[-1]  # which Volcano fills in
     assert second.command[-1].endswith("-m torchx_apps.train --recipe two_tower --run-dir=/runs/a")
     assert ":0 " in second.command[-1]
@@ -72,7 +72,7 @@ def test_kubernetes_gives_each_node_its_gpus_mounts_and_the_first_nodes_name() -
     given = containers(
         kubernetes_job(app_of(train.hybrid, "-j", "2x4", "--rdzv_port", "29500", "--image", "my_image:1"))
     )
-    assert [port.container_port for one in given for port in one.ports] == [29500, 29500]
+    assert [port.container_port for pod in given for port in pod.ports] == [29500, 29500]
 
 
 @pytest.mark.unit
@@ -89,8 +89,8 @@ def test_the_commands_of_kubernetes_train_on_two_nodes(tmp_path: Path) -> None:
     job = kubernetes_job(tiny(tmp_path / "run", port=29731))
     nodes = [container.command for container in containers(job)]
     variables = {entry.name: entry.value for container in containers(job) for entry in container.env}
-    told = all_run(nodes, {**variables, "VC_TRAIN_0_HOSTS": "localhost"}, tmp_path)
-    assert "ranks: 2 on cpu over gloo" in told
+    output = all_run(nodes, {**variables, "VC_TRAIN_0_HOSTS": "localhost"}, tmp_path)
+    assert "ranks: 2 on cpu over gloo" in output
     assert (tmp_path / "run" / "summary.json").exists()
 
 
@@ -112,14 +112,14 @@ def test_slurms_script_trains_on_two_nodes(tmp_path: Path) -> None:
     srun.write_text(f"#!{sys.executable}\n" + SRUN)
     srun.chmod(0o755)
     (tmp_path / "job.sh").write_text(slurm_script(tiny(tmp_path / "run", port=29732)))
-    own = {
+    slurm = {
         "SLURM_JOB_ID": "77",
         "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost",
         "PATH": f"{srun.parent}{os.pathsep}{with_python()}",
     }
-    told = all_run([["bash", str(tmp_path / "job.sh")]], own, tmp_path)
-    assert "ranks: 2 on cpu over gloo" in told
-    assert "job exited with code 0" in told
+    output = all_run([["bash", str(tmp_path / "job.sh")]], slurm, tmp_path)
+    assert "ranks: 2 on cpu over gloo" in output
+    assert "job exited with code 0" in output
     assert (tmp_path / "run" / "summary.json").exists()
 
 
@@ -137,19 +137,19 @@ def with_python() -> str:
 def all_run(commands: Sequence[Sequence[str]], variables: dict[str, str], folder: Path) -> str:
     """What they print, all at once, each in a folder of its own."""
     nodes = []
-    for at, command in enumerate(commands):
-        (folder / f"node{at}").mkdir()
+    for index, command in enumerate(commands):
+        (folder / f"node{index}").mkdir()
         environment = {**os.environ, "PATH": with_python(), **variables}
         nodes.append(
             subprocess.Popen(
                 list(command),
-                cwd=folder / f"node{at}",
+                cwd=folder / f"node{index}",
                 env=environment,
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
         )
-    told = "\n".join(node.communicate(timeout=240)[0] for node in nodes)
-    assert [node.returncode for node in nodes] == [0] * len(nodes), told
-    return told
+    output = "\n".join(node.communicate(timeout=240)[0] for node in nodes)
+    assert [node.returncode for node in nodes] == [0] * len(nodes), output
+    return output

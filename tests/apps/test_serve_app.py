@@ -339,7 +339,8 @@ def test_the_component_is_listed_and_says_what_was_asked() -> None:
         "9",
     ]
     (role,) = materialize_appdef(component.http, flags).roles
-    words = "-m torchx_apps.serve runs/a/bundle --host=127.0.0.1 --port=80 --workers=3 --token-file=token --vectors=users --max-k 9"
+    words = "-m torchx_apps.serve runs/a/bundle --host=127.0.0.1 --port=80 --workers=3 --token-file=token"
+    words += " --vectors=users --max-k 9"
     assert (role.args, role.port_map, role.env["OMP_NUM_THREADS"]) == (words.split(), {"http": 80}, "1")
 
 

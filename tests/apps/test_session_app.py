@@ -1,4 +1,4 @@
-"""What the recipe session reaches on sequences whose answer is known, on one rank and on two, and what it says of them."""
+"""The recipe session on sequences whose answer is known, on one rank and on two: its figures and its report."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_in_bfloat16_they_are_found_too(by_ranks: dict[int, list[dict[str, Any]]
 
 
 def test_two_ranks_reach_the_figures_of_one(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
-    (one,), (two, other) = by_ranks[1], by_ranks[2]
+    (single,), (two, other) = by_ranks[1], by_ranks[2]
     assert two["test"] == other["test"], "every rank knows the figures of all"
-    assert two["test"] == pytest.approx(one["test"], abs=0.03)
-    assert two["popularity"] == one["popularity"]
+    assert two["test"] == pytest.approx(single["test"], abs=0.03)
+    assert two["popularity"] == single["popularity"]
 
 
 def test_what_is_shown_and_told(by_ranks: dict[int, list[dict[str, Any]]]) -> None:

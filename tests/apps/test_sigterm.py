@@ -1,4 +1,4 @@
-"""SIGTERM: the signals of a scheduler within five seconds are one, and a process that is process 1 does not ignore it."""
+"""SIGTERM: a scheduler's signals within five seconds count as one, and process 1 does not ignore them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our `torchx run` up to what it would launch: flags arrive in the order typed, mistakes are told before anything runs."""
+"""Our `torchx run` up to what it would launch: flags keep their order, mistakes are reported before anything runs."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ CLONE = Path(__file__).parents[2]
 
 @pytest.fixture
 def in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where .torchxconfig names the component; TorchX looks for that file where it was imported, unless told otherwise."""
+    """A folder whose .torchxconfig names the component; TorchX would look for it where TorchX was imported."""
     monkeypatch.chdir(CLONE)
     monkeypatch.setenv("TORCHXCONFIG", str(CLONE / ".torchxconfig"))
 
@@ -75,9 +75,9 @@ def test_the_demo_of_the_makefile_launches_all_that_its_line_says(capsys: pytest
         (CLONE / "Makefile").read_text(),
         re.MULTILINE,
     )
-    said = re.findall(r"--set (\S+)", line)
-    assert "fallback=planted" in said
-    assert overrides(launched(capsys, *shlex.split(line))) == said
+    items = re.findall(r"--set (\S+)", line)
+    assert "fallback=planted" in items
+    assert overrides(launched(capsys, *shlex.split(line))) == items
 
 
 def test_a_scheduler_without_its_package_is_told_in_one_line_with_the_extra(
@@ -98,8 +98,9 @@ def test_a_scheduler_without_its_package_is_told_in_one_line_with_the_extra(
             "my_image:1",
         )
     printed = capsys.readouterr()
-    told = "-s kubernetes needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
-    assert (printed.out, printed.err.splitlines()[-1]) == ("", told)
+    install = "pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
+    message = f"-s kubernetes needs the extra kubernetes: {install}"
+    assert (printed.out, printed.err.splitlines()[-1]) == ("", message)
     assert "Traceback" not in printed.err
 
 

@@ -1,4 +1,4 @@
-"""What the recipe reaches on data whose right answer is known, on any number of ranks, and which data it falls back to."""
+"""The recipe on data whose right answer is known, on any number of ranks, and the data it falls back to."""
 
 import contextlib
 import dataclasses
@@ -101,15 +101,15 @@ def test_planted_tastes_are_found_and_no_more_than_there_is_to_find(planted_by_r
 
 
 def test_two_ranks_reach_the_figures_of_one(planted_by_ranks: dict[int, list[Outcome]]) -> None:
-    one, (two, other) = planted_by_ranks[1][0], planted_by_ranks[2]
+    single, (two, other) = planted_by_ranks[1][0], planted_by_ranks[2]
     assert two == other, "every rank knows the figures of all"
-    assert two.figures == pytest.approx(one.figures, abs=0.01)
-    assert two.popularity == one.popularity
-    assert two.recommended[0].items[:3] == one.recommended[0].items[:3]
+    assert two.figures == pytest.approx(single.figures, abs=0.01)
+    assert two.popularity == single.popularity
+    assert two.recommended[0].items[:3] == single.recommended[0].items[:3]
 
 
 def drawn_hard(runtime: Runtime) -> list[Any]:
-    """After two epochs with hard negatives: refreshes, and for three users the items drawn from and the best by brute force."""
+    """After two epochs with hard negatives: refreshes, and three users' candidates, as drawn and by brute force."""
     job = two_tower_with(
         *("data.name=planted", "data.users=40", "data.items=50", "train.epochs=3", "model.interaction=dot"),
         *("loader.sampling=hard", "loader.hard_k=5", "loader.batch_size=128"),
@@ -140,14 +140,14 @@ def drawn_hard(runtime: Runtime) -> list[Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_hard_negatives_are_what_the_model_ranks_highest(ranks: int) -> None:
-    refreshes, found, best = run_ranks(drawn_hard, ranks)[0]
+    refreshes, negatives, best = run_ranks(drawn_hard, ranks)[0]
     assert refreshes == 2, "before each epoch but the first"
-    assert [found[0], found[1], found[3]] == best
-    assert found[2] == [0] * 5, "nobody knows user 0"
+    assert [negatives[0], negatives[1], negatives[3]] == best
+    assert negatives[2] == [0] * 5, "nobody knows user 0"
 
 
 def recommended(runtime: Runtime) -> list[Any]:
-    """For each user of a catalogue so small that some have taken nearly all of it: what is recommended, and what is left."""
+    """Recommendations for each user, and the items left, of a catalogue so small that some have taken nearly all."""
     job = two_tower_with("data.name=planted", "data.users=40", "data.items=50")
     data = load_task(job, runtime).data
     model = job.build(job.model, data)
@@ -162,10 +162,10 @@ def recommended(runtime: Runtime) -> list[Any]:
 def test_nothing_is_recommended_that_the_user_has_taken() -> None:
     shown = run_ranks(recommended, 2)[0]
     assert any(len(left) < 10 for _, left in shown)
-    for found, left in shown:
-        assert set(found.items) <= left
-        assert len(found.items) == min(10, len(left))
-        assert found.scores == sorted(found.scores, reverse=True)
+    for answer, left in shown:
+        assert set(answer.items) <= left
+        assert len(answer.items) == min(10, len(left))
+        assert answer.scores == sorted(answer.scores, reverse=True)
 
 
 @pytest.mark.unit
@@ -189,31 +189,31 @@ def nowhere(tmp_path: Path) -> Path:
 def fallen_back(runtime: Runtime, job: Job, home: Path) -> tuple[str, str, int]:
     os.environ.update(HOME=str(home), XDG_CACHE_HOME=str(home / "cache"))
     os.environ.pop("TORCHREC_EXT_DATA", None)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         try:
             data = load_task(job, runtime).data
         except DatasetUnavailable as error:
-            return str(error), said.getvalue(), 0
+            return str(error), output.getvalue(), 0
         job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=data.name))
         figures = trained(runtime, job).figures
-    return data.name, said.getvalue(), int(figures["hr@10"] > 0)
+    return data.name, output.getvalue(), int(figures["hr@10"] > 0)
 
 
 def test_without_the_real_set_generated_data_is_trained_on_with_a_note(nowhere: Path) -> None:
     job = two_tower_with("data.offline=true", "fallback=planted", "train.epochs=1", "loader.batch_size=8192")
-    (name, said, hits), (other_name, other_said, _) = run_ranks(fallen_back, 2, job, nowhere)
+    (name, output, hits), (other_name, other_said, _) = run_ranks(fallen_back, 2, job, nowhere)
     assert (name, other_name, hits) == ("planted", "planted", 1)
-    assert said.count("note: training on the generated set 'planted' instead: ") == 1
-    for told in (
+    assert output.count("note: training on the generated set 'planted' instead: ") == 1
+    for message in (
         "data.offline is set",
         "https://files.grouplens.org/datasets/movielens/ml-100k.zip",
         "TORCHREC_EXT_DATA",
     ):
-        assert told in said
+        assert message in output
     assert (
         f"at {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k' / 'ml-100k.zip'}, or set TORCHREC_EXT_DATA to a folder"
-        in said
+        in output
     )
     assert "note:" not in other_said
 
@@ -254,11 +254,11 @@ def begun(runtime: Runtime) -> list[float]:
 
 
 def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_alone_or_stacked_on_every_rank() -> None:
-    found, other = run_ranks(begun, 2)
-    share, alone, stacked, weighted, two_tower_bias, ncf_bias = found
+    first, other = run_ranks(begun, 2)
+    share, alone, stacked, weighted, two_tower_bias, ncf_bias = first
     assert alone == pytest.approx(math.log(share / (1 - share)))
     assert stacked == alone
     assert weighted == pytest.approx(4 * share / (1 + 3 * share))
     assert two_tower_bias == pytest.approx(math.log(1 / 3))
     assert ncf_bias == pytest.approx(math.log(1 / 4))
-    assert other == found
+    assert other == first

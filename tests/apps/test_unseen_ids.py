@@ -37,7 +37,7 @@ def hashes(count: int, seed: int) -> Int64:
 
 
 def write_set(folder: Path) -> tuple[Int64, Int64]:
-    """A folder of pairs with hashed ids, where a user's taste and an item's kind are in their files; the ids of users and items.
+    """Writes pairs with hashed ids, users with a taste and items with a kind; returns the ids of users and items.
 
     Of the test items some are trained, some only described, and one of some users is neither.
     """
@@ -47,17 +47,17 @@ def write_set(folder: Path) -> tuple[Int64, Int64]:
     taste, kind = np.arange(USERS) % KINDS, np.arange(ITEMS) % KINDS
     rows: dict[str, list[tuple[int, int]]] = {"train": [], "validation": [], "test": []}
     for user in range(USERS):
-        own = rng.permutation(np.flatnonzero(kind[:TRAINED] == taste[user]))
+        user_items = rng.permutation(np.flatnonzero(kind[:TRAINED] == taste[user]))
         new = np.flatnonzero(kind[:DESCRIBED] == taste[user])[-1 - user // 2 % 2]
-        rows["test"].append((user, ITEMS - 1 if user % 8 == 3 else int(new if user % 2 else own[0])))
+        rows["test"].append((user, ITEMS - 1 if user % 8 == 3 else int(new if user % 2 else user_items[0])))
         if user < USERS - NEW_USERS:
-            rows["validation"].append((user, int(own[1])))
-            rows["train"] += [(user, int(item)) for item in own[2:]]
+            rows["validation"].append((user, int(user_items[1])))
+            rows["train"] += [(user, int(item)) for item in user_items[2:]]
     rows["train"] += [(item % (USERS - NEW_USERS), item) for item in range(TRAINED)]
-    for part, pairs in rows.items():
-        earlier = {pair for before in ("train", "validation") if before != part != "train" for pair in rows[before]}
+    for split, pairs in rows.items():
+        earlier = {pair for before in ("train", "validation") if before != split != "train" for pair in rows[before]}
         user, item = np.array(sorted(set(pairs) - earlier)).T
-        pq.write_table(pa.table({"user": users[user], "item": items[item]}), folder / f"{part}.parquet")
+        pq.write_table(pa.table({"user": users[user], "item": items[item]}), folder / f"{split}.parquet")
     pq.write_table(pa.table({"user": users, "taste": [f"t{one}" for one in taste]}), folder / "users.parquet")
     described = np.arange(3, DESCRIBED)  # three that are trained have no row there
     table = {
@@ -72,13 +72,13 @@ def write_set(folder: Path) -> tuple[Int64, Int64]:
 def served_ranks(
     bundle: Bundle, asked: dict[int, dict[str, Any]], wanted: dict[int, set[int]]
 ) -> dict[int, dict[int, int]]:
-    """By user, for each wanted item its place from 0 among everything that the service would recommend, where it is among that."""
+    """Returns, by user, the rank from 0 of each wanted item among all that the service recommends, where it does."""
     scorer = Scorer(bundle)
-    found = {}
+    ranks = {}
     for user, request in asked.items():
         items = scorer.recommend(RecommendRequest(user=request, k=1_000)).items
-        found[user] = {item: items.index(item) for item in wanted[user] if item in items}
-    return found
+        ranks[user] = {item: items.index(item) for item in wanted[user] if item in items}
+    return ranks
 
 
 @pytest.mark.parametrize("dropout", [(), ("id_dropout=item_id=0.3,user_id=0.2",)], ids=["off", "on"])
@@ -108,15 +108,15 @@ def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(
     wanted: dict[int, set[int]] = {}
     for user, item in zip(test["user"], test["item"], strict=True):
         wanted.setdefault(user, set()).add(item)
-    taste = {int(user): f"t{place % KINDS}" for place, user in enumerate(users)}
+    taste = {int(user): f"t{index % KINDS}" for index, user in enumerate(users)}
     known = set(bundle.users.ids.ids().tolist())
     asked = {
         user: {"user_id": user, **({} if user in known else {"taste": taste[user], "history": []})} for user in wanted
     }
     ranks = served_ranks(bundle, asked, wanted)
-    hr = np.mean([any(place < 10 for place in ranks[user].values()) for user in wanted])
-    gains = [sum(1 / math.log2(2 + place) for place in ranks[user].values() if place < 10) for user in wanted]
-    assert {len(own) for own in wanted.values()} == {1}
+    hr = np.mean([any(rank < 10 for rank in ranks[user].values()) for user in wanted])
+    gains = [sum(1 / math.log2(2 + rank) for rank in ranks[user].values() if rank < 10) for user in wanted]
+    assert {len(items) for items in wanted.values()} == {1}
     assert summary["test"]["hr@10"] == pytest.approx(hr, abs=1e-9)
     assert summary["test"]["ndcg@10"] == pytest.approx(np.mean(gains), abs=1e-6)
     assert any(not places for places in ranks.values()), "an item outside of the catalogue is missed"
@@ -149,13 +149,13 @@ def write_labelled(folder: Path, ids: dict[str, Int64], unseen: dict[str, Int64]
     """Rows with labels; the validation and test rows also have ids that no training row has."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    for part, rows in (("train", 600), ("validation", 80), ("test", 80)):
+    for split, rows in (("train", 600), ("validation", 80), ("test", 80)):
         columns = {}
-        for name, own in ids.items():
-            every = own if part == "train" else np.concatenate([own, unseen.get(name, own[:0])])
+        for name, known in ids.items():
+            every = known if split == "train" else np.concatenate([known, unseen.get(name, known[:0])])
             columns[name] = np.concatenate([every, rng.choice(every, rows - len(every))])
         columns["label"] = (rng.random(rows) < 0.5).astype(np.float32)
-        pq.write_table(pa.table(columns), folder / f"{part}.parquet")
+        pq.write_table(pa.table(columns), folder / f"{split}.parquet")
 
 
 @pytest.mark.parametrize(
@@ -212,17 +212,17 @@ def test_what_the_preprocessing_writes_is_trained_and_served_without_its_placeho
     ]
     assert preprocess.main(["--recipe=ml_100k", *flags, f"--out={ready}"]) == 0
     wanted = ("label", "user_id", "item_id", "gender", "age")
-    for part, source in (("train", "train"), ("validation", "test"), ("test", "test")):
+    for split, source in (("train", "train"), ("validation", "test"), ("test", "test")):
         table = pa.concat_tables([pq.read_table(file) for file in sorted((ready / source).glob("*.parquet"))])
-        pq.write_table(table.select(wanted), ready / f"{part}.parquet")
+        pq.write_table(table.select(wanted), ready / f"{split}.parquet")
     rows = pq.read_table(ready / "train.parquet").to_pydict()
     real = {name: sorted({one for one in rows[name] if one}) for name in ("user_id", "item_id")}
     assert (0 in rows["item_id"]) == (min_count > 1), "rare ones are unknown"
     sets = ["data.name=ready", f"data.folder={tmp_path / 'sets'}", "train.epochs=1", "device=cpu", "export=require"]
     run_training(apply_overrides(load_recipe("contextual_ncf"), sets), tmp_path / "run")
-    told = capfd.readouterr().out
-    assert f"{len(real['user_id']):,} users, {len(real['item_id']):,} items" in told
-    assert f"{len(real['item_id']):,} items and {len(real['user_id']):,} users" in told
+    output = capfd.readouterr().out
+    assert f"{len(real['user_id']):,} users, {len(real['item_id']):,} items" in output
+    assert f"{len(real['item_id']):,} items and {len(real['user_id']):,} users" in output
     bundle = Bundle.load(tmp_path / "run" / "bundle")
     assert bundle.store.ids.ids().tolist() == real["item_id"]
     assert bundle.users is not None

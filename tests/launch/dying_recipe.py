@@ -1,4 +1,4 @@
-"""Recipes in which rank 1 ends in the midst of training; test_dead_rank.py copies this file into a folder that is not the clone."""
+"""Recipes in which rank 1 ends during training; test_dead_rank.py copies this file out of the clone."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ def mistaken() -> None:
 
 
 def dying(end: Callable[[], None]) -> Job:
-    """Far longer than the test waits; rank 1 ends from its 20th step on, and writes down when."""
+    """A job far longer than the test waits, whose rank 1 ends from its 20th step on and writes the time."""
 
     def build(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
         model = build_two_tower(config, data)

@@ -1,4 +1,4 @@
-"""Jobs under a launcher, watched from outside: every wait has an end, and nothing of a job outlives its test."""
+"""Jobs under a launcher, watched from outside: every wait has a limit, and no process outlives its test."""
 
 import contextlib
 import json
@@ -30,48 +30,48 @@ SETTINGS = (
 
 
 class RunFiles:
-    """What a run leaves in its folder.
+    """The files that a run leaves in its folder.
 
     Args:
-        run_dir: the folder.
+        run_dir: the run folder.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
     def steps(self) -> list[int]:
-        """Of its checkpoints."""
+        """Returns the steps of the checkpoints."""
         return sorted(int(path.name[-10:]) for path in (self.run_dir / "checkpoints").glob("step-*[0-9]"))
 
     def records(self) -> list[dict[str, Any]]:
-        """Of the run so far, without what a clock says: a record of kind ``steps`` is each attempt's own measurement."""
+        """Returns the run's records so far, without times and without those of kind ``steps``, which are measured."""
         file = self.run_dir / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("}")]
+        records = [json.loads(line) for line in lines if line.endswith("}")]
         return [
             {name: value for name, value in record.items() if name != "rows_per_s"}
-            for record in found
+            for record in records
             if record["kind"] != "steps"
         ]
 
     def figures(self) -> Any:
-        """Those of the end."""
+        """Returns the test figures at the end of the run."""
         return json.loads((self.run_dir / "summary.json").read_text())["test"]
 
 
 class Launched:
-    """Processes under a launcher; all are killed where the test leaves them.
+    """Processes under a launcher; leaving the context kills all of them.
 
     Args:
         command: the launcher with its flags.
-        environment: changes to it.
+        environment: variables that are added to the environment.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        # Into a file: a pipe that nobody reads stops a job that says much.
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the job)
+        # Into a file: a pipe that nobody reads blocks a job that prints much.
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the job)
         self.process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=self._said, stderr=subprocess.STDOUT
+            command, env={**os.environ, **environment}, stdout=self._output, stderr=subprocess.STDOUT
         )
 
     def __enter__(self) -> Self:
@@ -80,58 +80,57 @@ class Launched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        left = [self.process.pid, *self.descendants()]
-        for pid in left:
+        for pid in [self.process.pid, *self.descendants()]:
             _kill(pid)
         self.process.wait()
-        self._said.close()
+        self._output.close()
 
     @property
-    def said(self) -> str:
-        """All that the job has said so far."""
-        self._said.seek(0)
-        return self._said.read()
+    def output(self) -> str:
+        """The job's output so far."""
+        self._output.seek(0)
+        return self._output.read()
 
     def until(self, condition: Callable[[], object], seconds: float = 240) -> None:
-        """Waits; fails where the job ends before, or after ``seconds``."""
+        """Waits for a condition; fails when the job ends before, or after ``seconds``."""
         end = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, (
-                f"the job ended with {self.process.returncode} before it came to this:\n{self.said}"
+                f"the job ended with {self.process.returncode} before it came to this:\n{self.output}"
             )
-            assert time.monotonic() < end, f"not after {seconds} s:\n{self.said}"
+            assert time.monotonic() < end, f"not after {seconds} s:\n{self.output}"
             time.sleep(0.05)
 
     def end(self, seconds: float = 400) -> int:
-        """The exit code."""
+        """Waits for the end of the job; returns its exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job has not ended after {seconds} s:\n{self.said}") from None
+            raise AssertionError(f"the job has not ended after {seconds} s:\n{self.output}") from None
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks."""
+        """Returns the process ids of the ranks."""
         return [
             pid for pid in self.descendants() if "torchx_apps.train" in _command(pid) and "nproc" not in _command(pid)
         ]
 
     def descendants(self) -> list[int]:
-        """Process ids of all that the launcher has started, directly or not."""
-        found, parents = [], [self.process.pid]
+        """Returns the ids of all processes that the launcher has started, directly or not."""
+        pids, parents = [], [self.process.pid]
         while parents:
             children = [pid for parent in parents for pid in _children(parent)]
-            found += children
+            pids += children
             parents = children
-        return found
+        return pids
 
 
 class Job(Launched, RunFiles):
     """A training job on this host, as the component starts it.
 
     Args:
-        run_dir: its run folder.
-        flags: of the app.
-        ranks: processes on this host.
+        run_dir: the run folder.
+        flags: flags of the app.
+        ranks: number of processes on this host.
         restarts: torchrun's max-restarts.
         settings: overrides of the recipe two_tower.
         launcher: the launcher's module.
@@ -154,17 +153,17 @@ class Job(Launched, RunFiles):
 
 
 def overriding(settings: Sequence[str]) -> list[str]:
-    """The flags that set them."""
+    """Returns the flags that set keys of a recipe."""
     return [word for item in settings for word in ("--set", item)]
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Those that run; a zombie, whom only its parent has not asked after, does not."""
-    return [pid for pid in pids if (state := _state(pid)) is not None and state != "Z"]
+    """Returns the processes that run; a zombie, for which its parent has not waited yet, does not."""
+    return [pid for pid in pids if _state(pid) not in (None, "Z")]
 
 
 def gone(pids: Sequence[int], seconds: float) -> bool:
-    """Whether none of them runs any more after at most ``seconds``."""
+    """Waits at most ``seconds`` until none of the processes runs; returns whether that is so."""
     end = time.monotonic() + seconds
     while alive(pids) and time.monotonic() < end:
         time.sleep(0.1)
@@ -172,11 +171,11 @@ def gone(pids: Sequence[int], seconds: float) -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):  # it is gone
+    pids = []
+    with contextlib.suppress(OSError):  # it has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+            pids += [int(child) for child in (task / "children").read_text().split()]
+    return pids
 
 
 def _command(pid: int) -> str:

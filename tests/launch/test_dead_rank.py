@@ -1,4 +1,4 @@
-"""A rank that ends in the midst of training: the others stop within 30 seconds, its own error is what is told, in every mode."""
+"""A rank that ends during training: the others stop within 30 seconds, with its error, in every mode."""
 
 import shutil
 import subprocess

@@ -56,14 +56,14 @@ def endless(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """As of a user who did not activate the venv."""
+    """Returns the environment of a user who did not activate the venv."""
     bin_folder = str(Path(sys.executable).parent)
     folders = [f for f in os.environ["PATH"].split(os.pathsep) if f != bin_folder]
     return {**os.environ, "PATH": os.pathsep.join(folders), **changes}
 
 
 def torchx_run(folder: Path, *flags: str, cores: int | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
-    """`torchx run` in ``folder`` with the environment changed, on at most so many cores."""
+    """Runs `torchx run` in ``folder`` with changes to the environment, on at most ``cores`` cores."""
     allowed = sorted(os.sched_getaffinity(0))[:cores]
     return subprocess.run(
         [*TORCHX, *flags],
@@ -76,11 +76,11 @@ def torchx_run(folder: Path, *flags: str, cores: int | None = None, **changes: s
     )
 
 
-def failed(folder: Path, *flags: str, told: str, **changes: str) -> str:
-    """Of a run that fails as a user's mistake, ``told`` once and in no traceback, all of stderr."""
+def failed(folder: Path, *flags: str, message: str, **changes: str) -> str:
+    """Runs a job that fails by a user's mistake, with ``message`` once and no traceback; returns its stderr."""
     done = torchx_run(folder, "rec.train.hybrid", *flags, **changes)
     assert done.returncode == 1
-    assert (done.stdout + done.stderr).count(told) == 1, done.stderr
+    assert (done.stdout + done.stderr).count(message) == 1, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
 
@@ -105,8 +105,9 @@ def test_more_ranks_than_cores_work_and_one_line_says_so(
     done, _ = trained
     cores = min(2, len(os.sched_getaffinity(0)))
     assert "ranks: 3 on cpu over gloo, 1 thread(s) each" in done.stdout
-    told = f"note: 3 processes share {cores} cores on this host, so they oversubscribe it: each step takes longer than with "
-    assert done.stdout.count(told) == (done.stdout + done.stderr).count("oversubscribe") == 1
+    message = f"note: 3 processes share {cores} cores on this host, so they oversubscribe it: "
+    message += "each step takes longer than with "
+    assert done.stdout.count(message) == (done.stdout + done.stderr).count("oversubscribe") == 1
 
 
 def test_a_run_prints_plan_figures_and_recommendations_once(
@@ -127,8 +128,8 @@ def test_a_run_prints_plan_figures_and_recommendations_once(
     assert printed.count("user 1 liked before: item ") == 1
     assert len(re.findall(r"^ *\d+\. item \d+, kind \d+  \(-?\d+\.\d\d\)", printed, re.MULTILINE)) == 10
     assert "run folder: out (" in printed
-    (told,) = done.stderr.splitlines()  # and so ranks 1 and 2 say nothing
-    assert re.fullmatch(r"torchx run: starting 3 ranks of two_tower; logs: runs/logs/torchx/train-\w+", told)
+    (message,) = done.stderr.splitlines()  # and so ranks 1 and 2 say nothing
+    assert re.fullmatch(r"torchx run: starting 3 ranks of two_tower; logs: runs/logs/torchx/train-\w+", message)
 
 
 def test_a_run_leaves_its_folder(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
@@ -138,8 +139,8 @@ def test_a_run_leaves_its_folder(trained: tuple[subprocess.CompletedProcess[str]
     )
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["kind"] for record in records if record["kind"] != "steps"] == ["train", "eval", "train", "eval"]
-    (way,) = (record for record in records if record["kind"] == "steps")
-    assert way["message"].startswith("eager: ")
+    (steps,) = (record for record in records if record["kind"] == "steps")
+    assert steps["message"].startswith("eager: ")
     assert {"auc", "hr@10", "ndcg@10"} <= set([record for record in records if record["kind"] == "eval"][-1])
     summary = json.loads((out / "summary.json").read_text())
     assert summary["test"].keys() == {"auc", "hr@10", "ndcg@10"}
@@ -167,7 +168,7 @@ def test_a_bare_torchx_run_in_the_clone_trains_on_two_ranks(tmp_path: Path) -> N
 
 def test_an_id_out_of_range_on_one_rank_is_the_last_line_once(folder: Path) -> None:
     flags = ["--recipe", "my_recipe.py:id_out_of_range", "--set", "loader.batch_size=32"]
-    last = failed(folder, *flags, told="feature 'user_id': id 60 in row ").splitlines()[-1]
+    last = failed(folder, *flags, message="feature 'user_id': id 60 in row ").splitlines()[-1]
     assert re.match(
         r"rank [01]: feature 'user_id': id 60 in row \d+ is outside table 'user_id' \(valid ids: 0 to 59; ", last
     )
@@ -177,12 +178,12 @@ def test_an_id_out_of_range_on_one_rank_is_the_last_line_once(folder: Path) -> N
 @pytest.mark.slow
 def test_a_table_that_does_not_fit_is_refused_once_and_in_numbers(folder: Path) -> None:
     flags = ["--set", "data.name=planted", "--set", "plan.memory_gb=0.0001"]
-    text = failed(folder, *flags, told="no sharding plan fits: tables with optimizer state need ")
-    (told,) = [line for line in text.splitlines() if "no sharding plan fits" in line]
+    text = failed(folder, *flags, message="no sharding plan fits: tables with optimizer state need ")
+    (message,) = [line for line in text.splitlines() if "no sharding plan fits" in line]
     assert re.match(
-        r"rank [01]: no sharding plan fits: tables with optimizer state need 920.00 KiB over all ranks ", told
+        r"rank [01]: no sharding plan fits: tables with optimizer state need 920.00 KiB over all ranks ", message
     )
-    assert told.endswith("the largest table, 'user_id', needs 500.25 KiB")
+    assert message.endswith("the largest table, 'user_id', needs 500.25 KiB")
     assert re.search(r"^what would make it fit: at least 11 ranks of this size", text, re.MULTILINE)
 
 
@@ -190,7 +191,7 @@ def test_a_table_that_does_not_fit_is_refused_once_and_in_numbers(folder: Path) 
 def test_a_truncated_file_is_named_in_the_last_line_once(folder: Path) -> None:
     file = write_ml_100k(folder) / "ml-100k" / "inter.parquet"
     file.write_bytes(file.read_bytes()[:-100])
-    last = failed(folder, told="its footer is missing or damaged", TORCHREC_EXT_DATA=str(folder)).splitlines()[-1]
+    last = failed(folder, message="its footer is missing or damaged", TORCHREC_EXT_DATA=str(folder)).splitlines()[-1]
     assert last.startswith(f"rank 0: {file}: starts as parquet, but ")
 
 
@@ -215,15 +216,15 @@ def test_a_mistake_on_another_node_is_the_last_line_once(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_mistake_in_a_setting_is_told_before_any_rank_starts(folder: Path) -> None:
     flags = ["--set", "loader.batchsize=3", "--set", "data.name=planted"]
-    starting, told = failed(folder, *flags, told="there is no key").splitlines()
+    starting, message = failed(folder, *flags, message="there is no key").splitlines()
     assert starting.startswith("torchx run: starting 2 ranks of two_tower; logs: ")
-    assert told.startswith("--set loader.batchsize=3: there is no key 'batchsize'; did you mean 'batch_size'?")
+    assert message.startswith("--set loader.batchsize=3: there is no key 'batchsize'; did you mean 'batch_size'?")
     assert not (folder / "runs" / "logs").exists(), "a rank was started"
 
 
 @pytest.mark.slow
 def test_an_unknown_recipe_is_told_with_the_nearest(folder: Path) -> None:
-    last = failed(folder, "-j", "1x1", "--recipe", "two_towr", told="there is no such recipe").splitlines()[-1]
+    last = failed(folder, "-j", "1x1", "--recipe", "two_towr", message="there is no such recipe").splitlines()[-1]
     names = "contextual_ncf, n_tower, ncf, retrieval, session, two_tower"
     assert last == f"--recipe two_towr: there is no such recipe; did you mean 'two_tower'? Built in: {names}"
 

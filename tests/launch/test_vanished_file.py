@@ -1,4 +1,4 @@
-"""A data file that vanishes in mid-run ends the job with its name, on the rank that reads it and on the one that does not."""
+"""A data file that vanishes during a run ends the job with its name, on every rank."""
 
 import shutil
 from pathlib import Path
@@ -35,13 +35,13 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
         job.until(lambda: len(job.steps()) > 1)
         left = job.descendants()
         file.rename(away)
-        assert job.end(120) == 1, job.said
-        last = job.said.splitlines()[-1]
-        assert "rows/part-5.parquet: the file vanished while it was in use" in last, job.said
+        assert job.end(120) == 1, job.output
+        last = job.output.splitlines()[-1]
+        assert "rows/part-5.parquet: the file vanished while it was in use" in last, job.output
         assert last.endswith("go on with --resume auto"), last
         assert gone(left, 30)
         saved = max(job.steps())
     away.rename(file)
     with Job(tmp_path / "run", *recipe, "--resume", "auto", settings=(*settings, "train.epochs=4")) as job:
-        assert job.end() == 0, job.said
-        assert f"resuming from {tmp_path}/run/checkpoints/step-{saved:010d}" in job.said
+        assert job.end() == 0, job.output
+        assert f"resuming from {tmp_path}/run/checkpoints/step-{saved:010d}" in job.output

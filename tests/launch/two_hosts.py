@@ -1,7 +1,6 @@
-"""Several hosts on this machine: network namespaces on one switch, and a job on them as the component starts it on each node.
+"""Several hosts on this machine, as network namespaces on one switch, and a job that the component starts on them.
 
-A host has a network, a host name and a hosts file of its own; the file system is one, as that of a cluster's run
-folders.
+Each host has its own network, host name and hosts file; they share the file system, as on a cluster.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ class Network:
     """Hosts ``host0``, ``host1``, ... at 10.214.0.1, .2, ..., each on a cable to one switch.
 
     Args:
-        count: of hosts.
+        count: number of hosts.
     """
 
     def __init__(self, count: int) -> None:
@@ -48,15 +47,15 @@ class Network:
         self._remove()
 
     def on(self, host: int) -> list[str]:
-        """What stands before a command that is to run there."""
+        """Returns the words before a command that make it run on a host."""
         return ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c", _AS_HOST, f"host{host}"]
 
     def cut(self, host: int) -> None:
-        """Pulls the host's cable at the switch: nobody is told, what is sent is lost."""
+        """Pulls the host's cable at the switch: connections stay open, and what is sent is lost."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
-        """Plugs it in again."""
+        """Plugs the host's cable in again."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "up")
 
     def _build(self) -> None:
@@ -68,8 +67,8 @@ class Network:
         )
         for host, name in enumerate(self._names):
             _files(name).mkdir(parents=True)
-            (_files(name) / "hosts").write_text(hosts)  # `ip netns exec` puts it in the place of /etc/hosts
-            (_files(name) / "nsswitch.conf").write_text("hosts: files\n")  # no name server is there to be waited for
+            (_files(name) / "hosts").write_text(hosts)  # `ip netns exec` mounts it over /etc/hosts
+            (_files(name) / "nsswitch.conf").write_text("hosts: files\n")  # there is no name server
             _ip("netns", "add", name)
             _ip(
                 "link",
@@ -99,7 +98,7 @@ class Network:
 
 
 def missing() -> str:
-    """Why this machine cannot have such hosts; empty where it can."""
+    """Says why this machine cannot have such hosts; empty where it can."""
     tools = [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]
     if tools or os.geteuid():
         return f"hosts as network namespaces need {', '.join(tools) or 'root'}"
@@ -120,16 +119,16 @@ def _ip(*arguments: str) -> None:
 
 
 class Cluster(RunFiles):
-    """A job of ``rec.train.hybrid`` whose nodes are hosts; all that is left of it is killed where the test leaves it.
+    """A job of ``rec.train.hybrid`` whose nodes are hosts; leaving the context kills all of its processes.
 
     Args:
-        network: of the hosts; host 0 is the one whose address the scheduler gives to all.
-        run_dir: the run folder, which all see.
-        flags: of the app.
+        network: network of the hosts; the scheduler gives the address of host 0 to all.
+        run_dir: the run folder, which all hosts see.
+        flags: flags of the app.
         settings: overrides of the recipe.
         j: NODESxPROCS.
-        max_retries: as the component takes it.
-        environment: likewise.
+        max_retries: the component's max_retries.
+        environment: the component's env.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Cluster(RunFiles):
         self.nodes: dict[int, Launched] = {}
 
     def start(self, *hosts: int) -> Self:
-        """Has the hosts join."""
+        """Starts the job's node on each of the hosts."""
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
         environment = {**self._role.env, "TORCHX_RANK0_HOST": "host0", "PATH": path}
         for host in hosts:
@@ -168,33 +167,33 @@ class Cluster(RunFiles):
         self._stack.close()
 
     def kill(self, host: int) -> None:
-        """Everything that the host runs, at once."""
+        """Kills everything that runs on the host, at once."""
         for pid in self.processes(host):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.nodes[host].process.wait()
 
     def processes(self, *hosts: int) -> list[int]:
-        """Of the hosts, those that run."""
-        found = [pid for host in hosts for pid in (self.nodes[host].process.pid, *self.nodes[host].descendants())]
-        return alive(found)
+        """Returns the ids of the hosts' running processes."""
+        pids = [pid for host in hosts for pid in (self.nodes[host].process.pid, *self.nodes[host].descendants())]
+        return alive(pids)
 
     def until(self, condition: Callable[[], object], seconds: float = 240) -> None:
-        """Waits; fails where a node ends before, or after ``seconds``."""
+        """Waits for a condition; fails when a node ends before, or after ``seconds``."""
         running = [node for node in self.nodes.values() if node.process.poll() is None]
         try:
             running[0].until(lambda: condition() or any(node.process.poll() is not None for node in running), seconds)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said}") from None
-        assert condition(), f"a node has ended\n{self.said}"
+            raise AssertionError(f"{error}\n{self.output}") from None
+        assert condition(), f"a node has ended\n{self.output}"
 
     def end(self, seconds: float = 400) -> dict[int, int]:
-        """The exit code of each host."""
+        """Waits for the end; returns the exit code of each host."""
         return {host: node.end(seconds) for host, node in self.nodes.items()}
 
     @property
-    def said(self) -> str:
-        """All that the hosts have said so far."""
+    def output(self) -> str:
+        """The hosts' output so far."""
         return "\n".join(
-            f"--- host{host}, exit code {node.process.poll()}\n{node.said}" for host, node in self.nodes.items()
+            f"--- host{host}, exit code {node.process.poll()}\n{node.output}" for host, node in self.nodes.items()
         )

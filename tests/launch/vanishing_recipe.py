@@ -1,4 +1,4 @@
-"""A recipe that reads its training rows from the files in ``rows``; test_vanished_file.py copies this file beside them."""
+"""A recipe that reads its training rows from files in ``rows``; test_vanished_file.py copies it beside them."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -167,7 +167,7 @@ class SessionEvaluator:
     ) -> None:
         self._data, self._model, self._runtime = data, model, runtime
         self._batches = SessionBatches(schema)
-        self._held_out = {part: data.held_out(part) for part in HELD_OUT}
+        self._held_out = {split: data.held_out(split) for split in HELD_OUT}
 
     def validate(self) -> Record:
         """Returns HR@10 and NDCG@10 on the validation items."""
@@ -178,10 +178,10 @@ class SessionEvaluator:
         self._model.eval()
         return self._figures("test")
 
-    def baseline(self, part: str) -> Record:
+    def baseline(self, split: str) -> Record:
         """Returns HR@10 and NDCG@10 of the popularity ranking on the same items and candidates."""
         popularity = torch.from_numpy(self._data.popularity())
-        return metrics.ranking_metrics(metrics.popularity_ranks(popularity, _question(self._held_out[part])), K)
+        return metrics.ranking_metrics(metrics.popularity_ranks(popularity, _question(self._held_out[split])), K)
 
     def example(self) -> str:
         """Returns the first test user's last items and what the model recommends after them."""
@@ -207,8 +207,8 @@ class SessionEvaluator:
     def _name(self, item: int) -> str:
         return f"item {item if self._data.item_ids is None else self._data.item_ids[item]}"
 
-    def _figures(self, part: str) -> Record:
-        held_out = self._held_out[part]
+    def _figures(self, split: str) -> Record:
+        held_out = self._held_out[split]
         recent = most_recent(held_out.before, self._data.max_length)
         ranks = metrics.catalogue_ranks(
             self._model.module,

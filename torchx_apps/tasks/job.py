@@ -35,11 +35,11 @@ class Evaluator(Protocol):
     def test(self) -> Record:
         """Returns figures by name on the test rows; switches the model to evaluation."""
 
-    def baseline(self, part: str) -> Record:
+    def baseline(self, split: str) -> Record:
         """Returns the figures of a ranking or prediction without a model, which a model must beat. Needs no other rank.
 
         Args:
-            part: ``validation`` or ``test``.
+            split: ``validation`` or ``test``.
         """
 
     def example(self) -> str:

@@ -40,9 +40,9 @@ class LabelledTask(NamedData):
 
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
-        rows = {part: getattr(self.data, part).num_rows for part in ("train", "validation", "test")}
+        rows = {split: getattr(self.data, split).num_rows for split in ("train", "validation", "test")}
         users, items = (len(self.data.trained(name)) for name in ("user_id", "item_id"))
-        shown = ", ".join(f"{count:,} {part} rows" for part, count in rows.items())
+        shown = ", ".join(f"{count:,} {split} rows" for split, count in rows.items())
         context = len(self.data.context) + len(self.data.dense)
         return f"{self.name}, {shown}, {users:,} users, {items:,} items, {context} columns of context"
 
@@ -86,20 +86,20 @@ class LabelledEvaluator:
         self._model.eval()
         return self._figures("test")
 
-    def baseline(self, part: str) -> Record:
+    def baseline(self, split: str) -> Record:
         """Returns the figures of predicting the training rows' share of positives for every row, the best constant."""
         share = float(self._data.train["label"].values.mean())
-        labels = getattr(self._data, part)["label"].values
+        labels = getattr(self._data, split)["label"].values
         return {"auc": 0.5, "log_loss": float(-np.log(np.where(labels > 0, share, 1 - share)).mean())}
 
     def example(self) -> str:
         """Returns an empty text, since a row of ids means nothing to a person."""
         return ""
 
-    def _figures(self, part: str) -> Record:
+    def _figures(self, split: str) -> Record:
         config = LoaderConfig(batch_size=8192, negatives=0, label="label", shuffle=False)
         loader = ChunkLoader(
-            getattr(self._data, part),
+            getattr(self._data, split),
             self._schema,
             config=config,
             rank=self._runtime.rank,

@@ -124,11 +124,11 @@ class RankingEvaluator:
         # The evaluation does what serving does: a user or an item without a training row has the unknown id's table row
         # and its own features. That table row is trained where ids are dropped; otherwise it has its initial values,
         # which all such items share.
-        self._items = self._as_served(data.items, "item_id")
+        self._items = self._with_oov_ids(data.items, "item_id")
         self._builder = BatchBuilder(schema, self._items)
         whole = [split for split in ("validation", "test") if split not in data.evaluation.candidates]
         self._labelled = {
-            split: self._as_served(labelled_rows(data, split), "user_id")
+            split: self._with_oov_ids(labelled_rows(data, split), "user_id")
             for split in whole
             if getattr(data, split).num_rows
         }
@@ -142,9 +142,9 @@ class RankingEvaluator:
         self._model.eval()
         return self._figures("test")
 
-    def baseline(self, part: str) -> Record:
+    def baseline(self, split: str) -> Record:
         """Returns the ranking figures of the popularity ranking on the same items and candidates."""
-        return _figures_of(self._data, heldout_popularity_ranks(self._data, part))
+        return _figures_of(self._data, heldout_popularity_ranks(self._data, split))
 
     def example(self) -> str:
         """Returns the recommendations for the user of the first test row, as text."""
@@ -153,7 +153,7 @@ class RankingEvaluator:
     def recommend(self, user_row: int = 0) -> Recommended:
         """Returns the K best items for the user of a test row; fewer where that user has taken all but those."""
         row = self._data.test.slice(user_row, user_row + 1)
-        user, row = row["user_id"].values, self._as_served(row, "user_id")
+        user, row = row["user_id"].values, self._with_oov_ids(row, "user_id")
         model = self._model.module
         with torch.no_grad():
             items = self._catalogue()
@@ -192,23 +192,23 @@ class RankingEvaluator:
 
         return index
 
-    def _figures(self, part: str) -> Record:
-        chunk = self._as_served(getattr(self._data, part).take(_query_rows(self._data, part)), "user_id")
+    def _figures(self, split: str) -> Record:
+        chunk = self._with_oov_ids(getattr(self._data, split).take(_query_rows(self._data, split)), "user_id")
         shares = metrics.own_share(chunk.num_rows, self._runtime)
         queries = ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
         model, items = self._model.module, self._item_batches(self._data.items.num_rows)
-        if part in self._data.evaluation.candidates:
-            ranks = metrics.candidate_ranks(model, self._runtime, queries, items, _candidates(self._data, part))
+        if split in self._data.evaluation.candidates:
+            ranks = metrics.candidate_ranks(model, self._runtime, queries, items, _candidates(self._data, split))
             return _figures_of(self._data, ranks)
-        question = _question(self._data, part)
+        question = _question(self._data, split)
         ranks = metrics.catalogue_ranks(model, self._runtime, queries, items, question)
-        return {"auc": self._auc(part), **_figures_of(self._data, _outside_missed(self._data, question, ranks))}
+        return {"auc": self._auc(split), **_figures_of(self._data, _outside_missed(self._data, question, ranks))}
 
-    def _auc(self, part: str) -> float:
+    def _auc(self, split: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
         rank, world_size = self._runtime.rank, self._runtime.world_size
         loader = ChunkLoader(
-            self._labelled[part], self._schema, config=config, items=self._items, rank=rank, world_size=world_size
+            self._labelled[split], self._schema, config=config, items=self._items, rank=rank, world_size=world_size
         )
         with torch.no_grad():
             outputs = [
@@ -217,7 +217,7 @@ class RankingEvaluator:
         columns = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "labels", "weights"))
         return metrics.auc(*columns, self._runtime)
 
-    def _as_served(self, rows: Chunk, name: str) -> Chunk:
+    def _with_oov_ids(self, rows: Chunk, name: str) -> Chunk:
         """Replaces ids without a training row by the unknown id."""
         feature = self._schema.feature(name)
         return unseen_as_oov(rows, self._data.train, feature) if feature else rows
@@ -233,13 +233,13 @@ class RankingEvaluator:
         return metrics.embed_all(self._model.module, "item", batches, self._runtime)
 
 
-def heldout_popularity_ranks(data: InteractionData, part: str) -> metrics.TargetRanks:
-    """Ranks the held-out items of ``part`` when every user's candidates are ordered by their count in ``train``."""
+def heldout_popularity_ranks(data: InteractionData, split: str) -> metrics.TargetRanks:
+    """Ranks the held-out items of ``split`` when every user's candidates are ordered by their count in ``train``."""
     popularity = torch.from_numpy(data.popularity())
-    if part not in data.evaluation.candidates:
-        question = _question(data, part)
+    if split not in data.evaluation.candidates:
+        question = _question(data, split)
         return _outside_missed(data, question, metrics.popularity_ranks(popularity, question))
-    ids = _candidates(data, part)
+    ids = _candidates(data, split)
     return metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
 
 
@@ -256,26 +256,26 @@ def _outside_missed(
     return ranks._replace(better=ranks.better.masked_fill(missed, behind), ties=ranks.ties.masked_fill(missed, 0))
 
 
-def _query_rows(data: InteractionData, part: str) -> Int64:
+def _query_rows(data: InteractionData, split: str) -> Int64:
     """Returns the rows of a split that are queries: all rows, or each user's first, in the order of the users' ids."""
-    users = getattr(data, part)["user_id"].values
+    users = getattr(data, split)["user_id"].values
     return np.arange(len(users)) if data.evaluation.by == "row" else np.unique(users, return_index=True)[1]
 
 
-def _candidates(data: InteractionData, part: str) -> torch.Tensor:
+def _candidates(data: InteractionData, split: str) -> torch.Tensor:
     """Returns the item of each row and the candidates that it is ranked among, (U, 1 + N)."""
-    targets = getattr(data, part)["item_id"].values
-    return torch.from_numpy(np.concatenate([targets[:, None], data.evaluation.candidates[part]], axis=1))
+    targets = getattr(data, split)["item_id"].values
+    return torch.from_numpy(np.concatenate([targets[:, None], data.evaluation.candidates[split]], axis=1))
 
 
-def _question(data: InteractionData, part: str) -> metrics.Question:
-    users, targets = (getattr(data, part)[name].values for name in ("user_id", "item_id"))
+def _question(data: InteractionData, split: str) -> metrics.Question:
+    users, targets = (getattr(data, split)[name].values for name in ("user_id", "item_id"))
     rows = None
     if data.evaluation.by == "user":
         order = np.argsort(users, kind="stable")
         users, rows = np.unique(users[order], return_inverse=True)
         targets = targets[order]
-    before = ("train",) if part == "validation" else ("train", "validation")
+    before = ("train",) if split == "validation" else ("train", "validation")
     taken = data.seen(users, *before)
     if data.evaluation.keep_seen:
         taken = Column.from_lengths(targets[:0], np.zeros(len(users), dtype=np.int64))
