@@ -1,8 +1,7 @@
-"""auto_plan(): measures on the ranks of this job, and chooses how towers and tables are placed; for ``plan.towers=auto``.
+"""auto_plan(): chooses the placement of towers and tables by measurements on the ranks of this job.
 
-choose(): towers on every rank, apart or mixed, and their tables how: by measurements on the ranks of this job.
-
-A cost model foresees each candidate's step from :class:`Measurements`; the best that do not run the towers on every
+It answers ``plan.towers=auto``. choose() compares towers on every rank, apart or mixed, and sharding types: a cost
+model predicts each candidate's step from :class:`Measurements`; the best placements that do not run all towers on every
 rank are then tried, in turn with those that do, and the fastest is taken.
 """
 
@@ -31,19 +30,19 @@ from torchrec_ext.distributed.plan.towers import tower_placement
 from torchrec_ext.distributed.runtime import Runtime
 
 EVERYWHERE = "data_parallel"
-_MOST = 40  # placements that are looked at
-_HOPELESS = 1.5  # times the best step so far: what the cost model foresees to be slower is not tried
+_MOST = 40  # placements that are considered
+_HOPELESS = 1.5  # times the best step so far: a placement that the cost model predicts to be slower is not tried
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """The parts of a step, ms.
+    """Predicted time of a step, in ms.
 
     Args:
-        besides: what a step takes besides towers, tables and the exchange of the towers' gradients.
-        towers: of the busiest rank.
-        within: exchanges between the ranks of one tower, for its tables and gradients.
-        between: rows to the towers' ranks, outputs back, and their gradients.
+        besides: ms of everything besides towers, tables and the exchange of the towers' gradients.
+        towers: ms of the towers on the busiest rank.
+        within: ms of exchanges between the ranks of one tower, for its tables and gradients.
+        between: ms of sending rows to the towers' ranks, outputs back, and their gradients.
     """
 
     besides: float
@@ -53,20 +52,20 @@ class PredictedStep:
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Milliseconds of the whole step."""
         return self.besides + self.towers + self.within + self.between
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to run the towers of a model.
+    """A placement of a model's towers and a sharding type of its tables, with predicted and tried times.
 
     Args:
-        towers: as in ``PlanConfig.towers``: ``data_parallel``, or ranks for each.
-        sharding: of all tables.
-        parts: of a step, by the cost model; None where it was not asked, because towers run on every rank.
-        trial_ms: of a step on a sample of the model; None where it was not tried.
-        refused: why it cannot be; empty where it can.
+        towers: placement as in ``PlanConfig.towers``: ``data_parallel``, or ranks for each tower.
+        sharding: sharding type of all tables.
+        parts: step predicted by the cost model; None where towers run on every rank and it was not asked.
+        trial_ms: ms of a step on a sample of the model; None where it was not tried.
+        refused: why the candidate is impossible; empty where it is not.
     """
 
     towers: str
@@ -77,26 +76,26 @@ class Candidate:
 
     @property
     def ms(self) -> float:
-        """The foreseen step."""
+        """Milliseconds of a step: tried where it was, else predicted; infinite where refused."""
         if self.refused:
             return float("inf")
-        found = self.model_ms if self.trial_ms is None else self.trial_ms
-        return float("inf") if found is None else found
+        ms = self.model_ms if self.trial_ms is None else self.trial_ms
+        return float("inf") if ms is None else ms
 
     @property
     def model_ms(self) -> float | None:
-        """By the cost model."""
+        """Milliseconds of a step by the cost model; None where it was not asked."""
         return None if self.parts is None else self.parts.total
 
 
 def placements(costs: Mapping[str, TowerCost], world_size: int) -> list[TowerPlacement]:
-    """Towers apart, with ranks in proportion to what they cost and with one more or fewer, and some on every rank, others apart."""
-    loads = {name: _of_tower(cost, cost.rows * world_size) for name, cost in costs.items()}
-    found: dict[str, TowerPlacement] = {}
+    """Proposes placements: all towers apart, in proportion to cost and one rank beside it, and some towers apart."""
+    loads = {name: _tower_ms(cost, cost.rows * world_size) for name, cost in costs.items()}
+    proposed: dict[str, TowerPlacement] = {}
     for placement in islice(_placements(loads, world_size), _MOST):
-        found.setdefault(str(placement), placement)
+        proposed.setdefault(str(placement), placement)
     everywhere = tuple(range(world_size))
-    return [one for one in found.values() if any(ranks != everywhere for ranks in one.ranks.values())]
+    return [placement for placement in proposed.values() if any(r != everywhere for r in placement.ranks.values())]
 
 
 def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPlacement]:
@@ -110,7 +109,7 @@ def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPl
     for size in range(len(loads) - 1, 0, -1):
         for apart in combinations(loads, size):
             ranks = TowerPlacement.apart({name: loads[name] for name in apart}, world_size).ranks
-            if size == 1:  # alone on the last half, or it would be on every rank too
+            if size == 1:  # on the last half of the ranks, or it would be on every rank too
                 ranks = {apart[0]: tuple(range(world_size // 2, world_size))}
             everywhere = tuple(range(world_size))
             yield TowerPlacement(ranks={name: ranks.get(name, everywhere) for name in loads}, world_size=world_size)
@@ -123,76 +122,75 @@ def _in_order(counts: Mapping[str, int], world_size: int) -> TowerPlacement:
     )
 
 
-def predict_step(placement: TowerPlacement, found: Measurements) -> PredictedStep:
-    """A step with the towers where ``placement`` puts them."""
+def predict_step(placement: TowerPlacement, measured: Measurements) -> PredictedStep:
+    """Predicts the step of a placement of towers from measurements."""
     return PredictedStep(
-        besides=_besides(found),
-        towers=max(_on_rank(placement, found, rank) for rank in range(found.world_size)),
-        within=_within(placement, found),
-        between=_between(placement, found),
+        besides=_besides_ms(measured),
+        towers=max(_rank_ms(placement, measured, rank) for rank in range(measured.world_size)),
+        within=_within_ms(placement, measured),
+        between=_between_ms(placement, measured),
     )
 
 
-def single_process_ms(found: Measurements) -> float:
-    """About how many ms one process would take for the rows of all."""
-    towers = sum(_of_tower(cost, cost.rows * found.world_size) for cost in found.towers.values())
-    return _besides(found) * found.world_size + towers
+def single_process_ms(measured: Measurements) -> float:
+    """Estimates the ms of a step that one process would take for the rows of all ranks."""
+    towers = sum(_tower_ms(cost, cost.rows * measured.world_size) for cost in measured.towers.values())
+    return _besides_ms(measured) * measured.world_size + towers
 
 
-def _besides(found: Measurements) -> float:
-    """The measured step less its towers, its look-ups, and the exchange of the towers' gradients."""
-    own = sum(cost.dense.at(cost.rows) + cost.optimizer for cost in found.towers.values())
-    gradients = found.all_reduce.each * sum(cost.dense_bytes for cost in found.towers.values())
-    return max(next(iter(found.steps.values())) - found.looked_up - own - gradients, 0.0)
+def _besides_ms(measured: Measurements) -> float:
+    """Returns the measured step without its towers, its look-ups and the exchange of the towers' gradients."""
+    towers = sum(cost.dense.at(cost.rows) + cost.optimizer for cost in measured.towers.values())
+    gradients = measured.all_reduce.each * sum(cost.dense_bytes for cost in measured.towers.values())
+    return max(next(iter(measured.steps.values())) - measured.looked_up - towers - gradients, 0.0)
 
 
-def _of_tower(cost: TowerCost, rows: float) -> float:
+def _tower_ms(cost: TowerCost, rows: float) -> float:
     return cost.dense.at(rows) + cost.look_up.at(rows) + cost.optimizer
 
 
-def _on_rank(placement: TowerPlacement, found: Measurements, rank: int) -> float:
+def _rank_ms(placement: TowerPlacement, measured: Measurements, rank: int) -> float:
     return sum(
-        _of_tower(cost, cost.rows * found.world_size / len(placement.ranks[name]))
-        for name, cost in found.towers.items()
+        _tower_ms(cost, cost.rows * measured.world_size / len(placement.ranks[name]))
+        for name, cost in measured.towers.items()
         if rank in placement.ranks[name]
     )
 
 
-def _within(placement: TowerPlacement, found: Measurements) -> float:
-    """Of the rank that has most; towers on other ranks exchange at the same time."""
-    spent = [0.0] * found.world_size
-    for name, cost in found.towers.items():
+def _within_ms(placement: TowerPlacement, measured: Measurements) -> float:
+    """Predicts exchanges within towers on the busiest rank; towers on other ranks exchange at the same time."""
+    spent = [0.0] * measured.world_size
+    line = measured.all_to_all
+    for name, cost in measured.towers.items():
         size = len(placement.ranks[name])
         if size > 1:
-            rows = cost.rows * found.world_size / size * (size - 1) / size
-            tables = 3 * found.all_to_all.fixed + found.all_to_all.each * rows * (
-                cost.row_bytes + 2 * cost.pooled_bytes
-            )
+            rows = cost.rows * measured.world_size / size * (size - 1) / size
+            tables = 3 * line.fixed + line.each * rows * (cost.row_bytes + 2 * cost.pooled_bytes)
             for rank in placement.ranks[name]:
-                spent[rank] += tables + found.all_reduce.at(cost.dense_bytes)
+                spent[rank] += tables + measured.all_reduce.at(cost.dense_bytes)
     return max(spent)
 
 
-def _between(placement: TowerPlacement, found: Measurements) -> float:
-    """As much as the rank sends or gets that does most: a header, the rows, the outputs, and these rows' gradients."""
-    there, back = [0.0] * found.world_size, [0.0] * found.world_size
-    for name, cost in found.towers.items():
+def _between_ms(placement: TowerPlacement, measured: Measurements) -> float:
+    """Predicts the exchanges of the busiest rank: a header, the rows, the outputs, and the outputs' gradients."""
+    rows_sent, outputs_sent = [0.0] * measured.world_size, [0.0] * measured.world_size
+    for name, cost in measured.towers.items():
         ranks = placement.ranks[name]
-        for rank in range(found.world_size):
-            rows = cost.rows * (found.world_size - len(ranks)) / len(ranks) if rank in ranks else cost.rows
-            there[rank] += rows * cost.row_bytes
-            back[rank] += rows * cost.out_bytes
-    line = found.all_to_all
-    return 4 * line.fixed + line.each * (max(there) + 2 * max(back))
+        for rank in range(measured.world_size):
+            rows = cost.rows * (measured.world_size - len(ranks)) / len(ranks) if rank in ranks else cost.rows
+            rows_sent[rank] += rows * cost.row_bytes
+            outputs_sent[rank] += rows * cost.out_bytes
+    line = measured.all_to_all
+    return 4 * line.fixed + line.each * (max(rows_sent) + 2 * max(outputs_sent))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was chosen, among what.
+    """The candidates of :func:`auto_plan`, the first of which is taken.
 
     Args:
-        candidates: the fastest first, those that cannot be at the end.
-        measurements: the measurements.
+        candidates: candidates, fastest first, impossible ones last.
+        measurements: measurements of the ranks, from which steps were predicted.
     """
 
     candidates: Sequence[Candidate]
@@ -200,48 +198,49 @@ class Decision:
 
     @property
     def taken(self) -> Candidate:
-        """The fastest that there is a plan for."""
+        """Fastest candidate that there is a plan for."""
         return self.candidates[0]
 
     def text(self, measured_ms: float | None = None) -> str:
-        """The candidates as a table, and why the first was taken; after training with the step that was measured beside it."""
+        """Formats the candidates as a table, and says why the first was taken.
+
+        Args:
+            measured_ms: ms of a step of the training, for a column beside the predictions; None before training.
+        """
         rows = []
-        for one in self.candidates:
-            ms = ["" if value is None else f"{value:.2f}" for value in (one.model_ms, one.trial_ms)]
-            own = [] if measured_ms is None else [f"{measured_ms:.2f}" if one is self.taken else ""]
-            rows.append([one.towers, one.sharding, *ms, *own, one.refused or ("taken" if one is self.taken else "")])
+        for candidate in self.candidates:
+            is_taken = candidate is self.taken
+            row = [candidate.towers, candidate.sharding]
+            row += ["" if ms is None else f"{ms:.2f}" for ms in (candidate.model_ms, candidate.trial_ms)]
+            if measured_ms is not None:
+                row.append(f"{measured_ms:.2f}" if is_taken else "")
+            rows.append([*row, candidate.refused or ("taken" if is_taken else "")])
         headers = ["towers", "tables", "foreseen ms", "tried ms", *([] if measured_ms is None else ["measured ms"]), ""]
         table = str(tabulate(rows, headers=headers, disable_numparse=True))
         return f"{table}\n{self._why()}"
 
     def _why(self) -> str:
-        """What the first saves against the best of the other kind."""
-        taken, found = self.taken, self.measurements
-        other = next(
-            (
-                one
-                for one in self.candidates[1:]
-                if not one.refused and (one.towers == EVERYWHERE) != (taken.towers == EVERYWHERE)
-            ),
-            None,
-        )
-        beside = "" if other is None else f", against {other.ms:.2f} ms with towers={other.towers}"
-        lines = [f"towers={taken.towers}, tables {taken.sharding}: {taken.ms:.2f} ms a step{beside}"]
-        apart = next((one for one in self.candidates if one.parts is not None and not one.refused), None)
+        """Says what the first candidate saves against the best of the other kind."""
+        taken, measured = self.taken, self.measurements
+        possible = [candidate for candidate in self.candidates if not candidate.refused]
+        others = [other for other in possible if (other.towers == EVERYWHERE) != (taken.towers == EVERYWHERE)]
+        against = f", against {others[0].ms:.2f} ms with towers={others[0].towers}" if others else ""
+        lines = [f"towers={taken.towers}, tables {taken.sharding}: {taken.ms:.2f} ms a step{against}"]
+        apart = next((candidate for candidate in possible if candidate.parts is not None), None)
         if apart is not None and apart.parts is not None:
             parts = apart.parts
             lines.append(
                 f"of towers={apart.towers} the busiest rank's towers take {parts.towers:.2f} ms, exchanges between "
                 f"towers {parts.between:.2f} and within them {parts.within:.2f}, all else {parts.besides:.2f}; with "
-                f"towers on every rank {found.dense_bytes / 1e6:.1f} MB of gradients are averaged in each step"
+                f"towers on every rank {measured.dense_bytes / 1e6:.1f} MB of gradients are averaged in each step"
             )
-        if found.towers:
-            lines.append(f"one process alone would take about {single_process_ms(found):.2f} ms for these rows")
+        if measured.towers:
+            lines.append(f"one process alone would take about {single_process_ms(measured):.2f} ms for these rows")
         return "\n".join(lines)
 
 
 def choose(
-    found: Measurements,
+    measured: Measurements,
     sharding: str,
     *,
     refused: str = "",
@@ -249,53 +248,54 @@ def choose(
     fits: Callable[[Candidate], str],
     tried: int = 2,
 ) -> Decision:
-    """Every rank calls it with the same figures, and gets the same decision.
+    """Chooses among candidates; ranks that call it with the same figures get the same decision.
 
     Args:
-        found: on these ranks.
-        sharding: of the tables of towers that are placed apart.
-        refused: why towers cannot be placed; nothing where they can.
-        try_out: ms of a step of each of some candidates on a sample of the model; why there is none in its place.
-        fits: why there is no plan for a candidate with the whole model, or nothing.
-        tried: how many of the placements that the cost model foresees to be fastest are tried.
+        measured: measurements of these ranks.
+        sharding: sharding type of the tables of towers that are placed apart.
+        refused: why towers cannot be placed apart; empty where they can.
+        try_out: function that returns, for each of some candidates, the ms of a step on a sample of the model, or why
+            there is no such step.
+        fits: function that returns why there is no plan of the whole model for a candidate; empty where there is one.
+        tried: number of placements, those predicted to be fastest, that are tried.
 
     Raises:
-        PlanError: there is no plan for any of them; the message is that of the one that would be fastest.
+        PlanError: there is no plan for any candidate; the message is that of the fastest one.
     """
-    candidates = [Candidate(towers=EVERYWHERE, sharding=kind, trial_ms=ms) for kind, ms in found.steps.items()]
-    parts = {str(one): predict_step(one, found) for one in placements(found.towers, found.world_size)}
-    placed = [
-        Candidate(towers=text, sharding=sharding, parts=parts[text])
-        for text in sorted(parts, key=lambda one: parts[one].total)
-    ]
-    hopeful = [one for one in placed[:tried] if one.ms < _HOPELESS * min(found.steps.values())]
+    candidates = [Candidate(towers=EVERYWHERE, sharding=kind, trial_ms=ms) for kind, ms in measured.steps.items()]
+    parts = {str(apart): predict_step(apart, measured) for apart in placements(measured.towers, measured.world_size)}
+    placed = [Candidate(towers=text, sharding=sharding, parts=parts[text]) for text in parts]
+    placed.sort(key=lambda candidate: candidate.ms)
+    hopeful = [candidate for candidate in placed[:tried] if candidate.ms < _HOPELESS * min(measured.steps.values())]
     candidates += hopeful
-    candidates = [_tried(one, told) for one, told in zip(candidates, try_out(candidates), strict=True)]
+    candidates = [_with_trial(*pair) for pair in zip(candidates, try_out(candidates), strict=True)]
     candidates += placed[len(hopeful) :]
     if refused:
         candidates.append(Candidate(towers="tower_parallel", sharding=sharding, refused=refused))
     candidates.sort(key=_order)
-    for place, one in enumerate(candidates):
-        reason = one.refused or fits(one)
+    for index, candidate in enumerate(candidates):
+        reason = candidate.refused or fits(candidate)
         if not reason:
             break
-        candidates[place] = dataclasses.replace(one, refused=reason)
+        candidates[index] = dataclasses.replace(candidate, refused=reason)
     else:
         raise PlanError(candidates[0].refused)
-    return Decision(candidates=sorted(candidates, key=_order), measurements=found)
+    return Decision(candidates=sorted(candidates, key=_order), measurements=measured)
 
 
-def _tried(one: Candidate, told: float | str) -> Candidate:
-    """With the ms of a step, or why there is no such step."""
-    return dataclasses.replace(one, refused=told) if isinstance(told, str) else dataclasses.replace(one, trial_ms=told)
+def _with_trial(candidate: Candidate, outcome: float | str) -> Candidate:
+    """Returns the candidate with the ms of a step, or with why there is no such step."""
+    if isinstance(outcome, str):
+        return dataclasses.replace(candidate, refused=outcome)
+    return dataclasses.replace(candidate, trial_ms=outcome)
 
 
-def _order(one: Candidate) -> tuple[bool, bool, float]:
-    """By speed, but what was only foreseen after what was tried."""
-    return bool(one.refused), one.trial_ms is None, one.ms
+def _order(candidate: Candidate) -> tuple[bool, bool, float]:
+    """Sort key: refused last, tried before predicted, then fastest first."""
+    return bool(candidate.refused), candidate.trial_ms is None, candidate.ms
 
 
-_SECONDS = 1.0  # of whole steps of each candidate that is tried
+_SECONDS = 1.0  # spent on whole steps of each candidate that is tried
 
 
 def auto_plan(
@@ -308,71 +308,73 @@ def auto_plan(
     everywhere: nn.Module | None = None,
     together: str = "",
 ) -> tuple[PlanConfig, Decision]:
-    """The config with what was chosen in place of ``auto``, and why; every rank calls it and gets the same.
+    """Measures, and returns the config with the chosen placement in place of ``auto``, and the decision. Collective.
 
     Args:
-        model: unsharded; it stays as it is.
+        model: unsharded model; it is not changed.
         batch: one of this rank's batches.
-        runtime: this process's place in the job.
-        config: what is free in it is chosen: where towers run, and the sharding type where that is ``auto`` too.
-        optimizer: of tables and dense layers.
-        everywhere: the model as it is where all towers run on every rank, if that is another, such as with merged
-            look-ups.
-        together: why towers must run on every rank, if they must.
+        runtime: this process's rank and device.
+        config: config whose free settings are chosen: where towers run, and the sharding type where it is ``auto``.
+        optimizer: optimizers of tables and dense layers.
+        everywhere: model to use where all towers run on every rank, such as one with merged look-ups; ``model`` where
+            not given.
+        together: why towers must run on every rank; empty where they need not.
 
     Raises:
-        PlanError: the tables do not fit in any way.
+        PlanError: the tables fit under no placement.
     """
     everywhere = model if everywhere is None else everywhere
     refused = together or why_together(model, runtime)
 
-    def planned(one: Candidate, found: Measurements | None = None) -> str:
-        """Why there is no plan for it, in one line, or nothing."""
-        planned_for = everywhere if one.towers == EVERYWHERE else model
-        asked = as_config(config, one)
+    def why_no_plan(candidate: Candidate, measured: Measurements | None = None) -> str:
+        """Returns why there is no plan for a candidate, in one line; empty where there is one."""
+        planned = everywhere if candidate.towers == EVERYWHERE else model
+        asked = as_config(config, candidate)
         try:
-            plan_sharding(planned_for, runtime, asked, optimizer=optimizer, batch_size=len(batch), measured=found)
+            plan_sharding(planned, runtime, asked, optimizer=optimizer, batch_size=len(batch), measured=measured)
         except ValueError as error:  # a PlanError, or an optimizer that runs under no such sharding
             return str(error).splitlines()[0]
         return ""
 
-    # What does not fit on all ranks together fits on none of them: told before anything is measured.
+    # Tables that do not fit on all ranks together fit under no placement: refused before anything is measured.
     whole = dataclasses.replace(config, towers=EVERYWHERE)
     plan_sharding(everywhere, runtime, whole, optimizer=optimizer, batch_size=len(batch))
     kinds: list[str] = [config.sharding]
-    if config.sharding == "auto" and not planned(Candidate(towers=EVERYWHERE, sharding="table_wise")):
+    if config.sharding == "auto" and not why_no_plan(Candidate(towers=EVERYWHERE, sharding="table_wise")):
         kinds = ["table_wise", "auto"]
     with torch.random.fork_rng(devices=[]), Trials(runtime, optimizer) as trials:
         flat, sample = Sample.of(everywhere, batch), None if refused else Sample.of(model, batch)
-        found = measure(flat, sample, runtime, config, optimizer, kinds, trials)
+        measured = measure(flat, sample, runtime, config, optimizer, kinds, trials)
 
-        def try_out(some: Sequence[Candidate]) -> list[float | str]:
-            """Milliseconds of a step of each, tried in turn, or why there is none."""
-            told: list[float | str] = [""] * len(some)
-            for place, one in enumerate(some):
+        def try_out(candidates: Sequence[Candidate]) -> list[float | str]:
+            """Returns the ms of a step of each candidate, tried in turn, or why there is no such step."""
+            outcomes: list[float | str] = [""] * len(candidates)
+            for index, candidate in enumerate(candidates):
                 try:
-                    if one.towers != EVERYWHERE:  # those are there already
-                        trials.add(sample or flat, as_config(config, one), found)
+                    if candidate.towers != EVERYWHERE:  # measure() has added the others
+                        trials.add(sample or flat, as_config(config, candidate), measured)
                 except ValueError as error:
-                    told[place] = str(error).splitlines()[0]
-            able = [place for place, reason in enumerate(told) if not reason]
-            for place, ms in zip(
-                able, trials.ms([as_config(config, some[place]) for place in able], _SECONDS), strict=True
-            ):
-                told[place] = ms
-            return told
+                    outcomes[index] = str(error).splitlines()[0]
+            ready = [index for index, reason in enumerate(outcomes) if not reason]
+            times = trials.ms([as_config(config, candidates[index]) for index in ready], _SECONDS)
+            for index, ms in zip(ready, times, strict=True):
+                outcomes[index] = ms
+            return outcomes
 
-        decision = choose(found, kinds[0], refused=refused, try_out=try_out, fits=lambda one: planned(one, found))
+        def fits(candidate: Candidate) -> str:
+            return why_no_plan(candidate, measured)
+
+        decision = choose(measured, kinds[0], refused=refused, try_out=try_out, fits=fits)
     return as_config(config, decision.taken), decision
 
 
 def as_config(config: PlanConfig, candidate: Candidate) -> PlanConfig:
-    """``config`` with what the candidate stands for."""
+    """Returns ``config`` with the placement and sharding type of a candidate."""
     return dataclasses.replace(config, towers=candidate.towers, sharding=candidate.sharding)  # type: ignore[arg-type]
 
 
 def why_together(model: nn.Module, runtime: Runtime) -> str:
-    """Why the towers of ``model`` cannot have ranks of their own, or nothing."""
+    """Returns why the towers of ``model`` cannot have ranks of their own; empty where they can."""
     try:
         tower_placement(model, "tower_parallel", runtime.world_size)
     except PlacementError as error:

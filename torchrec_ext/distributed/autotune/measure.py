@@ -1,11 +1,9 @@
-"""measure(): micro-benchmarks on the ranks of this job, a second or two of them, for the chooser's cost model.
+"""measure(): micro-benchmarks on the ranks of this job for the cost model of choose.py, which itself runs nothing.
 
-Exchanges of the sizes in question; each tower by itself, its look-ups, dense layers and optimizer, with as many rows as
-it has on every rank and as it would have on one; and a few whole steps with towers on every rank, which tell what a
-step takes besides. All of it runs on a sample of the model, whose large tables have fewer rows, on every rank at the
-same time.
-
-tower_costs(): each tower of a model by itself on one rank, with few rows and with many.
+They take a second or two: exchanges of the sizes in question; each tower by itself (look-ups, dense layers, optimizer)
+with as many rows as it has on every rank and as it would have on one; and a few whole steps with towers on every rank,
+which show what a step takes besides. All of it runs on a sample of the model, whose large tables have fewer rows, on
+every rank at the same time.
 """
 
 from __future__ import annotations
@@ -53,57 +51,66 @@ from torchrec_ext.modules.tower import Reads, Towers
 def tower_costs(
     sample: Sample, runtime: Runtime, watch: Stopwatch, config: PlanConfig, optimizer: OptimizerConfig
 ) -> dict[str, TowerCost]:
-    """By tower of a model whose towers can be placed, those that share tables as one; every rank calls it."""
+    """Measures each tower by itself on one rank, with few rows and with many. Collective.
+
+    Args:
+        sample: sample of a model whose towers can be placed.
+        runtime: this process's rank and device.
+        watch: stopwatch of the ranks.
+        config: sharding types.
+        optimizer: optimizers of tables and dense layers.
+
+    Returns:
+        Costs by tower name, towers that share tables as one.
+    """
     model = copy.deepcopy(sample.model)
     path, towers = find_towers(model) or ("", Towers({}))
     for tower in towers.values():
         if getattr(tower, "released_tables", ()):
-            tower.release_tables(())  # type: ignore[operator]  # measured with all its tables, as if they were its own
-    for beside in (at for at, module in model.named_modules() if isinstance(module, SharedTables)):
-        parent, _, name = beside.rpartition(".")
+            tower.release_tables(())  # type: ignore[operator]  # measured with all its tables, shared ones too
+    for shared_path in (at for at, module in model.named_modules() if isinstance(module, SharedTables)):
+        parent, _, name = shared_path.rpartition(".")
         setattr(model.get_submodule(parent), name, None)
-    plan = _alone(model, path, list(towers), runtime, config, optimizer)
+    plan = _whole_on_this_rank(model, path, list(towers), runtime, config, optimizer)
     group = dist.new_group([runtime.rank], use_local_synchronization=True)
     by_type = {sharder.module_type: sharder for sharder in tower_sharders()}
     choices = optimizer.for_layers(dense_layers(model))
-    found = {}
+    costs = {}
     for name, tower in towers.items():
-        layers = {key: value for key in dense_layers(tower) for value in [tower.get_parameter(key).to(runtime.device)]}
-        stepped = _step_ms(watch, {key: (value, choices[f"{path}.{name}.{key}"]) for key, value in layers.items()})
+        layers = {key: tower.get_parameter(key).to(runtime.device) for key in dense_layers(tower)}
+        step_ms = _step_ms(watch, layers, {key: choices[f"{path}.{name}.{key}"] for key in layers})
         run = shard_tower(tower, plan.tables[name], by_type, group, runtime.device)
         initialise_tables(tower, 0)
-        found[name] = _cost(watch, sample, towers.reads[name], tower, run, stepped, runtime)
+        costs[name] = _cost(watch, sample, towers.reads[name], tower, run, step_ms, runtime)
     return {
-        "+".join(unit): TowerCost.together([found[name] for name in unit])
+        "+".join(unit): TowerCost.together([costs[name] for name in unit])
         for unit in sharing_groups(dict(towers.items()))
     }
 
 
-def _alone(
+def _whole_on_this_rank(
     model: nn.Module, path: str, names: list[str], runtime: Runtime, config: PlanConfig, optimizer: OptimizerConfig
 ) -> TowerPlan:
-    """Every tower on this rank, its tables whole."""
-    one = dataclasses.replace(runtime, world_size=1, local_world_size=1)
-    request = Request.of(model, one, config, optimizer, {})
+    """Plans every tower on this rank, its tables whole."""
+    single = dataclasses.replace(runtime, world_size=1, local_world_size=1)
+    request = Request.of(model, single, config, optimizer, {})
     here = TowerPlacement(ranks=dict.fromkeys(names, (runtime.rank,)), world_size=runtime.world_size)
     kind: Any = runtime.device.type
     topology = Cluster(world_size=1, local_world_size=1, device=kind, hbm_gb=1e6, ddr_gb=1e6).topology()
     plan = draft_towers(model, here, request, runtime, 2**50, lambda *_: topology, 1, {})
-    found: Any = plan.plan[path]
-    return found  # type: ignore[no-any-return]
+    tower_plan: Any = plan.plan[path]
+    return tower_plan  # type: ignore[no-any-return]
 
 
-def _step_ms(watch: Stopwatch, layers: Mapping[str, tuple[Tensor, Choice]]) -> float:
-    """Ms of a step of the optimizers of dense layers."""
+def _step_ms(watch: Stopwatch, layers: Mapping[str, Tensor], choices: Mapping[str, Choice]) -> float:
+    """Measures the ms of a step of the optimizers of dense layers."""
     if not layers:
         return 0.0
-    own = {name: nn.Parameter(value.detach().clone()) for name, (value, _) in layers.items()}
-    for parameter in own.values():
+    copies = {name: nn.Parameter(value.detach().clone()) for name, value in layers.items()}
+    for parameter in copies.values():
         parameter.grad = torch.zeros_like(parameter)
-    optimizers = [
-        made for _, made in keyed_optimizers("dense", own, {name: choice for name, (_, choice) in layers.items()})
-    ]
-    return watch.ms(lambda: [made.step() for made in optimizers])
+    optimizers = [optimizer for _, optimizer in keyed_optimizers("dense", copies, choices)]
+    return watch.ms(lambda: [optimizer.step() for optimizer in optimizers])
 
 
 def _cost(
@@ -112,30 +119,34 @@ def _cost(
     reads: Reads,
     tower: Any,
     run: Callable[[KeyedJaggedTensor, Tensor], Tensor],
-    stepped: float,
+    step_ms: float,
     runtime: Runtime,
 ) -> TowerCost:
     rows: Any = sample.batch.shared if reads.shared else sample.batch
     features = list(dict.fromkeys(name for table in tower.tables for name in table.feature_names))
     few = rows.sparse.stride()
     many = few * max(runtime.world_size, 2)
+    pooled = [collection for _, collection in collections(tower)]
     whole, tables = [], []
     for count in (few, many):
         bags = resized(sample.batch, features, count).to(runtime.device)
         dense = resized_dense(rows.dense, reads.dense, count).to(runtime.device)
-        own = [collection for _, collection in collections(tower)]
-        whole.append((count, watch.ms(lambda bags=bags, dense=dense: run_backward([run(bags, dense)]))))  # type: ignore[misc]
-        tables.append(
-            (count, watch.ms(lambda bags=bags, own=own: run_backward([flat_values(one(bags)) for one in own])))
-        )  # type: ignore[misc]
+
+        def run_tower(bags: KeyedJaggedTensor = bags, dense: Tensor = dense) -> None:
+            run_backward([run(bags, dense)])
+
+        def look_up(bags: KeyedJaggedTensor = bags) -> None:
+            run_backward([flat_values(collection(bags)) for collection in pooled])
+
+        whole.append((count, watch.ms(run_tower)))
+        tables.append((count, watch.ms(look_up)))
     lengths = resized(sample.batch, features, few).lengths()
+    dense_ms = [(count, max(ms - tables_ms, 0.0)) for (count, ms), (_, tables_ms) in zip(whole, tables, strict=True)]
     return TowerCost(
         rows=few,
-        dense=Line.through(
-            *((count, max(both - alone, 0.0)) for (count, both), (_, alone) in zip(whole, tables, strict=True))
-        ),
+        dense=Line.through(*dense_ms),
         look_up=Line.through(*tables),
-        optimizer=stepped,
+        optimizer=step_ms,
         dense_bytes=sum(4 * tower.get_parameter(name).numel() for name in dense_layers(tower)),
         row_bytes=8 * float(lengths.sum()) / max(few, 1) + 4 * len(features) + 4 * len(tower.dense),
         pooled_bytes=4 * sum(table.embedding_dim * table.num_features() for table in tower.tables),
@@ -143,7 +154,7 @@ def _cost(
     )
 
 
-_SECONDS = 0.25  # of whole steps, for the cost model
+_SECONDS = 0.25  # spent on whole steps, for the cost model
 
 
 def measure(
@@ -155,26 +166,26 @@ def measure(
     shardings: Sequence[str],
     trials: Trials,
 ) -> Measurements:
-    """Every rank calls it at the same time and gets the same figures.
+    """Measures on all ranks at the same time; every rank gets the same figures. Collective.
 
     Args:
-        flat: of the model as it is where all towers run on every rank.
-        apart: of the model as it is where its towers have ranks of their own; None where they cannot.
-        runtime: this process's place in the job.
-        config: of the plan; sharding types for single tables count here too.
-        optimizer: of tables and dense layers.
+        flat: sample of the model to use where all towers run on every rank.
+        apart: sample of the model to use where towers have ranks of their own; None where they cannot.
+        runtime: this process's rank and device.
+        config: plan settings; sharding types of single tables apply here too.
+        optimizer: optimizers of tables and dense layers.
         shardings: sharding types for all tables; whole steps are run with each.
-        trials: gets those steps.
+        trials: trials that the whole steps are added to.
 
     Raises:
-        PlanError: a table cannot be sharded so.
+        PlanError: a table cannot be sharded as asked.
     """
     watch = Stopwatch(runtime)
     tables = [table for _, collection in collections(flat.model) for table in table_configs(collection)]
     dense = sum(4 * flat.model.get_parameter(name).numel() for name in dense_layers(flat.model))
     pooled = 4 * sum(table.embedding_dim * table.num_features() for table in tables) * len(flat.batch)
     towers = {} if apart is None else tower_costs(apart, runtime, watch, _everywhere(config, shardings[0]), optimizer)
-    found = _as_rank_0(
+    measured = _as_rank_0(
         Measurements(
             world_size=runtime.world_size,
             rows=len(flat.batch),
@@ -193,14 +204,13 @@ def measure(
     for kind in shardings:
         asked = _everywhere(config, kind)
         model = copy.deepcopy(flat.model)
-        plan = str(
-            plan_sharding(model, runtime, asked, optimizer=optimizer, batch_size=len(flat.batch), measured=found)
-        )
-        if plan not in plans:  # what TorchRec's planner chooses may be what was asked for before
-            trials.add(flat, asked, found)
+        rows = len(flat.batch)
+        plan = str(plan_sharding(model, runtime, asked, optimizer=optimizer, batch_size=rows, measured=measured))
+        if plan not in plans:  # TorchRec's planner may choose a plan that was asked for before
+            trials.add(flat, asked, measured)
             (steps[kind],) = trials.ms([asked], _SECONDS)
         plans.add(plan)
-    return dataclasses.replace(found, steps=steps)
+    return dataclasses.replace(measured, steps=steps)
 
 
 def _everywhere(config: PlanConfig, sharding: str) -> PlanConfig:
@@ -210,7 +220,7 @@ def _everywhere(config: PlanConfig, sharding: str) -> PlanConfig:
 def _looked_up(
     watch: Stopwatch, sample: Sample, runtime: Runtime, config: PlanConfig, optimizer: OptimizerConfig
 ) -> float:
-    """Ms of all collections, sharded as ``config`` asks, one after the other."""
+    """Measures the ms of all collections, sharded as ``config`` asks, one after the other."""
     model = copy.deepcopy(sample.model)
     plan = plan_sharding(model, runtime, config, optimizer=optimizer, batch_size=len(sample.batch))
     declare_table_optimizer(model, optimizer)
@@ -225,23 +235,19 @@ def _looked_up(
             initialise_tables(sharded, 0)
             calls.append((sharded, bags.to(runtime.device)))
 
-    def run() -> None:
-        outputs = [flat_values(sharded(bags)) for sharded, bags in calls]
-        run_backward(outputs)
-
-    return watch.ms(run)
+    return watch.ms(lambda: run_backward([flat_values(sharded(bags)) for sharded, bags in calls]))
 
 
 def _memory_rate(towers: Mapping[str, TowerCost]) -> float:
-    """TorchRec reckons the backward with its optimizer as twice the forward."""
+    """Returns the bytes of tables read per ms, forward; TorchRec takes backward and optimizer for twice the forward."""
     read = sum(cost.pooled_bytes * cost.rows for cost in towers.values())
     took = sum(cost.look_up.each * cost.rows for cost in towers.values())
     return 3 * read / took if took else 0.0
 
 
-def _as_rank_0(found: Measurements, runtime: Runtime) -> Measurements:
-    """The times are those of the slowest rank already; the sizes of ranks may differ by a row."""
-    box = [found]
+def _as_rank_0(measured: Measurements, runtime: Runtime) -> Measurements:
+    """Returns rank 0's figures: times are the slowest rank's already, but sizes may differ by a row."""
+    box = [measured]
     if runtime.world_size > 1:
         dist.broadcast_object_list(box, src=0, device=runtime.device)
     return box[0]

@@ -1,6 +1,6 @@
-"""What the measurements before training run on: a copy of the model with smaller tables, and a batch whose ids fit into them.
+"""Sample: a copy of the model with smaller tables and a batch whose ids fit them, for measurements before training.
 
-Stopwatch: how long something takes on all ranks at the same time, and the exchanges between them.
+Stopwatch: times calls on all ranks at the same time, and the exchanges between them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torchrec_ext.distributed.plan.measurements import Line
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, table_configs
 
-BYTES = 64 * 2**20  # of all tables of a sample together: twice a large cache, and quick to fill
+BYTES = 64 * 2**20  # size of all tables of a sample together: twice a large cache, and quick to fill
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What takes about the time of the model, and little memory.
+    """A small model and batch that take about the time of the large ones, and little memory.
 
     Args:
-        model: unsharded, its tables on the meta device.
-        batch: of this rank.
+        model: unsharded model with its tables on the meta device.
+        batch: batch of this rank.
     """
 
     model: nn.Module
@@ -42,21 +42,21 @@ class Sample:
 
     @classmethod
     def of(cls, model: nn.Module, batch: TowerBatch) -> Sample:
-        """The sample of an unsharded ``model``, which stays as it is."""
-        rows = _rows_of(model)
-        made = copy.deepcopy(model)
+        """Makes the sample of an unsharded ``model``, which is not changed."""
+        rows = _most_rows(model)
+        small = copy.deepcopy(model)
         for path, collection in list(collections(model)):
             parent, _, name = path.rpartition(".")
-            setattr(made.get_submodule(parent), name, _smaller(collection, rows))
-        for module in made.modules():  # what towers say of their tables, too
+            setattr(small.get_submodule(parent), name, _smaller(collection, rows))
+        for module in small.modules():  # the lists of tables that towers keep, too
             for name, value in vars(module).items():
-                if isinstance(value, list) and value and all(isinstance(one, BaseEmbeddingConfig) for one in value):
+                if isinstance(value, list) and value and all(isinstance(item, BaseEmbeddingConfig) for item in value):
                     setattr(module, name, [_fewer(table, rows) for table in value])
-        return cls(made, _below_in(batch, rows))
+        return cls(small, _wrap_batch(batch, rows))
 
 
-def _rows_of(model: nn.Module) -> int:
-    """How many rows of each table are kept, at most, so that all take :data:`BYTES` or less."""
+def _most_rows(model: nn.Module) -> int:
+    """Returns how many rows of each table may be kept so that all together take :data:`BYTES` or less."""
     tables = [table for _, collection in collections(model) for table in table_configs(collection)]
     low, high = 1, max((table.num_embeddings for table in tables), default=1)
     while low < high:
@@ -81,19 +81,19 @@ def _smaller(collection: nn.Module, rows: int) -> nn.Module:
     return lists
 
 
-def _below_in(batch: TowerBatch, rows: int) -> TowerBatch:
-    """``batch`` with every id below ``rows``; those that were stay as they are."""
+def _wrap_batch(batch: TowerBatch, rows: int) -> TowerBatch:
+    """Returns ``batch`` with ids modulo ``rows``; smaller ids stay as they are."""
     shared = batch.shared
     return dataclasses.replace(
         batch,
-        sparse=_below(batch.sparse, rows),
-        shared=None if shared is None else SharedRows(_below(shared.sparse, rows), shared.dense, shared.index),
-        joint=None if batch.joint is None else _below(batch.joint, rows),
-        weighted=None if batch.weighted is None else _below(batch.weighted, rows),
+        sparse=_wrap(batch.sparse, rows),
+        shared=None if shared is None else SharedRows(_wrap(shared.sparse, rows), shared.dense, shared.index),
+        joint=None if batch.joint is None else _wrap(batch.joint, rows),
+        weighted=None if batch.weighted is None else _wrap(batch.weighted, rows),
     )
 
 
-def _below(bags: KeyedJaggedTensor, rows: int) -> KeyedJaggedTensor:
+def _wrap(bags: KeyedJaggedTensor, rows: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         keys=bags.keys(),
         values=bags.values() % rows,
@@ -104,62 +104,62 @@ def _below(bags: KeyedJaggedTensor, rows: int) -> KeyedJaggedTensor:
 
 
 def bags_for(features: Sequence[str], batch: TowerBatch) -> KeyedJaggedTensor | None:
-    """The KeyedJaggedTensor of ``batch`` that has these ``features``; None where none has all of them."""
-    parts = [batch.sparse, batch.shared.sparse if batch.shared is not None else None, batch.joint, batch.weighted]
-    return next((part for part in parts if part is not None and set(features) <= set(part.keys())), None)
+    """Returns the KeyedJaggedTensor of ``batch`` that has these ``features``; None where none has all of them."""
+    kjts = [batch.sparse, batch.shared.sparse if batch.shared is not None else None, batch.joint, batch.weighted]
+    return next((kjt for kjt in kjts if kjt is not None and set(features) <= set(kjt.keys())), None)
 
 
 def resized(batch: TowerBatch, features: Sequence[str], rows: int) -> KeyedJaggedTensor:
-    """``rows`` rows of the ``features`` alone: those of ``batch``, again from the first where there are too few."""
+    """Returns ``rows`` rows of the ``features`` of ``batch``, repeated from the first where there are too few."""
     values, lengths = [], []
     for name in features:
-        own = batch.bags(name)
-        place = torch.arange(rows) % max(own.lengths().numel(), 1)
-        ends = torch.cat([own.lengths().new_zeros(1), own.lengths().cumsum(0)])
-        picked = own.lengths()[place]
-        starts = ends[:-1][place].repeat_interleave(picked)
+        bags = batch.bags(name)
+        index = torch.arange(rows) % max(bags.lengths().numel(), 1)
+        ends = torch.cat([bags.lengths().new_zeros(1), bags.lengths().cumsum(0)])
+        picked = bags.lengths()[index]
+        starts = ends[:-1][index].repeat_interleave(picked)
         within = torch.arange(int(picked.sum())) - (picked.cumsum(0) - picked).repeat_interleave(picked)
-        values.append(own.values()[starts + within])
+        values.append(bags.values()[starts + within])
         lengths.append(picked)
     return KeyedJaggedTensor(keys=list(features), values=torch.cat(values), lengths=torch.cat(lengths), stride=rows)
 
 
 def resized_dense(dense: Tensor, columns: slice, rows: int) -> Tensor:
-    """``rows`` rows of some columns likewise."""
+    """Returns ``rows`` rows of some columns of (B, Fd) ``dense``, repeated from the first where there are too few."""
     return dense[:, columns][torch.arange(rows) % max(len(dense), 1)]
 
 
 def flat_values(embedded: Any) -> Tensor:
-    """All that a collection, sharded or not, returns: of an EmbeddingBagCollection or an EmbeddingCollection."""
+    """Returns all values of what a collection returned, whether sharded or not, pooled or not, as one tensor."""
     waited = embedded.wait() if hasattr(embedded, "wait") else embedded
     if isinstance(waited, dict):
-        return torch.cat([part.values().flatten() for part in waited.values()])
+        return torch.cat([jagged.values().flatten() for jagged in waited.values()])
     return waited.values()  # type: ignore[no-any-return]
 
 
 def run_backward(outputs: list[Tensor]) -> None:
-    """Runs the backward of them all, from gradients of one."""
+    """Runs the backward of every output, from gradients of 1."""
     for output in outputs:
         output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]
 
 
-_IN_A_ROW = 0.1  # seconds of one call before it is the next one's turn
+_IN_A_ROW = 0.1  # seconds of repeating one call before it is the next one's turn
 _ROUNDS = (5, 15)
 
 
 class Stopwatch:
-    """Times calls; every rank makes the same ones, and gets the time of the slowest.
+    """Times calls; every rank makes the same calls, and gets the time of the slowest rank.
 
     Args:
-        runtime: this process's place in the job.
-        seconds: to spend on each figure.
+        runtime: this process's rank and device.
+        seconds: time to spend on each figure.
     """
 
     def __init__(self, runtime: Runtime, seconds: float = 0.05) -> None:
         self._runtime, self._seconds = runtime, seconds
 
     def ms(self, call: Callable[[], object]) -> float:
-        """The lower quartile of the ms of a call, after one that does not count: other work on the machine only ever adds."""
+        """Returns the lower quartile of the ms of a call, after a warm-up: other work on the machine only ever adds."""
         self._once(call)
         first = self._slowest(self._once(call))
         repeats = min(max(int(self._seconds / max(first, 1e-6)), 3), 20)  # the same on every rank
@@ -170,34 +170,33 @@ class Stopwatch:
         return 1e3 * self._slowest(sorted(times)[len(times) // 4])
 
     def in_turn(self, calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-        """The median of the ms of each call, a few of each in a row, round by round.
+        """Returns the median of the ms of each call, a few of each in a row, round by round.
 
-        A machine's speed moves by a fifth within seconds, which so hits all of them alike, and the median is what
+        A machine's speed varies by a fifth within seconds, which affects all calls alike this way; the median is what
         training sees.
 
         Args:
-            calls: what to time.
-            seconds: to spend on each, about.
+            calls: functions to time.
+            seconds: approximate time to spend on each.
         """
         firsts = [self._slowest(self._once(call)) for call in calls]
         inner = [min(max(int(_IN_A_ROW / max(first, 1e-6)), 1), 8) for first in firsts]
         spent = sum(first * count for first, count in zip(firsts, inner, strict=True))
-        rounds = min(
-            max(int(seconds * len(calls) / max(spent, 1e-6)), _ROUNDS[0]), _ROUNDS[1]
-        )  # the same on every rank
+        # The same on every rank.
+        rounds = min(max(int(seconds * len(calls) / max(spent, 1e-6)), _ROUNDS[0]), _ROUNDS[1])
         times: list[list[float]] = [[] for _ in calls]
         for _ in range(rounds):
-            for call, count, found in zip(calls, inner, times, strict=True):
+            for call, count, samples in zip(calls, inner, times, strict=True):
                 dist.barrier()
-                found.append(self._once(call, count))
-        return [1e3 * statistics.median(map(self._slowest, found)) for found in times]
+                samples.append(self._once(call, count))
+        return [1e3 * statistics.median(map(self._slowest, samples)) for samples in times]
 
     def all_to_all(self, size: int) -> Line:
-        """By the bytes that a rank sends to all others together, from none to ``size``."""
+        """Measures an all-to-all by the bytes that a rank sends to all others together, from none to ``size``."""
         return self._line(size, self._to_others)
 
     def all_reduce(self, size: int) -> Line:
-        """By bytes, from none to ``size``."""
+        """Measures an all-reduce by its bytes, from none to ``size``."""
         return self._line(size, dist.all_reduce)
 
     def _line(self, size: int, exchange: Callable[[torch.Tensor], object]) -> Line:
@@ -210,14 +209,14 @@ class Stopwatch:
         return Line.through(*points)
 
     def _to_others(self, sent: torch.Tensor) -> None:
-        """Each other rank gets an equal share, this one nothing."""
+        """Sends each other rank an equal share, and nothing to this one."""
         others = self._runtime.world_size - 1
         share = len(sent) // others
         counts = [0 if rank == self._runtime.rank else share for rank in range(self._runtime.world_size)]
         dist.all_to_all_single(torch.empty_like(sent[: share * others]), sent[: share * others], counts, counts)
 
     def _once(self, call: Callable[[], object], count: int = 1) -> float:
-        """Seconds of a call, the mean of ``count``."""
+        """Returns the mean seconds of ``count`` calls."""
         self._settle()
         start = time.perf_counter()
         for _ in range(count):
@@ -232,6 +231,6 @@ class Stopwatch:
     def _slowest(self, seconds: float) -> float:
         if self._runtime.world_size == 1:
             return seconds
-        found = torch.tensor(seconds, dtype=torch.float64, device=self._runtime.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found)
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self._runtime.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)

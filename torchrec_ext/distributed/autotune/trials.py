@@ -1,17 +1,17 @@
-"""Trials: whole steps of a sample of the model under several plans, all in turn."""
+"""Trials: runs whole steps of a sample of the model under several plans, in turn."""
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from typing_extensions import Self
 
-from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.autotune.sample import Sample, Stopwatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -27,8 +27,8 @@ class Trials:
     """Sharded samples that are ready to step; their memory is free again after the ``with``.
 
     Args:
-        runtime: this process's place in the job.
-        optimizer: of tables and dense layers.
+        runtime: this process's rank and device.
+        optimizer: optimizers of tables and dense layers.
     """
 
     def __init__(self, runtime: Runtime, optimizer: OptimizerConfig) -> None:
@@ -38,12 +38,12 @@ class Trials:
         self._steps: dict[PlanConfig, Callable[[], object]] = {}
 
     def add(self, sample: Sample, config: PlanConfig, measured: Measurements | None = None) -> None:
-        """Makes ``sample`` ready under the plan that ``config`` asks for; every rank calls it.
+        """Shards ``sample`` by the plan that ``config`` asks for, and fills its pipeline. Collective.
 
         Args:
-            sample: of the model.
-            config: the plan, by which :meth:`ms` finds it.
-            measured: for the planner's cost model.
+            sample: sample of the model.
+            config: plan settings, under which :meth:`ms` finds the trial.
+            measured: measurements for the planner's cost model.
 
         Raises:
             ValueError: there is no such plan.
@@ -52,9 +52,9 @@ class Trials:
         plan = plan_sharding(
             model, self._runtime, config, optimizer=self._optimizer, batch_size=len(sample.batch), measured=measured
         )
-        sharded, moved = hybrid_parallel(model, self._runtime, plan=plan, optimizer=self._optimizer)
-        pipeline = TrainPipelineSparseDist(sharded, moved, self._runtime.device, execute_all_batches=True)
-        endless = _again(sample.batch)
+        sharded, optimizer = hybrid_parallel(model, self._runtime, plan=plan, optimizer=self._optimizer)
+        pipeline = TrainPipelineSparseDist(sharded, optimizer, self._runtime.device, execute_all_batches=True)
+        endless = itertools.repeat(sample.batch)
         sharded.train()
         for _ in range(_WARM_UP):
             pipeline.progress(endless)
@@ -62,7 +62,7 @@ class Trials:
         self._steps[config] = lambda: pipeline.progress(endless)
 
     def ms(self, configs: Sequence[PlanConfig], seconds: float) -> list[float]:
-        """Ms of a step under each of them, in about ``seconds`` for each; every rank calls it and gets the same."""
+        """Returns the ms of a step under each config, in about ``seconds`` for each, equal on all ranks. Collective."""
         return self._watch.in_turn([self._steps[config] for config in configs], seconds)
 
     def __enter__(self) -> Self:
@@ -74,9 +74,4 @@ class Trials:
         self._steps.clear()
         while self._pipelines:
             self._pipelines.pop().detach()
-        gc.collect()  # the tables, which are in cycles
-
-
-def _again(batch: TowerBatch) -> Iterator[TowerBatch]:
-    while True:
-        yield batch
+        gc.collect()  # frees the tables, which are in reference cycles
