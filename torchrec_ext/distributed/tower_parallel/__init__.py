@@ -1,1 +1,1 @@
-"""Towers on ranks of their own, at the same time."""
+"""Tower parallelism: towers that run at the same time on ranks of their own."""

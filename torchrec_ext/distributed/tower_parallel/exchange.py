@@ -1,12 +1,12 @@
-"""The two exchanges of towers that run on ranks of their own: rows to the ranks of a tower, outputs back to the rows' ranks.
+"""TowerExchange: sends rows to the ranks of their towers, and brings the outputs back to the ranks of the rows.
 
 All towers share one exchange each way, whatever their number; a row goes to one rank of each tower::
 
-    header    int64   B and Q of the sender; of each tower the rows n and ids V that come        one all-to-all of known size
-    payload   int64   of each tower ids V | lengths F x n | dense n x Fd, four-byte values in pairs            one all-to-all
-    outputs   float   of each tower n x D                                   one all-to-all, and one more in the backward
+    header    int64   B and Q of the sender; per tower its rows n and ids V           one all-to-all of known size
+    payload   int64   per tower ids V | lengths F x n | dense n x Fd, 4-byte values in pairs        one all-to-all
+    outputs   float   per tower n x D                         one all-to-all, and one more in the backward
 
-Rows for one tower: packed to travel, cut and joined by rank, whole runs of ids at a time.
+TowerRows: rows for one tower, packed into a payload, cut and joined by rank, whole runs of ids at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchrec_ext.distributed.placement import TowerPlacement
 
 
 class TowerRows(NamedTuple):
-    """n rows for one tower: ``values`` (V,) int64, ``lengths`` (F, n) int32, ``dense`` (n, Fd) float32."""
+    """Rows for one tower, n of them: ``values`` (V,) int64, ``lengths`` (F, n) int32, ``dense`` (n, Fd) float32."""
 
     values: Tensor
     lengths: Tensor
@@ -34,34 +34,34 @@ class TowerRows(NamedTuple):
 
     @property
     def height(self) -> int:
-        """How many rows."""
+        """Number of rows, n."""
         return self.lengths.shape[1]
 
 
 class Widths(NamedTuple):
-    """F and Fd of a tower."""
+    """Numbers of ``features``, F, and of ``dense`` columns, Fd, that a tower reads."""
 
     features: int
     dense: int
 
 
 def pack_rows(parts: Sequence[tuple[TowerRows, Widths]], device: torch.device) -> Tensor:
-    """All of them as int64, one after the other."""
+    """Packs rows of several towers into one int64 payload, one tower after the other."""
     sizes = [packed_size(rows.height, len(rows.values), widths) for rows, widths in parts]
     payload = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-    for (rows, widths), place in zip(parts, torch.split(payload, sizes), strict=True):
-        for to, own in zip(unpack_rows(place, rows.height, len(rows.values), widths), rows, strict=True):
-            to.copy_(own)
+    for (rows, widths), piece in zip(parts, torch.split(payload, sizes), strict=True):
+        for target, source in zip(unpack_rows(piece, rows.height, len(rows.values), widths), rows, strict=True):
+            target.copy_(source)
     return payload
 
 
 def packed_size(count: int, ids: int, widths: Widths) -> int:
-    """How many int64 hold ``count`` rows with ``ids`` ids."""
+    """Returns how many int64 hold ``count`` rows with ``ids`` ids."""
     return ids + (widths.features * count + 1) // 2 + (widths.dense * count + 1) // 2
 
 
 def unpack_rows(payload: Tensor, count: int, ids: int, widths: Widths) -> TowerRows:
-    """``count`` rows with ``ids`` ids, as views of their part of a payload."""
+    """Returns ``count`` rows with ``ids`` ids as views of their piece of a payload."""
     middle = ids + (widths.features * count + 1) // 2
     lengths = payload[ids:middle].view(torch.int32)[: widths.features * count]
     dense = payload[middle:].view(torch.float32)[: widths.dense * count]
@@ -69,12 +69,12 @@ def unpack_rows(payload: Tensor, count: int, ids: int, widths: Widths) -> TowerR
 
 
 def join_rows(parts: Sequence[TowerRows]) -> TowerRows:
-    """The rows of several ranks below one another."""
+    """Concatenates the rows of several ranks."""
     if len(parts) == 1:
         return parts[0]
     lengths = torch.cat([part.lengths for part in parts], dim=1)
     features = len(lengths)
-    # From rank by rank, each feature by feature, to feature by feature: whole runs of ids move.
+    # Reorders whole runs of ids from rank by rank, each feature by feature, to feature by feature.
     runs = torch.stack([part.lengths.sum(dim=1, dtype=torch.int32) for part in parts]).view(-1)
     order = torch.arange(len(runs), dtype=torch.int32, device=runs.device).view(len(parts), features).T.reshape(-1)
     values = torch.cat([part.values for part in parts])
@@ -83,10 +83,10 @@ def join_rows(parts: Sequence[TowerRows]) -> TowerRows:
 
 
 def slice_rows(rows: TowerRows, start: int, stop: int) -> TowerRows:
-    """Rows ``start`` to ``stop``."""
+    """Returns the rows from ``start`` to ``stop``."""
     if (start, stop) == (0, rows.height):
         return rows
-    # Each feature's ids of the rows before, of these, and after are a run.
+    # A feature's ids are three runs: of the rows before, of these rows, and of the rows after.
     ends = rows.lengths.sum(dim=1).cumsum(0)
     firsts = ends - rows.lengths[:, start:].sum(dim=1)
     lasts = ends - rows.lengths[:, stop:].sum(dim=1)
@@ -95,7 +95,7 @@ def slice_rows(rows: TowerRows, start: int, stop: int) -> TowerRows:
 
 
 def pad_rows(rows: TowerRows, count: int) -> TowerRows:
-    """``rows`` and empty ones after them, ``count`` together."""
+    """Appends empty rows until there are ``count``."""
     missing = count - rows.height
     if not missing:
         return rows
@@ -103,7 +103,7 @@ def pad_rows(rows: TowerRows, count: int) -> TowerRows:
 
 
 class Route(NamedTuple):
-    """By rank the towers for which this rank sends it rows, and those for which it sends this rank rows; alike on both sides."""
+    """Towers by peer rank: this rank sends the peer rows for the towers in ``to``, and receives rows for ``coming``."""
 
     to: list[list[str]]
     coming: list[list[str]]
@@ -111,31 +111,37 @@ class Route(NamedTuple):
 
 @dataclass
 class ExchangeContext(Multistreamable):
-    """What one batch leaves for its outputs: by rank the rows sent to it for each tower, and by tower those that each rank sent."""
+    """Numbers of rows of one batch, by which its outputs find their way back.
+
+    Args:
+        route: towers whose rows are exchanged with each peer rank.
+        sent: numbers of rows by peer rank, sent to it for each tower of ``route.to``.
+        received: numbers of rows by tower of this rank, received from each rank that sent any.
+    """
 
     route: Route = field(default_factory=lambda: Route([], []))
     sent: list[list[int]] = field(default_factory=list)
-    served: dict[str, list[int]] = field(default_factory=dict)
+    received: dict[str, list[int]] = field(default_factory=dict)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Nothing: there are numbers alone."""
+        """Does nothing: the context holds no tensors."""
 
 
 @dataclass
 class ReceivedRows(Multistreamable):
-    """By tower the rows that came, in the order of the ranks that sent them; the towers in one order on every rank."""
+    """Rows that arrived, by tower, in the order of the sending ranks; towers have one order on every rank."""
 
     rows: dict[str, TowerRows]
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` still reads them."""
+        """Tells the allocator that ``stream`` still reads the rows."""
         for rows in self.rows.values():
-            for part in rows:
-                part.record_stream(stream)
+            for tensor in rows:
+                tensor.record_stream(stream)
 
 
 class AfterCollective(Awaitable[Any]):
-    """What ``follow`` returns once a collective has ended."""
+    """Awaitable result of ``follow``, which is called once a collective has ended."""
 
     def __init__(self, work: dist.Work, follow: Callable[[], Any]) -> None:
         super().__init__()
@@ -148,13 +154,13 @@ class AfterCollective(Awaitable[Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSpec:
-    """What the exchange knows of a tower.
+    """Shape of a tower's input and output, as the exchange needs it.
 
     Args:
-        widths: of its input.
-        out: D, of its output.
-        shared: whether its rows are the Q shared ones.
-        equal: whether all its ranks must run as many rows; those with fewer get empty ones.
+        widths: numbers of features and dense columns.
+        out: D, the width of the output.
+        shared: whether the tower reads the Q shared rows.
+        equal: whether all ranks of the tower must run equally many rows; empty rows fill up the others.
     """
 
     widths: Widths
@@ -167,52 +173,58 @@ class TowerExchange:
     """Sends the rows of all towers to their ranks and brings their outputs back.
 
     Args:
-        placement: of the towers.
-        journeys: by tower.
-        group: all ranks.
-        device: of this rank.
+        placement: ranks of each tower.
+        specs: input and output of each tower, by name.
+        group: process group of all ranks.
+        device: device of this rank.
     """
 
     def __init__(
         self,
         placement: TowerPlacement,
-        journeys: Mapping[str, TowerSpec],
+        specs: Mapping[str, TowerSpec],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._placement, self._journeys, self._group, self._device = placement, journeys, group, device
+        self._placement, self._specs, self._group, self._device = placement, specs, group, device
         self._rank = dist.get_rank(group)
         self._busiest: dict[tuple[str, tuple[int, ...]], int] = {}
         self._routes: dict[tuple[str, ...], Route] = {}
 
-    def begin(self, step: ExchangeContext, own: Mapping[str, TowerRows], counts: tuple[int, int]) -> AfterCollective:
-        """Announces this rank's rows to the ranks of their towers; to be waited for twice, then the rows have :class:`ReceivedRows`.
+    def begin(
+        self, context: ExchangeContext, rows: Mapping[str, TowerRows], counts: tuple[int, int]
+    ) -> AfterCollective:
+        """Announces this rank's rows to the ranks of their towers; waiting twice yields their :class:`ReceivedRows`.
 
         Args:
-            step: of this batch; is filled.
-            own: by tower.
-            counts: B and Q.
+            context: context of this batch, which is filled.
+            rows: this rank's rows, by tower.
+            counts: B and Q of this rank.
         """
-        step.route = route = self._route(tuple(own))
-        cuts = {name: iter(self._placement.cuts(name, self._rank, rows.height)) for name, rows in own.items()}
-        parts = [[slice_rows(own[name], *next(cuts[name])) for name in to] for to in route.to]
-        step.sent = [[part.height for part in to] for to in parts]
-        header = [
-            number for to in parts for number in (*counts, *(size for p in to for size in (p.height, len(p.values))))
-        ]
+        context.route = route = self._route(tuple(rows))
+        cuts = {name: iter(self._placement.cuts(name, self._rank, r.height)) for name, r in rows.items()}
+        slices = [[slice_rows(rows[name], *next(cuts[name])) for name in to] for to in route.to]
+        context.sent = [[piece.height for piece in pieces] for pieces in slices]
+        header: list[int] = []
+        for pieces in slices:
+            header += counts
+            for piece in pieces:
+                header += (piece.height, len(piece.values))
         sizes = [2 + 2 * len(coming) for coming in route.coming]
-        arriving = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
-        announced = dist.all_to_all_single(
-            arriving,
+        received = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
+        work = dist.all_to_all_single(
+            received,
             torch.tensor(header, device=self._device),
             sizes,
             [2 + 2 * len(to) for to in route.to],
             group=self._group,
             async_op=True,
         )
-        return AfterCollective(
-            announced, lambda: self._send(step, parts, [part.tolist() for part in torch.split(arriving.cpu(), sizes)])
-        )
+
+        def send_rows() -> AfterCollective:
+            return self._send(context, slices, [piece.tolist() for piece in torch.split(received.cpu(), sizes)])
+
+        return AfterCollective(work, send_rows)
 
     def _route(self, names: tuple[str, ...]) -> Route:
         if names not in self._routes:
@@ -222,73 +234,90 @@ class TowerExchange:
             self._routes[names] = Route(to, coming)
         return self._routes[names]
 
-    def _send(self, step: ExchangeContext, parts: list[list[TowerRows]], headers: list[list[int]]) -> AfterCollective:
+    def _send(
+        self, context: ExchangeContext, slices: list[list[TowerRows]], headers: list[list[int]]
+    ) -> AfterCollective:
         coming = [
             list(zip(names, header[2::2], header[3::2], strict=True))
-            for names, header in zip(step.route.coming, headers, strict=True)
+            for names, header in zip(context.route.coming, headers, strict=True)
         ]
-        received = [sum(self._size(*announced) for announced in some) for some in coming]
-        going = [list(zip(names, some, strict=True)) for names, some in zip(step.route.to, parts, strict=True)]
-        counts = [sum(self._size(name, rows.height, len(rows.values)) for name, rows in some) for some in going]
-        sent = pack_rows([(rows, self._journeys[name].widths) for some in going for name, rows in some], self._device)
+        received = [sum(self._size(*announced) for announced in by_tower) for by_tower in coming]
+        going = [list(zip(names, pieces, strict=True)) for names, pieces in zip(context.route.to, slices, strict=True)]
+        counts = [sum(self._size(name, rows.height, len(rows.values)) for name, rows in by_tower) for by_tower in going]
+        packed = [(rows, self._specs[name].widths) for by_tower in going for name, rows in by_tower]
+        sent = pack_rows(packed, self._device)
         out = sent.new_empty(sum(received))
         work = dist.all_to_all_single(out, sent, received, counts, group=self._group, async_op=True)
-        return AfterCollective(work, lambda: self._arrived(step, coming, out, headers))
+        return AfterCollective(work, lambda: self._unpack(context, coming, out, headers))
 
     def _size(self, name: str, rows: int, ids: int) -> int:
-        return packed_size(rows, ids, self._journeys[name].widths)
+        return packed_size(rows, ids, self._specs[name].widths)
 
-    def _arrived(
-        self, step: ExchangeContext, coming: list[list[tuple[str, int, int]]], payload: Tensor, headers: list[list[int]]
+    def _unpack(
+        self,
+        context: ExchangeContext,
+        coming: list[list[tuple[str, int, int]]],
+        payload: Tensor,
+        headers: list[list[int]],
     ) -> ReceivedRows:
-        announced = [one for some in coming for one in some]
-        parts: dict[str, list[TowerRows]] = {}
-        for (name, rows, ids), part in zip(
-            announced, torch.split(payload, [self._size(*one) for one in announced]), strict=True
-        ):
-            parts.setdefault(name, []).append(unpack_rows(part, rows, ids, self._journeys[name].widths))
-        step.served = {name: [part.height for part in found] for name, found in parts.items()}
-        rows_of: dict[str, TowerRows] = {}
+        announced = [entry for by_tower in coming for entry in by_tower]
+        payloads = torch.split(payload, [self._size(*entry) for entry in announced])
+        received: dict[str, list[TowerRows]] = {}
+        for (name, count, ids), piece in zip(announced, payloads, strict=True):
+            received.setdefault(name, []).append(unpack_rows(piece, count, ids, self._specs[name].widths))
+        context.received = {name: [piece.height for piece in pieces] for name, pieces in received.items()}
+        result: dict[str, TowerRows] = {}
         # Two ranks that run the same towers one after the other must do so in one order, whoever's rows came first.
-        for name, journey in ((name, journey) for name, journey in self._journeys.items() if name in parts):
-            found = join_rows(parts[name])
-            rows_of[name] = (
-                pad_rows(found, self._most(name, tuple(h[journey.shared] for h in headers))) if journey.equal else found
-            )
-        return ReceivedRows(rows_of)
+        for name, spec in self._specs.items():
+            if name in received:
+                result[name] = join_rows(received[name])
+                if spec.equal:
+                    counts = tuple(header[spec.shared] for header in headers)
+                    result[name] = pad_rows(result[name], self._most_rows(name, counts))
+        return ReceivedRows(result)
 
-    def _most(self, name: str, counts: tuple[int, ...]) -> int:
-        """The rows of the tower's busiest rank; ranks mostly have as many as in the step before."""
+    def _most_rows(self, name: str, counts: tuple[int, ...]) -> int:
+        """Returns the rows of the tower's busiest rank; cached, as ranks mostly have as many rows in every step."""
         if (name, counts) not in self._busiest:
             self._busiest[name, counts] = self._placement.busiest(name, counts)
         return self._busiest[name, counts]
 
-    def back(self, step: ExchangeContext, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each row's outputs on the rank that it came from, by tower."""
-        served = {name: iter(torch.split(outputs[name][: sum(rows)], rows)) for name, rows in step.served.items()}
-        sending = [[next(served[name]).reshape(-1) for name in coming] for coming in step.route.coming]
+    def back(self, context: ExchangeContext, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sends the outputs back to the ranks of their rows.
+
+        Args:
+            context: context of the batch.
+            outputs: (n, D) outputs of this rank's towers, by name, in the order of the received rows.
+
+        Returns:
+            (B, D) or (Q, D) outputs for this rank's rows, by tower.
+        """
+        outputs_by_rank = {
+            name: iter(torch.split(outputs[name][: sum(rows)], rows)) for name, rows in context.received.items()
+        }
+        going = [[next(outputs_by_rank[name]).reshape(-1) for name in coming] for coming in context.route.coming]
         # A rank without a tower takes part too, and in the backward.
-        nothing = torch.empty(0, device=self._device, requires_grad=torch.is_grad_enabled())
-        sent = torch.cat([nothing, *(part for some in sending for part in some)])
+        empty = torch.empty(0, device=self._device, requires_grad=torch.is_grad_enabled())
+        sent = torch.cat([empty, *(output for by_tower in going for output in by_tower)])
+        counts = [sum(map(len, by_tower)) for by_tower in going]
         sizes = [
-            [rows * self._journeys[name].out for name, rows in zip(*some, strict=True)]
-            for some in zip(step.route.to, step.sent, strict=True)
+            [rows * self._specs[name].out for name, rows in zip(names, heights, strict=True)]
+            for names, heights in zip(context.route.to, context.sent, strict=True)
         ]
-        counts = [sum(map(len, some)) for some in sending]
-        got: Tensor = Exchange.apply(sent, counts, [sum(some) for some in sizes], self._group)  # type: ignore[no-untyped-call]
+        received: Tensor = Exchange.apply(sent, counts, [sum(by_tower) for by_tower in sizes], self._group)  # type: ignore[no-untyped-call]
+        names = [name for to in context.route.to for name in to]
         pieces: dict[str, list[Tensor]] = {}
-        names = [name for to in step.route.to for name in to]
-        for name, piece in zip(names, torch.split(got, [size for some in sizes for size in some]), strict=True):
-            pieces.setdefault(name, []).append(piece.view(-1, self._journeys[name].out))
-        return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in pieces.items()}
+        for name, piece in zip(names, torch.split(received, [n for by_tower in sizes for n in by_tower]), strict=True):
+            pieces.setdefault(name, []).append(piece.view(-1, self._specs[name].out))
+        return {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in pieces.items()}
 
 
 class Exchange(torch.autograd.Function):
-    """An all-to-all with a gradient: the all-to-all back."""
+    """All-to-all whose backward sends the gradients back by another all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, counts: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        """Flat ``sent``, ``counts`` of it to each rank, to a flat tensor with ``received`` from each."""
+        """Sends ``counts`` numbers of flat ``sent`` to each rank; returns a flat tensor with ``received`` from each."""
         ctx.counts, ctx.received, ctx.group = counts, received, group
         out = sent.new_empty(sum(received))
         dist.all_to_all_single(out, sent.contiguous(), received, counts, group=group)
@@ -296,7 +325,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradient of ``sent``."""
+        """Returns the gradient of ``sent``."""
         (gradient,) = gradients
         out = gradient.new_empty(sum(ctx.counts))
         dist.all_to_all_single(out, gradient.contiguous(), ctx.counts, ctx.received, group=ctx.group)

@@ -1,8 +1,7 @@
-"""Tables that towers do not hold themselves, where towers run on ranks of their own.
+"""Shared tables of towers that run on ranks of their own: one tower hosts them and looks them up for the others.
 
-A table that several towers share has one place, so they must run on the same ranks, where the first of them holds it
-and looks it up for all. Look-ups that the model has merged are looked up together likewise, by the towers of one set of
-ranks.
+A table that several towers share has one set of ranks, so they must run on the same ranks, where the first of them
+hosts it. Look-ups that the model has merged are hosted in the same way, by the towers of one set of ranks together.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from torchrec_ext.modules.shared_tables import Joint, SharedTables, look_ups, re
 
 
 class FeatureBags(NamedTuple):
-    """The bags of one feature: ``values`` and their ``lengths``."""
+    """Bags of one feature: ``values`` (V,) and the ``lengths`` (B,) of the bags."""
 
     values: Tensor
     lengths: Tensor
 
 
 def sharing_groups(towers: Mapping[str, Any]) -> list[list[str]]:
-    """The towers that must run on the same ranks, because they share tables; most stand alone."""
-    found = [[name] for name in towers]
+    """Groups towers that must run on the same ranks because they share tables; most groups are single towers."""
+    groups = [[name] for name in towers]
     for names in readers(towers).values():
-        together = [unit for unit in found if not set(unit).isdisjoint(names)]
-        found = [unit for unit in found if unit not in together]
-        found.append([name for unit in together for name in unit])
+        together = [group for group in groups if not set(group).isdisjoint(names)]
+        groups = [group for group in groups if group not in together]
+        groups.append([name for group in together for name in group])
     order = list(towers)
-    return sorted((sorted(unit, key=order.index) for unit in found), key=lambda unit: order.index(unit[0]))
+    return sorted((sorted(group, key=order.index) for group in groups), key=lambda group: order.index(group[0]))
 
 
 def towers_by_host(towers: Mapping[str, Any], placement: TowerPlacement) -> dict[str, list[str]]:
-    """By the first of them the towers on the same ranks that hold not all of their tables themselves."""
+    """Maps each host tower to the towers on its ranks whose shared tables it looks up, itself included."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, tower in towers.items():
         if getattr(tower, "released_tables", ()):
@@ -49,45 +48,50 @@ def towers_by_host(towers: Mapping[str, Any], placement: TowerPlacement) -> dict
 
 
 def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
-    """Moves the tables beside the towers of ``model`` to the towers that host them under ``plan``, where it places towers."""
-    placed = next(((path, own) for path, own in plan.plan.items() if isinstance(own, TowerPlan)), None)
-    beside = {path: module for path, module in model.named_modules() if isinstance(module, SharedTables)}
-    if placed is None or not beside:
+    """Moves the shared tables of ``model`` into the towers that host them, where ``plan`` places towers."""
+    placed = next(((path, module) for path, module in plan.plan.items() if isinstance(module, TowerPlan)), None)
+    shared = {path: module for path, module in model.named_modules() if isinstance(module, SharedTables)}
+    if placed is None or not shared:
         return
-    path, own = placed
-    towers: Any = model.get_submodule(path)
-    stood = {name: at for at, module in beside.items() for name, _, _ in values_by_table(module)}
-    values = {name: weight for module in beside.values() for name, _, weight in values_by_table(module)}
-    for host, names in towers_by_host(dict(towers.items()), own.placement).items():
+    towers_path, tower_plan = placed
+    towers: Any = model.get_submodule(towers_path)
+    paths = {name: path for path, module in shared.items() for name, _, _ in values_by_table(module)}
+    values = {name: weight for module in shared.values() for name, _, weight in values_by_table(module)}
+    for host, names in towers_by_host(dict(towers.items()), tower_plan.placement).items():
         towers[host].lookups = hosted = look_ups(towers, names)
         for name, holder, _ in values_by_table(hosted):
             holder.weight = values[name]
-            hosted.original_path = stood[name]
-    for path in beside:
+            hosted.original_path = paths[name]
+    for path in shared:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, None)
 
 
 def unhosted(model: nn.Module, path: str) -> str:
-    """The path that a weight has in the unsharded model, of one that has ``path`` in a sharded one."""
+    """Returns the path in the unsharded model of a weight that has ``path`` in the sharded one."""
     tower, _, rest = path.partition(".lookups.")
     hosted = model.get_submodule(f"{tower}.lookups") if rest else None
     return f"{hosted.original_path}.{rest}" if isinstance(hosted, SharedTables) else path
 
 
 def split_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags]:
-    """By feature the bags that stand in ``batch.joint``: Q of a shared one, B of another."""
-    found: dict[str, FeatureBags] = {}
+    """Splits ``batch.joint`` into bags by feature: Q bags of a feature of shared rows, B bags of any other.
+
+    Args:
+        joint: bags of stride Q + B, whose keys name both features, ``SHARED|ROW``.
+        queries: Q.
+    """
+    by_feature: dict[str, FeatureBags] = {}
     for key in joint.keys():  # noqa: SIM118
         values, lengths = joint[key].values(), joint[key].lengths()
-        place = int(lengths[:queries].sum())
-        halves = FeatureBags(values[:place], lengths[:queries]), FeatureBags(values[place:], lengths[queries:])
-        found |= {feature: half for feature, half in zip(key.split("|"), halves, strict=True) if feature}
-    return found
+        end = int(lengths[:queries].sum())
+        halves = FeatureBags(values[:end], lengths[:queries]), FeatureBags(values[end:], lengths[queries:])
+        by_feature |= {feature: half for feature, half in zip(key.split("|"), halves, strict=True) if feature}
+    return by_feature
 
 
 class HostedTower(NamedTuple):
-    """One tower of a set of ranks: its features, whether its rows are the Q shared ones, and those that came, if it was asked."""
+    """A tower whose tables are hosted: its features, whether it reads the Q shared rows, and any rows received."""
 
     features: Sequence[str]
     shared: bool
@@ -95,12 +99,12 @@ class HostedTower(NamedTuple):
 
 
 def batch_of_arrivals(towers: Iterable[HostedTower], joint: Sequence[Joint], device: torch.device) -> TowerBatch:
-    """What :class:`SharedTables` looks up, of the rows that came for the towers of a set of ranks.
+    """Builds the batch that :class:`SharedTables` looks up from the rows received for the towers of a set of ranks.
 
     Args:
-        towers: whose rows of a kind are the same ones in the same order, as their ranks are the same.
-        joint: the keys that :class:`SharedTables` asks for.
-        device: of the rows.
+        towers: towers of the same ranks, which therefore receive the same rows in the same order.
+        joint: keys that :class:`SharedTables` asks for.
+        device: device of the rows.
     """
     towers = list(towers)
     heights = [

@@ -1,11 +1,9 @@
-"""TowerSharder: towers at the same time on ranks of their own, at the granularity of processes.
+"""TowerSharder: runs towers at the same time on ranks of their own.
 
 TorchRec's ``EmbeddingTowerSharder`` pins a tower to one host, runs on CUDA alone and pays exchanges of its own for each
-tower. Here a tower has any ranks: TorchRec shards its tables over them in any way, DistributedDataParallel replicates
-its dense layers on them, and all towers share one exchange each way
+tower. Here a tower has any ranks: TorchRec shards its tables over their process group in any way,
+DistributedDataParallel replicates its dense layers on it, and all towers share one exchange each way
 (:mod:`torchrec_ext.distributed.tower_parallel.exchange`). Outputs and gradients are the flat model's.
-
-One tower on its ranks: a process group, its tables sharded over it by TorchRec, its dense layers replicated on it.
 """
 
 from __future__ import annotations
@@ -60,25 +58,25 @@ from torchrec_ext.modules.tower import Towers
 
 class _Bags(ShardedBags):
     def reset_parameters(self) -> None:
-        """Nothing: initialise_tables draws each table. TorchRec's broadcasts from rank 0 of the job, which a tower may lack."""
+        """Does nothing: initialise_tables draws the tables; TorchRec would broadcast from a rank a tower may lack."""
 
 
 class _Sequences(ShardedEmbeddingCollection):
     def reset_parameters(self) -> None:
-        """Nothing: see _Bags."""
+        """Does nothing: see _Bags."""
 
 
 class TowerBagSharder(BagSharder):
-    """Shards an EmbeddingBagCollection over any group of ranks; its tables hold nothing until :func:`initialise_tables`."""
+    """Shards an EmbeddingBagCollection over any group of ranks; :func:`initialise_tables` must fill its tables."""
 
     @property
     def sharded_module_type(self) -> type[ShardedBags]:
-        """ShardedBags that keep the values they are given."""
+        """Class of the sharded module: ShardedBags that are not initialised."""
         return _Bags
 
 
 class TowerSequenceSharder(SequenceSharder):
-    """The same of an EmbeddingCollection."""
+    """Shards an EmbeddingCollection over any group of ranks; :func:`initialise_tables` must fill its tables."""
 
     def shard(
         self,
@@ -88,29 +86,29 @@ class TowerSequenceSharder(SequenceSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """See the base class."""
+        """Shards ``module`` as TorchRec's sharder does, without initialising it."""
         return _Sequences(
             module, params, env, self.fused_params, device, qcomm_codecs_registry=self.qcomm_codecs_registry
         )
 
 
 def tower_sharders() -> list[ModuleSharder[nn.Module]]:
-    """The sharders for every kind of collection that a placed tower may hold."""
+    """Returns a sharder for every kind of collection that a placed tower may hold."""
     return [TowerBagSharder(), TowerSequenceSharder()]
 
 
 def tower_groups(
     placement: TowerPlacement, everyone: dist.ProcessGroup, timeout: timedelta
 ) -> dict[str, dist.ProcessGroup]:
-    """The process group of each tower of this rank; every rank calls it, because all take part in making each group."""
-    own: dict[str, dist.ProcessGroup] = {}
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(placement.world_size)): everyone}
+    """Creates the process groups of all towers, and returns those of this rank's towers by name. Collective."""
+    local: dict[str, dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(placement.world_size)): everyone}
     for tower, ranks in placement.ranks.items():
-        if ranks not in made:
-            made[ranks] = dist.new_group(list(ranks), timeout=timeout)
+        if ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank(everyone) in ranks:
-            own[tower] = made[ranks]
-    return own
+            local[tower] = groups[ranks]
+    return local
 
 
 def shard_tower(
@@ -120,16 +118,16 @@ def shard_tower(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Callable[[KeyedJaggedTensor, Tensor], Tensor]:
-    """What runs ``tower``, changed in place, on the ranks of ``group``: called by all of them together.
+    """Shards ``tower`` in place over the ranks of ``group``, and returns the function that runs it. Collective.
 
     Args:
-        tower: unsharded; its dense layers are equal on all ranks.
-        plans: of its collections by their path in it, with ranks of the job.
-        sharders: by type of collection.
-        group: its ranks.
-        device: of this rank.
+        tower: unsharded tower; its dense layers are equal on all ranks.
+        plans: sharding plans of its collections by their path in the tower; ranks count within the job.
+        sharders: sharders by type of collection.
+        group: process group of the tower's ranks.
+        device: device of this rank.
     """
-    # With the group, the constructor would make a device mesh of the job's first ranks, which is none of this group's.
+    # Given the group, the constructor would make a device mesh of the job's first ranks instead of the group's.
     env = ShardingEnv.from_local(dist.get_world_size(group), dist.get_rank(group))
     env.process_group = group
     members = dist.get_process_group_ranks(group)
@@ -138,10 +136,10 @@ def shard_tower(
         parent, _, name = path.rpartition(".")
         sharded = sharders[type(collection)].shard(collection, _within(plans[path], members), env, device)
         setattr(tower.get_submodule(parent), name, sharded)
-        tables += [f"{path}.{own}" for own, _ in sharded.named_parameters()]
+        tables += [f"{path}.{parameter}" for parameter, _ in sharded.named_parameters()]
     tower.to(device)
     for module in tower.modules():
-        if hasattr(module, "process_group"):  # a BatchNorm of ours or of torch: its batch is that of the tower's ranks
+        if hasattr(module, "process_group"):  # a BatchNorm of ours or of torch, whose batch spans the tower's ranks
             module.process_group = group  # type: ignore[assignment]
     dense = [name for name, _ in tower.named_parameters() if name not in tables]
     if env.world_size == 1 or not dense:
@@ -151,20 +149,17 @@ def shard_tower(
 
 
 def _within(plan: EmbeddingModuleShardingPlan, members: list[int]) -> EmbeddingModuleShardingPlan:
-    """TorchRec counts ``ranks`` within the group, but the placements of shards over all ranks."""
-    return EmbeddingModuleShardingPlan(
-        {
-            name: dataclasses.replace(
-                own, ranks=None if own.ranks is None else [members.index(rank) for rank in own.ranks]
-            )
-            for name, own in plan.items()
-        }
-    )
+    """Returns the plan with ``ranks`` counted within the group; TorchRec counts shard placements over all ranks."""
+    local = {}
+    for name, sharding in plan.items():
+        ranks = None if sharding.ranks is None else [members.index(rank) for rank in sharding.ranks]
+        local[name] = dataclasses.replace(sharding, ranks=ranks)
+    return EmbeddingModuleShardingPlan(local)
 
 
 def needs_equal_rows(plans: Iterable[EmbeddingModuleShardingPlan], ranks: tuple[int, ...]) -> bool:
-    """Whether all ranks of a tower look up as many rows, so that the exchange of its row_wise tables is one of equal parts."""
-    kinds = {own.sharding_type for plan in plans for own in plan.values()}
+    """Whether all ranks of a tower must look up equally many rows: row_wise tables exchange equal pieces."""
+    kinds = {sharding.sharding_type for plan in plans for sharding in plan.values()}
     return len(ranks) > 1 and ShardingType.ROW_WISE.value in kinds
 
 
@@ -180,15 +175,15 @@ class _Outputs(LazyGetItemMixin[str, Tensor], LazyAwaitable[dict[str, Tensor]]):
 class ShardedTowers(
     ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor], ExchangeContext], FusedOptimizerModule
 ):
-    """:class:`Towers` of which each rank holds and runs those that its plan gives it; called as Towers is, by all ranks together.
+    """Sharded :class:`Towers`: each rank holds and runs the towers that the plan gives it. A call is collective.
 
     Args:
-        module: unsharded; dense layers and buffers of all ranks become those of rank 0.
-        plan: the ranks of each tower, and how its tables are sharded over them.
-        sharders: by type of collection.
-        env: all ranks.
-        device: of this rank.
-        timeout: of the collectives of each tower.
+        module: unsharded towers; rank 0's dense layers and buffers are copied to all ranks.
+        plan: ranks of each tower, and how its tables are sharded over them.
+        sharders: sharders by type of collection.
+        env: TorchRec's environment of all ranks.
+        device: device of this rank.
+        timeout: timeout of the collectives of each tower.
     """
 
     def __init__(
@@ -207,35 +202,32 @@ class ShardedTowers(
         self._features = {name: _features(tower) for name, tower in towers.items()}
         self._run: dict[str, Callable[..., Tensor]] = {}
         self._hosts = towers_by_host(towers, plan.placement)
-        host = {name: host for host, names in self._hosts.items() for name in names}
+        host_of = {name: host for host, names in self._hosts.items() for name in names}
         self._device = device
         everyone: dist.ProcessGroup = env.process_group
-        journeys = {
-            name: TowerSpec(
+        specs = {}
+        for name, tower in towers.items():
+            plans = [*plan.tables[name].values(), *plan.tables[host_of.get(name, name)].values()]
+            specs[name] = TowerSpec(
                 widths=Widths(len(self._features[name]), len(tower.dense) + self._reads[name].weights),
                 out=tower.out_features,
                 shared=self._reads[name].shared,
-                equal=needs_equal_rows(
-                    [*plan.tables[name].values(), *plan.tables[host.get(name, name)].values()],
-                    plan.placement.ranks[name],
-                ),
+                equal=needs_equal_rows(plans, plan.placement.ranks[name]),
             )
-            for name, tower in towers.items()
-        }
-        self._exchange = TowerExchange(plan.placement, journeys, everyone, device)
+        self._exchange = TowerExchange(plan.placement, specs, everyone, device)
         groups = tower_groups(plan.placement, everyone, timeout)
         for name, tower in towers.items():
             for value in (*tower.parameters(), *tower.buffers()):
-                if value.device.type != "meta":  # tables
-                    of_first = value.detach().to(device)
-                    dist.broadcast(of_first, src=0, group=everyone)
-                    value.detach().copy_(of_first)
+                if value.device.type != "meta":  # tables are on the meta device
+                    copied = value.detach().to(device)
+                    dist.broadcast(copied, src=0, group=everyone)
+                    value.detach().copy_(copied)
             if name in groups:
                 self.add_module(name, tower)
                 self._run[name] = shard_tower(tower, plan.tables[name], sharders, groups[name], device)
 
     def create_context(self) -> ExchangeContext:
-        """For one batch."""
+        """Returns an empty context for one batch."""
         return ExchangeContext()
 
     def input_dist(
@@ -251,91 +243,89 @@ class ShardedTowers(
         weights: Tensor | None = None,
         shared_weights: Tensor | None = None,
     ) -> KJTListSplitsAwaitable[ExchangeContext]:
-        """Begins to send each row to the ranks of its towers.
+        """Starts to send each row to the ranks of its towers.
 
         The arguments are those of :meth:`Towers.forward`; ``joint`` is the batch's, which holds the bags of shared
         tables.
         """
-        own = {}
-        beside = {} if joint is None else split_joint(joint, 0 if shared_dense is None else len(shared_dense))
+        tower_rows = {}
+        queries = 0 if shared_dense is None else len(shared_dense)
+        shared_bags = {} if joint is None else split_joint(joint, queries)
         for name in self._reads if names is None else names:
             shared, columns, weighs = self._reads[name]
-            rows, matrix = (shared_sparse, shared_dense) if shared else (sparse, dense)
-            taken = matrix[:, columns]  # type: ignore[index]
-            if weighs:  # they travel as one dense column more; rows that only fill up are of weight 0
-                counted = shared_weights if shared else weights
-                taken = torch.cat([taken, (taken.new_ones(len(taken)) if counted is None else counted)[:, None]], dim=1)
-            own[name] = _rows(rows, beside, taken, self._features[name])
-        counts = len(dense), 0 if shared_dense is None else len(shared_dense)
-        return KJTListSplitsAwaitable([self._exchange.begin(ctx, own, counts)], ctx)
+            kjt, matrix = (shared_sparse, shared_dense) if shared else (sparse, dense)
+            numbers = matrix[:, columns]  # type: ignore[index]
+            if weighs:  # weights are sent as one more dense column; padding rows have weight 0
+                column = shared_weights if shared else weights
+                column = numbers.new_ones(len(numbers)) if column is None else column
+                numbers = torch.cat([numbers, column[:, None]], dim=1)
+            tower_rows[name] = _rows(kjt, shared_bags, numbers, self._features[name])
+        return KJTListSplitsAwaitable([self._exchange.begin(ctx, tower_rows, (len(dense), queries))], ctx)
 
     def compute(self, ctx: ExchangeContext, dist_input: KJTList) -> dict[str, Tensor]:
-        """The outputs of this rank's towers for all rows that came, in the order of the ranks that they came from."""
-        arrived: ReceivedRows = dist_input[0]
+        """Runs this rank's towers on all received rows; outputs are in the order of the sending ranks."""
+        received: ReceivedRows = dist_input[0]
         outputs = {}
-        lent = self._lent(arrived.rows)
-        for name, rows in arrived.rows.items():
+        shared = self._shared_values(received.rows)
+        for name, rows in received.rows.items():
             kjt = KeyedJaggedTensor(
                 self._features[name], rows.values, lengths=rows.lengths.reshape(-1), stride=rows.height
             )
-            beside: dict[str, Any] = {"looked_up": lent[name]} if name in lent else {}
+            options: dict[str, Any] = {"looked_up": shared[name]} if name in shared else {}
             dense = rows.dense
             if self._reads[name].weights:
-                dense, beside["weights"] = dense[:, :-1], dense[:, -1]
-            output = self._run[name](kjt, dense, **beside).float()
+                dense, options["weights"] = dense[:, :-1], dense[:, -1]
+            output = self._run[name](kjt, dense, **options).float()
             scale = len(self._placement.ranks[name]) / self._world_size
             if output.requires_grad and scale != 1:
-                # TorchRec and DistributedDataParallel average over the tower's ranks, in the flat model over all.
+                # Gradients are averaged over the tower's ranks here, but over all ranks in the flat model.
                 output.register_hook(lambda gradient, scale=scale: gradient * scale)  # type: ignore[no-untyped-call]
             outputs[name] = output
         return outputs
 
-    def _lent(self, rows: Mapping[str, TowerRows]) -> dict[str, Any]:
-        """By tower what the tables that it does not hold have for the rows that came."""
-        found: dict[str, Any] = {}
+    def _shared_values(self, rows: Mapping[str, TowerRows]) -> dict[str, Any]:
+        """Looks up hosted tables for the received rows; returns their values by tower."""
+        values: dict[str, Any] = {}
         for host, names in self._hosts.items():
             asked = [name for name in names if name in rows]
             if asked:
                 look_ups: Any = self.get_submodule(host).lookups
-                arriving = [
-                    HostedTower(self._features[name], self._reads[name].shared, rows.get(name)) for name in names
-                ]
-                found |= dict.fromkeys(
-                    asked, look_ups(batch_of_arrivals(arriving, look_ups.joint, self._device), asked)
-                )
-        return found
+                towers = [HostedTower(self._features[name], self._reads[name].shared, rows.get(name)) for name in names]
+                batch = batch_of_arrivals(towers, look_ups.joint, self._device)
+                values |= dict.fromkeys(asked, look_ups(batch, asked))
+        return values
 
     def output_dist(self, ctx: ExchangeContext, output: dict[str, Tensor]) -> LazyAwaitable[dict[str, Tensor]]:
-        """Each row's outputs on the rank that it came from."""
+        """Sends the outputs back to the ranks of their rows."""
         return _Outputs(self._exchange.back(ctx, output))
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As part of a model with the towers' modules; asked directly, itself alone.
+        """Yields the towers' modules too where a containing model asks, but only this module where asked directly.
 
-        TorchRec's pipelines take over the input dist of every collection within a module that they pipeline, so that it
-        begins a batch ahead; those of the towers run inside :meth:`compute`.
+        TorchRec's pipelines take over the input dist of every collection within a module that they pipeline, to start
+        it a batch ahead; the towers' collections run inside :meth:`compute` and must be left alone.
         """
         return iter([(prefix, self)]) if memo is None else super().named_modules(memo, prefix, remove_duplicate)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank's towers."""
+        """Yields the parameters of this rank's towers."""
         for name, tower in self.named_children():
             yield from tower.named_parameters(f"{prefix}.{name}" if prefix else name, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Those of this rank's towers."""
+        """Yields the buffers of this rank's towers."""
         for name, tower in self.named_children():
             yield from tower.named_buffers(f"{prefix}.{name}" if prefix else name, recurse, remove_duplicate)
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """Of the tables of this rank's towers."""
+        """Optimizer of the tables of this rank's towers."""
         return CombinedOptimizer(
             [
                 (f"{name}.{path}", collection.fused_optimizer)
@@ -345,7 +335,7 @@ class ShardedTowers(
         )
 
     def holders(self, model: nn.Module, names: Iterable[str]) -> dict[str, int]:
-        """How many ranks hold each of these parameters of ``model``, by name."""
+        """Returns how many ranks hold each of these parameters of ``model``, by name."""
         path = next(path for path, module in model.named_modules() if module is self)
         counts = {f"{path}.{tower}.".lstrip("."): len(self._placement.ranks[tower]) for tower in self._run}
         return {
@@ -354,7 +344,7 @@ class ShardedTowers(
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
-        """Towers."""
+        """Class of the unsharded module: :class:`Towers`."""
         return Towers
 
 
@@ -362,23 +352,27 @@ def _features(tower: Any) -> list[str]:
     return list(dict.fromkeys(feature for table in tower.tables for feature in table.feature_names))
 
 
-def _rows(kjt: KeyedJaggedTensor, beside: Mapping[str, FeatureBags], dense: Tensor, features: list[str]) -> TowerRows:
-    """``beside``: the bags of features that ``kjt`` has not."""
+def _rows(
+    kjt: KeyedJaggedTensor, shared_bags: Mapping[str, FeatureBags], dense: Tensor, features: list[str]
+) -> TowerRows:
+    """Builds the rows for a tower; features that ``kjt`` lacks are in ``shared_bags``."""
     keys = kjt.keys()
-    if not beside or set(features) <= set(keys):
-        own = kjt if keys == features else kjt.permute([keys.index(name) for name in features])
-        return TowerRows(own.values().long(), own.lengths().int().view(len(features), own.stride()), dense)
-    bags = [FeatureBags(kjt[name].values(), kjt[name].lengths()) if name in keys else beside[name] for name in features]
+    if not shared_bags or set(features) <= set(keys):
+        ordered = kjt if keys == features else kjt.permute([keys.index(name) for name in features])
+        return TowerRows(ordered.values().long(), ordered.lengths().int().view(len(features), ordered.stride()), dense)
+    bags = [
+        FeatureBags(kjt[name].values(), kjt[name].lengths()) if name in keys else shared_bags[name] for name in features
+    ]
     return TowerRows(
         torch.cat([bag.values for bag in bags]).long(), torch.stack([bag.lengths for bag in bags]).int(), dense
     )
 
 
 class TowerSharder(ModuleSharder[Towers]):
-    """Makes :class:`ShardedTowers` of the :class:`Towers` for which a plan has a :class:`TowerPlan`.
+    """Sharder that turns :class:`Towers` with a :class:`TowerPlan` into :class:`ShardedTowers`.
 
     Args:
-        timeout: of the collectives of each tower.
+        timeout: timeout of the collectives of each tower.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -394,14 +388,14 @@ class TowerSharder(ModuleSharder[Towers]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedTowers:
-        """Sharded as ``params`` says; every rank calls it."""
+        """Shards ``module`` by the plan ``params``. Collective."""
         return ShardedTowers(module, params, self._sharders, env, device or torch.device("cpu"), self._timeout)
 
     def shardable_parameters(self, module: Towers) -> dict[str, nn.Parameter]:
-        """None of its own: the tables of each tower are planned by themselves."""
+        """Returns nothing: the tables of each tower are planned by themselves."""
         return {}
 
     @property
     def module_type(self) -> type[Towers]:
-        """Towers."""
+        """Class of the unsharded module: :class:`Towers`."""
         return Towers
