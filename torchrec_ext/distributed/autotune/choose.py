@@ -63,14 +63,14 @@ class Candidate:
     Args:
         towers: placement as in ``PlanConfig.towers``: ``data_parallel``, or ranks for each tower.
         sharding: sharding type of all tables.
-        parts: step predicted by the cost model; None where towers run on every rank and it was not asked.
+        predicted: step predicted by the cost model; None where towers run on every rank and it was not asked.
         trial_ms: ms of a step on a sample of the model; None where it was not tried.
         refused: why the candidate is impossible; empty where it is not.
     """
 
     towers: str
     sharding: str
-    parts: PredictedStep | None = None
+    predicted: PredictedStep | None = None
     trial_ms: float | None = None
     refused: str = ""
 
@@ -85,7 +85,7 @@ class Candidate:
     @property
     def model_ms(self) -> float | None:
         """Milliseconds of a step by the cost model; None where it was not asked."""
-        return None if self.parts is None else self.parts.total
+        return None if self.predicted is None else self.predicted.total
 
 
 def placements(costs: Mapping[str, TowerCost], world_size: int) -> list[TowerPlacement]:
@@ -226,12 +226,12 @@ class Decision:
         others = [other for other in possible if (other.towers == EVERYWHERE) != (taken.towers == EVERYWHERE)]
         against = f", against {others[0].ms:.2f} ms with towers={others[0].towers}" if others else ""
         lines = [f"towers={taken.towers}, tables {taken.sharding}: {taken.ms:.2f} ms a step{against}"]
-        apart = next((candidate for candidate in possible if candidate.parts is not None), None)
-        if apart is not None and apart.parts is not None:
-            parts = apart.parts
+        apart = next((candidate for candidate in possible if candidate.predicted is not None), None)
+        if apart is not None and apart.predicted is not None:
+            step = apart.predicted
             lines.append(
-                f"of towers={apart.towers} the busiest rank's towers take {parts.towers:.2f} ms, exchanges between "
-                f"towers {parts.between:.2f} and within them {parts.within:.2f}, all else {parts.besides:.2f}; with "
+                f"of towers={apart.towers} the busiest rank's towers take {step.towers:.2f} ms, exchanges between "
+                f"towers {step.between:.2f} and within them {step.within:.2f}, all else {step.besides:.2f}; with "
                 f"towers on every rank {measured.dense_bytes / 1e6:.1f} MB of gradients are averaged in each step"
             )
         if measured.towers:
@@ -263,8 +263,10 @@ def choose(
         PlanError: there is no plan for any candidate; the message is that of the fastest one.
     """
     candidates = [Candidate(towers=EVERYWHERE, sharding=kind, trial_ms=ms) for kind, ms in measured.steps.items()]
-    parts = {str(apart): predict_step(apart, measured) for apart in placements(measured.towers, measured.world_size)}
-    placed = [Candidate(towers=text, sharding=sharding, parts=parts[text]) for text in parts]
+    placed = [
+        Candidate(towers=str(placement), sharding=sharding, predicted=predict_step(placement, measured))
+        for placement in placements(measured.towers, measured.world_size)
+    ]
     placed.sort(key=lambda candidate: candidate.ms)
     hopeful = [candidate for candidate in placed[:tried] if candidate.ms < _HOPELESS * min(measured.steps.values())]
     candidates += hopeful

@@ -68,7 +68,7 @@ def tower_costs(
     for tower in towers.values():
         if getattr(tower, "released_tables", ()):
             tower.release_tables(())  # type: ignore[operator]  # measured with all its tables, shared ones too
-    for shared_path in (at for at, module in model.named_modules() if isinstance(module, SharedTables)):
+    for shared_path in [path for path, module in model.named_modules() if isinstance(module, SharedTables)]:
         parent, _, name = shared_path.rpartition(".")
         setattr(model.get_submodule(parent), name, None)
     plan = _whole_on_this_rank(model, path, list(towers), runtime, config, optimizer)

@@ -175,7 +175,7 @@ def draft_towers(
 
 def _collections_by_tower(towers: Towers, placement: TowerPlacement) -> dict[str, nn.Module]:
     """Returns for each tower a module with its collections at their paths, and the look-ups that it hosts."""
-    held = {name: _only(tower, [at for at, _ in collections(tower)]) for name, tower in towers.items()}
+    held = {name: _only(tower, [path for path, _ in collections(tower)]) for name, tower in towers.items()}
     for host, names in towers_by_host(dict(towers.items()), placement).items():
         held[host].add_module("lookups", look_ups(towers, names))
     return held

@@ -45,11 +45,11 @@ class Widths(NamedTuple):
     dense: int
 
 
-def pack_rows(parts: Sequence[tuple[TowerRows, Widths]], device: torch.device) -> Tensor:
+def pack_rows(towers: Sequence[tuple[TowerRows, Widths]], device: torch.device) -> Tensor:
     """Packs rows of several towers into one int64 payload, one tower after the other."""
-    sizes = [packed_size(rows.height, len(rows.values), widths) for rows, widths in parts]
+    sizes = [packed_size(rows.height, len(rows.values), widths) for rows, widths in towers]
     payload = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-    for (rows, widths), piece in zip(parts, torch.split(payload, sizes), strict=True):
+    for (rows, widths), piece in zip(towers, torch.split(payload, sizes), strict=True):
         for target, source in zip(unpack_rows(piece, rows.height, len(rows.values), widths), rows, strict=True):
             target.copy_(source)
     return payload
@@ -68,18 +68,18 @@ def unpack_rows(payload: Tensor, count: int, ids: int, widths: Widths) -> TowerR
     return TowerRows(payload[:ids], lengths.view(widths.features, count), dense.view(count, widths.dense))
 
 
-def join_rows(parts: Sequence[TowerRows]) -> TowerRows:
+def join_rows(pieces: Sequence[TowerRows]) -> TowerRows:
     """Concatenates the rows of several ranks."""
-    if len(parts) == 1:
-        return parts[0]
-    lengths = torch.cat([part.lengths for part in parts], dim=1)
+    if len(pieces) == 1:
+        return pieces[0]
+    lengths = torch.cat([piece.lengths for piece in pieces], dim=1)
     features = len(lengths)
     # Reorders whole runs of ids from rank by rank, each feature by feature, to feature by feature.
-    runs = torch.stack([part.lengths.sum(dim=1, dtype=torch.int32) for part in parts]).view(-1)
-    order = torch.arange(len(runs), dtype=torch.int32, device=runs.device).view(len(parts), features).T.reshape(-1)
-    values = torch.cat([part.values for part in parts])
+    runs = torch.stack([piece.lengths.sum(dim=1, dtype=torch.int32) for piece in pieces]).view(-1)
+    order = torch.arange(len(runs), dtype=torch.int32, device=runs.device).view(len(pieces), features).T.reshape(-1)
+    values = torch.cat([piece.values for piece in pieces])
     _, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, runs, values, None, len(values))
-    return TowerRows(values, lengths, torch.cat([part.dense for part in parts]))
+    return TowerRows(values, lengths, torch.cat([piece.dense for piece in pieces]))
 
 
 def slice_rows(rows: TowerRows, start: int, stop: int) -> TowerRows:
