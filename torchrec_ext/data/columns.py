@@ -1,6 +1,6 @@
 """Column and Chunk: rows in memory as flat numpy arrays, gathered and sliced without a Python loop over rows.
 
-Array columns of rows in memory or in files, as the columns of one number that a batch is made of.
+with_elements(): array columns become the columns of one number that a batch is made of.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Int64 = NDArray[np.int64]
 
 
 class Windows(NamedTuple):
-    """(B,) first places of rows in a pool of values, and (B,) the places after their last."""
+    """Windows of B rows into a pool of values: ``starts`` (B,) first indices, ``stops`` (B,) indices after the last."""
 
     starts: Int64
     stops: Int64
@@ -34,7 +34,7 @@ class Column:
 
     A ragged column that was taken, sliced or repeated is a list of windows into the values of the column that it came
     from, and is gathered when its ``values`` are first read: histories overlap, so that 100,000 of them fit into a
-    cache that their copies would not.
+    cache into which their copies would not.
 
     Args:
         values: (B,), or (sum of lengths,) with ``offsets``, or (B, W) for a ragged column with W values in each row.
@@ -67,16 +67,16 @@ class Column:
 
     @classmethod
     def from_lengths(cls, values: Array, lengths: Array) -> Column:
-        """A ragged column from its row lengths (B,)."""
+        """Builds a ragged column from its values and the lengths of its rows (B,)."""
         return cls(values, _offsets(lengths))
 
     @classmethod
     def from_windows(cls, pool: Array, windows: Windows) -> Column:
-        """The ragged column whose row b is ``pool[starts[b]:stops[b]]``; windows may overlap.
+        """Builds the ragged column whose row b is ``pool[starts[b]:stops[b]]``; windows may overlap.
 
         Args:
-            pool: (V,).
-            windows: B of them.
+            pool: (V,) values.
+            windows: one window for each of B rows.
         """
         column = cls.__new__(cls)
         column._pool, column._windows, column._values = pool, windows, None
@@ -100,12 +100,12 @@ class Column:
 
     @property
     def windows(self) -> Windows | None:
-        """Where each row of a ragged column lies in ``pool``; None for a scalar column."""
+        """The windows of a ragged column's rows in ``pool``; None for a scalar column."""
         return self._windows
 
     @property
     def values(self) -> Array:
-        """(B,), or (sum of lengths,) for a ragged column."""
+        """The values of all rows, one row after the other: (B,), or (sum of lengths,) for a ragged column."""
         if self._values is None and self._windows is not None:
             lengths = self.lengths
             places = (self._windows.starts - _offsets(lengths)[:-1]).repeat(lengths)
@@ -115,36 +115,36 @@ class Column:
 
     @property
     def offsets(self) -> Int64 | None:
-        """(B + 1,) where each row begins in ``values``; None for a scalar column."""
+        """The index in ``values`` at which each row begins, and the end, (B + 1,); None for a scalar column."""
         return _offsets(self.lengths) if self.ragged else None
 
     @property
     def lengths(self) -> Int64:
-        """(B,) values per row; ones for a scalar column."""
+        """The number of values of each row, (B,); ones for a scalar column."""
         if self._windows is None:
             return np.ones(len(self), dtype=np.int64)
         return self._windows.stops - self._windows.starts
 
     def row(self, index: int) -> Array:
-        """The values of one row, as a view."""
+        """Returns the values of one row, as a view."""
         if self._windows is None:
             return self._pool[[index]]
         return self._pool[self._windows.starts[index] : self._windows.stops[index]]
 
     def slice(self, start: int, stop: int) -> Column:
-        """Rows ``start`` to ``stop``, as views."""
+        """Returns rows ``start`` to ``stop``, as views."""
         if self._windows is None:
             return Column(self._pool[start:stop])
         return Column.from_windows(self._pool, Windows(*(places[start:stop] for places in self._windows)))
 
     def take(self, indices: Int64) -> Column:
-        """The rows ``indices`` (B',), in that order; a row may be taken twice."""
+        """Returns the rows ``indices`` (B',), in that order; a row may be taken twice."""
         if self._windows is None:
             return Column(self._pool.take(indices))
         return Column.from_windows(self._pool, Windows(*(places.take(indices) for places in self._windows)))
 
     def repeat(self, times: int) -> Column:
-        """Each row ``times`` times in a row: B * times rows."""
+        """Returns each row ``times`` times, one after the other: B * times rows."""
         if self._windows is None:
             return Column(self._pool.repeat(times))
         return Column.from_windows(self._pool, Windows(*(places.repeat(times) for places in self._windows)))
@@ -157,7 +157,7 @@ def _offsets(lengths: Array) -> Int64:
 
 
 def concatenate(columns: Sequence[Column]) -> Column:
-    """The rows of all columns, one column after the other; all scalar or all ragged."""
+    """Returns the rows of all columns, one column after the other; the columns must be all scalar or all ragged."""
     if len(columns) == 1:
         return columns[0]
     values = np.concatenate([column.values for column in columns])
@@ -184,7 +184,7 @@ class Chunk(Mapping[str, Column]):
 
     @classmethod
     def _of_equal(cls, columns: dict[str, Column], num_rows: int) -> Chunk:
-        """Without the check, which takes as long as the rest of a small batch of many columns."""
+        """Builds a Chunk unchecked: comparing the lengths would cost as much as assembling a small batch."""
         chunk = cls.__new__(cls)
         chunk._columns, chunk.num_rows = columns, num_rows
         return chunk
@@ -206,27 +206,27 @@ class Chunk(Mapping[str, Column]):
         return f"Chunk({self.num_rows} rows: {', '.join(self)})"
 
     def take(self, indices: Int64) -> Chunk:
-        """The rows ``indices`` (B',) of every column."""
+        """Returns the rows ``indices`` (B',) of every column."""
         return Chunk._of_equal({name: column.take(indices) for name, column in self.items()}, len(indices))
 
     def slice(self, start: int, stop: int) -> Chunk:
-        """Rows ``start`` to ``stop`` of every column, as views."""
+        """Returns rows ``start`` to ``stop`` of every column, as views."""
         return Chunk({name: column.slice(start, stop) for name, column in self.items()})
 
     def with_columns(self, columns: Mapping[str, Column]) -> Chunk:
-        """This chunk with ``columns`` added, or put in place of those of the same name."""
+        """Returns this chunk with ``columns`` added; they replace columns of the same name."""
         return Chunk({**self._columns, **columns})
 
     def select(self, names: Sequence[str]) -> Chunk:
-        """Only the columns ``names``."""
+        """Returns a chunk of the columns ``names`` alone."""
         return Chunk({name: self[name] for name in names})
 
 
 class PackedRows:
-    """The rows of a chunk with its numbers of one type side by side: a random row touches one cache line and not one per column.
+    """The rows of a chunk, numbers of one type side by side: a random row costs one cache line, not one per column.
 
     Args:
-        chunk: what to pack; ragged columns are packed as their windows.
+        chunk: rows to pack; ragged columns are packed as their windows.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -242,7 +242,7 @@ class PackedRows:
             self._packed.append((names, _side_by_side([vectors[name] for name in names])))
 
     def take(self, indices: Int64) -> Chunk:
-        """The rows ``indices`` (B',), in that order."""
+        """Returns the rows ``indices`` (B',), in that order."""
         vectors: dict[tuple[str, str], Array] = {}
         for names, matrix in self._packed:
             vectors.update(zip(names, np.ascontiguousarray(matrix.take(indices, axis=0).T), strict=True))
@@ -257,16 +257,16 @@ def _side_by_side(vectors: Sequence[Array]) -> Array:
 
 
 def with_elements(chunk: Chunk, names: Iterable[str], where: str = "", first: int = 0) -> Chunk:
-    """``chunk`` with the elements of array columns that are among ``names`` as columns of their own, in the array's place.
+    """Returns ``chunk`` with each array column whose elements are among ``names`` replaced by one column per element.
 
     Args:
         chunk: rows.
-        names: as of a schema, ``profile[3]`` among them.
+        names: names of dense columns, elements such as ``profile[3]`` among them.
         where: file and row group, for the message.
-        first: number of the first row.
+        first: number of the first row, for the message.
 
     Raises:
-        DataError: a row of an array column has another number of numbers.
+        DataError: a row of an array column has too few or too many numbers.
     """
     widths = {column: width for column, width in widths_of(names, chunk).items() if column in chunk}
     if not widths:
@@ -281,7 +281,7 @@ def with_elements(chunk: Chunk, names: Iterable[str], where: str = "", first: in
 def _matrix(
     where: str, name: str, column: Column, width: int, first: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.generic]]:
-    """(B, W)."""
+    """Returns the array column as a matrix (B, W)."""
     lengths = column.lengths
     if (lengths != width).any():
         row = int((lengths != width).argmax())

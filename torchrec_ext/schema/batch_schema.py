@@ -1,7 +1,4 @@
-"""BatchColumns: which columns a batch has, in which of its tensors and in which order, derived from the tables that read them.
-
-BatchSchema: columns -> one TowerBatch, every value checked.
-"""
+"""BatchSchema: the columns of a batch, derived from the tables that read them; columns -> one TowerBatch, checked."""
 
 from __future__ import annotations
 
@@ -55,16 +52,17 @@ class BatchColumns:
         sparse: the features, F of them.
         dense: the names of the columns of the one dense matrix, Fd of them; ``profile[3]`` is the fourth number of the
             array column ``profile``, where the data have no column of that very name.
-        shared: which of these columns are in the batch's shared part, see :class:`SharedRows`.
+        shared: names of those of these columns that are in the batch's shared part, see :class:`SharedRows`.
         joint: the keys of ``batch.joint``, for tables that read shared and other features.
         weighted: the keys of ``batch.weighted``, for tables that pool by weights.
-        tasks: the columns with the labels of further tasks, of ``batch.targets``.
+        tasks: the columns with the labels of further tasks, which become ``batch.targets``.
         label_range: smallest and largest label, 0 to 1 as binary cross entropy asks; None for any finite label.
-        out_of_range: what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps it to the
-            feature's ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the sharding type
-            (a row-wise table trains the row of another id, see FACTS).
-        query: the column with the user of each row of a training batch, for ``batch.users``, and
-        candidate: the column with its item, for ``batch.items``. A model that compares rows names them.
+        out_of_range: decides what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps
+            the id to the feature's ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the
+            sharding type (a row-wise table trains the row of another id, see FACTS).
+        query: the column with the user of each row of a training batch, for ``batch.users``. Needed by models that
+            compare rows.
+        candidate: the column with the item of each row of a training batch, for ``batch.items``. Needed likewise.
     """
 
     sparse: tuple[SparseFeature, ...]
@@ -103,7 +101,7 @@ class BatchColumns:
         oov_ids: Mapping[str, int] | None = None,
         weights: Mapping[str, str] | None = None,
     ) -> Self:
-        """The schema that a set of TorchRec tables asks for: features in order of first appearance.
+        """Builds the schema that a set of TorchRec tables asks for: features in order of first appearance.
 
         Args:
             tables: EmbeddingBagConfigs or EmbeddingConfigs; a feature may be read by several, and a table be named
@@ -113,7 +111,7 @@ class BatchColumns:
             label_range: see :class:`BatchSchema`.
             out_of_range: see :class:`BatchSchema`.
             oov_ids: out-of-vocabulary row by feature name; row 0 where not given.
-            weights: by feature name the column with a weight for each of its ids.
+            weights: maps a feature to the column with a weight for each of its ids.
         """
         tables, shared, weights = merged(tables), frozenset(shared), weights or {}
         joint = joints(tables, shared, weights)
@@ -134,12 +132,12 @@ class BatchColumns:
 
     @property
     def weight_columns(self) -> tuple[str, ...]:
-        """The columns with a weight for each id of a feature."""
+        """Names of the columns that hold a weight for each id of a feature."""
         return tuple(feature.weights for feature in self.sparse if feature.weights)
 
     @cached_property
     def layout(self) -> KeyLayout:
-        """Which features stand in which KeyedJaggedTensor of a batch, and in which order."""
+        """Says which features stand in which KeyedJaggedTensor of a batch, and in which order."""
         rows, shared = (
             tuple(feature.name for feature in self.sparse if feature.keyed and (feature.name in self.shared) == there)
             for there in (False, True)
@@ -158,12 +156,12 @@ class BatchColumns:
 
     @cached_property
     def row_dense(self) -> tuple[str, ...]:
-        """The columns of ``batch.dense``."""
+        """Names of the columns of ``batch.dense``, in order."""
         return tuple(name for name in self.dense if name not in self.shared)
 
     @cached_property
     def shared_dense(self) -> tuple[str, ...]:
-        """The columns of ``batch.shared.dense``."""
+        """Names of the columns of ``batch.shared.dense``, in order."""
         return tuple(name for name in self.dense if name in self.shared)
 
     @cached_property
@@ -172,15 +170,15 @@ class BatchColumns:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """The columns of ``batch.users`` and ``batch.items``."""
+        """Names of the columns that become ``batch.users`` and ``batch.items``."""
         return tuple(name for name in (self.query, self.candidate) if name)
 
     def feature(self, name: str) -> SparseFeature | None:
-        """The sparse feature of that name, if there is one."""
+        """Returns the sparse feature of that name, or None."""
         return self._by_name.get(name)
 
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
-        """What to raise where ``columns`` lack a column of the schema."""
+        """Returns the error to raise where ``columns`` lack column ``name`` of the schema."""
         needed = [*self.keys, *source_columns(self.dense), *self.weight_columns]
         had = sorted(source_columns(columns))
         return DataError(
@@ -192,7 +190,7 @@ _Column = TypeVar("_Column")
 
 
 class Dense(NamedTuple):
-    """Dense columns side by side, in the schema's order: ``rows`` (B, Fd) and of the shared part ``shared`` (Q, Fd), float32."""
+    """Dense columns side by side in the schema's order, float32: ``rows`` (B, Fd), and ``shared`` (Q, Fd)."""
 
     rows: Tensor
     shared: Tensor
@@ -225,14 +223,14 @@ class BatchSchema(BatchColumns):
                 ignored; or :class:`Dense`.
             labels: (B,).
             weights: (B,), 0 for padding; ones where not given.
-            total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; this rank's own
-                sum where not given.
+            total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; the sum of
+                ``weights`` where not given.
             log_q: (B,) log-probability with which the candidate was sampled.
             targets: (B, T - 1) the labels of the schema's ``tasks``; must be given where it has such.
-            rows: (B,) numbers by which an error message names a row; the place in the batch where not given.
+            rows: (B,) numbers by which an error message names the rows; their indices in the batch where not given.
             index: (B,) the shared row of each row, or the number of rows that each shared row has, one after the other;
-                where not given, Q is B and each row has its own.
-            shared_rows: (Q,) numbers by which an error message names a shared row; must be given with ``index``.
+                where not given, Q is B and row i has shared row i.
+            shared_rows: (Q,) numbers by which an error message names the shared rows; must be given with ``index``.
 
         Raises:
             DataError: a column is missing, has another length or type, or holds an invalid value.
@@ -306,9 +304,9 @@ class BatchSchema(BatchColumns):
         return side_by_side(names, [self._column(columns, name) for name in names], rows)
 
     def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same checks for a KeyedJaggedTensor of your own, as in ``batch.sparse = schema.check(batch.sparse)``.
+        """Checks a KeyedJaggedTensor that was built elsewhere, as in ``batch.sparse = schema.check(batch.sparse)``.
 
-        It must have all shared features, all others, or both.
+        The tensor must have all shared features, all others, or both.
 
         Returns:
             ``features`` itself, or with ``out_of_range="oov"`` a new one in which invalid ids are the out-of-vocabulary

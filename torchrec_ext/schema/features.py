@@ -1,4 +1,4 @@
-"""What the towers' tables say about a batch: its sparse features, which rows their ids may name, and which stand side by side.
+"""The sparse features of a batch, derived from the towers' tables: which rows ids may name, which bags share a key.
 
 Array columns: a dense column with W numbers in each row, which a batch holds as W columns of one number.
 """
@@ -25,9 +25,10 @@ class SparseFeature:
         tables: every table that looks this feature up.
         num_embeddings: rows of the smallest of these tables; valid ids are ``0 <= id < num_embeddings``.
         oov_id: the row that ``out_of_range="oov"`` sends invalid ids to.
-        keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``, or else in others alone.
-        weights: the column with a weight for each id; None where a bag is pooled without.
-        row_bytes: of the weights of one row of all its tables.
+        keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``; else it is in ``batch.joint`` or
+            ``batch.weighted`` alone.
+        weights: the column with a weight for each id; None where bags are pooled without weights.
+        row_bytes: bytes of the weights of one row, summed over all its tables.
     """
 
     name: str
@@ -47,11 +48,11 @@ class SparseFeature:
 
     @property
     def readers(self) -> str:
-        """Its tables as a message names them."""
+        """Names the tables that read the feature, for a message."""
         return ", ".join(f"'{table}'" for table in self.tables)
 
     def remedy(self, largest: int) -> str:
-        """What helps against ids that name no row, ``largest`` being the greatest."""
+        """Says what helps against ids that name no row; ``largest`` is the greatest of them."""
         rows, enlarge = largest + 1, "enlarge num_embeddings"
         if rows > 2 * self.num_embeddings:  # ids with gaps, such as hashes, and not a few that came later
             enlarge += f" to {rows:,} ({rows * self.row_bytes / 1e9:,.3g} GB of weights, for ids up to {largest:,})"
@@ -73,17 +74,17 @@ class Joint(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the KeyedJaggedTensor."""
+        """Name of the key in the KeyedJaggedTensor."""
         return f"{self.shared or ''}|{self.row or ''}"
 
 
 def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
-    """Each table once: configs of one name are one table, which reads the features of all of them.
+    """Returns each table once: configs of one name are one table, which reads the features of all of them.
 
-    One that is read both pooled and id by id is an EmbeddingConfig.
+    A table that is read both pooled and id by id becomes an EmbeddingConfig.
 
     Raises:
-        ValueError: two of one name differ in more than their features.
+        ValueError: two tables of one name differ in more than their features.
     """
     found: dict[str, BaseEmbeddingConfig] = {}
     for table in tables:
@@ -121,14 +122,14 @@ def _facts(table: BaseEmbeddingConfig) -> dict[str, Any]:
 
 
 class Joints(NamedTuple):
-    """By table its keys: ``plain`` in ``batch.joint``, ``weighted`` in ``batch.weighted``."""
+    """The keys of each table: ``plain`` holds those in ``batch.joint``, ``weighted`` those in ``batch.weighted``."""
 
     plain: dict[str, list[Joint]]
     weighted: dict[str, list[Joint]]
 
 
 def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str], weights: Collection[str]) -> Joints:
-    """The tables that read features of both kinds, ``shared`` and others, or a feature with ``weights``."""
+    """Finds the tables that read features of both kinds, ``shared`` and others, or a feature with ``weights``."""
     found = Joints({}, {})
     for table in tables:
         sides = [[name for name in table.feature_names if (name in shared) == side] for side in (True, False)]
@@ -141,7 +142,7 @@ def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str], weigh
 
 
 def unique(keys: Mapping[str, list[Joint]]) -> tuple[Joint, ...]:
-    """Each key once."""
+    """Returns the keys of all tables, each once."""
     return tuple(dict.fromkeys(key for found in keys.values() for key in found))
 
 
@@ -151,7 +152,7 @@ def features_of(
     oov_ids: Mapping[str, int],
     weights: Mapping[str, str],
 ) -> tuple[SparseFeature, ...]:
-    """The features that the tables read, in order of first appearance."""
+    """Returns the features that the tables read, in order of first appearance."""
     joint = joints(tables, shared, weights)
     readers: dict[str, list[BaseEmbeddingConfig]] = {}
     for table in tables:
@@ -179,17 +180,17 @@ _ELEMENT = re.compile(r"(.+)\[(\d+)\]")
 
 
 class Element(NamedTuple):
-    """One of the numbers of an array column: the column, and which of its numbers."""
+    """One number of an array column: the column's name, and the number's index in each row."""
 
     column: str
     place: int
 
 
 def dense_names(dense: Sequence[str] | Mapping[str, int]) -> tuple[str, ...]:
-    """The dense columns of a tower by name, an array column as its elements.
+    """Returns the names of a tower's dense columns, an array column as the names of its elements.
 
     Args:
-        dense: names of columns of one number; or by name the number of numbers in a row.
+        dense: names of columns of one number; or a mapping from names to how many numbers a row of the column has.
 
     Raises:
         ValueError: a width below 1.
@@ -211,7 +212,7 @@ def dense_names(dense: Sequence[str] | Mapping[str, int]) -> tuple[str, ...]:
 
 
 def element_of(name: str) -> Element | None:
-    """Which element of which array column a name stands for; None for any other name.
+    """Parses the name of an element of an array column; returns None for any other name.
 
     Example:
         >>> element_of("profile[2]"), element_of("age")
@@ -222,7 +223,7 @@ def element_of(name: str) -> Element | None:
 
 
 def widths_of(names: Iterable[str], columns: Collection[str] = ()) -> dict[str, int]:
-    """By array column how many elements of it are among ``names``; a name that is itself one of ``columns`` is none of them.
+    """Maps each array column to its width, the greatest index among ``names`` plus 1; names in ``columns`` stay whole.
 
     Example:
         >>> widths_of(["age", "profile[0]", "profile[1]"])
@@ -236,10 +237,10 @@ def widths_of(names: Iterable[str], columns: Collection[str] = ()) -> dict[str, 
 
 
 def source_columns(names: Iterable[str], columns: Collection[str] = ()) -> list[str]:
-    """The columns of the data in which ``names`` stand: an array column for its elements.
+    """Returns the columns of the data in which ``names`` stand: an array column for its elements.
 
     Example:
-        >>> columns_of(["age", "profile[0]", "profile[1]"])
+        >>> source_columns(["age", "profile[0]", "profile[1]"])
         ['age', 'profile']
     """
     found = [(name, element_of(name)) for name in names]

@@ -1,9 +1,6 @@
-"""What a column of numbers may hold, and what is said of one that holds something else.
+"""Checks of a batch's columns: finite numbers; types, lengths and weights of bags; ids that name a row of their table.
 
-Bags of ids of a batch, checked: types, lengths, weights, and that every id names a row of its table.
-
-Ids of features with one id per row are checked in one pass; which feature, row and value it was is looked for when
-there is one.
+Ids of features with one id per row are checked in one pass; feature, row and value are looked for once one is invalid.
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ class DataError(ValueError):
 
 
 class ExpectedRows(NamedTuple):
-    """The ``size`` rows that a column must have, and what a message calls them: by ``numbers``.
+    """The ``size`` rows that a column must have, and the ``numbers`` by which a message names them.
 
-    ``places``: of each row in ``numbers``; or how many rows each number has, one after the other.
+    ``places`` holds the index of each row in ``numbers``, or how many rows each number has, one after the other.
     """
 
     size: int
@@ -36,26 +33,26 @@ class ExpectedRows(NamedTuple):
     places: Tensor | int = 1
 
     def name(self, row: int) -> str:
-        """How a message names a row."""
+        """Names a row for a message."""
         if self.numbers is None:
             return f"row {row} of the batch"
         return f"row {int(self.numbers[row // self.places if isinstance(self.places, int) else int(self.places[row])])}"
 
     @property
     def shape(self) -> str:
-        """The shape that a column must have."""
+        """The shape that a column must have, for a message."""
         return f"({self.axis},) = ({self.size},)"
 
 
 def side_by_side(names: Sequence[str], columns: Sequence[Tensor], rows: ExpectedRows) -> Tensor:
-    """(B, columns) float32."""
+    """Stacks columns of one number per row to (B, columns) float32."""
     if not columns:
         return torch.empty(rows.size, 0)
     return torch.stack([_of_shape(name, column, rows) for name, column in zip(names, columns, strict=True)], dim=1)
 
 
 def array_of(name: str, array: Tensor, width: int, rows: ExpectedRows) -> Tensor:
-    """(B, W) an array column."""
+    """Returns the array column where its shape is (B, W), and raises a DataError where it is not."""
     if array.shape != (rows.size, width):
         raise DataError(
             f"column '{name}': shape {tuple(array.shape)}, must be ({rows.axis}, W) = ({rows.size}, {width})"
@@ -64,7 +61,7 @@ def array_of(name: str, array: Tensor, width: int, rows: ExpectedRows) -> Tensor
 
 
 def finite_matrix(names: Sequence[str], matrix: Tensor, rows: ExpectedRows) -> Tensor:
-    """The matrix, every value finite: one NaN poisons the dense weights and all tables of all ranks in one step."""
+    """Returns the matrix where all values are finite: one NaN poisons all weights of all ranks in one step."""
     if matrix.shape != (rows.size, len(names)):
         raise DataError(f"dense columns {list(names)}: shape {tuple(matrix.shape)}, must be {(rows.size, len(names))}")
     if matrix.numel() and not finite_range(matrix):
@@ -74,12 +71,12 @@ def finite_matrix(names: Sequence[str], matrix: Tensor, rows: ExpectedRows) -> T
 
 
 def finite(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
-    """The column as float32, every value finite."""
+    """Returns the column as float32; raises a DataError where a value is not finite."""
     return between(name, column, rows, None)
 
 
 def between(name: str, column: Tensor, rows: ExpectedRows, bounds: tuple[float, float] | None) -> Tensor:
-    """The column as float32, every value finite and within ``bounds``."""
+    """Returns the column as float32; raises a DataError where a value is not finite or outside ``bounds``."""
     column = _of_shape(name, column, rows)
     if not column.numel():
         return column
@@ -105,7 +102,7 @@ def _of_shape(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
 
 
 def finite_range(values: Tensor) -> tuple[float, float] | None:
-    """The least and the greatest value; None where a value is not finite: a NaN anywhere makes both NaN."""
+    """Returns the least and the greatest value, or None where a value is not finite: a NaN anywhere makes both NaN."""
     low, high = (bound.item() for bound in torch.aminmax(values))
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
@@ -131,7 +128,7 @@ def check_repeats(repeats: int, own: ExpectedRows, queries: ExpectedRows) -> Non
 
 
 def total_of(weights: Tensor | None, given: float | None, size: int) -> Tensor:
-    """() the total weight: as it was given, or the sum of the weights, or of as many ones."""
+    """Returns the total weight, () float32: ``given``, else the sum of the weights, else ``size``."""
     total = float(given) if given is not None else float(size if weights is None else weights.sum())
     if size and not total > 0:
         raise DataError(
@@ -149,10 +146,10 @@ class CheckedBags(NamedTuple):
 
 
 def bags_of(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> CheckedBags:
-    """The column's bags with ids in int64: one type on every rank, since two types abort the process group.
+    """Returns the column's bags with int64 ids: one type on every rank, since two types abort the process group.
 
     Raises:
-        DataError: another type, or other lengths than there are rows and ids.
+        DataError: the types are wrong, or the lengths do not fit the rows and ids.
     """
     _check_types(feature.name, column)
     values, lengths, _ = column
@@ -164,7 +161,7 @@ def bags_of(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Check
 
 
 def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tensor | None:
-    """The weights of the ids, float32 and finite, where the feature has such."""
+    """Returns the weights of the ids as finite float32; None where the feature has none."""
     if feature.weights is None and column.weights is None:
         return None
     if feature.weights is None or column.weights is None:
@@ -187,12 +184,12 @@ def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tens
 
 
 def check_ids(values: Tensor, columns: Sequence[CheckedBags], *, replace: bool) -> None:
-    """Checks ``values``, the ids of ``columns`` one after the other; those of features with one id per row in one pass.
+    """Checks ``values``, the ids of ``columns`` one after the other; features with one id per row take one pass.
 
     Args:
         values: (sum of all lengths,) ids; ``replace`` writes into it.
         columns: features and lengths of the bags in ``values``.
-        replace: put a feature's ``oov_id`` in the place of invalid ids.
+        replace: replace invalid ids by the feature's ``oov_id``.
 
     Raises:
         DataError: an id names no row of its table, without ``replace``.

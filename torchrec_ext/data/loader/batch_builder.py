@@ -1,6 +1,6 @@
-"""Columns -> TowerBatch: users repeated beside their candidates, item features looked up by id.
+"""BatchBuilder: columns -> TowerBatch, users repeated beside their candidates, item features looked up by id.
 
-Item ids of rows and of draws -> places in the table of item features, checked.
+known_items(): item ids of rows and of draws, each checked to be a row of the table of item features.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torchrec_ext.schema import BatchSchema, DataError, Dense, Jagged
 class BatchBuilder:
     """Builds batches that always have every key of the schema, in its order.
 
-    The features of shared towers stand once per user; the user side of the others is repeated beside each candidate.
+    The features of shared towers stand once per user; other user features are repeated beside each candidate.
 
-    TorchRec's sharded modules fix the keys at their first call, so a batch of users only or of items only carries the
-    other side's features as empty bags and zeros.
+    TorchRec's sharded modules fix the keys at their first call, so a batch of users alone or of items alone carries the
+    other's features as empty bags and zeros.
 
     Args:
         schema: the columns that the model reads.
-        items: row i holds the features of item i, as in ``InteractionData.items``; what it names is the item side, all
-            else the user side. None where the rows hold everything themselves.
+        items: row i holds the features of item i, as in ``InteractionData.items``; its columns are the item's, all
+            others the user's. None where the rows hold everything themselves.
     """
 
     def __init__(self, schema: BatchSchema, items: Chunk | None) -> None:
@@ -40,12 +40,12 @@ class BatchBuilder:
         self._once = frozenset(name for name in names if name in schema.shared)
 
     def user_batch(self, users: Chunk) -> TowerBatch:
-        """B rows with the user side only; labels are 0."""
+        """Builds B rows with the user's features alone; labels are 0."""
         users = with_elements(users, self._user_side)
         return self._assemble(self._user_columns(users, 1), users.num_rows, 1, {"labels": np.zeros(users.num_rows)})
 
     def item_batch(self, item_ids: Int64) -> TowerBatch:
-        """B rows with the item side of ``item_ids`` (B,) only; labels are 0."""
+        """Builds B rows with the features of the items ``item_ids`` (B,) alone; labels are 0."""
         return self._assemble(self._item_columns(item_ids), len(item_ids), 1, {"labels": np.zeros(len(item_ids))})
 
     def pairs(
@@ -61,19 +61,19 @@ class BatchBuilder:
         row_numbers: Int64 | None = None,
         padded_rows: int | None = None,
     ) -> TowerBatch:
-        """B users with N candidates each: B x N rows, a user's candidates one after the other.
+        """Builds B x N rows of B users with N candidates each, a user's candidates one after the other.
 
         Args:
-            users: B rows with the user side.
-            candidates: (B, N) item ids. None: the rows hold the item side themselves, or name it by their own
-                ``item_id``.
+            users: B rows with the users' features.
+            candidates: (B, N) item ids; where not given, the rows hold the item's features themselves, or name the item
+                by ``item_id``.
             labels: (B, N); zeros where not given.
             weights: (B, N); ones where not given.
-            log_q: (B, N).
+            log_q: (B, N) log-probability with which each candidate was sampled.
             targets: (B, N, tasks) the labels of the schema's further tasks; zeros where not given.
             total_weight: see :class:`TowerBatch`.
-            row_numbers: (B,) what an error message calls the rows.
-            padded_rows: add rows of weight 0, with empty bags and zeros, until there are this many users.
+            row_numbers: (B,) numbers by which an error message names the rows.
+            padded_rows: number of users up to which rows of weight 0, with empty bags and zeros, are added.
         """
         users = with_elements(users, self._user_side)
         if candidates is None and self._item_side:
@@ -112,9 +112,10 @@ class BatchBuilder:
         total_weight: float | None = None,
         padded_users: int | None = None,
     ) -> TowerBatch:
-        """``users`` shared rows with ``width`` rows each, padded to ``padded_users``.
+        """Builds ``users`` shared rows with ``width`` rows each, padded to ``padded_users``.
 
-        A side of the schema of which there is no column at all is empty; a single missing column is an error.
+        Where none of the user's columns is there, or none of the item's, they are empty; one missing column is an
+        error.
         """
         for side in (self._user_side, self._item_side):
             if not any(name in columns for name in side):
@@ -147,7 +148,7 @@ class BatchBuilder:
         return torch.stack([floats.get(f"task {name}", torch.zeros(size)) for name in self.schema.tasks], dim=1)
 
     def _dense(self, columns: Mapping[str, _Repeated], names: Sequence[str], size: int) -> Tensor:
-        """(size, Fd) columns side by side, zeros below their rows."""
+        """Returns (size, Fd) the columns side by side, zeros below their rows."""
         if not names:
             return torch.empty(size, 0)
         matrix = np.zeros((size, len(names)), np.float32)
@@ -187,7 +188,7 @@ class BatchBuilder:
 
 
 class _Repeated(NamedTuple):
-    """A column of which each row stands ``times`` times in a row."""
+    """A column whose rows stand ``times`` times each, one after the other."""
 
     column: Column
     times: int = 1
@@ -211,7 +212,7 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
 def _repeat_rows(
     lengths: Tensor, values: Tensor, weights: Tensor | None, times: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """FBGEMM copies row by row, which is several times faster than a gather through an index for every value."""
+    """Repeats rows by FBGEMM, which copies whole rows: several times faster than a gather by an index per value."""
     rows = torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(times))
     return torch.ops.fbgemm.permute_1D_sparse_data(rows, lengths, values, weights, len(values) * times)  # type: ignore[no-any-return]
 
@@ -227,7 +228,7 @@ def _numbers(name: str, column: Column) -> Array:
 
 
 def _float_tensor(values: Array, size: int) -> Tensor:
-    """(size,) float32, zeros after the values."""
+    """Returns (size,) float32, zeros after the values."""
     if len(values) == size:
         return _tensor(values.astype(np.float32, copy=False))
     padded = torch.zeros(size)
@@ -240,12 +241,12 @@ def _padded(tensor: Tensor, pad: int) -> Tensor:
 
 
 def _tensor(array: Array) -> Tensor:
-    """In memory that torch may own: what comes from Arrow is read-only, and torch takes no negative strides."""
+    """Copies an array that torch cannot own: Arrow's memory is read-only, and torch takes no negative strides."""
     return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
 
 
 def known_items(schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int64 | None = None) -> Int64:
-    """Returns ``ids`` whose items all have features; with ``out_of_range="oov"`` others become the feature's ``oov_id``.
+    """Returns ``ids``, all with features; with ``out_of_range="oov"`` others become the feature's ``oov_id``.
 
     Args:
         schema: decides what happens to an id without features.

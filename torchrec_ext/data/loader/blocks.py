@@ -3,7 +3,7 @@
 Ids and numbers are checked here, a column of a row group at a time, which costs a tenth of checking them in each batch
 and knows file and row group.
 
-Slices of blocks -> one TowerBatch: every value is copied once, into its place in the KeyedJaggedTensor.
+Assembler: slices of blocks -> one TowerBatch. Every value is copied once, into the KeyedJaggedTensor.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ NUMBERS: tuple[Kind, ...] = ("float", "int", "bool")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """What a block holds of each column.
+    """The columns of a block, and what their values may be.
 
     Args:
         features: the sparse columns by name; None for an id that no table reads (a user's, for the negatives).
-        floats: the dense columns, the labels and the weight.
+        floats: names of the dense columns, the labels and the weight.
         out_of_range: see :class:`BatchSchema`.
-        weights: the list columns with a weight for each id, by the feature whose ids they are.
-        bounds: least and greatest value of the labels and the weight.
+        weights: maps a feature to the list column with a weight for each of its ids.
+        bounds: least and greatest value of each column of labels and of the weight.
     """
 
     features: Mapping[str, SparseFeature | None]
@@ -58,7 +58,14 @@ class BlockLayout:
     def of(
         cls, schema: BatchSchema, ids: Sequence[str], floats: tuple[str | None, str | None], without: Sequence[str]
     ) -> BlockLayout:
-        """The layout for the schema's columns but ``without``, further ids, and ``floats``: the label and the weight."""
+        """Builds the layout of the schema's columns without ``without``, of further ids, and of label and weight.
+
+        Args:
+            schema: columns of the batches.
+            ids: further columns with one id per row.
+            floats: names of the label and of the weight, where there are such.
+            without: columns of the schema that the rows need not have.
+        """
         labels = [name for name in (floats[0], *schema.tasks) if name]
         bounds = dict.fromkeys(labels, schema.label_range) if schema.label_range else {}
         bounds |= {floats[1]: (0.0, math.inf)} if floats[1] else {}
@@ -79,27 +86,31 @@ class BlockLayout:
 
     @property
     def names(self) -> list[str]:
-        """Columns to read; one may be both an id and a label."""
+        """Names of the columns to read; a column may be both an id and a label."""
         return list(dict.fromkeys([*self.features, *self.floats, *self.weights.values()]))
 
     @property
     def ids(self) -> list[str]:
-        """What a block holds beside its floats: ids, and weights of ids."""
+        """Names of the columns of ids and of weights of ids, which a block holds beside its floats."""
         return [*self.features, *self.weights.values()]
 
     def require(self, source: Source) -> frozenset[str]:
-        """Refuses a source that lacks a column or has it with another kind; the sparse columns with several ids per row."""
+        """Refuses a source that lacks a column or has it with another kind.
+
+        Returns:
+            The sparse columns with several ids per row.
+        """
         source.require(dict.fromkeys(self.floats, NUMBERS))
         source.require(dict.fromkeys(self.weights, LISTS) | dict.fromkeys(self.weights.values(), WEIGHTS))
         kinds = source.require({name: IDS if feature else SCALAR for name, feature in self.features.items()})
         return frozenset(name for name, kind in kinds.items() if kind == "ints")
 
     def only(self, name: str) -> BlockLayout:
-        """The layout for one float column alone."""
+        """Returns the layout of one float column alone."""
         return BlockLayout(features={}, floats=(name,), out_of_range=self.out_of_range, bounds=self.bounds)
 
     def checked(self, group: RowGroup, chunk: Chunk) -> tuple[dict[str, Column], dict[str, Array]]:
-        """(ids as int64 by name, floats as float32 by name) of the rows of a group or of a part of one, every value valid."""
+        """Checks the rows of a group or of a part of one; returns ids (int64) by name and floats (float32) by name."""
         ids = {name: self._ids(group, name, chunk[name], feature) for name, feature in self.features.items()}
         ids |= {column: _weights(group, name, column, chunk) for name, column in self.weights.items()}
         return ids, {name: self._numbers(group, name, chunk[name].values) for name in self.floats}
@@ -159,7 +170,7 @@ def _finite(group: RowGroup, name: str, values: Array) -> Float32:
 
 
 def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
-    """The weights of the ids of feature ``name``, finite and as many."""
+    """Returns the weights of the ids of feature ``name``; raises a DataError where one is missing or not finite."""
     lengths, ids = chunk[column].lengths, chunk[name].lengths
     if not np.array_equal(lengths, ids):
         row = int((lengths != ids).argmax())
@@ -180,9 +191,9 @@ def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
 
 
 class Memory:
-    """The matrices of blocks, used again.
+    """Reuses the memory of blocks' matrices.
 
-    Fresh pages cost as much as the shuffle, and in malloc's heap, between many short-lived arrays, blocks leave holes
+    Fresh pages cost as much as the shuffle; and in malloc's heap, between many short-lived arrays, blocks leave holes,
     by which a process grew by some 400 MB.
     """
 
@@ -191,7 +202,7 @@ class Memory:
         self._lock = threading.Lock()  # the reading thread takes, the one that builds batches gives
 
     def take(self, columns: int, rows: int, dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
-        """A (columns, rows) matrix with any content, and what to :meth:`give` back for it."""
+        """Returns an uninitialised (columns, rows) matrix, and the buffer to :meth:`give` back for it."""
         size = columns * rows * dtype.itemsize
         with self._lock:
             place = next((at for at, buffer in enumerate(self._free) if size <= buffer.size <= 2 * size), None)
@@ -201,7 +212,7 @@ class Memory:
         return buffer[:size].view(dtype).reshape(columns, rows), buffer
 
     def give(self, rows: BlockRows) -> None:
-        """Takes a block's memory back; nobody may read the block any more."""
+        """Takes a block's memory back; the block must not be read any more."""
         with self._lock:
             self._free = [*self._free, *rows.buffers][-_SPARE:]
 
@@ -211,10 +222,10 @@ class BlockRows:
 
     Args:
         scalars: (F1, n) ids of the columns with one id per row; without a shuffle F1 views of Arrow's memory.
-        ragged: by name, the columns with several.
+        ragged: the columns with several ids per row, by name.
         floats: (Ff, n) float32; without a shuffle Ff views.
-        float_names: of ``floats``.
-        numbers: (n,) the place of each row in the whole source.
+        float_names: names of the columns in ``floats``.
+        numbers: (n,) the index of each row in the whole source.
     """
 
     def __init__(
@@ -247,10 +258,10 @@ class Assembler:
 
     Args:
         schema: the columns of the batch.
-        layout: what the blocks hold.
-        ragged: the sparse columns with several ids per row.
-        label: a float column; all labels are 1 where not given.
-        weight: a float column; all weights are 1 where not given.
+        layout: the columns of the blocks.
+        ragged: names of the sparse columns with several ids per row.
+        label: float column with the labels; all labels are 1 where not given.
+        weight: float column with the weights; all weights are 1 where not given.
     """
 
     def __init__(
@@ -263,10 +274,10 @@ class Assembler:
         self._label, self._weight = label, weight
 
     def batch(self, slices: Sequence[Slice], size: int, total_weight: float) -> TowerBatch:
-        """The rows of ``slices``, then rows of weight 0 with empty bags up to ``size`` = B.
+        """Builds a batch of the rows of ``slices``, padded to ``size`` rows with rows of weight 0 and empty bags.
 
         Args:
-            slices: in this order.
+            slices: rows, in the order of the batch.
             size: B.
             total_weight: see :class:`TowerBatch`.
         """
@@ -287,7 +298,7 @@ class Assembler:
         )
 
     def _identities(self, slices: Sequence[Slice], size: int, name: str | None) -> Tensor | None:
-        """(size,) the ids of a column with one for each row, and zeros."""
+        """Returns (size,) the ids of a column with one for each row, and zeros after them."""
         if name not in self._scalar:
             return None
         ids = torch.zeros(size, dtype=torch.int64)
@@ -296,14 +307,14 @@ class Assembler:
         return ids
 
     def chunk(self, slices: Sequence[Slice]) -> Chunk:
-        """All columns of the rows of ``slices``, for batches that add items to them."""
+        """Returns all columns of the rows of ``slices``, for batches that add items to them."""
         columns = {name: Column(_joined(slices, at)) for name, at in self._float.items()}
         columns |= {name: Column(_joined_ids(slices, at)) for name, at in self._scalar.items()}
         ragged = [name for name in self._layout.ids if name not in self._scalar]
         return Chunk(columns | {name: _joined_ragged(slices, name) for name in ragged})
 
     def weights(self, slices: Sequence[Slice]) -> float:
-        """Their sum."""
+        """Returns the sum of the weights of the rows of ``slices``."""
         if self._weight is None:
             return float(_count(slices))
         name = self._weight
@@ -321,7 +332,7 @@ class Assembler:
         return KeyedIds(values, lengths.view(-1), weights)
 
     def _weights(self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]) -> Array:
-        """(sum of lengths,) those of the ids of each bag; 1 where a feature has none."""
+        """Returns (sum of lengths,) the weight of each id of the keys' features; 1 where a feature has no weights."""
         parts = [np.zeros(0, np.float32)]
         for name, total in zip(keys.features, totals, strict=True):
             feature = self.schema.feature(name or "")
@@ -330,7 +341,7 @@ class Assembler:
         return np.concatenate(parts)
 
     def _total(self, slices: Sequence[Slice], name: str | None, count: int) -> int:
-        """Ids of a feature with ``count`` rows; None has none."""
+        """Counts the ids of a feature with ``count`` rows; without a name there are none."""
         if name is None or name in self._scalar:
             return count if name else 0
         return sum(_values(piece, name).size for piece in slices)
@@ -376,7 +387,7 @@ class Assembler:
 
 
 class _Run(NamedTuple):
-    """``names`` from place ``at`` on, which lie one after the other in a block's matrix too, from ``first`` on; else one name."""
+    """Names from index ``at`` on that a block's matrix holds in the same order, from ``first`` on; else one name."""
 
     at: int
     first: int | None
@@ -384,7 +395,7 @@ class _Run(NamedTuple):
 
 
 def _runs(names: Sequence[str | None], places: Mapping[str, int]) -> Iterator[_Run]:
-    """The longest runs."""
+    """Splits ``names`` into the longest runs that ``places`` numbers one after the other."""
     numbered = [
         (places[name] - at if name and name in places else -1 - at - len(places), at) for at, name in enumerate(names)
     ]
@@ -405,7 +416,7 @@ def _count(slices: Sequence[Slice]) -> int:
 
 
 def _copy(vectors: Vectors, first: int, piece: Slice, out: Array) -> None:
-    """Rows of the vectors from ``first`` on to ``out`` (vectors, rows)."""
+    """Copies the rows of ``piece`` in the vectors from ``first`` on to ``out`` (vectors, rows)."""
     if isinstance(vectors, np.ndarray):
         out[:] = vectors[first : first + len(out), piece.start : piece.stop]
     else:

@@ -24,9 +24,9 @@ from torchrec_ext.schema import BatchSchema, Jagged
 
 
 class StepRows(NamedTuple):
-    """A rank's rows of one step: ``chunk`` of B rows, their ``numbers`` (B,) in the whole set and their ``weights`` (B,) or None.
+    """A rank's rows of one step: ``chunk`` of B rows, and their ``numbers`` (B,) in the whole set.
 
-    ``total`` is the weight of the global batch.
+    ``weights`` (B,) holds the rows' weights, or is None; ``total`` is the weight of the global batch.
     """
 
     chunk: Chunk
@@ -36,27 +36,27 @@ class StepRows(NamedTuple):
 
 
 class Pairing(Protocol):
-    """What a stream of rows asks for its batches."""
+    """Makes a batch of a rank's rows of one step."""
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Columns that the rows must have beside the schema's."""
+        """Names of the columns that the rows must have beside the schema's."""
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """The batch of ``rows``, padded to the same size on every rank."""
+        """Builds the batch of ``rows``, padded to the same size on every rank."""
 
 
 def identified(
     batch: TowerBatch, schema: BatchSchema, rows: StepRows, width: int = 1, candidates: Int64 | None = None
 ) -> TowerBatch:
-    """``batch`` with the user and the item of each row, where ``schema`` names their columns.
+    """Returns ``batch`` with the user and the item of each row, where ``schema`` names their columns.
 
     Args:
-        batch: of ``rows``, ``width`` of the batch for each, and padding.
-        schema: its columns.
-        rows: of a step.
-        width: rows of the batch for each of ``rows``.
-        candidates: item ids in the order of the batch; those of ``rows`` where not given.
+        batch: ``width`` rows for each of ``rows``, then padding.
+        schema: the columns of the batch.
+        rows: rows of one step.
+        width: number of rows in the batch for each of ``rows``.
+        candidates: item ids in the order of the batch; the items of ``rows`` where not given.
     """
     found: dict[str, Int64] = {
         name: rows.chunk[name].values.repeat(width) for name in schema.identities if name in rows.chunk
@@ -71,7 +71,7 @@ def identified(
 
 
 def _padded_ids(schema: BatchSchema, name: str, ids: Int64, size: int) -> Tensor:
-    """(size,) int64, zeros after the ids; one outside of its table, where that is allowed, is the out-of-vocabulary one."""
+    """Returns (size,) int64, zeros after the ids; an id outside its table, where allowed, becomes the ``oov_id``."""
     padded = np.zeros(size, np.int64)
     padded[: len(ids)] = ids
     feature = schema.feature(name)
@@ -87,8 +87,8 @@ class OwnCandidates:
         schema: the columns of the batch.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
-        negatives: draws them; None for N = 0.
-        share: of this rank.
+        negatives: sampler of the negatives; None for N = 0.
+        share: this rank's share of each global batch.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class OwnCandidates:
         return identified(batch, self._schema, rows, width, candidates)
 
     def _targets(self, rows: StepRows, width: int) -> Array | None:
-        """(B, 1 + N, tasks) the labels of further tasks, 0 for negatives."""
+        """Returns (B, 1 + N, tasks) the labels of further tasks, 0 for negatives."""
         if not self._tasks:
             return None
         targets = np.zeros((len(rows.numbers), width, len(self._tasks)), dtype=np.float32)
@@ -128,7 +128,7 @@ class OwnCandidates:
         return targets
 
     def _candidates(self, rows: StepRows, epoch: int) -> tuple[Int64 | None, Array | None]:
-        """(B, 1 + N) item ids and their log q, the positive first; (None, None) without negatives."""
+        """Returns (B, 1 + N) item ids and their log q, the positive first; (None, None) without negatives."""
         if self._negatives is None or not self._config.negatives:
             return None, None
         users, positives = rows.chunk["user_id"].values, rows.chunk["item_id"].values
@@ -158,8 +158,8 @@ class SharedCandidates:
         schema: the columns of the batch.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
-        candidates: draws them.
-        share: of this rank.
+        candidates: sampler of the extra candidates.
+        share: this rank's share of each global batch.
     """
 
     ids = ("item_id",)
@@ -226,7 +226,7 @@ def _vector(sections: Sections) -> Tensor:
 
 
 def _spread(values: Array, size: int, places: Int64 | None = None) -> Tensor:
-    """(size,) float32: the values at ``places``, from the first on where not given, zeros elsewhere."""
+    """Returns (size,) float32: the values at the indices ``places``, from 0 on where not given, and zeros elsewhere."""
     vector = torch.zeros(size)
     vector.numpy()[np.arange(len(values)) if places is None else places] = values
     return vector

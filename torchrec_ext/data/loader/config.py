@@ -1,4 +1,4 @@
-"""LoaderConfig: how rows become batches."""
+"""LoaderConfig: settings that say how rows become batches."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ _LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """How rows become batches.
+    """Settings that say how rows become batches.
 
     Args:
         batch_size: positives per step *over all ranks*, so that a result does not depend on the number of ranks. A
-            rank's batch has ceil(batch_size / R) x (1 + negatives) rows, or what an epoch has where that is fewer.
+            rank's batch has ceil(batch_size / R) x (1 + negatives) rows; fewer where a whole epoch has fewer.
         negatives: drawn per positive; 0 for rows with labels of their own, or for losses that take negatives from the
             batch.
         sampling: how negatives are drawn: ``uniform``, ``popularity``, ``hard`` (:class:`HardNegatives`), or ``mixed``:
             positives with candidates that all queries of a step share (:class:`MixedNegatives`), for a softmax over the
             batch.
         popularity_exponent: see :class:`PopularityNegatives`.
-        hard_k: of ``hard``, see :class:`HardNegatives`.
-        hard_share: of ``hard``, likewise.
-        shared_negatives: of ``mixed``, with ``negatives=0``: candidates drawn for each step over all ranks, beside its
-            positives.
-        frequency: of ``mixed``: how likely a batch holds an item is ``counted`` in the training rows, or ``estimated``
-            while they go by (:class:`StreamingFrequency`).
-        shuffle: a new order each epoch; else the order of the rows.
-        drop_last: leave out the last step if it is not full. Else its missing rows are rows of weight 0.
-        prefetch: batches built ahead by a thread; 0 builds them in the caller's.
-        pin_memory: page-locked batches; where there is a CUDA device if not given.
-        seed: of the order and the negatives.
+        hard_k: number of a user's best items among which ``hard`` draws, see :class:`HardNegatives`.
+        hard_share: share of draws of ``hard`` that are hard, the others being uniform; see :class:`HardNegatives`.
+        shared_negatives: candidates that ``mixed`` draws for each step over all ranks, beside its positives; needs
+            ``negatives=0``.
+        frequency: how ``mixed`` knows how likely a batch holds an item: ``counted`` in the training rows, or
+            ``estimated`` while they go by (:class:`StreamingFrequency`).
+        shuffle: draw a new order each epoch; False keeps the order of the rows.
+        drop_last: leave out the last step if it is not full; else rows of weight 0 fill it.
+        prefetch: number of batches built ahead by a thread; 0 builds them in the caller's thread.
+        pin_memory: put batches into page-locked memory; where not given, if there is a CUDA device.
+        seed: seed of the order and of the negatives.
         label: the column with the labels, for ``negatives=0``; all labels are 1 where not given.
         weight: the column with a weight for each row; all weights are 1 where not given.
-        lanes: files only. A batch is mixed from so many places of the data, and each rank reads only its share of them
-            if this is a multiple of the number of ranks; see :class:`StreamPlan`. The order depends on it. On a click
-            log of 40 columns (benchmarks/loader.py) 4 and 8 were equally fast, and a process took 730 MB at its peak
-            with 4 and 880 MB with 8, of which 410 MB are torch and TorchRec; with 4 and row groups of a million rows,
-            each lane holding 65 MB of one, 960 MB.
-        buffer_rows: files only. Rows held for shuffling, over all lanes and ranks. A row group that is larger than a
+        lanes: number of places in the files from which a batch is mixed; where it is a multiple of the number of ranks
+            each rank reads only its share of the data, see :class:`StreamPlan`. The order of the rows depends on it. On
+            a click log of 40 columns (benchmarks/loader.py) 4 and 8 were equally fast, and a process took 730 MB at its
+            peak with 4 and 880 MB with 8, of which 410 MB are torch and TorchRec; with 4 and row groups of a million
+            rows, each lane holding 65 MB of one, 960 MB.
+        buffer_rows: rows of files held for shuffling, over all lanes and ranks. A row group that is larger than a
             lane's share is read in parts, in its order. The order of the rows depends on it.
         device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, gather and draw there; see
             :class:`ChunkLoader`. A captured step then makes its batches itself.
-        read_ahead: files only. Parts of the buffer (``buffer_rows / lanes`` rows) read and shuffled ahead by a thread;
-            0 reads in the thread that builds the batches.
+        read_ahead: parts of the buffer (``buffer_rows / lanes`` rows of files) read and shuffled ahead by a thread; 0
+            reads in the thread that builds the batches.
     """
 
     batch_size: int = 1024

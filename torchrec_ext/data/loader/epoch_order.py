@@ -1,12 +1,12 @@
-"""StreamPlan: which rows of which row groups make which step, computed by every rank alone from the groups' row counts.
+"""StreamPlan: which rows of which row groups make which step; every rank computes it from the groups' row counts.
 
 A stream that is shuffled as a whole would make every rank decode everything. Here an epoch is S *lanes*, and a global
 batch of B rows has S blocks of b = B / S slots, one for each lane::
 
-    row groups in the order of the epoch   | 7  . . . | 2  . . | 5 . . . . . | 0 . .   (cut where a lane ends, also inside a group)
-    lanes                                  | lane 0       | lane 1         | lane 2 ...
-    global batch                           [ b of lane 0 | b of lane 1 | ... ]
-    rank r of R takes the slots            r B / R  to  (r + 1) B / R
+    row groups, in the epoch's order   | 7  . . . | 2  . . | 5 . . . . . | 0 . .   (a lane may end inside a group)
+    lanes                              | lane 0       | lane 1         | lane 2 ...
+    global batch                       [ b of lane 0 | b of lane 1 | ... ]
+    rank r of R takes the slots        r B / R  to  (r + 1) B / R
 
 A lane is read block by block: row groups of at least ``part_rows`` rows together, shuffled as one. So a batch is mixed
 from S places, and a rank reads only the lanes that its slots touch: 1 / R of the data where R divides S. Nothing but
@@ -41,7 +41,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Rows that are read and shuffled together: the places ``start`` to ``stop`` of a lane."""
+    """Rows that are read and shuffled together: rows ``start`` to ``stop`` of a lane."""
 
     lane: int
     number: int
@@ -61,16 +61,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPlan:
-    """The rows of every step.
+    """Assigns the rows of an epoch to its steps, alike on any number of ranks.
 
     Args:
-        group_rows: rows of each row group, all more than 0.
-        batch_size: B.
-        lanes: S is the greatest divisor of B up to this and up to the number of row groups; 1 without shuffle.
-        buffer_rows: of all lanes together.
-        shuffle: else the rows come in the order of the files.
+        group_rows: number of rows of each row group, all above 0.
+        batch_size: B, over all ranks.
+        lanes: upper bound of S, the greatest divisor of B up to this and up to the number of row groups; S is 1 without
+            shuffle.
+        buffer_rows: rows held for shuffling, over all lanes.
+        shuffle: shuffle the rows; False keeps the order of the files.
         drop_last: leave out the last step if it is not full.
-        seed: of the order.
+        seed: seed of the order.
     """
 
     group_rows: tuple[int, ...]
@@ -83,18 +84,18 @@ class StreamPlan:
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows of all groups."""
+        """Number of rows of all groups."""
         return sum(self.group_rows)
 
     @cached_property
     def steps(self) -> int:
-        """Of an epoch, on every rank."""
+        """Number of steps in an epoch, the same on every rank."""
         whole, rest = divmod(self.num_rows, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     @cached_property
     def num_lanes(self) -> int:
-        """S."""
+        """S, the number of lanes."""
         if not self.shuffle:
             return 1
         most = min(self.lanes, len(self.group_rows), self.buffer_rows)
@@ -102,30 +103,30 @@ class StreamPlan:
 
     @property
     def part_rows(self) -> int:
-        """The most rows that are read at once."""
+        """The greatest number of rows that are read at once."""
         return -(-self.buffer_rows // (self.num_lanes if self.shuffle else self.lanes))
 
     @property
     def width(self) -> int:
-        """Slots of a lane in a batch, b."""
+        """b, the number of slots that a lane has in a batch."""
         return self.batch_size // self.num_lanes
 
     @cached_property
     def lane_ends(self) -> list[int]:
-        """S + 1 places in the sequence of all rows; lanes differ by one row at most."""
+        """The S + 1 indices in the sequence of all rows at which lanes end; lanes differ by one row at most."""
         whole, rest = divmod(self.num_rows, self.batch_size)
         rest = 0 if self.drop_last else rest
         tails = [rest * (lane + 1) // self.num_lanes - rest * lane // self.num_lanes for lane in range(self.num_lanes)]
         return [0, *accumulate(whole * self.width + tail for tail in tails)]
 
     def permutation(self, epoch: int, block: Block) -> Int64 | None:
-        """The order of a block's rows; None if it is theirs."""
+        """Returns the order of a block's rows; None where they keep theirs."""
         if not self.shuffle:
             return None
         return self._random(epoch, 1 + block.lane, block.number).permutation(block.stop - block.start)
 
     def blocks(self, epoch: int) -> list[list[Block]]:
-        """The blocks of each lane."""
+        """Returns the blocks of each lane in an epoch."""
         count = len(self.group_rows)
         order = self._random(epoch, 0, 0).permutation(count) if self.shuffle else np.arange(count)
         starts = np.concatenate([[0], np.cumsum(np.array(self.group_rows)[order])])
@@ -138,14 +139,14 @@ class StreamPlan:
     def pieces(
         self, lanes: Sequence[Sequence[Block]], step: int, rank: int, world_size: int, *, everyone: bool = False
     ) -> Iterator[Piece]:
-        """The rows of one step: this rank's, or with ``everyone`` those of all ranks, in the order of the slots.
+        """Yields the rows of one step in the order of the slots: this rank's, or those of all ranks.
 
         Args:
             lanes: the epoch's :meth:`blocks`.
-            step: of the epoch.
+            step: number of the step in the epoch, from 0.
             rank: r.
             world_size: R.
-            everyone: see above.
+            everyone: yield the rows of all ranks.
         """
         low, high = self.slots(rank, world_size)
         for lane, blocks in enumerate(lanes):
@@ -158,7 +159,7 @@ class StreamPlan:
                     yield from _cut(blocks, start + shift, stop + shift, mine)
 
     def slots(self, rank: int, world_size: int) -> tuple[int, int]:
-        """A rank's part of each batch."""
+        """Returns the first slot of a rank in each batch, and the slot after its last."""
         return rank * self.batch_size // world_size, (rank + 1) * self.batch_size // world_size
 
     def _random(self, *key: int) -> np.random.Generator:
@@ -166,7 +167,7 @@ class StreamPlan:
 
 
 def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: int, most: int) -> list[Block]:
-    """Blocks of at least ``least`` rows from segments that end at every ``most`` rows of a row group."""
+    """Builds blocks of at least ``least`` rows from segments that end at every ``most`` rows of a row group."""
     blocks: list[Block] = []
     segments: list[Segment] = []
     start = place = begin

@@ -1,8 +1,8 @@
 """Epochs: where a loader stands in its stream of batches, and how it gets back there.
 
-Share: which rows of each global batch are a rank's own.
+Share: which rows of each global batch a rank has.
 
-prefetched(): the next batches are built by a thread while the caller uses this one.
+prefetched(): a thread builds the next batches while the caller uses this one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrec_ext.schema import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Rank r of R: a contiguous part of each global batch, of which the sizes differ by one row at most.
+    """The contiguous part of each global batch that rank r of R has; sizes differ by one row at most.
 
     Args:
         rank: r.
@@ -42,11 +42,11 @@ class Share:
             )
 
     def part(self, count: int) -> slice:
-        """Its places in a global batch of ``count`` rows."""
+        """Returns the rank's rows in a global batch of ``count`` rows."""
         return slice(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
 
     def rows(self, batch_size: int) -> int:
-        """Rows of its batch, padding included: the same on every rank."""
+        """Returns the number of rows of the rank's batch, padding included: the same on every rank."""
         return -(-batch_size // self.world_size)
 
 
@@ -55,14 +55,14 @@ _END = object()
 
 
 def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
-    """What ``source`` yields, in the same order, up to ``depth`` elements ahead of the caller.
+    """Yields the elements of ``source`` in order; a thread makes up to ``depth`` of them ahead of the caller.
 
-    An exception in the thread is raised in the caller, in its place in the order and without waiting for a timeout. The
-    thread ends when the iterator is exhausted, closed or garbage-collected.
+    An exception in the thread is raised in the caller once the elements before it are consumed, without waiting for a
+    timeout. The thread ends when the iterator is exhausted, closed or garbage-collected.
 
     Args:
-        source: is advanced in the thread only.
-        depth: elements kept ready; 0 means no thread.
+        source: iterator, advanced in the thread only.
+        depth: number of elements kept ready; 0 means no thread.
     """
     if not depth:
         yield from source
@@ -102,9 +102,9 @@ class Epochs(ABC):
     """A loader whose batches are functions of the epoch and the step: resumable at any step.
 
     Args:
-        config: ``batch_size``, ``drop_last``, ``prefetch`` and ``pin_memory``.
-        count: how many of ``what`` an epoch has, over all ranks.
-        what: its unit, for messages.
+        config: settings, of which ``batch_size``, ``drop_last``, ``prefetch`` and ``pin_memory`` are read here.
+        count: number of rows or sequences in an epoch, over all ranks.
+        what: unit of ``count``, for messages.
 
     Raises:
         DataError: an epoch would have no step.
@@ -124,19 +124,19 @@ class Epochs(ABC):
 
     @property
     def num_samples(self) -> int:
-        """Rows or sequences of an epoch, over all ranks."""
+        """Number of rows or sequences in an epoch, over all ranks."""
         return self._count
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
-        """The batches of an epoch from step ``start`` on."""
+        """Yields the batches of an epoch from step ``start`` on."""
 
     @abstractmethod
     def _stream(self) -> dict[str, Any]:
-        """What the stream of samples depends on beside the epoch."""
+        """Returns the settings and sizes on which the stream of samples depends beside the epoch."""
 
     def __len__(self) -> int:
-        """Steps in an epoch, the same on every rank."""
+        """Number of steps in an epoch, the same on every rank."""
         whole, rest = divmod(self._count, self.config.batch_size)
         return whole + (rest > 0 and not self.config.drop_last)
 
@@ -145,7 +145,7 @@ class Epochs(ABC):
         self._epoch, self._step, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[TowerBatch]:
-        """The epoch's batches; after :meth:`load_state_dict`, those that remain (once)."""
+        """Yields the epoch's batches; once after :meth:`load_state_dict`, those that remain."""
         start, self._start = self._start, 0
         self._step = start
         made = self._batches(self._epoch, start)
@@ -155,11 +155,12 @@ class Epochs(ABC):
             yield batch
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands: numbers, texts and tensors.
+        """Returns the position in the stream, as numbers, texts and tensors.
 
         Args:
-            step: steps of this epoch that the caller has finished. A pipeline that fetches ahead must say it; where not
-                given, it is the number of batches handed out (what the prefetch thread has built does not count).
+            step: number of steps of this epoch that the caller has finished. A pipeline that fetches ahead must give
+                it; where not given, it is the number of batches handed out (those that the prefetch thread has built
+                do not count).
         """
         return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
 
@@ -167,7 +168,7 @@ class Epochs(ABC):
         """Continues where ``state`` was taken, on any number of ranks.
 
         Raises:
-            ValueError: the state is of another stream, so the remaining samples would not be those that are missing.
+            ValueError: the state is that of another stream, so the remaining samples would not be those that are left.
         """
         mine = self._stream()
         different = {

@@ -2,7 +2,7 @@
 
 Stream: the rows of each step of an epoch, from blocks that a thread reads ahead.
 
-Segments of row groups -> blocks of rows in memory, checked and shuffled column by column.
+load_block(): segments of row groups -> a block of rows in memory, checked and shuffled column by column.
 
 A block has the size of the cache: taking 65,536 int64 of one column in random order stays in the second level, where
 taking whole rows from a buffer of several row groups would go to main memory for each.
@@ -30,12 +30,12 @@ from torchrec_ext.schema import BatchSchema
 
 
 class LaneReader:
-    """Reads the segments of a lane one after the other; in a row group of several parts it goes on where it stands.
+    """Reads the segments of a lane one after the other; a row group of several parts is read on from where it stands.
 
     Args:
-        source: of the row groups.
-        layout: what to read.
-        part_rows: the most rows to read at once.
+        source: files with the row groups.
+        layout: columns to read.
+        part_rows: greatest number of rows to read at once.
     """
 
     def __init__(self, source: Source, layout: BlockLayout, part_rows: int) -> None:
@@ -45,7 +45,7 @@ class LaneReader:
         self._next: tuple[int, int] | None = None  # row group and row that the next part begins with
 
     def read(self, segment: Segment) -> tuple[dict[str, Column], dict[str, Float32]]:
-        """The ids and the floats of a segment, see :meth:`BlockLayout.checked`."""
+        """Reads the ids and the floats of a segment, see :meth:`BlockLayout.checked`."""
         group, first = self._source.groups[segment.group], 0
         if group.rows <= self._part_rows:
             chunk = self._source.read(group, self.layout.names)
@@ -72,11 +72,11 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
     """Reads, checks and shuffles a block.
 
     Args:
-        lane: reads its segments.
-        block: which rows.
-        order: of the block's rows; None keeps theirs.
+        lane: reader of the block's segments.
+        block: rows to load.
+        order: order of the block's rows; None keeps theirs.
         firsts: number of each row group's first row in the whole source.
-        memory: for what is shuffled.
+        memory: provider of the matrices that shuffled columns are written to.
     """
     parts = [lane.read(segment) for segment in block.segments]
     numbers = np.concatenate([np.arange(start, stop) + firsts[group] for group, start, stop in block.segments])
@@ -129,7 +129,7 @@ def _reordered(column: Column, order: Int64 | None) -> Column:
 
 
 class BatchRows(NamedTuple):
-    """``mine``: this rank's rows. ``everyone``: those of all ranks, with their weights alone where they are not read here."""
+    """The rows of one step: ``mine`` of this rank, ``everyone`` of all ranks, where others' may hold weights alone."""
 
     mine: list[Slice]
     everyone: list[Slice]
@@ -137,15 +137,15 @@ class BatchRows(NamedTuple):
 
 
 class Stream:
-    """What one rank reads of a plan.
+    """Reads the rows that one rank needs of each step.
 
     Args:
-        source: of the row groups.
-        layout: the columns.
+        source: files with the row groups.
+        layout: columns to read.
         plan: the rows of each step.
         weight: the column of weights; a rank reads it for all rows, since every rank divides by the weight of the
             global batch.
-        read_ahead: blocks read ahead.
+        read_ahead: number of blocks read ahead.
         rank: r.
         world_size: R.
     """
@@ -168,14 +168,14 @@ class Stream:
         self._firsts = np.cumsum(counts) - counts
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the order depends on beside the loader's settings."""
+        """Returns the sizes of the source on which the order depends beside the loader's settings."""
         plan = self.plan
         counts = hashlib.sha256(np.array(plan.group_rows, dtype="<i8").tobytes()).hexdigest()[:16]
         buffered = {"lanes": plan.num_lanes, "buffer_rows": plan.buffer_rows} if plan.shuffle else {}
         return {"rows": plan.num_rows, "row_groups": counts} | buffered
 
     def steps(self, epoch: int, start: int) -> Iterator[BatchRows]:
-        """The steps of an epoch from ``start`` on."""
+        """Yields the rows of each step of an epoch, from step ``start`` on."""
         lanes = self.plan.blocks(epoch)
         memory = Memory()
         blocks = prefetched(self._load(epoch, start, memory), self._read_ahead)
@@ -196,7 +196,7 @@ class Stream:
         return list(self.plan.pieces(lanes, step, self._rank, self._world_size, everyone=self._weight is not None))
 
     def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[BlockRows]:
-        """The blocks in the order in which the steps first need them, each once."""
+        """Yields the blocks in the order in which the steps first need them, each once."""
         lanes = self.plan.blocks(epoch)
         last: dict[int, int] = {}
         readers = {lane: self._reader(lane) for lane in range(len(lanes))}
@@ -219,15 +219,15 @@ class Stream:
 
 
 class StreamedRows:
-    """See :class:`Batches`.
+    """Builds batches from a source of any size, read while the epoch runs; see :class:`Batches`.
 
     Args:
-        source: of all rows.
+        source: files with all rows.
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i, which the source then need not have.
-        pairing: makes the batches; None where rows come as they are, which are copied straight into their batch.
-        share: of this rank.
+        pairing: maker of the batches; None where rows come as they are, which are copied straight into their batch.
+        share: this rank's share of each global batch.
     """
 
     ahead = True

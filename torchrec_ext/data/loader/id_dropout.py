@@ -22,7 +22,7 @@ from torchrec_ext.schema.features import SparseFeature
 
 
 class IdDropout:
-    """A loader whose batches lack some ids: whole bags of the named features become the feature's out-of-vocabulary row.
+    """A loader whose batches lack some ids: whole bags of some features become the feature's out-of-vocabulary row.
 
     With the id gone, the other features must carry the score, and the out-of-vocabulary row is trained beside them: an
     item never seen, looked up by that row, gets a vector from its features (DropoutNet, Volkovs et al. 2017). It has to
@@ -35,10 +35,10 @@ class IdDropout:
     the other queries with its own log q, and only its vector is that of the out-of-vocabulary row.
 
     Args:
-        loader: of the training batches.
-        schema: theirs; its ``oov_id`` of each feature is the row that stands for dropped ids.
-        rates: by feature, the share of bags that are dropped, 0 to below 1.
-        seed: of the choice.
+        loader: loader of the training batches.
+        schema: schema of the batches; a feature's ``oov_id`` is the row that stands for dropped ids.
+        rates: share of bags that are dropped, by feature, at least 0 and below 1.
+        seed: seed of the choice.
 
     Raises:
         ValueError: a feature that the schema does not have, a rate outside 0 to 1, or a SessionLoader.
@@ -83,7 +83,7 @@ class IdDropout:
         self._loader.set_epoch(epoch)
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """That of the loader."""
+        """Returns the state of the wrapped loader."""
         return self._loader.state_dict(step=step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class IdDropout:
 
 
 def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float], key: int) -> TowerBatch:
-    """``batch`` with whole bags of the features in ``rates`` replaced, by a choice that ``key`` and each row's ids decide."""
+    """Replaces whole bags of the features in ``rates``; ``key`` and each row's ids decide which."""
     if not rates:
         return batch
     parts = _parts(batch, schema)
@@ -118,11 +118,11 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
 
 
 def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
-    """``rows`` in which the ids of ``feature`` that ``train`` does not hold are its out-of-vocabulary row.
+    """Returns ``rows`` in which the ids of ``feature`` that ``train`` does not hold are its out-of-vocabulary row.
 
     For evaluation and serving: the row of an id that was never trained holds its first random values, or was only ever
     pushed down, as a negative. The out-of-vocabulary row is trained where ids of the feature are dropped; else it holds
-    its first values too, but the same for all such ids, which so are ranked by their other features.
+    its first values too, but the same for all such ids, which are then ranked by their other features.
     """
     seen = np.zeros(feature.num_embeddings, dtype=bool)
     trained = train[feature.name].values
@@ -135,7 +135,7 @@ def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
 
 
 class _Piece(NamedTuple):
-    """The bags of one feature in a KeyedJaggedTensor: those from ``start`` to ``stop``, of shared rows or of the batch's."""
+    """Bags ``start`` to ``stop`` of a KeyedJaggedTensor: those of one feature, of shared rows or of the batch's rows."""
 
     feature: str
     shared: bool
@@ -144,7 +144,7 @@ class _Piece(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A KeyedJaggedTensor of the batch, its pieces, and the bag in which each value stands."""
+    """A KeyedJaggedTensor of the batch, its pieces, and the bag in which each id stands."""
 
     ids: KeyedJaggedTensor
     pieces: list[_Piece]
@@ -152,7 +152,7 @@ class _Part(NamedTuple):
 
 
 def _parts(batch: TowerBatch, schema: BatchSchema) -> dict[str, _Part]:
-    """By name: ``sparse``, and ``shared``, ``joint`` and ``weighted`` where there are such."""
+    """Returns the KeyedJaggedTensors of a batch by name: ``sparse``, ``shared``, ``joint`` and ``weighted``."""
     rows, keys = len(batch), batch.sparse.keys()
     found = {"sparse": _part(batch.sparse, [[(name, False, rows)] for name in keys])}
     queries = 0
@@ -167,7 +167,10 @@ def _parts(batch: TowerBatch, schema: BatchSchema) -> dict[str, _Part]:
 
 
 def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]) -> _Part:
-    """``keys``: for each key, the features whose bags follow one another in it, on which side each is and how many it has."""
+    """Splits a KeyedJaggedTensor into pieces.
+
+    ``keys`` names, for each key, the features whose bags follow one another: name, whether it is shared, and its bags.
+    """
     pieces, start = [], 0
     for feature, shared, bags in (half for key in keys for half in key):
         if feature is not None:
@@ -179,9 +182,9 @@ def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]
 
 
 def _row_numbers(batch: TowerBatch, parts: Mapping[str, _Part]) -> dict[bool, Tensor]:
-    """Numbers that the ids of a row decide: False (B,) of the batch's rows, True (Q,) of the shared ones.
+    """Returns numbers that the ids of a row decide: False -> (B,) of the batch's rows, True -> (Q,) of shared rows.
 
-    Each takes in the ids of the other side, so that a user is not dropped for a whole epoch or not at all.
+    Each depends on the ids of the other too, so that a user is not dropped for a whole epoch or not at all.
     """
     device = batch.labels.device
     queries = batch.shared.sparse.stride() if batch.shared is not None else 0
@@ -221,5 +224,5 @@ def _replaced(part: _Part, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJa
 
 @lru_cache
 def _salt(name: str) -> int:
-    """An odd number of a feature's own, within int64."""
+    """Returns an odd number within int64 that is particular to the feature."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little") | 1

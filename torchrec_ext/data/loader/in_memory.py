@@ -17,22 +17,22 @@ from torchrec_ext.schema import BatchSchema, DataError
 
 
 def order_of(config: LoaderConfig, num_rows: int, epoch: int) -> Int64:
-    """(num_rows,) the numbers of the rows of a set in memory, in the order of ``epoch``."""
+    """Returns (num_rows,) the numbers of the rows of a set in memory, in the order of ``epoch``."""
     if not config.shuffle:
         return np.arange(num_rows)
     return np.random.Generator(np.random.PCG64([config.seed, epoch])).permutation(num_rows)
 
 
 class MemoryRows:
-    """See :class:`Batches`.
+    """Builds batches from rows in memory, shuffled as a whole; see :class:`Batches`.
 
     Args:
         chunk: all rows, the same on every rank.
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
-        pairing: makes the batches.
-        share: of this rank.
-        observer: is shown the items of every global batch, where it estimates how frequent they are.
+        pairing: maker of the batches.
+        share: this rank's share of each global batch.
+        observer: sampler that is shown the items of every global batch, where it estimates how frequent they are.
     """
 
     ahead = True

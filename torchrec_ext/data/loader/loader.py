@@ -1,8 +1,8 @@
-"""ChunkLoader: rows in memory, in files or on a device -> TowerBatches, the same samples on any number of ranks, resumable.
+"""ChunkLoader: rows in memory, in files or on a device -> TowerBatches, resumable, the same on any number of ranks.
 
-Batches: rows in memory, from a source or on a device, as one protocol, and which of them a loader's arguments ask for.
+Batches: the protocol of these three kinds of rows; on_host() and batches_on_device() choose one.
 
-The sampler that a LoaderConfig asks for, and whether a sampler fits a config.
+training_negatives(): the sampler that a LoaderConfig asks for; check_sampler(): whether a sampler fits a config.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Stateful(Protocol):
     """A sampler whose draws depend on more than seed, epoch and row."""
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
-        """What the draws of ``epoch`` depend on."""
+        """Returns the state on which the draws of ``epoch`` depend."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Draws as when ``state`` was taken."""
+        """Restores ``state``, so that draws are those that followed it."""
 
 
 @runtime_checkable
@@ -54,15 +54,15 @@ class Refreshable(Protocol):
 
 
 def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pairs | None = None) -> Sampler | None:
-    """The sampler that ``config`` asks for, which avoids the training pairs; None for ``negatives=0`` unless it is ``mixed``.
+    """Builds the sampler that ``config`` asks for; None where nothing is drawn (``negatives=0``, and not ``mixed``).
 
     Held-out pairs may be drawn in training: to avoid them would tell the model which they are. Candidates of ``mixed``
-    avoid nothing: ``is_known`` of :func:`in_batch_negatives` excludes a user's own.
+    avoid nothing: ``is_known`` of :func:`in_batch_negatives` excludes the items that a user has taken.
 
     Args:
-        data: the set.
-        config: the loader's.
-        avoid: the pairs to reject, the training pairs where not given.
+        data: the training set.
+        config: settings of the loader.
+        avoid: pairs that are never drawn; the training pairs where not given.
     """
     kind = NEGATIVES[config.sampling]
     if not kind.shared and not config.negatives:
@@ -74,10 +74,10 @@ def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pa
 
 
 def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) -> None:
-    """Refuses a sampler that is not the one ``config`` speaks of.
+    """Refuses a sampler that does not fit ``config``.
 
     Raises:
-        ValueError: there is none where one is needed, or one of the other kind.
+        ValueError: a sampler is missing, or is of another kind or has other settings than ``config`` says.
     """
     shared = NEGATIVES[config.sampling].shared
     asked = f"loader.shared_negatives={config.shared_negatives}" if shared else f"loader.negatives={config.negatives}"
@@ -104,20 +104,19 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
 
 
 class Batches(Protocol):
-    """Where a rank's batches come from: :class:`MemoryRows`, :class:`StreamedRows` or :class:`ResidentRows`.
+    """The source of a rank's batches: :class:`MemoryRows`, :class:`StreamedRows` or :class:`ResidentRows`.
 
-    ``num_rows`` are those of all ranks; ``ahead`` says whether a thread may build batches and whether they are then
-    pinned.
+    ``num_rows`` counts the rows of all ranks; ``ahead`` says whether a thread may build batches, which are then pinned.
     """
 
     num_rows: int
     ahead: bool
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the order depends on beside the loader's settings."""
+        """Returns the facts about the rows on which their order depends beside the loader's settings."""
 
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
-        """Those of an epoch from step ``start`` on, as many on every rank."""
+        """Yields the batches of an epoch from step ``start`` on, equally many on every rank."""
 
 
 def on_host(
@@ -128,7 +127,7 @@ def on_host(
     sampler: Sampler | None,
     share: Share,
 ) -> Batches:
-    """The batches of rows in memory or of a source.
+    """Chooses how batches are built of rows in memory or of a source.
 
     Raises:
         ValueError: a frequency estimate with a source.
@@ -160,10 +159,10 @@ def batches_on_device(
     share: Share,
     device: torch.device,
 ) -> Batches:
-    """The batches of rows that are held on ``device``.
+    """Puts the rows on ``device``, where their batches are built.
 
     Raises:
-        ValueError: what only the host can do.
+        ValueError: the settings ask for what only the host can do.
     """
     where = f"device={device} with loader."
     if isinstance(sampler, MixedCandidates):
@@ -193,13 +192,13 @@ _STREAM = (  # settings that change which samples a step has
 
 
 class ChunkLoader(Epochs):
-    """An epoch of TowerBatches from rows in memory, or from files of any size.
+    """Yields an epoch of TowerBatches from rows in memory, or from files of any size.
 
     The order and the negatives are functions of (seed, epoch). Each global step takes the next ``batch_size`` rows;
     rank r of R takes a contiguous part of them. All ranks take the same number of steps with batches of the same shape:
-    what is missing are rows of weight 0 with empty bags, so every sample counts exactly once. With N negatives, a
-    positive (label 1) is followed by its own N (label 0); candidates that all queries share come after the positives,
-    see :class:`SharedCandidates`.
+    missing rows are filled up by rows of weight 0 with empty bags, so every sample counts exactly once. With N
+    negatives, a positive (label 1) is followed by its own N (label 0); candidates that all queries share come after the
+    positives, see :class:`SharedCandidates`.
 
     Rows in memory are shuffled as a whole. Files are read while the epoch runs: :class:`StreamPlan` says in which
     order, and what each rank reads.
@@ -209,16 +208,17 @@ class ChunkLoader(Epochs):
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
-        negatives: draws the negatives; must be given if ``config`` asks for some. A row's place in ``chunk`` is its
-            position. Where its draws depend on more than seed, epoch and position, its state is part of the loader's.
-        refresh: from an epoch to an index of each user's best items, for :class:`HardNegatives`: called when
-            :meth:`set_epoch` begins an epoch other than the first, on every rank, so that it may use collectives. All
-            draws of the first epoch are uniform.
+        negatives: sampler of the negatives; must be given if ``config`` asks for some. A row's index in ``chunk`` is
+            its position. Where draws depend on more than seed, epoch and position, the sampler's state is part of the
+            loader's.
+        refresh: function from an epoch to an index of each user's best items, for :class:`HardNegatives`. It is called
+            when :meth:`set_epoch` begins an epoch other than the first, on every rank, so that it may use collectives.
+            All draws of the first epoch are uniform.
         rank: r.
         world_size: R.
-        device: hold all rows and items as tensors on this device, and gather and draw there, in the order of rows in
-            memory and with the same draws (uniform and by popularity); for a set that fits. ``config.device`` where not
-            given.
+        device: device that holds all rows and items as tensors, for a set that fits; gathers and draws are made there,
+            in the order of rows in memory and with the same draws (uniform and by popularity). ``config.device`` where
+            not given.
 
     Raises:
         DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of
@@ -270,7 +270,7 @@ class ChunkLoader(Epochs):
             self._depth, self._pin = 0, False
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts ``epoch``, counted from 0, at its first step; asks for hard negatives anew where it is not the first."""
+        """Starts ``epoch``, counted from 0, at its first step; from the second epoch on refreshes hard negatives."""
         super().set_epoch(epoch)
         if epoch and self._refresh is not None and isinstance(self._sampler, Refreshable):
             self._sampler.refresh(self._refresh(epoch))
@@ -279,7 +279,7 @@ class ChunkLoader(Epochs):
         return self._rows.batches(epoch, start)
 
     def steps(self) -> Iterator[DrawnStep | TowerBatch]:
-        """As :meth:`__iter__`, but a step of rows on a device whose bags hold one id each is a :class:`DrawnStep`."""
+        """Yields the steps: :class:`DrawnStep` for rows on a device whose bags hold one id each, else batches."""
         if not (isinstance(self._rows, ResidentRows) and self._rows.fixed):
             yield from self
             return
@@ -289,7 +289,7 @@ class ChunkLoader(Epochs):
             yield item
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """See :meth:`Epochs.state_dict`; with the sampler's state, where it has one."""
+        """Returns the position in the stream (:meth:`Epochs.state_dict`), with the sampler's state if it has one."""
         state = super().state_dict(step=step)
         return state | (
             {"sampler": self._sampler.state_dict(self._epoch)} if isinstance(self._sampler, Stateful) else {}
@@ -305,7 +305,7 @@ class ChunkLoader(Epochs):
                 pass  # an estimate counts the epoch, if it was not yet over
 
     def _stream(self) -> dict[str, Any]:
-        """What the stream of samples depends on beside the epoch and the sampler's state."""
+        """Returns the settings on which the stream of samples depends beside the epoch and the sampler's state."""
         return self._rows.fingerprint() | {name: getattr(self.config, name) for name in _STREAM}
 
 
@@ -319,7 +319,7 @@ def training_loader(
     world_size: int = 1,
     device: torch.device | str | None = None,
 ) -> ChunkLoader:
-    """The loader of ``data.train`` with the negatives that ``config`` asks for; arguments as of :class:`ChunkLoader`.
+    """Builds the loader of ``data.train`` with the negatives that ``config`` asks for; see :class:`ChunkLoader`.
 
     Raises:
         ValueError: a sampler of hard negatives without ``refresh``, which would stay uniform for ever.

@@ -1,8 +1,8 @@
 """ResidentRows: a set that fits in memory as tensors on one device, where batches are gathered and negatives are drawn.
 
-DeviceTable: rows as tensors on a device, from which any of them are gathered there.
+DeviceTable: rows as tensors on a device, gathered there.
 
-DeviceCandidates: the draws for rows on a device, and the features of what is drawn.
+DeviceCandidates: draws for rows on a device, and the features of the drawn items.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchrec_ext.schema import BatchSchema, DataError
 
 
 class _Ragged(NamedTuple):
-    """(V,) ids of a ragged column, (N,) first place of each row, and (N,) lengths."""
+    """A ragged column: (V,) ids, (N,) the index of each row's first id, and (N,) lengths."""
 
     values: Tensor
     starts: Tensor
@@ -37,13 +37,13 @@ class _Ragged(NamedTuple):
 
 
 class DeviceTable:
-    """N rows. Ids with one value per row are one (N, F1) matrix and numbers one (N, Ff) matrix.
+    """N rows on a device: ids with one value per row as one (N, F1) matrix, numbers as one (N, Ff) matrix.
 
     Args:
-        ids: by name, as int64.
-        floats: by name, as float32.
+        ids: int64 columns by name.
+        floats: (N,) float32 columns by name.
         num_rows: N.
-        device: where the tensors are.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -63,15 +63,19 @@ class DeviceTable:
         return self._ids, self._numbers
 
     def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
-        """This table with other :attr:`matrices`, such as those that stand for them while a step is captured."""
+        """Returns this table with other :attr:`matrices`, such as their stand-ins while a step is captured."""
         made = copy.copy(self)
         made._ids, made._numbers = ids, numbers
         return made
 
     def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, Jagged]:
-        """Of the columns ``names`` that this table has; ``totals`` says how many ids those of a ragged column hold together.
+        """Gathers the bags of ``rows`` in those of the columns ``names`` that this table has.
 
-        Who knows the number spares a device the wait for it.
+        Args:
+            rows: (B,) rows to gather.
+            names: names of columns.
+            totals: number of ids that the bags of each ragged column hold together; counting them would wait for the
+                device.
         """
         found = {}
         matrix = self._ids.index_select(0, rows).t().contiguous()
@@ -83,11 +87,11 @@ class DeviceTable:
         return found
 
     def lengths(self, name: str, rows: Tensor) -> Tensor:
-        """(B,) int64, ids per row of a ragged column; ``rows`` (B,)."""
+        """Returns (B,) int64 the number of ids of a ragged column in each of ``rows`` (B,)."""
         return self._ragged[name].lengths.index_select(0, rows).long()
 
     def numbers(self, rows: Tensor) -> dict[str, Tensor]:
-        """(B,) float32 of each column of numbers."""
+        """Returns each column of numbers by name, (B,) float32, in ``rows`` (B,)."""
         columns = self._numbers.index_select(0, rows)
         return {name: columns[:, at] for name, at in self._float.items()}
 
@@ -121,20 +125,19 @@ class Drawn(NamedTuple):
 
 
 class DeviceCandidates:
-    """The candidates of rows: each one's own item and N negatives, the same as the loader draws in numpy.
+    """The candidates of rows: each row's item and N negatives, the same as the loader draws in numpy.
 
     Args:
         schema: the columns of a batch.
         rows: all rows.
         items: row i holds the features of item i.
-        sampler: draws the negatives; None for N = 0.
+        sampler: sampler of the negatives; None for N = 0.
         negatives: N.
-        device: where it works.
+        device: device of rows and draws.
 
     Raises:
-        DataError: an item without features, a feature that is out of range, or a user of ``rows`` who has taken every
-            item.
-        ValueError: a sampler that has no form in torch.
+        DataError: an item has no features, a feature is out of range, or a user of ``rows`` has taken every item.
+        ValueError: the sampler has no form in torch.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class DeviceCandidates:
             self._sampler = sampler_on_device(sampler, device, users=np.unique(users))
 
     def draw(self, rows: Tensor, epoch: int) -> Drawn:
-        """The candidates of the rows with the numbers ``rows`` (B,)."""
+        """Draws the candidates of the rows with the numbers ``rows`` (B,)."""
         positives = self._positives.index_select(0, rows)
         if self._sampler is None:
             return Drawn(positives[:, None], None)
@@ -182,7 +185,7 @@ class DeviceCandidates:
         return Drawn(torch.cat([positives[:, None], ids], dim=1), torch.cat([own[:, None], log_q], dim=1))
 
     def lengths(self, rows: Tensor, epoch: int) -> dict[str, Tensor]:
-        """(B,) by ragged feature of the items, how many ids the candidates of each row have together."""
+        """Returns, for each ragged feature of the items, (B,) the number of ids of all candidates of a row."""
         found: dict[str, list[Tensor]] = {name: [rows[:0]] for name in self.table.ragged}
         for block in torch.split(rows, _BLOCK) if found else ():
             ids = self.draw(block, epoch).ids
@@ -195,25 +198,25 @@ _STEPS_AHEAD = 64  # drawn at a time
 
 
 class _Place(NamedTuple):
-    """Where a batch's rows and its candidates' features are."""
+    """The tables from which a batch is gathered: its rows, and the features of its candidates."""
 
     rows: DeviceTable
     items: DeviceTable | None
 
 
 class ResidentRows:
-    """See :class:`Batches`. The batches are those of :class:`MemoryRows`, bit for bit.
+    """Builds batches on one device, bit for bit those of :class:`MemoryRows`; see :class:`Batches`.
 
     From the host come an epoch's order, its number of steps and the number of ids in each step's bags, which a pass
     over the epoch counts before its first step: a step waits for nothing.
 
     Args:
-        rows: all rows; checked here, once.
+        rows: all rows, checked here, once.
         schema: the columns of a batch.
         config: see :class:`LoaderConfig`.
         candidates: the items' features and the draws; None where rows come as they are.
-        share: of this rank.
-        device: where the tensors are.
+        share: this rank's share of each global batch.
+        device: device of the tensors.
     """
 
     ahead = False
@@ -266,9 +269,9 @@ class ResidentRows:
         return (*self._table.matrices, *(self._candidates.table.matrices if self._candidates else ()))
 
     def drawn(self, epoch: int, start: int) -> Iterator[DrawnStep | TowerBatch]:
-        """The steps of :meth:`batches` before their batches are made, drawn many at a time; a last one that is not full is a batch.
+        """Yields the steps of :meth:`batches` before their batches are made, drawn many at a time.
 
-        Only where :attr:`fixed`.
+        A last step that is not full is yielded as a batch. Only where :attr:`fixed`.
         """
         order, size = order_of(self._config, self.num_rows, epoch), self._config.batch_size
         numbers, full = torch.from_numpy(order).to(self._device), self.num_rows // size
@@ -285,14 +288,14 @@ class ResidentRows:
         yield from self.batches(epoch, max(start, full))
 
     def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
-        """See :class:`Resident`; ``drawn`` are the numbers of the rows, the weight of the global batch, and the candidates."""
+        """See :class:`Resident`; ``drawn`` holds the rows' numbers, the global batch's weight, and the candidates."""
         rows, total_weight, *found = drawn
         items = self._candidates.table.over(*tensors[2:]) if self._candidates else None
         candidates = Drawn(found[0], found[1] if len(found) > 1 else None) if found else None
         return self._batch(_Place(self._table.over(*tensors[:2]), items), rows, candidates, {}, total_weight)
 
     def _totals(self, mine: list[Tensor], epoch: int) -> list[dict[str, int]]:
-        """By step, how many ids the bags of each ragged column of its batch hold."""
+        """Returns, for each step, the number of ids that the bags of each ragged column of its batch hold."""
         rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *mine])
         by_row = {name: self._times(name) * self._table.lengths(name, rows) for name in self._table.ragged}
         if self._candidates is not None:
@@ -302,11 +305,11 @@ class ResidentRows:
         return [{name: int(places[at + 1] - places[at]) for name, places in sums.items()} for at in range(len(mine))]
 
     def _times(self, name: str) -> int:
-        """How often a row's own column stands in the batch."""
+        """Returns how often a row's value of a column stands in the batch."""
         return 1 if name in self._schema.shared else self._width
 
     def _total_weight(self, everyone: Tensor) -> Tensor:
-        """() the weight of the global batch over R, on the device."""
+        """Returns the weight of the global batch divided by R, () on the device."""
         ranks = self._share.world_size
         if self._config.weight is None:
             return torch.full((), len(everyone) * self._width / ranks, device=self._device)
@@ -343,7 +346,7 @@ class ResidentRows:
         )
 
     def _identities(self, place: _Place, rows: Tensor, drawn: Drawn | None) -> tuple[Tensor | None, Tensor | None]:
-        """(B,) whose row each of the batch is, and which item, where the schema asks for that; 0 for padding."""
+        """Returns (B,) the user and (B,) the item of each row, where the schema asks for them; 0 for padding."""
         size = self._share.rows(self._config.batch_size) * self._width
         repeated = (
             rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
@@ -357,7 +360,7 @@ class ResidentRows:
         return users, items
 
     def _targets(self, own: Mapping[str, Tensor], users: int) -> Tensor:
-        """The labels of the further tasks, 0 for negatives and padding."""
+        """Returns the labels of the further tasks, 0 for negatives and padding."""
         targets = torch.zeros(users, self._width, len(self._schema.tasks), device=self._device)
         for at, name in enumerate(self._schema.tasks):
             targets[: len(own[name]), 0, at] = own[name]
@@ -366,7 +369,7 @@ class ResidentRows:
     def _columns(
         self, place: _Place, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int]
     ) -> tuple[dict[str, Jagged], dict[str, Tensor], Tensor | None]:
-        """(bags, numbers, log_q) of a batch before its padding: those of the rows, and of their candidates."""
+        """Gathers (bags, numbers, log_q) of the rows and of their candidates, before padding."""
         names, shared = [*self._schema.keys, *self._schema.weight_columns], self._schema.shared
         repeated = (
             rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
@@ -407,13 +410,13 @@ def _padded(rows: Tensor, size: int) -> Tensor:
 def read_all(
     source: Source, schema: BatchSchema, config: LoaderConfig, ids: Sequence[str], without: Sequence[str]
 ) -> Chunk:
-    """All rows of a source that fits in memory.
+    """Reads all rows of a source that fits in memory.
 
     Args:
-        source: of the rows.
+        source: files with the rows.
         schema: the columns to read, and their checks.
-        config: names the label and the weight.
-        ids: further columns with an id per row.
+        config: settings that name the label and the weight.
+        ids: further columns with one id per row.
         without: columns of the schema that the source need not have.
     """
     layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)

@@ -1,6 +1,6 @@
 """SessionLoader: sequences -> batches for next-item prediction, balanced over ranks by length, resumable at any step.
 
-Columns -> batches for the two sides of a next-item model, as a ranking of the catalogue asks for them.
+SessionBatches: batches of sessions alone or of items alone, as a ranking of the catalogue asks for them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from torchrec_ext.schema import BatchSchema, DataError, Jagged
 
 
 class SessionLoader(Epochs):
-    """An epoch of batches with the features ``session`` and ``candidates``, in which every sequence counts exactly once.
+    """Yields an epoch of batches with the features ``session`` and ``candidates``; every sequence counts exactly once.
 
     The order and the candidates are functions of (seed, epoch), whatever the number of ranks. Each global step takes
     the next ``batch_size`` sequences, deals them out so that the ranks get almost equally many items, and pads every
     rank's share with empty rows of weight 0 to the same shape. All ranks take the same number of steps.
 
     Args:
-        sequences: ragged, each of 2 or more items, of which all but the first are targets; the same on every rank.
-        schema: of the model.
-        config: ``batch_size`` sequences over all ranks; ``negatives`` N makes batch_size x N candidates, drawn
-            uniformly and shared by all targets of a step, and 0 makes the whole catalogue the candidates.
-        num_items: items of the catalogue, ids 1 to num_items.
+        sequences: ragged column of 2 or more items per row, all of which but the first are targets; the same on every
+            rank.
+        schema: schema of the model.
+        config: settings: ``batch_size`` sequences over all ranks; ``negatives`` N makes batch_size x N candidates,
+            drawn uniformly and shared by all targets of a step, and 0 makes the whole catalogue the candidates.
+        num_items: number of items in the catalogue, ids 1 to num_items.
         rank: r.
         world_size: R.
 
@@ -65,7 +66,7 @@ class SessionLoader(Epochs):
         self._size = min(config.batch_size, self.num_samples)
 
     def _stream(self) -> dict[str, Any]:
-        """What the stream depends on beside the epoch."""
+        """Returns the settings and sizes on which the stream depends beside the epoch."""
         names = ("batch_size", "negatives", "shuffle", "drop_last", "seed")
         sizes = {"sequences": len(self._sequences), "items": self._num_items}
         return sizes | {name: getattr(self.config, name) for name in names}
@@ -99,7 +100,7 @@ class SessionLoader(Epochs):
         )
 
     def _candidates(self, epoch: int, step: int) -> Int64:
-        """This rank's share of the step's candidates, as many on every rank: filled up with 0."""
+        """Returns this rank's share of the step's candidates, filled up with 0 to the same number on every rank."""
         if not self.config.negatives:
             everything = np.arange(1, self._num_items + 1)
         else:
@@ -113,9 +114,10 @@ class SessionLoader(Epochs):
 
 
 def deal(lengths: Int64, world_size: int) -> Int64:
-    """(B,) the rank of each sequence: no two ranks differ by more than one sequence, or by more items than the longest has.
+    """Returns (B,) the rank of each sequence; ranks differ by one sequence, and by the longest's items, at most.
 
-    Round by round each rank takes one, the longest first, and of a round the longest goes to the rank that has least.
+    In each round every rank takes one sequence, the longest first; the longest of a round goes to the rank with fewest
+    items.
 
     Example:
         >>> deal(np.array([9, 2, 8, 3]), 2).tolist()
@@ -138,7 +140,7 @@ def _padded(values: Int64, size: int) -> torch.Tensor:
 
 
 def _spread(count: int, rows: int) -> torch.Tensor:
-    """(rows,) lengths that add up to ``count``, as equal as can be."""
+    """Returns (rows,) lengths that add up to ``count``, as equal as possible."""
     return torch.diff(torch.arange(rows + 1) * count // rows).int()
 
 
@@ -159,20 +161,20 @@ def _check(config: LoaderConfig) -> None:
 
 
 class SessionBatches:
-    """Batches of sessions only or of items only; TorchRec's sharded modules want every key, so the other one is empty bags.
+    """Builds batches of sessions alone or of items alone; TorchRec wants both keys, so one of them has empty bags.
 
     Args:
-        schema: of the model, with the features ``session`` and ``candidates``.
+        schema: schema of the model, with the features ``session`` and ``candidates``.
     """
 
     def __init__(self, schema: BatchSchema) -> None:
         self._schema = schema
 
     def sessions(self, sessions: Column) -> TowerBatch:
-        """B rows, each with the items before the one to predict, oldest first.
+        """Builds B rows, each with the items before the one to predict, oldest first.
 
         Raises:
-            DataError: an empty session, of which nothing is known that a next item could follow from.
+            DataError: a session is empty, so nothing is known from which a next item could follow.
         """
         lengths = sessions.lengths
         if not lengths.all():
@@ -184,7 +186,7 @@ class SessionBatches:
         return self._batch("session", sessions.values, lengths)
 
     def items(self, ids: Int64) -> TowerBatch:
-        """B rows, each with one item as its candidate."""
+        """Builds B rows, each with one item as its candidate."""
         return self._batch("candidates", ids, np.ones_like(ids))
 
     def _batch(self, feature: str, values: Int64, lengths: Int64) -> TowerBatch:

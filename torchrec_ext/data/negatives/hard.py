@@ -25,11 +25,11 @@ from torchrec_ext.data.negatives.samplers import (
 )
 from torchrec_ext.schema import DataError
 
-Index = Callable[[Int64], Int64]  # from users (B,) to items (B, K), best first; below 1 where there are fewer
+Index = Callable[[Int64], Int64]  # users (B,) -> items (B, K), best first; below 1 where there are fewer
 
 
 class HardNegatives(TrainingSampler):
-    """A draw is one of the user's K best items of the last :meth:`refresh` with probability ``share``, else a uniform one.
+    """Draws one of the user's K best items of the last :meth:`refresh` with probability ``share``, else a uniform one.
 
     With T_u the K best of the items that the user is not known to have taken, q(i) = share / K if i is in T_u, plus
     (1 - share) / (number not taken). Before the first refresh, and for users it did not cover, all draws are uniform.
@@ -39,9 +39,9 @@ class HardNegatives(TrainingSampler):
     :meth:`state_dict`. The loader does both: see ``refresh`` of :class:`ChunkLoader`.
 
     Args:
-        easy: draws the uniform part, and knows what each user has taken; its seed is used here too.
-        k: K; items among which a hard one is equally likely. Small K draws false negatives more often.
-        share: of hard draws, above 0 and below 1: a positive must have a q of its own for the correction.
+        easy: sampler of the uniform draws, which knows what each user has taken; its seed is used here too.
+        k: K, the number of items among which a hard draw is uniform. A small K draws false negatives more often.
+        share: share of hard draws, above 0 and below 1: the correction needs a q for every positive.
     """
 
     refreshed = True
@@ -65,14 +65,14 @@ class HardNegatives(TrainingSampler):
         return cls(UniformNegatives.configured(config, data), k=config.hard_k, share=config.hard_share)
 
     def refresh(self, index: Index, users: Int64 | None = None, *, block: int = 1024) -> None:
-        """Asks for each user's best items anew.
+        """Asks an index for each user's best items.
 
         Args:
-            index: from users (B,) to (B, K') items, best first, such as :class:`ExactTopK` or a search in a FAISS
-                index; ids below 1 are places without an item, known items are dropped, so an index that does not know
+            index: function from users (B,) to their items (B, K'), best first, such as :class:`ExactTopK` or a search
+                in a FAISS index. Ids below 1 stand for no item. Known items are dropped, so an index that does not know
                 them should return more.
-            users: (U,) all known users where not given.
-            block: B, users asked for at once.
+            users: (U,) users to ask for; all known users where not given.
+            block: B, the number of users asked for at once.
 
         Raises:
             DataError: the index returned an item that does not exist.
@@ -99,12 +99,12 @@ class HardNegatives(TrainingSampler):
         return self._log_q(self._hard, users, items)
 
     def state_dict(self, epoch: int | None = None) -> dict[str, Any]:
-        """The K best items of the last refresh, as pairs of a user and an item, and how many refreshes there were."""
+        """Returns the K best items of the last refresh, as pairs of a user and an item, and the number of refreshes."""
         users, items = self._hard.pairs
         return {"users": torch.from_numpy(users), "items": torch.from_numpy(items), "refreshes": self.refreshes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Draws as it would have when ``state`` was taken."""
+        """Restores ``state``, so that draws are those that followed it."""
         self._hard = KnownPairs(self.easy.known.num_items, state["users"].numpy(), state["items"].numpy())
         self.refreshes = int(state["refreshes"])
 
@@ -116,7 +116,7 @@ class HardNegatives(TrainingSampler):
         return log_q
 
     def _best(self, users: Int64, index: Index) -> tuple[Int64, Int64]:
-        """(owners, items) of up to K pairs per user."""
+        """Returns (owners, items) of up to K pairs per user."""
         found = np.asarray(index(users), dtype=np.int64)
         num_items = self.easy.known.num_items
         if found.ndim != 2 or len(found) != len(users):
@@ -136,12 +136,12 @@ class HardNegatives(TrainingSampler):
 
 
 class ExactTopK:
-    """An index without an index: all items scored by the dot product, the known ones left out.
+    """Finds each user's best items exactly: scores all items by the dot product and leaves the known ones out.
 
     Args:
-        queries: (U, D), row u of user u.
-        items: (num_items + 1, D), row i of item i; row 0 is not returned.
-        known: what to leave out.
+        queries: (U, D), row u is the vector of user u.
+        items: (num_items + 1, D), row i is the vector of item i; row 0 is not returned.
+        known: pairs to leave out.
         k: K.
     """
 
@@ -159,7 +159,7 @@ class ExactTopK:
         )
 
     def __call__(self, users: Int64) -> Int64:
-        """(B, K) the best items of ``users`` (B,), best first, 0 where there are fewer."""
+        """Returns (B, K) the best items of ``users`` (B,), best first, 0 where there are fewer."""
         device = self._items.device
         scores = self._queries[torch.from_numpy(users).to(device)] @ self._items.T
         rows, taken = self._known.of(users)

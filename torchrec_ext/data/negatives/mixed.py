@@ -1,8 +1,8 @@
 """MixedNegatives: uniform candidates beside those of the batch, so that items without interactions are pushed down too.
 
-StreamingFrequency: how often items come by, when nobody counted them before (Yi et al. 2019, algorithm 2).
+StreamingFrequency: an estimate of how often items occur, made while they go by (Yi et al. 2019, algorithm 2).
 
-MixedCandidates: the sampler of a loader, which draws by the one and corrects by counts or by the other.
+MixedCandidates: a loader's sampler, which draws by MixedNegatives and corrects by counts or by StreamingFrequency.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrec_ext.data.negatives.samplers import SHARED, Float32, SampledData, S
 
 
 class MixedNegatives:
-    """N uniform candidates for each step, shared by all queries of all ranks (Yang et al. 2020).
+    """Draws N uniform candidates for each step, shared by all queries of all ranks (Yang et al. 2020).
 
     They are appended to the positives of a rank as rows without a query (``in_batch_negatives(..., queries=B)``), which
     also excludes a user's known items among them, and corrected together with them by the mixture that :meth:`log_q`
@@ -30,9 +30,9 @@ class MixedNegatives:
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
-        extra: N over all ranks.
+        extra: N, over all ranks.
         batch_size: positives per step over all ranks.
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     def __init__(self, num_items: int, extra: int, batch_size: int, seed: int = 0) -> None:
@@ -42,18 +42,18 @@ class MixedNegatives:
         self.num_items, self.extra, self.batch_size, self.seed = num_items, extra, batch_size, seed
 
     def draw(self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1) -> Int64:
-        """(ceil(N / R),) items: this rank's part of the N of (seed, epoch, step), filled up with 0, which is no candidate."""
+        """Returns (ceil(N / R),) items: this rank's part of the step's N, filled up with 0, which is no item."""
         share = -(-self.extra // world_size)
         places = np.arange(rank * share, (rank + 1) * share)
         numbers = uniform(stream(self.seed, epoch, SHARED), np.array([step]), places)
         return np.where(places < self.extra, (numbers * self.num_items).astype(np.int64) + 1, 0)
 
     def log_q(self, in_batch: Tensor) -> Tensor:
-        """(C,) log-probability that a place among the batch's and the extra candidates holds each item.
+        """Returns (C,) the log-probability that one of the batch's and the extra candidates is each item.
 
         Args:
-            in_batch: (C,) log-probability that a place of the batch holds the item: its share of the training rows, or
-                ``StreamingFrequency.log_q(ids) - log(batch_size)``.
+            in_batch: (C,) log-probability that one of the batch's candidates is the item: its share of the training
+                rows, or ``StreamingFrequency.log_q(ids) - log(batch_size)``.
         """
         from_batch = in_batch + math.log(self.batch_size)
         from_all = torch.full_like(in_batch, math.log(self.extra / self.num_items))
@@ -64,7 +64,7 @@ _SIGNED = 1 << 63
 
 
 class StreamingFrequency:
-    """Estimates with which probability a batch holds an item, from the steps between its appearances, in fixed memory.
+    """Estimates the probability that a batch holds an item, from the steps between its appearances, in fixed memory.
 
     Per hash function and bucket it keeps A, the step of the last appearance, and B, the moving average of the gap; the
     estimate is 1 / B. Items that share a bucket look too frequent, so of several hash functions the greatest gap
@@ -75,12 +75,12 @@ class StreamingFrequency:
     appearances.
 
     Args:
-        buckets: H per hash function; several times the number of items that come by.
+        buckets: H, the number of buckets per hash function; several times the number of items that occur.
         rate: alpha, the weight of the newest gap, above 0, at most 1.
-        initial_gap: steps, what is assumed of an item before its first appearance; rare items start there.
+        initial_gap: gap, in steps, that is assumed of an item before its first appearance.
         hashes: number of hash functions.
-        seed: of the hash functions.
-        device: of the arrays.
+        seed: seed of the hash functions.
+        device: device of the arrays.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StreamingFrequency:
         self.step = 0
 
     def update(self, ids: Tensor) -> None:
-        """Takes one batch, of all ranks: (C,) int64 items; an item that stands there twice counts once, item 0 not at all."""
+        """Counts one batch of all ranks, (C,) int64 items; an item that occurs twice counts once, item 0 not at all."""
         self.step += 1
         rate, places = self._settings["rate"], self._places(ids)
         # Equal places write equal values, so their order does not matter.
@@ -124,18 +124,18 @@ class StreamingFrequency:
         )  # a number of the host's would be copied first
 
     def log_q(self, ids: Tensor) -> Tensor:
-        """(C,) float32 log of the estimated probability that a batch holds each item: what a softmax over the batch subtracts."""
+        """Returns (C,) float32 the log of the estimated probability that a batch holds each item."""
         return -self.gap[self._rows, self._places(ids)].amax(dim=0).clamp(min=1.0).log().float()
 
     def state_dict(self) -> dict[str, Any]:
-        """The arrays, the step and the settings."""
+        """Returns the arrays, the step and the settings."""
         return {"last": self.last.clone(), "gap": self.gap.clone(), "step": self.step, "settings": dict(self._settings)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``.
 
         Raises:
-            ValueError: it was made with other settings, which would read other buckets.
+            ValueError: the state was made with other settings, which would read other buckets.
         """
         different = {name: value for name, value in state["settings"].items() if value != self._settings.get(name)}
         if different:
@@ -150,7 +150,7 @@ class StreamingFrequency:
         self.step = int(state["step"])
 
     def _places(self, ids: Tensor) -> Tensor:
-        """(hashes, C) the bucket of each id under each function."""
+        """Returns (hashes, C) the bucket of each id under each hash function."""
         buckets = self._settings["buckets"]
         hashed = (mixed(ids + self._keys) & (_SIGNED - 1)) % buckets
         return torch.where(ids == 0, buckets, hashed)
@@ -167,8 +167,8 @@ class MixedCandidates(TrainingSampler):
     same whatever a prefetch thread has built.
 
     Args:
-        mixed: draws the candidates that the steps share.
-        counts: (num_items + 1,) training rows by item; None estimates, which takes rows in memory, since a rank must
+        mixed: sampler of the candidates that the queries of a step share.
+        counts: (num_items + 1,) training rows by item; None estimates, which needs rows in memory, since a rank must
             see the items of all ranks.
     """
 
@@ -199,7 +199,7 @@ class MixedCandidates(TrainingSampler):
 
     @property
     def estimates(self) -> bool:
-        """Whether it must :meth:`observe`."""
+        """Whether :meth:`observe` must be called with the items of each global batch."""
         return self._frequency is not None
 
     def draw(self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1) -> Int64:
@@ -207,7 +207,7 @@ class MixedCandidates(TrainingSampler):
         return self.mixed.draw(epoch, step, rank=rank, world_size=world_size)
 
     def log_q(self, ids: Int64) -> Float32:
-        """(C,) log-probability that a place among the candidates of a batch holds each item; 0 is the unknown one."""
+        """Returns (C,) the log-probability that one of a batch's candidates is each item; item 0 is the unknown one."""
         items = torch.from_numpy(ids)
         if self._frequency is not None:
             in_batch = self._frequency.log_q(items).double() - math.log(self.mixed.batch_size)
@@ -218,7 +218,7 @@ class MixedCandidates(TrainingSampler):
         return log_q
 
     def begin(self, epoch: int) -> None:
-        """Goes to the start of ``epoch``; what is shown of one before that of its state is not counted again."""
+        """Goes to the start of ``epoch``; items of an epoch before that of the state are not counted again."""
         if self._after is not None and epoch > self._epoch:
             self._epoch, self._saved, self._after = self._epoch + 1, self._after, None
         self._counts = self._epoch <= epoch
@@ -227,17 +227,17 @@ class MixedCandidates(TrainingSampler):
             self._frequency.load_state_dict(self._saved)
 
     def observe(self, ids: Int64) -> None:
-        """Takes the items of a global batch."""
+        """Counts the items of a global batch."""
         if self._frequency is not None and self._counts:
             self._frequency.update(torch.from_numpy(ids))
 
     def end(self) -> None:
-        """The epoch is over: the next one starts from here."""
+        """Ends the epoch; the next one starts from this estimate."""
         if self._frequency is not None and self._counts:
             self._after = self._frequency.state_dict()
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
-        """The estimate at the start of ``epoch``; nothing where the counts are known."""
+        """Returns the estimate at the start of ``epoch``; empty where the counts are known."""
         if self._saved is None:
             return {}
         if self._after is not None and epoch > self._epoch:

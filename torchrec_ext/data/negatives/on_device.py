@@ -1,7 +1,7 @@
 """DeviceNegatives: the samplers of :mod:`negatives` as torch ops, for rows that already are on the device.
 
 Ids and log_q are, in eager mode, bit for bit those of the numpy samplers, so a run may move between the two. A draw
-launches a fixed number of kernels and never waits for the device: what is left after a rejection is computed for every
+launches a fixed number of kernels and never waits for the device: what replaces a rejected draw is computed for every
 draw, and a mask says where to take it. On a CPU that is several times the work of the numpy samplers.
 """
 
@@ -40,7 +40,7 @@ class DeviceKnownPairs:
 
     Args:
         known: the pairs.
-        device: of the copy, which takes as much memory as ``known``.
+        device: device of the copy, which takes as much memory as ``known``.
     """
 
     def __init__(self, known: KnownPairs, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class DeviceKnownPairs:
         return torch.where((users >= 0) & (users < self.num_users), users, self.num_users)
 
     def contains(self, users: Tensor, items: Tensor) -> Tensor:
-        """Whether each pair is known; ``users`` and ``items`` broadcast."""
+        """Says whether each pair is known; ``users`` and ``items`` broadcast."""
         keys = self.place(users) * self._width + items
         if self.bitmap is not None:
             return (self.bitmap[keys >> 3] >> (keys & 7).to(torch.uint8) & 1).bool()
@@ -70,11 +70,11 @@ class DeviceKnownPairs:
 
 
 class KnownItems(nn.Module):
-    """Which items users are known to have taken, for losses over the batch, as a module that moves with its model.
+    """Says which items users are known to have taken, for losses over the batch; a module, so it moves with its model.
 
     Up to ``MOST_BITS`` users x items it reads a bitmap, a row for each user, and a step with it can be captured. Above,
-    it looks for each user's list among the items: that takes time by the items taken, and its shapes depend on the
-    users.
+    it looks for each user's list among the items: that takes time in proportion to the items taken, and its shapes
+    depend on the users.
 
     Args:
         known: the pairs.
@@ -99,7 +99,7 @@ class KnownItems(nn.Module):
         self.register_buffer("starts", torch.from_numpy(starts[:0] if small else starts), persistent=False)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """(B, C) bool of users (B,) and items (C,), int64."""
+        """Returns (B, C) bool: whether user b has taken item c, for users (B,) and items (C,), int64."""
         rows = torch.where((users >= 0) & (users < self.num_users), users, self.num_users)
         items = torch.where((items >= 0) & (items <= self.num_items), items, 0)
         if self.bits is None:
@@ -123,7 +123,7 @@ class KnownItems(nn.Module):
 
 
 class DeviceNegatives(ABC):
-    """Made by :func:`sampler_on_device`; see there."""
+    """A sampler on a device, made by :func:`sampler_on_device`."""
 
     def __init__(self, sampler: RejectionNegatives, device: torch.device, users: Int64 | None) -> None:
         sampler.known.free(np.arange(sampler.known.num_users) if users is None else users)
@@ -141,16 +141,16 @@ class DeviceNegatives(ABC):
     def _from_rest(self, users: Tensor, numbers: Tensor) -> Tensor: ...
 
     def draw(self, users: Tensor, positions: Tensor, epoch: int, n: int) -> DeviceSample:
-        """N = ``n`` items for each of B rows: see :meth:`Negatives.draw`.
+        """Draws N = ``n`` items for each of B rows: see :meth:`Negatives.draw`.
 
-        A user without a negative who was not among the ``users`` of :func:`sampler_on_device` gets item 0, since to raise would
-        take a synchronisation.
+        A user who has taken every item, and was not among the ``users`` of :func:`sampler_on_device`, gets item 0,
+        since raising an error would take a synchronisation.
 
         Args:
             users: (B,) int64 ids on the device.
             positions: (B,) int64, the number of each row in the whole set.
-            epoch: of the training.
-            n: draws per row.
+            epoch: epoch of the training, from 0.
+            n: N, the number of draws per row.
         """
         users, positions, draws = users[:, None], positions[:, None], torch.arange(n, device=self.device)
         first = self._propose(device_uniform(stream(self.seed, epoch, PROPOSED), positions, draws))
@@ -212,16 +212,16 @@ class _Popularity(DeviceNegatives):
 
 
 def sampler_on_device(sampler: Negatives, device: torch.device, *, users: Int64 | None = None) -> DeviceNegatives:
-    """The sampler's draws as torch ops.
+    """Returns a sampler that makes the same draws by torch ops.
 
     Args:
-        sampler: its tables are copied.
-        device: where users and positions will be.
-        users: (U,) the ids that will be drawn for, checked here; all users of the known pairs where not given.
+        sampler: sampler whose tables are copied.
+        device: device of the users and positions that will be drawn for.
+        users: (U,) users that will be drawn for, checked here; all users of the known pairs where not given.
 
     Raises:
         DataError: one of ``users`` has taken every item.
-        ValueError: a sampler without a form in torch.
+        ValueError: the sampler has no form in torch.
     """
     kinds: dict[type, Any] = {UniformNegatives: _Uniform, PopularityNegatives: _Popularity}
     kind = kinds.get(type(sampler))

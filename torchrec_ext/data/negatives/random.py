@@ -1,4 +1,4 @@
-"""Random numbers by formula: a number is a function of (key, position, draw), bit for bit the same in numpy and in torch."""
+"""Random numbers by formula: each is a function of (key, position, draw), bit for bit alike in numpy and in torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _GOLDEN_64, _FIRST_64, _SECOND_64, _ONE = np.uint64(_GOLDEN), np.uint64(_FIRST),
 
 
 def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
-    """(accept, alias), each (I,): take slot i of I equally likely ones with probability accept[i], else alias[i] (Walker 1977).
+    """Returns (accept, alias), each (I,): take slot i, drawn uniformly, with probability accept[i], else alias[i].
 
-    Built without a loop: the slots below 1/I are filled in order from those above, so running sums say who fills whom,
-    and a slot above that gave too much is filled by the next (Huebschle-Schneider and Sanders 2019, sweeping).
+    This is Walker's alias method (1977). The tables are built without a loop: the slots below 1/I are filled in order
+    from those above, so running sums say who fills whom, and a slot above that gave too much is filled by the next
+    (Huebschle-Schneider and Sanders 2019, sweeping).
     """
     scaled = probabilities * len(probabilities)
     least = min(1.0, scaled.max())  # rounding may leave all of them below 1; the greatest then give to the others
@@ -43,7 +44,7 @@ def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
 
 @lru_cache(maxsize=256)
 def stream(seed: int, *numbers: int) -> int:
-    """A 64-bit key for one stream of random numbers."""
+    """Returns the 64-bit key of one stream of random numbers."""
     key = seed & _MASK
     for number in numbers:
         key = int(_mixed(np.array([(key * _GOLDEN + number + 1) & _MASK], dtype=np.uint64))[0])
@@ -51,7 +52,7 @@ def stream(seed: int, *numbers: int) -> int:
 
 
 def uniform(key: int, positions: Int64, draws: Int64) -> Float64:
-    """Numbers in [0, 1) with 53 random bits, one for each (position, draw); the arguments broadcast."""
+    """Returns numbers in [0, 1) with 53 random bits, one for each (position, draw); the arguments broadcast."""
     rows = _mixed(positions.astype(np.uint64) * _GOLDEN_64 + np.uint64(key))
     hashed = _mixed(rows + (draws.astype(np.uint64) + _ONE) * _GOLDEN_64)
     hashed >>= np.uint64(11)
@@ -59,7 +60,7 @@ def uniform(key: int, positions: Int64, draws: Int64) -> Float64:
 
 
 def _mixed(x: UInt64) -> UInt64:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014), in place."""
+    """Applies the finaliser of splitmix64 (Steele, Lea and Flood 2014) in place."""
     x ^= x >> np.uint64(30)
     x *= _FIRST_64
     x ^= x >> np.uint64(27)
@@ -69,21 +70,21 @@ def _mixed(x: UInt64) -> UInt64:
 
 
 def device_uniform(key: int, positions: Tensor, draws: Tensor) -> Tensor:
-    """:func:`uniform` on the device of ``positions``: int64 in, float64 out, without a synchronisation."""
+    """Returns :func:`uniform` on the device of ``positions``: int64 in, float64 out, without a synchronisation."""
     rows = mixed(positions * _signed(_GOLDEN) + _signed(key))
     hashed = mixed(rows + (draws + 1) * _signed(_GOLDEN))
     return _shifted(hashed, 11).double() * 2.0**-53
 
 
 def mixed(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 on the bits of int64: multiplication wraps around as it does for uint64."""
+    """Applies the finaliser of splitmix64 to the bits of int64: multiplication wraps around as it does for uint64."""
     x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
     x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, filled with zeros: torch's own shift of int64 repeats the sign."""
+    """Shifts to the right and fills with zeros, where torch's shift of int64 repeats the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

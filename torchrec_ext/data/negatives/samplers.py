@@ -3,7 +3,7 @@
 A draw is a pure function of (seed, epoch, position, number of the draw): ranks that hold different slices of an epoch
 draw exactly what one rank would, and a resumed run draws what the uninterrupted one would.
 
-FreeMass: what a user has not taken, with a weight for each item.
+FreeMass: the items that each user has not taken, with a weight for each item.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torchrec_ext.data.negatives.random import Float64, alias_table, stream, uni
 
 
 class FreeMass:
-    """The weight of what each user has not taken, and the item at any place in it: exact, in whole numbers.
+    """The total weight of the items that each user has not taken, and a draw from it, exact in whole numbers.
 
     Args:
-        known: what is taken.
-        weights: (num_items,) of the items 1 to ``num_items``, greater than 0. They become whole numbers, at least 1
+        known: pairs that are taken.
+        weights: (num_items,) weights of the items 1 to ``num_items``, above 0. They become whole numbers, at least 1
             each, whose sum is as great as int64 allows (2 ** 52, or 2 ** 62 / users); ``share`` (num_items + 1,) are
-            these over their sum.
+            these divided by their sum.
     """
 
     def __init__(self, known: KnownPairs, weights: NDArray[np.float64]) -> None:
@@ -48,7 +48,7 @@ class FreeMass:
         self.below = self.sums[taken - 1] - own_before + owners * (self.total + 1)
 
     def item_at(self, users: Int64, places: Int64) -> Int64:
-        """(B,) the item not taken by each of ``users`` (B,) at the place, 0 to the user's ``mass`` - 1, in ``places`` (B,)."""
+        """Returns (B,) the free item of each of ``users`` (B,) at ``places`` (B,), 0 to the user's mass - 1."""
         rows = self.known.place(users)
         found = self.below.searchsorted(places + rows * (self.total + 1), side="right")
         items: Int64 = self.sums.searchsorted(
@@ -71,23 +71,23 @@ class NegativeSample(NamedTuple):
 
 
 class Negatives(Protocol):
-    """What the loader asks of a sampler."""
+    """A sampler of negatives for each positive, as a loader needs it."""
 
     def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
-        """N = ``n`` items for each of B rows, with replacement, never item 0 and never a known item of the row's user.
+        """Draws N = ``n`` items for each of B rows, with replacement, never item 0 nor a known item of the row's user.
 
         Args:
             users: (B,) ids.
             positions: (B,) number of each row in the whole set.
-            epoch: of the training.
-            n: draws per row.
+            epoch: epoch of the training, from 0.
+            n: N, the number of draws per row.
 
         Raises:
             DataError: a user has taken every item.
         """
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
-        """(B,) log-probabilities that the sampler would give the pairs if ``items`` (B,) were not known: for positives."""
+        """Returns (B,) the log-probability of drawing ``items`` (B,) if the users had not taken them: for positives."""
 
 
 class SamplingSettings(Protocol):
@@ -124,11 +124,11 @@ class SamplingSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampledData:
-    """What a sampler knows of a training set.
+    """The facts about a training set that samplers read.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
-        users: (P,) users of the pairs that are no negatives.
+        users: (P,) users of the pairs that must not be drawn.
         items: (P,) their items.
         counts: (num_items + 1,) training rows by item.
     """
@@ -161,7 +161,7 @@ class TrainingSampler(ABC):
 
 
 class RejectionNegatives(TrainingSampler):
-    """Draws from a distribution p over all items, and once more, from what the user has not taken, where the item is known.
+    """Draws from a distribution p over all items; a known item is replaced by a draw from those the user has not taken.
 
     With P_u the sum of p over the user's known items, the draws follow q = p / (1 - P_u) exactly: what was rejected, a
     share of P_u, is drawn from q itself. Two steps for every draw, however much a user has taken, so a device needs no
@@ -170,8 +170,8 @@ class RejectionNegatives(TrainingSampler):
     Args:
         num_items: items have the ids 1 to ``num_items``.
         users: (P,) users of the known pairs.
-        items: (P,) their items.
-        seed: of the draws.
+        items: (P,) items of the known pairs.
+        seed: seed of the draws.
     """
 
     def __init__(self, num_items: int, users: Int64, items: Int64, seed: int = 0) -> None:
@@ -184,11 +184,11 @@ class RejectionNegatives(TrainingSampler):
 
     @abstractmethod
     def _propose(self, numbers: Float64) -> Int64:
-        """Items from p, by a number in [0, 1) for each."""
+        """Draws items from p, by a number in [0, 1) for each."""
 
     @abstractmethod
     def _from_rest(self, users: Int64, numbers: Float64) -> Int64:
-        """An item from q for each of ``users`` (B,), by a number in [0, 1) for each."""
+        """Draws an item from q for each of ``users`` (B,), by a number in [0, 1) for each."""
 
     def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
         """See :meth:`Negatives.draw`."""
@@ -203,13 +203,13 @@ class RejectionNegatives(TrainingSampler):
 
 
 class UniformNegatives(RejectionNegatives):
-    """Every item that the user is not known to have taken is equally likely: q = 1 / (num_items - taken).
+    """Draws uniformly among the items that the user is not known to have taken: q = 1 / (num_items - taken).
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
         users: (P,) users of the known pairs.
-        items: (P,) their items.
-        seed: of the draws.
+        items: (P,) items of the known pairs.
+        seed: seed of the draws.
     """
 
     def __init__(self, num_items: int, users: Int64, items: Int64, seed: int = 0) -> None:
@@ -236,17 +236,17 @@ class UniformNegatives(RejectionNegatives):
 
 
 class PopularityNegatives(RejectionNegatives):
-    """Items in proportion to (count + smoothing) ** exponent among those that the user is not known to have taken.
+    """Draws items in proportion to (count + smoothing) ** exponent, among those that the user has not taken.
 
-    Proposed by the alias method. Probabilities are whole numbers over their sum (:class:`FreeMass`), so that rejection
-    is exact.
+    Items are proposed by the alias method. Probabilities are whole numbers over their sum (:class:`FreeMass`), so that
+    rejection is exact.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
         users: (P,) users of the known pairs.
-        items: (P,) their items; their counts are the popularity.
-        seed: of the draws.
-        exponent: 1 is popularity itself, 0 uniform, 0.75 word2vec's choice.
+        items: (P,) items of the known pairs, whose counts are the popularity.
+        seed: seed of the draws.
+        exponent: power of the counts: 1 is popularity itself, 0 uniform, 0.75 word2vec's choice.
         smoothing: added to each count, so that every item can be drawn: one that is never drawn is never pushed down.
     """
 
