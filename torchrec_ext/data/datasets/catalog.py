@@ -1,6 +1,6 @@
-"""Sets of interactions by name: found on disk, downloaded from their publisher with a checksum, or generated.
+"""load_dataset(): sets of interactions by name, found on disk, downloaded from their publisher, or generated.
 
-A publisher's file onto this machine: with a progress bar, a checksum, and nothing half-written left behind.
+fetch(): downloads a publisher's file with a progress bar and a checksum, and leaves nothing half-written behind.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Download:
 
 
 def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> str | None:
-    """Downloads and verifies a file; what is at ``target`` afterwards is whole.
+    """Downloads and verifies a file; it is whole once it is at ``target``.
 
     Args:
-        source: what to download.
-        target: where it is put, by an atomic rename.
-        licence: a line to show before.
-        progress: show it, and a bar.
+        source: file to download.
+        target: path of the file on this machine, where it is put by an atomic rename.
+        licence: line to show before the download.
+        progress: show the licence and a progress bar.
 
     Returns:
         None, or why the publisher could not be reached.
@@ -104,7 +104,7 @@ def _copy(source: Download, part: Path, progress: bool) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process of this host at a time; where the file system has no locks two may download, and either's file is whole."""
+    """Lets one process of this host in at a time; without file locks two may download, and either's file is whole."""
     with path.open("w") as stream:
         with suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -112,7 +112,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
-    """The file's sha256 as hexadecimal digits."""
+    """Returns the file's sha256 as hexadecimal digits."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -127,24 +127,25 @@ class DatasetUnavailable(DataError):  # noqa: N818  a state of affairs, like Fil
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which set to load.
+    """Settings that say which set of interactions to load.
 
     Args:
-        name: ``ml-100k``, ``ml-1m-ncf``, generated data (``planted``, ``checkerboard``), or that of a folder of your
-            own in one of the layouts of :data:`torchrec_ext.data.datasets.folder.LAYOUTS`.
-        history_length: how many earlier items of the user a row holds at most.
-        folder: where real sets lie, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
+        name: ``ml-100k``, ``ml-1m-ncf``, generated data (``planted``, ``checkerboard``), or the name of a folder of
+            your own in one of the layouts of :data:`torchrec_ext.data.datasets.folder.LAYOUTS`.
+        history_length: greatest number of the user's earlier items in a row.
+        folder: folder of real sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         offline: never download.
-        users: how many users to generate; the generator's own default where not given. For generated sets only.
-        items: how many items to generate.
-        seed: of the generator, and of what is held out for validation where no time says which.
-        split: of ml-100k: ``last_item`` of each user for test and the one before it for validation; ``recbole``, the
-            default of RecBole 1.2.1, all held-out items of a user found in one ranking; ``tfrs``, a random fifth for
-            test, ranked among all titles, those that the user has taken before too, as in TensorFlow Recommenders'
+        users: number of users to generate; the generator's default where not given. For generated sets only.
+        items: number of items to generate, in the same way.
+        seed: seed of the generator, and of the rows held out for validation where no time says which.
+        split: split of ml-100k: ``last_item`` of each user for test and the one before it for validation; ``recbole``,
+            the default of RecBole 1.2.1, all held-out items of a user found in one ranking; ``tfrs``, a random fifth
+            for test, ranked among all titles, those that the user has taken before too, as in TensorFlow Recommenders'
             tutorial.
-        context: of a folder of your own, columns of its interactions that say in what context an item was taken, such
-            as ``hour,device``, and are known when it is asked for: a rating is not. Text and whole numbers become ids,
-            fractions numbers; negatives have the context of their positive. All recipes but ``session`` read them.
+        context: columns of the interactions in a folder of your own that say in what context an item was taken, such as
+            ``hour,device``, and are known when a recommendation is asked for: a rating is not. Text and whole numbers
+            become ids, fractions numbers; negatives have the context of their positive. All recipes but ``session``
+            read them.
         validation: hold rows out for validation; False trains on them, for a last run with settings chosen before. For
             ``ml-1m-ncf`` and folders like it, and ``tfrs``.
     """
@@ -152,7 +153,8 @@ class DataConfig:
     name: str = field(
         default="ml-100k",
         metadata={
-            "doc": f"ml-100k, ml-1m-ncf, generated data (planted, checkerboard), or a folder of your own, named so, with {LAYOUTS}."
+            "doc": "ml-100k, ml-1m-ncf, generated data (planted, checkerboard), or a folder of your own, named so, "
+            f"with {LAYOUTS}."
         },
     )
     history_length: int = 50
@@ -242,7 +244,7 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
     then it is downloaded there. Several processes may call this at once: one of them downloads.
 
     Args:
-        config: which set.
+        config: settings that name the set.
         progress: show the download and the licence on stderr.
 
     Raises:
@@ -259,13 +261,13 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
 
 
 def data_folder(name: str, folder: str | None) -> Path | None:
-    """Where the set of that name would lie: in ``folder``, or in ``$TORCHREC_EXT_DATA``; None where neither is given."""
+    """Returns the path of the set of that name in ``folder`` or in ``$TORCHREC_EXT_DATA``; None if neither is given."""
     root = folder or os.environ.get(FOLDER_VARIABLE)
     return Path(root) / name if root else None
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/torchrec_ext``, or ``~/.cache/torchrec_ext``."""
+    """Returns ``$XDG_CACHE_HOME/torchrec_ext``, or ``~/.cache/torchrec_ext``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchrec_ext"
 
 
@@ -324,10 +326,10 @@ def _from_folder(config: DataConfig) -> InteractionData:
 
 
 def find_ml_100k(folder: Path | None, *, offline: bool = False, progress: bool = True) -> Path:
-    """Where MovieLens 100K is: a folder with its parquet files, or the publisher's zip; downloaded if it is nowhere.
+    """Finds MovieLens 100K, a folder with its parquet files or the publisher's zip; downloads it if it is nowhere.
 
     Args:
-        folder: looked into first.
+        folder: folder that is looked into first.
         offline: never download.
         progress: show the download and the licence on stderr.
 
@@ -349,7 +351,7 @@ def find_ml_100k(folder: Path | None, *, offline: bool = False, progress: bool =
 
 
 def ml_100k_tables(path: Path) -> Tables:
-    """(ratings, users, items) of what :func:`find_ml_100k` found."""
+    """Reads (ratings, users, items) from the path that :func:`find_ml_100k` returned."""
     return from_zip(path) if path.suffix == ".zip" else from_parquet(path)
 
 
@@ -373,7 +375,7 @@ def _where_to_put_it(folder: Path | None, target: Path, reason: str) -> str:
 
 
 def _warn_if_other(folder: Path) -> None:
-    """Other bytes may be the same table written again, or a part of it: that is the owner's right, but figures may differ."""
+    """Warns of files with other bytes: the same table written anew, or a part of it, which may change figures."""
     for name, known in ML_100K_PARQUET.items():
         path = folder / name
         if path.exists() and (found := sha256(path)) != known:

@@ -1,7 +1,6 @@
-"""RowContext: context of rows (hour, device, price) and what is known of users and items, the same in files and in requests.
+"""RowContext: how context of rows (hour, device, price) and features of users and items become ids and numbers.
 
-What is known of each user or item -> columns by id, with a vocabulary for each, without being told what the columns
-are.
+side_features(): a table of users or items -> feature columns by id; their kinds are inferred from the values.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ UNKNOWN = "unknown"  # stands in a list for a value that is in no vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class RowContext:
-    """How columns become ids and numbers: those of context, fitted on training rows, or of users and items, on all there are.
+    """The mapping of raw columns to ids and numbers; context is fitted on training rows, users and items on all rows.
 
     Args:
-        vocabularies: by column of text or whole numbers, the values from row 1 on; a value that is not among them is
-            row 0.
-        scales: by column of fractions, mean and standard deviation.
-        separators: by column of texts that hold lists, what stands between two values.
-        types: by column its raw type, where it is not that of the values; see ``data.preprocess.column_types``.
+        vocabularies: maps a column of text or whole numbers to its values, from row 1 on; any other value is row 0.
+        scales: maps a column of fractions to its mean and standard deviation.
+        separators: maps a column of texts that hold lists to what stands between two values.
+        types: maps a column to its raw type where that is not the type of the values; see
+            ``data.preprocess.column_types``.
 
     Example:
-        >>> rows = Chunk({"device": Column(np.array(["tv", "phone"], dtype=object)), "price": Column(np.array([1.0, 3.0]))})
+        >>> device, price = np.array(["tv", "phone"], dtype=object), np.array([1.0, 3.0])
+        >>> rows = Chunk({"device": Column(device), "price": Column(price)})
         >>> context = RowContext.fit(rows)
         >>> {name: column.values.tolist() for name, column in context.transform(rows).items()}
         {'device': [2, 1], 'price': [-1.0, 1.0]}
@@ -49,7 +49,7 @@ class RowContext:
 
     @classmethod
     def fit(cls, rows: Chunk) -> RowContext:
-        """Of the columns of ``rows``, as :func:`read_context` gives them."""
+        """Fits vocabularies and scales to the columns of ``rows``, as :func:`read_context` returns them."""
         dense = {name: column.values for name, column in rows.items() if column.values.dtype.kind == "f"}
         found = {
             name: np.unique(column.values, return_counts=True) for name, column in rows.items() if name not in dense
@@ -63,16 +63,16 @@ class RowContext:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All columns."""
+        """Names of all columns."""
         return (*self.vocabularies, *self.scales)
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Rows that the table of each column of ids needs."""
+        """Number of rows that the table of each column of ids needs."""
         return {name: len(values) for name, values in self.vocabularies.items()}
 
     def transform(self, rows: Chunk) -> dict[str, Column]:
-        """Ids (B,) int64 from 1, and numbers (B,) float32 of mean 0 and deviation 1."""
+        """Maps raw columns to ids (B,) int64 from 1 on, and numbers (B,) float32 of mean 0 and deviation 1."""
         known = np.ones(rows.num_rows, dtype=bool)
         ids = {name: Column(values.ids(rows[name].values, known)) for name, values in self.vocabularies.items()}
         return ids | {name: Column(self._scaled(name, rows[name].values)) for name in self.scales}
@@ -82,7 +82,7 @@ class RowContext:
         return ((values.astype(np.float64) - mean) / deviation).astype(np.float32)
 
     def raw(self, rows: Chunk) -> dict[str, pa.Array]:
-        """Columns of ids and numbers as a file or a request would say them; null for the unknown."""
+        """Maps ids and numbers back to the values that a file or a request would hold; null for the unknown."""
         said = {name: self._words(name, rows[name]) for name in self.vocabularies if name in rows}
         for name, (mean, deviation) in self.scales.items():
             if name in rows:
@@ -90,7 +90,7 @@ class RowContext:
         return said
 
     def raw_type(self, name: str) -> str:
-        """The type in which a file or a request has it."""
+        """Returns the type that a column has in a file or a request."""
         if name in self.scales:
             return "float64"
         return self.types.get(name) or (
@@ -98,7 +98,7 @@ class RowContext:
         )
 
     def joined(self, other: RowContext) -> RowContext:
-        """Both, of different columns."""
+        """Returns one mapping of the columns of both, which must differ."""
         return RowContext(**{part: {**own, **getattr(other, part)} for part, own in vars(self).items()})
 
     def _words(self, name: str, column: Column) -> pa.Array:
@@ -114,15 +114,15 @@ class RowContext:
 
 
 def read_context(path: Path, names: Sequence[str], ids: Sequence[str]) -> Chunk:
-    """Columns of one value per row: text, whole numbers, or fractions.
+    """Reads columns of one value per row: text, whole numbers, or fractions.
 
     Args:
-        path: a parquet file.
-        names: of the columns.
+        path: parquet file.
+        names: names of the columns.
         ids: names that mean something else.
 
     Raises:
-        DataError: a column is missing, is one of ``ids``, holds lists, nulls or a value that is no number.
+        DataError: a column is missing, is one of ``ids``, or holds lists, nulls or a value that is not finite.
     """
     if taken := [name for name in names if name in ids]:
         raise DataError(
@@ -143,10 +143,10 @@ def read_context(path: Path, names: Sequence[str], ids: Sequence[str]) -> Chunk:
 
 
 def check_finite(path: Path, name: str, values: Array) -> None:
-    """Refuses NaN and infinity in a column of fractions, and what is infinite as float32.
+    """Refuses NaN and infinity in a column of fractions, and values that are infinite as float32.
 
     Raises:
-        DataError: naming file, column, row and value.
+        DataError: a value is not finite; the message names file, column, row and value.
     """
     if values.dtype.kind != "f":
         return
@@ -168,40 +168,44 @@ MOST_DISTINCT = (
 
 
 class SideFeatures(NamedTuple):
-    """``columns``: a row by id, row 0 the unknown one; ``words``: how they were made."""
+    """Features of users or items: ``columns`` with a row per id, row 0 the unknown; ``words`` maps raw values."""
 
     columns: Chunk
     words: RowContext
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Table rows of each sparse column."""
+        """Number of table rows of each sparse column."""
         return self.words.vocab
 
     @property
     def dense(self) -> tuple[str, ...]:
-        """The others."""
+        """Names of the dense columns."""
         return tuple(self.words.scales)
 
 
 def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | None = None) -> SideFeatures:
-    """Text and whole numbers become ids from 1, in sorted order, text with ``|`` in it a list of ids; fractions become dense.
+    """Turns a table of users or items into feature columns by id.
 
-    A dense column is scaled to mean 0 and standard deviation 1. Left out are columns whose values are nearly all
-    distinct, such as titles and postal codes, which name a row and do not describe it.
+    Text and whole numbers become ids from 1, in sorted order, and text with ``|`` in it a list of ids; fractions become
+    dense columns of mean 0 and standard deviation 1. Columns whose values are nearly all distinct, such as titles and
+    postal codes, are left out: they name a row and do not describe it.
 
     Args:
-        ids: (B,) from 1 to ``size - 1``: which row of the result each row of ``table`` describes; one that none
-            describes is 0.
-        table: B rows.
-        size: rows of the result.
-        columns: which columns of ``table``, instead of all that are not left out.
+        ids: (B,) from 1 to ``size - 1``, the row of the result that each row of ``table`` describes; a row that none
+            describes is all 0.
+        table: B rows of raw values.
+        size: number of rows of the result.
+        columns: columns of ``table`` to use; where not given, all that are not left out.
 
     Example:
-        >>> table = Chunk({"genres": Column(np.array(["b|a", "a"], dtype=object)), "year": Column(np.array([1995, 1995]))})
+        >>> genres, year = np.array(["b|a", "a"], dtype=object), np.array([1995, 1995])
+        >>> table = Chunk({"genres": Column(genres), "year": Column(year)})
         >>> made = side_features(np.array([1, 3]), table, 4, ["genres", "year"])
-        >>> [made.columns["genres"].row(item).tolist() for item in range(4)], made.columns["year"].values.tolist(), made.vocab
-        ([[], [2, 1], [], [1]], [0, 1, 0, 1], {'genres': 3, 'year': 2})
+        >>> [made.columns["genres"].row(item).tolist() for item in range(4)], made.columns["year"].values.tolist()
+        ([[], [2, 1], [], [1]], [0, 1, 0, 1])
+        >>> made.vocab
+        {'genres': 3, 'year': 2}
     """
     made: dict[str, Column] = {}
     vocabularies: dict[str, Vocabulary] = {}
@@ -227,16 +231,16 @@ def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | 
 
 
 def check_described(path: Path, key: str, ids: Int64, table: Chunk) -> None:
-    """Refuses a file of users or items of which a part would be lost without a word.
+    """Refuses a file of users or items from which a part would silently be lost.
 
     Args:
-        path: the file.
-        key: its column with the ids.
-        ids: (B,) of that column.
-        table: B rows of its other columns.
+        path: file of users or items.
+        key: name of the column with the ids.
+        ids: (B,) ids in that column.
+        table: B rows of the other columns.
 
     Raises:
-        DataError: an id has two rows, of which one would be taken, or a column of fractions holds NaN or infinity.
+        DataError: an id has two rows, one of which would be lost, or a column of fractions holds NaN or infinity.
     """
     order = np.argsort(ids, kind="stable")
     twice = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
@@ -252,7 +256,7 @@ def check_described(path: Path, key: str, ids: Int64, table: Chunk) -> None:
 
 
 def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:
-    """Of text or whole numbers, each once."""
+    """Returns the distinct values of a column of text or whole numbers, in sorted order."""
     named = np.asarray(values)
     words = pa.array(named.astype(np.int64) if named.dtype.kind in "iub" else named)
     return Vocabulary(words, pa.array(np.zeros(len(words), np.int64)))

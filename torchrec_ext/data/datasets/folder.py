@@ -1,6 +1,6 @@
-"""A folder of parquet files -> InteractionData, by the names of its files; ids are any whole numbers from 0 on.
+"""from_folder(): a folder of parquet files -> InteractionData, by the files' names; ids are whole numbers from 0 on.
 
-The text files of He et al. 2017: NAME.train.rating, NAME.test.rating and NAME.test.negative -> columns of ids.
+read_ncf(): the text files of He et al. 2017, NAME.train.rating, NAME.test.rating and NAME.test.negative.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchrec_ext.schema import DataError
 
 
 def ncf_files(folder: Path) -> tuple[Path, Path, Path] | None:
-    """The training, test and negative file, or None where they are not all there."""
+    """Returns the training, test and negative file, or None where one of them is missing."""
     found = sorted(folder.glob("*.test.negative"))
     stem = found[0].name.removesuffix(".test.negative") if found else ""
     files = tuple(folder / f"{stem}{suffix}" for suffix in (".train.rating", ".test.rating", ".test.negative"))
@@ -43,10 +43,10 @@ def ncf_files(folder: Path) -> tuple[Path, Path, Path] | None:
 
 
 def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
-    """(train, test, negatives), with ``user_id`` and ``item_id`` or ``negative``.
+    """Reads (train, test, negatives) with the columns ``user_id`` and ``item_id`` or ``negative``.
 
-    A line of ratings is ``user item rating time``, one of negatives ``(user,item) negative negative ...``, each as
-    many; tabs between. Of the ratings only user and item are read.
+    A line of ratings is ``user item rating time``, a line of negatives ``(user,item) negative negative ...``, equally
+    many in each line, separated by tabs. User and item are all that is read of ratings.
 
     Raises:
         DataError: a line has another form.
@@ -104,7 +104,7 @@ _SPELLINGS = {
 
 
 def is_folder_of_interactions(folder: Path) -> bool:
-    """Whether the files of one of the layouts are there."""
+    """Says whether a folder has the files of one of the layouts."""
     pairs = all((folder / f"{part}.parquet").exists() for part in ("train", "test"))
     return pairs or (folder / "inter.parquet").exists() or ncf_files(folder) is not None
 
@@ -120,26 +120,26 @@ def from_folder(
     context: Sequence[str] = (),
     licence: str | None = None,
 ) -> InteractionData:
-    """The set in ``folder``, whose layout is one of :data:`LAYOUTS`.
+    """Loads the set in ``folder``, whose layout is one of :data:`LAYOUTS`.
 
-    Where neither times nor a file says what is for validation, one training item of each user is, drawn at random;
-    where test items have candidates of their own, it gets as many, drawn uniformly from what the user has not taken.
-    Without candidates all held-out items of a user are found in one ranking of the whole catalogue.
+    Where neither times nor a file says which rows are for validation, one training item of each user is, drawn at
+    random; where test items have candidates of their own, it gets as many, drawn uniformly from the items that the user
+    has not taken. Without candidates all held-out items of a user are found in one ranking of the whole catalogue.
 
-    The catalogue are the items of the training rows and those of ``items.parquet``, whatever numbers they have. A
-    held-out item that is among neither can be recommended to nobody: it counts as missed, or as the unknown item among
-    candidates of its own.
+    The catalogue consists of the items of the training rows and of ``items.parquet``, whatever their ids. A held-out
+    item that is in neither can be recommended to nobody: it counts as missed, or as the unknown item among candidates
+    of its own.
 
     Args:
-        folder: with the files.
-        name: of the set.
+        folder: folder with the files.
+        name: name of the set.
         history_length: greatest length of a history, or of a profile where no times are known.
         validation: hold rows out for validation; False trains on them.
-        seed: of what is held out.
-        columns: by ``users`` and ``items``, the columns to read of these files, all that describe (see
-            :func:`side_features`) where not given.
+        seed: seed of the choice of held-out rows.
+        columns: columns to read of the files, under ``users`` and ``items``; where not given, all that describe (see
+            :func:`side_features`).
         context: columns of the interactions that say in what context an item was taken.
-        licence: what the publisher asks.
+        licence: what the publisher asks of users, or None.
 
     Raises:
         DataError: a file or a column is missing or damaged, an id is below 0, or a training row has the id that the
@@ -202,10 +202,10 @@ def from_folder(
 
 
 class _Ids(NamedTuple):
-    """What the files call the user and the item of each row of our tables.
+    """The files' ids of the users and items in each row of our tables.
 
     ``users`` (rows,) ascend from row 1 on, and so do the items of the catalogue in ``items`` (rows,) and, after these,
-    the ``outside`` others. Row 0 is the unknown one, which the files call nothing: -1.
+    the ``outside`` others. Row 0 is the unknown one, -1, which has no id in the files.
     """
 
     users: Int64
@@ -214,7 +214,7 @@ class _Ids(NamedTuple):
 
 
 def _split(pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, seed: int) -> Split:
-    """The split of pairs with any ids; histories hold the place of each item among all of ``pairs``, in ascending order."""
+    """Splits pairs with any ids; histories hold the index of each item among the sorted items of ``pairs``."""
     user, item = (np.unique(pairs[name].values, return_inverse=True)[1] for name in ("user_id", "item_id"))
     if part is None:
         return leave_one_out(user, item, pairs["timestamp"].values, history_length)
@@ -224,7 +224,7 @@ def _split(pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, see
 def _numbered(
     folder: Path, pairs: Chunk, split: Split, trained: Sequence[int], negatives: Chunk | None
 ) -> tuple[_Ids, Chunk, Split]:
-    """Rows in place of the ids of ``pairs`` and of the histories; ``trained`` are the parts whose items are in the catalogue."""
+    """Replaces the ids of pairs and histories by rows; items of the parts ``trained`` make the catalogue."""
     described = {
         key: _ids_in(folder / f"{file}.parquet", key) for key, file in (("user_id", "users"), ("item_id", "items"))
     }
@@ -245,14 +245,14 @@ def _numbered(
 
 
 def _rows_of(ids: Int64, values: Int64) -> Int64:
-    """(N,) the row that ``ids`` (rows,) gives each of ``values`` (N,), -1 where it gives none."""
+    """Returns (N,) the row that ``ids`` (rows,) gives each of ``values`` (N,), -1 where it gives none."""
     order = np.argsort(ids, kind="stable")
     places = np.minimum(ids[order].searchsorted(values), len(ids) - 1)
     return np.where(ids[order][places] == values, order[places], -1)
 
 
 def _check_placeholder(folder: Path, trained: Chunk) -> None:
-    """Refuses training rows of user or item 0 in a folder that a preprocessor wrote, where 0 is no id."""
+    """Refuses training rows of user or item 0 in a folder that a preprocessor wrote, where 0 is the unknown value."""
     for name in ("user_id", "item_id"):
         count = int((trained[name].values == 0).sum())
         if count:
@@ -265,7 +265,7 @@ def _check_placeholder(folder: Path, trained: Chunk) -> None:
 
 
 def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
-    """The pairs of each part, and the negatives of the test items where there are any."""
+    """Reads the pairs of each part, and the negatives of the test items where there are any."""
     if (files := ncf_files(folder)) is not None:
         train, test, negatives = read_ncf(files)
         return {TRAIN: train, TEST: test}, negatives
@@ -286,7 +286,7 @@ def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
 
 
 def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple[Chunk, NDArray[np.int8]]:
-    """The pairs of all parts, and the part of each."""
+    """Concatenates the pairs of all parts; returns them with the part of each."""
     columns = {key: [chunk[key].values for chunk in parts.values()] for key in ("user_id", "item_id")}
     ratings = Chunk({key: Column(np.concatenate(ids)) for key, ids in columns.items()})
     part = np.repeat(np.array(list(parts), dtype=np.int8), [chunk.num_rows for chunk in parts.values()])
@@ -298,7 +298,7 @@ def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple
 
 
 def _context(files: Sequence[Path], names: Sequence[str]) -> Chunk | None:
-    """The columns of context of all files, one after the other."""
+    """Reads the columns of context of all files, one file after the other."""
     if not names:
         return None
     reserved = ("timestamp", "history", *(word for words in _SPELLINGS.values() for word in words))
@@ -317,7 +317,7 @@ def _context(files: Sequence[Path], names: Sequence[str]) -> Chunk | None:
 
 
 def _read(path: Path, *names: str) -> Chunk:
-    """Columns of whole numbers under our names."""
+    """Reads columns of whole numbers under our names."""
     found = _names_in(path)
     spelled = {name: next((word for word in _SPELLINGS.get(name, (name,)) if word in found), name) for name in names}
     chunk = read_parquet(path, dict.fromkeys(spelled.values(), "int"))
@@ -331,7 +331,7 @@ def _read(path: Path, *names: str) -> Chunk:
 
 
 def _names_in(path: Path) -> list[str]:
-    """The file's columns; none where it cannot be read, which :func:`read_parquet` tells better."""
+    """Returns the names of the file's columns; none where it cannot be read, which :func:`read_parquet` reports."""
     try:
         return list(pq.read_schema(path).names)
     except (pa.ArrowException, OSError):
@@ -339,14 +339,14 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _ids_in(path: Path, key: str) -> Int64:
-    """The ids that a file of users or items describes; none where there is no such file."""
+    """Reads the ids that a file of users or items describes; none where there is no such file."""
     return _read(path, key)[key].values if path.exists() else np.zeros(0, np.int64)
 
 
 def _side(
     path: Path, key: str, ids: Int64, columns: Sequence[str] | None, taken: set[str] | None = None
 ) -> tuple[Chunk, RowContext, list[str] | None]:
-    """Columns by row, how they were made, and titles where there is a column of that name; ``ids`` (rows,) are the files'."""
+    """Reads features by row, how they were made, and titles if there are such; ``ids`` (rows,) are the files' ids."""
     numbers = {key: Column(np.arange(len(ids)))}
     if not path.exists():
         return Chunk(numbers), RowContext(), None
@@ -370,7 +370,7 @@ def _titles(ids: Int64, column: Column, size: int) -> list[str]:
 
 
 def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
-    """A training row of each user who has two or more."""
+    """Draws a training row of each user who has two or more."""
     rows = np.random.default_rng([seed, 1]).permutation(np.flatnonzero(part == TRAIN))
     _, first, count = np.unique(user[rows], return_index=True, return_counts=True)
     return rows[first[count > 1]]
@@ -388,11 +388,11 @@ def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: i
 
 
 def _by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64) -> Int64:
-    """(U, N) the negatives of each user, -1 where there are fewer than N.
+    """Returns (U, N) the negatives of each user, -1 where there are fewer than N.
 
     Args:
         users: (U,) rows of the users.
-        ids: what the files call the user of each row.
+        ids: (rows,) the files' id of the user in each row.
         owners: (M,) rows of the users of ``negatives``.
         negatives: (M,) rows of items.
     """

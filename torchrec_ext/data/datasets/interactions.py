@@ -1,6 +1,6 @@
 """InteractionData: who took what and when, split by time so that no feature looks into the future.
 
-Which rows of a set train, validate and test, and what each may know of its user: a history that holds no answer.
+leave_one_out(), with_profiles(): which rows train, validate and test, each with a history that holds no answer.
 
 Evaluation: how the publishers of a set rank its held-out items.
 
@@ -27,7 +27,7 @@ TRAIN, VALIDATION, TEST = 0, 1, 2
 class Split(NamedTuple):
     """M rows sorted by user.
 
-    ``rows`` (M,) are places in the input, ``part`` (M,) is TRAIN, VALIDATION or TEST, ``history`` has M rows.
+    ``rows`` (M,) are indices into the input, ``part`` (M,) is TRAIN, VALIDATION or TEST, ``history`` has M rows.
     """
 
     rows: Int64
@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
 
 def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: int) -> Split:
-    """Splits by time per user: the last item is for test, the one before it for validation, the rest for training.
+    """Splits each user's items by time: the last is for test, the one before it for validation, the rest for training.
 
     Equal times keep the order of the input. Of a pair that occurs more than once only the first is kept, so that no
     held-out pair is also a training pair. A user with fewer than 3 interactions has all of them in training. The
@@ -64,22 +64,24 @@ def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: in
 
 
 def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int, seed: int = 0) -> Split:
-    """A split that somebody else made, where nothing is known of what came first.
+    """Builds a split from given parts, where the order of events is not known.
 
-    Of a pair that occurs more than once in a part only one is kept.
+    A pair that occurs more than once in a part is kept once.
 
-    In the place of a history each row has a profile: at most ``length`` of its user's training items in a random order,
-    never the row itself. Of held-out rows nothing is in any profile. Rows of a user stand in that order, so that the
-    profile of a training row is the ``length`` rows after it, those before the first following the last::
+    In place of a history each row has a profile: at most ``length`` of its user's training items in a random order,
+    never the row itself, and no held-out item. Rows of a user stand in that order, so that the profile of a training
+    row is the ``length`` rows after it, where the first row follows the last::
 
-        user's training items  5 2 9    rows: 5 knows [2, 9], 2 knows [9, 5], 9 knows [5, 2]; held-out rows know [5, 2, 9]
+        training items of a user    5 2 9
+        profiles of their rows      5: [2, 9]   2: [9, 5]   9: [5, 2]
+        profile of a held-out row   [5, 2, 9]
 
     Args:
         user: (B,) ids.
         item: (B,) ids.
         part: (B,) TRAIN, VALIDATION or TEST.
         length: greatest length of a profile.
-        seed: of the order.
+        seed: seed of the order.
     """
     pair = (user * (item.max(initial=0) + 1) + item) * 3 + part
     shuffled = np.random.default_rng(seed).permutation(np.unique(pair, return_index=True)[1])
@@ -100,7 +102,7 @@ def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int,
 
 
 def _runs(*keys: Array) -> tuple[Int64, Int64]:
-    """For each row the first place of its run of equal keys, and the place after its last."""
+    """Returns, for each row, the first index of its run of equal keys, and the index after the run's last."""
     size = len(keys[0])
     changes = np.zeros(size, dtype=bool)
     changes[:1] = True
@@ -116,16 +118,16 @@ Figure = Literal["hr", "recall", "ndcg", "mrr"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Against what a held-out item is ranked, and which figures are told.
+    """Rules of an evaluation: the candidates among which a held-out item is ranked, and the figures to compute.
 
     Args:
-        at: numbers of places that are looked at, K.
-        figures: ``hr``, ``recall``, ``ndcg``, ``mrr``.
+        at: cut-offs K of the ranking.
+        figures: figures to compute, of ``hr``, ``recall``, ``ndcg`` and ``mrr``.
         by: ``row``: each held-out row is a question of its own; ``user``: all held-out items of a user are the answers
             to one.
-        keep_seen: rank what the user has taken before too.
-        candidates: by part, (rows of the part, N) item ids, below 0 for none: each row's item is ranked among its own N
-            and nothing else. Where a part is not named, the candidates are the whole catalogue.
+        keep_seen: rank the items that the user has taken before, too.
+        candidates: maps a part to (rows of the part, N) item ids, below 0 for none: each row's item is ranked among its
+            own N and nothing else. In parts that are not named the candidates are the whole catalogue.
     """
 
     at: tuple[int, ...] = (10,)
@@ -157,31 +159,31 @@ class InteractionData:
     """One recommendation data set, split for training and evaluation.
 
     Args:
-        name: what it was loaded by.
+        name: name by which the set was loaded.
         train: one row per positive: ``user_id``, ``item_id``, the user's features, ``history`` (ragged item ids, oldest
-            first, where the times are known) and ``timestamp`` (likewise).
+            first where the times are known) and, where they are, ``timestamp``.
         validation: held-out rows: where the set is split by time, the last row but one of each user. May have no rows.
-        test: held-out rows, likewise the last of each user.
-        items: row i holds the item-side features of item i, its ``item_id`` = i among them; row 0 is the unknown item.
-            The last ``outside`` rows are of items that are not in the catalogue: their ``item_id`` is 0, as that of any
-            unknown item.
-        vocab: rows that the table of each sparse feature needs; row 0 is always the unknown value.
+        test: held-out rows: where the set is split by time, the last row of each user.
+        items: row i holds the features of item i, its ``item_id`` = i among them; row 0 is the unknown item. The last
+            ``outside`` rows are of items that are not in the catalogue: their ``item_id`` is 0, as that of any unknown
+            item.
+        vocab: number of rows that the table of each sparse feature needs; row 0 is always the unknown value.
         dense: names of the dense columns.
-        known: the pairs of ``train``: what negatives must avoid and an evaluation masks.
+        known: the pairs of ``train``, which negatives must avoid and an evaluation masks.
         liked: row u holds the items that user u rated 4 or higher before the test item, oldest first; for display.
-        titles: by item id, or None.
-        categories: by item id the names of what it is one of, such as genres; or None.
-        user_ids: (users + 1,) int64, what the files call the user of each row; None where that is the row's number. [0]
-            is unused.
-        item_ids: (rows of ``items``,) int64, what the files call the item of each row, in the same way.
-        outside: how many of the last rows of ``items`` are held-out items or candidates that are neither trained nor
+        titles: titles by item id, or None.
+        categories: names of each item's categories, such as genres, by item id; or None.
+        user_ids: (users + 1,) int64, the files' id of the user in each row, [0] unused; None where ids are rows.
+        item_ids: (rows of ``items``,) int64, the files' id of the item in each row, [0] unused; None where ids are
+            rows.
+        outside: number of the last rows of ``items`` that are held-out items or candidates, neither trained nor
             described.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible ranking where they are known (generated data), such as ``HR@10``.
-        evaluation: how its publishers rank the held-out items.
+        evaluation: rules by which the publishers rank the held-out items.
         context: columns of each row that are neither the user's nor the item's; they are among ``vocab`` and ``dense``.
-        sides: how the features of users and items were made of what the files say; those that are not among them are as
-            there.
+        sides: mapping of the files' values to the features of users and items; other features hold the values
+            themselves.
     """
 
     name: str
@@ -206,32 +208,32 @@ class InteractionData:
 
     @property
     def num_items(self) -> int:
-        """Items that can be recommended, the catalogue: ids 1 to ``num_items``."""
+        """Number of items in the catalogue, which can be recommended: ids 1 to ``num_items``."""
         return self.items.num_rows - 1 - self.outside
 
     @property
     def users_by_row(self) -> Int64:
-        """(users + 1,) what the files call the user of each row; [0] is of none."""
+        """The files' id of the user in each row, (users + 1,); [0] is no user's."""
         return np.arange(self.vocab["user_id"]) if self.user_ids is None else self.user_ids
 
     @property
     def items_by_row(self) -> Int64:
-        """(rows of ``items``,) what the files call the item of each row; [0] is of none."""
+        """The files' id of the item in each row, (rows of ``items``,); [0] is no item's."""
         return np.arange(self.items.num_rows) if self.item_ids is None else self.item_ids
 
     def popularity(self) -> Int64:
-        """(rows of ``items``,) training rows by item id; the held-out rows are not counted."""
+        """Counts the training rows by item id, (rows of ``items``,); held-out rows are not counted."""
         return np.bincount(self.known.items, minlength=self.items.num_rows).astype(np.int64)
 
     def pairs(self, *parts: str) -> Pairs:
-        """The (user, item) pairs of ``train``, ``validation`` and ``test``, or of those named, whose items are in the catalogue."""
+        """Returns the (user, item) pairs of the parts named, or of all; items outside the catalogue are left out."""
         chunks = [getattr(self, part) for part in parts or ("train", "validation", "test")]
         users, items = (np.concatenate([chunk[name].values for chunk in chunks]) for name in ("user_id", "item_id"))
         inside = items <= self.num_items
         return Pairs(users[inside], items[inside])
 
     def seen(self, users: Int64, *parts: str) -> Column:
-        """The items to mask for each of ``users`` (B,): a ragged column of the item ids in ``parts`` (default: train)."""
+        """Returns the items to mask for each of ``users`` (B,): a ragged column of item ids in ``parts`` (train)."""
         pairs = self.pairs(*(parts or ("train",)))
         order = np.argsort(pairs.users, kind="stable")
         ordered = pairs.users[order]
@@ -259,26 +261,27 @@ def from_ratings(
     context: Chunk | None = None,
     sides: RowContext | None = None,
 ) -> InteractionData:
-    """Puts the user's features and history into each rating, and the ratings into their parts.
+    """Builds a set of interactions: puts the user's features and history into each rating, and splits the ratings.
 
     Args:
-        name: of the set.
+        name: name of the set.
         ratings: columns ``user_id``, ``item_id``, ``timestamp`` and, where known, ``rating``; every row is a positive,
             whatever its stars. ``timestamp`` is not needed with ``split``.
         users: row u holds the features of user u, ``user_id`` among them; row 0 is the unknown user.
         items: row i holds the features of item i; row 0 is the unknown item.
-        vocab: rows by sparse feature.
+        vocab: number of rows of each sparse feature's table.
         dense: names of the dense columns.
         history_length: greatest length of a history.
-        titles: by item id.
-        categories: by item id.
+        titles: titles by item id.
+        categories: names of each item's categories by item id.
         user_ids: see :class:`InteractionData`.
         item_ids: see :class:`InteractionData`.
         outside: see :class:`InteractionData`.
-        licence: what the publisher asks.
-        split: of the ratings; :func:`leave_one_out` where not given.
+        licence: what the publisher asks of users, or None.
+        split: split of the ratings; :func:`leave_one_out` where not given.
         evaluation: see :class:`InteractionData`.
-        context: a row for each of ``ratings``, as :func:`torchrec_ext.data.datasets.features.read_context` gives it.
+        context: a row of context for each of ``ratings``, as
+            :func:`torchrec_ext.data.datasets.features.read_context` returns it.
         sides: see :class:`InteractionData`.
 
     Raises:
@@ -335,16 +338,16 @@ def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
 
 
 def labelled_rows(data: InteractionData, part: str = "validation", *, negatives: int = 4, seed: int = 0) -> Chunk:
-    """The positives of a part with negatives, the same at every call, and a ``label`` column: rows for AUC and log loss.
+    """Returns the positives of a part with negatives, and a ``label`` column: rows for AUC and log loss.
 
-    Negatives avoid all pairs of the set, held-out ones too. To be loaded with ``LoaderConfig(negatives=0,
-    label="label")``.
+    Negatives are the same at every call and avoid all pairs of the set, held-out ones too. The rows are loaded with
+    ``LoaderConfig(negatives=0, label="label")``.
 
     Args:
-        data: the set.
+        data: set of interactions.
         part: ``train``, ``validation`` or ``test``.
-        negatives: N per positive.
-        seed: of the draws.
+        negatives: N, the number of negatives per positive.
+        seed: seed of the draws.
     """
     chunk: Chunk = getattr(data, part)
     pairs = data.pairs()

@@ -1,4 +1,4 @@
-"""LabelledData: rows that say what happened, with the context in which it happened: Frappe, a folder like it, or generated rows."""
+"""LabelledData: rows with a label and the context of the event: Frappe, a folder like it, or generated rows."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ FRAPPE_LICENCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledConfig:
-    """Which labelled rows to load.
+    """Settings that say which labelled rows to load.
 
     Args:
-        name: ``frappe``, generated data (``planted``), or that of a folder of your own in the same layout
+        name: ``frappe``, generated data (``planted``), or the name of a folder of your own in the same layout
             (:data:`LAYOUT`).
-        context: False gives every row the same context, id 0 and 0.0: what the model can do without it.
-        folder: where real sets lie, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
-        seed: of generated data.
+        context: read the context; False gives every row the same context, id 0 and 0.0, to see what the model can do
+            without it.
+        folder: folder of real sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
+        seed: seed of generated data.
     """
 
     name: str = field(
@@ -63,19 +64,18 @@ class LabelledData:
     """Rows with a label, split for training and evaluation.
 
     Args:
-        name: what it was loaded by.
-        train: ``user_id``, ``item_id``, the context and ``label``, 0 or 1.
-        validation: likewise.
-        test: likewise.
-        vocab: rows that the table of each sparse column needs.
+        name: name by which the set was loaded.
+        train: rows with ``user_id``, ``item_id``, the context and ``label``, 0 or 1.
+        validation: held-out rows with the same columns.
+        test: held-out rows with the same columns.
+        vocab: number of rows that the table of each sparse column needs.
         context: names of the sparse columns beside user and item.
         dense: names of the dense columns, all of them context.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible prediction where they are known (generated data).
-        words: how the dense columns were scaled, and which row each id of a column has whose ids are other than 0 to N
-            - 1.
-        oov_ids: by sparse column the row of an id that no training row has; where not given row 0 of the columns that
-            ``words`` maps, and the last row of the others.
+        words: scales of the dense columns, and the row of each id in columns whose ids are not 0 to N - 1.
+        oov_ids: maps a sparse column to the row of ids that no training row has; where not given row 0 of the columns
+            that ``words`` maps, and the last row of the others.
     """
 
     name: str
@@ -95,13 +95,13 @@ class LabelledData:
         object.__setattr__(self, "oov_ids", {**rows, **self.oov_ids})
 
     def trained(self, name: str) -> Int64:
-        """The rows of a sparse column's table that stand for an id of a training row, in ascending order."""
+        """Returns the rows of a sparse column's table that stand for an id of a training row, in ascending order."""
         rows = np.unique(self.train[name].values)
         known: Int64 = rows[rows != self.oov_ids[name]]
         return known
 
     def ids(self, name: str, rows: Int64) -> Int64:
-        """(N,) what the files call each of ``rows`` (N,) of a sparse column's table, none of which is the unknown one."""
+        """Returns (N,) the files' ids of ``rows`` (N,) of a sparse column's table; none may be the unknown row."""
         if name not in self.words.vocabularies:
             return rows
         ids: Int64 = np.asarray(self.words.vocabularies[name].values, np.int64)
@@ -120,16 +120,16 @@ def load_labelled(config: LabelledConfig) -> LabelledData:
 
 
 def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, seed: int = 0) -> LabelledData:
-    """Clicks whose log-odds are a user's taste for an item's kind, moved by the hour of the day; the weekday is noise.
+    """Generates clicks whose log-odds are a user's taste for an item's kind, moved by the hour; the weekday is noise.
 
     The answer: no score can order the rows better than the log-odds themselves, whose AUC and log loss on the test rows
     are in ``best``.
 
     Args:
-        rows: of all parts together, eight tenths for training and one for each other part.
-        users: how many, ids from 0.
-        items: how many, ids from 0.
-        seed: of everything.
+        rows: number of rows of all parts together, eight tenths for training and one for each other part.
+        users: number of users, ids from 0.
+        items: number of items, ids from 0.
+        seed: seed of the generator.
     """
     rng = np.random.default_rng([seed, rows, users, items])
     columns = {"user_id": users, "item_id": items, "hour": 24, "weekday": 7}
@@ -199,13 +199,13 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
 
 
 def _size(parts: list[Array]) -> int:
-    """N where the ids of all parts together are 0 to N - 1, else 0."""
+    """Returns N where the ids of all parts together are 0 to N - 1, else 0."""
     ids = np.unique(np.concatenate(parts))
     return len(ids) if ids[0] == 0 and ids[-1] == len(ids) - 1 else 0
 
 
 def _untrained_unknown(rows: Chunk, train: Chunk, unknown: Mapping[str, int]) -> Chunk:
-    """``rows`` in which ids that no training row has are the row in ``unknown``, by column."""
+    """Returns ``rows`` in which ids that no training row has are replaced by the column's row in ``unknown``."""
     columns = {}
     for name, row in unknown.items():
         ids = rows[name].values
@@ -218,7 +218,7 @@ def _file(folder: Path | None, part: str) -> Path | None:
 
 
 def _read(path: Path) -> Chunk:
-    """Ids as int64, the label and dense columns as float32."""
+    """Reads ids as int64, the label and dense columns as float32."""
     chunk = read_parquet(path)
     for name in ("label", "user", "item"):
         if name not in chunk and _NAMES.get(name) not in chunk:
@@ -242,7 +242,7 @@ def _read(path: Path) -> Chunk:
 
 
 def _scale(values: Array) -> tuple[float, float]:
-    """Mean and standard deviation of the training rows, which get 0 and 1."""
+    """Returns the mean and standard deviation of the training rows, which are scaled to 0 and 1."""
     exact = values.astype(np.float64)
     return float(exact.mean()), float(exact.std()) or 1.0
 
@@ -259,7 +259,7 @@ def _without_context(data: LabelledData) -> LabelledData:
 
 
 def _auc(scores: Array, labels: Array) -> float:
-    """Of scores that do not tie."""
+    """Computes the area under the ROC curve of scores that do not tie."""
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
     positives = labels.sum()

@@ -1,6 +1,6 @@
-"""MovieLens 100K: the publisher's text files or the same as parquet -> InteractionData. Nothing of the data is in this package.
+"""MovieLens 100K: the publisher's text files, or the same as parquet -> InteractionData; this package holds no data.
 
-The splits of MovieLens 100K that published figures were made on.
+recbole(), tfrs(): the splits on which published figures were made.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ Tables = tuple[Chunk, Chunk, Chunk]
 def movielens_100k(
     tables: Tables, history_length: int, *, split: Split | None = None, evaluation: Evaluation | None = None
 ) -> InteractionData:
-    """The set as interactions, every rating a positive.
+    """Builds the set of interactions, every rating a positive.
 
-    User side: ``user_id``, ``gender``, ``occupation``, ``zip_prefix`` (first digit; one id for Canada), dense ``age`` =
-    (years - 35) / 15, ``history``. Item side: ``item_id``, ``release_year`` (an id per year), ``genres`` (ragged). Id 0
-    is unknown.
+    User features: ``user_id``, ``gender``, ``occupation``, ``zip_prefix`` (first digit; one id for Canada), dense
+    ``age`` = (years - 35) / 15, ``history``. Item features: ``item_id``, ``release_year`` (an id per year), ``genres``
+    (ragged). Id 0 is unknown.
 
     Args:
         tables: (ratings, users, items) as :func:`from_parquet` and :func:`from_zip` read them.
         history_length: greatest length of a history.
-        split: of the ratings; by time where not given.
-        evaluation: how the held-out ratings are ranked.
+        split: split of the ratings; by time where not given.
+        evaluation: rules by which the held-out ratings are ranked.
     """
     ratings, people, movies = tables
     described = {"user_id": np.unique(people["user_id"].values), "item_id": np.unique(movies["item_id"].values)}
@@ -166,11 +166,13 @@ def movielens_100k(
 
 
 def split_title(title: str, year: str = "") -> tuple[str, int]:
-    """The title without its year, and the year, 0 where it is not known.
+    """Splits a title into the title without its year, and the year, 0 where it is not known.
 
     Example:
-        >>> split_title("Toy Story (1995)"), split_title("Land Before Time III (1995) (V)"), split_title("unknown", "unkonwn")
-        (('Toy Story', 1995), ('Land Before Time III', 1995), ('unknown', 0))
+        >>> split_title("Toy Story (1995)"), split_title("Land Before Time III (1995) (V)")
+        (('Toy Story', 1995), ('Land Before Time III', 1995))
+        >>> split_title("unknown", "unkonwn")
+        ('unknown', 0)
     """
     if year.isdigit():
         return title.strip(), int(year)
@@ -185,10 +187,10 @@ ITEM_COLUMNS = ("movie_title", "release_year", "class")
 
 
 def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
-    """What a request says of items, from the columns :data:`ITEM_COLUMNS` of ``items.parquet``, as training reads them.
+    """Turns the columns :data:`ITEM_COLUMNS` of ``items.parquet`` into the item features that a request gives.
 
     Args:
-        columns: (N,) texts by name.
+        columns: (N,) texts of each column, by name.
 
     Returns:
         ``release_year``, whole numbers, null where it is not known, and ``genres``, texts with a space between two.
@@ -205,7 +207,7 @@ def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
 
 
 def from_parquet(folder: Path) -> Tables:
-    """(ratings, users, items) from ``inter.parquet``, ``users.parquet`` and ``items.parquet``.
+    """Reads (ratings, users, items) from ``inter.parquet``, ``users.parquet`` and ``items.parquet``.
 
     Raises:
         DataError: a file or a column is missing or damaged, or a user or an item is described twice.
@@ -227,10 +229,12 @@ def from_parquet(folder: Path) -> Tables:
 
 
 def from_zip(path: Path) -> Tables:
-    """The same tables, years in a column of their own, from the publisher's ``ml-100k.zip`` (latin-1 text), not unpacked.
+    """Reads (ratings, users, items) from the publisher's ``ml-100k.zip``, latin-1 text that is not unpacked to disk.
+
+    Years stand in a column of their own.
 
     Raises:
-        DataError: it is not a zip, or a file in it is missing or has another form.
+        DataError: the file is not a zip, or a file in it is missing or has another form.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -289,7 +293,7 @@ def _texts(rows: Sequence[Sequence[str]], at: int) -> Array:
 
 
 def _rows(name: str, described: Int64, ids: Int64) -> Int64:
-    """(N,) the row from 1 on that each of ``ids`` (N,) has among ``described``, which ascend.
+    """Returns (N,) the row, from 1 on, of each of ``ids`` (N,) among ``described``, which ascend.
 
     Raises:
         DataError: an id is not described.
@@ -330,7 +334,7 @@ def _users(people: Chunk, described: Int64) -> Chunk:
 
 
 def _genres(item_ids: Int64, names: Array, size: int) -> Column:
-    """Ragged genre ids by item id; an unknown genre is id 0, an item that is not listed has no id."""
+    """Returns ragged genre ids by item id; an unknown genre is id 0, an item that is not listed has none."""
     lists: list[list[str]] = [[]] * size
     for item, text in zip(item_ids.tolist(), names, strict=True):
         lists[item] = text.split()
@@ -339,7 +343,7 @@ def _genres(item_ids: Int64, names: Array, size: int) -> Column:
 
 
 def _ids(values: Array, vocabulary: Sequence[str]) -> Int64:
-    """1 + the place in the vocabulary, 0 for a value that is not in it."""
+    """Returns 1 + the index of each value in the vocabulary, 0 for a value that is not in it."""
     distinct, inverse = np.unique(values.astype(str), return_inverse=True)
     places = {value: place for place, value in enumerate(vocabulary, start=1)}
     return np.array([places.get(str(value), 0) for value in distinct], dtype=np.int64)[inverse]
@@ -356,7 +360,7 @@ _PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
 
 
 class Protocol(NamedTuple):
-    """The ratings as the split sees them, their parts (None: by time) and how the held-out ones are ranked."""
+    """The ratings as the split sees them, their parts (None: by time), and the rules of the evaluation."""
 
     ratings: Chunk
     split: Split | None
@@ -364,11 +368,13 @@ class Protocol(NamedTuple):
 
 
 def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
-    """RecBole 1.2.1's default: a random tenth of each user for validation and for test, seed 2020; full ranking, seen items out.
+    """Returns RecBole 1.2.1's default protocol, seed 2020.
+
+    A random tenth of each user's ratings is for validation, another for test; all items but those seen are ranked.
 
     Args:
-        ratings: of all users.
-        file: ``user_id``, ``item_id`` and ``split`` (train, valid or test) of each rating.
+        ratings: ratings of all users.
+        file: parquet file with ``user_id``, ``item_id`` and ``split`` (train, valid or test) of each rating.
         history_length: greatest length of a profile.
 
     Raises:
@@ -391,16 +397,16 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
 
 
 def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation: bool, seed: int = 42) -> Protocol:
-    """TensorFlow Recommenders' retrieval tutorial: 80,000 random ratings train, 20,000 test; movies are known by their title.
+    """Returns the protocol of TensorFlow Recommenders' retrieval tutorial: 80,000 random ratings train, 20,000 test.
 
     Movies of one title are one, that of the smallest id. Each test rating is ranked among all titles, those that the
-    user has taken before too. TensorFlow's shuffle cannot be repeated without it: ``seed`` is numpy's.
+    user has taken before too. TensorFlow's shuffle cannot be repeated without TensorFlow: ``seed`` is numpy's.
 
     Args:
         tables: ratings, users and movies.
         history_length: greatest length of a profile.
         validation: take a tenth of the training ratings for validation.
-        seed: of the split.
+        seed: seed of the split.
     """
     ratings, _, movies = tables
     titles = [

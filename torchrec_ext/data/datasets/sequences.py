@@ -1,6 +1,6 @@
-"""SequenceData: what each user took, in order of time, with the last items held out.
+"""SequenceData: the items that each user took, in order of time, with the last ones held out.
 
-Sets of sequences by name: a folder of parquet files, or generated with a known answer.
+load_sequences(): sets of sequences by name, from a folder of parquet files or generated with a known answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAST = 3  # items of a user of whom two are held out
 
 
 class HeldOut(NamedTuple):
-    """Q questions: ``users`` (Q,) rows of the data, ``before`` Q rows of the items that came before, ``targets`` (Q,) the next."""
+    """Q questions: ``users`` (Q,) rows of the data, ``before`` Q rows of earlier items, ``targets`` (Q,) next items."""
 
     users: Int64
     before: Column
@@ -40,19 +40,19 @@ class SequenceData:
     A user with fewer than 3 items has all of them in training.
 
     Args:
-        name: what it was loaded by.
+        name: name by which the set was loaded.
         sequences: U rows of item ids 1 to ``num_items``, oldest first.
-        num_items: items of the catalogue; id 0 is the unknown item and padding.
-        max_length: S, the most items that a model reads before its target: the most recent ones.
-        times: U rows of the times at which they were taken, as long; or None.
-        user_ids: (U,) what the file calls the users.
-        item_ids: (num_items + 1,) what the file calls the items; [0] is unused.
+        num_items: number of items in the catalogue; id 0 is the unknown item and padding.
+        max_length: S, the greatest number of items, the most recent ones, that a model reads before its target.
+        times: U rows of the times at which the items were taken, equally long; or None.
+        user_ids: (U,) the file's ids of the users.
+        item_ids: (num_items + 1,) the file's ids of the items; [0] is unused.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible ranking where they are known (generated data), such as ``HR@1``.
 
     Raises:
         ValueError: ``max_length`` is not positive.
-        DataError: an empty sequence, an id outside the catalogue, or times that fall; the message names user and place.
+        DataError: a sequence is empty, an id is outside the catalogue, or times fall; the message names user and place.
     """
 
     name: str
@@ -108,7 +108,7 @@ class SequenceData:
             )
 
     def _at(self, place: int) -> tuple[int, int]:
-        """User row and step of a place in the values."""
+        """Returns the user's row and the step of an index in the values."""
         ends = np.cumsum(self.sequences.lengths)
         user = int(ends.searchsorted(place, side="right"))
         return user, place - int(ends[user] - self.sequences.lengths[user])
@@ -119,17 +119,17 @@ class SequenceData:
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Rows that the item table needs."""
+        """Number of rows that the item table needs."""
         return {"item_id": self.num_items + 1}
 
     def training(self) -> Column:
-        """U rows: each user's items but the two that are held out."""
+        """Returns U rows: each user's items without the two that are held out."""
         windows = self._windows()
         held_out = np.where(self.sequences.lengths < LEAST, 0, 2)
         return Column.from_windows(self.sequences.pool, Windows(windows.starts, windows.stops - held_out))
 
     def held_out(self, part: str) -> HeldOut:
-        """The questions of ``validation`` or ``test``; the validation item is among those before the test item."""
+        """Returns the questions of ``validation`` or ``test``; the validation item precedes the test item."""
         if part not in HELD_OUT:
             raise ValueError(f"part={part!r}: must be one of {', '.join(HELD_OUT)}")
         users = np.flatnonzero(self.sequences.lengths >= LEAST)
@@ -140,7 +140,7 @@ class SequenceData:
         )
 
     def popularity(self) -> Int64:
-        """(num_items + 1,) how often each item is in :meth:`training`."""
+        """Counts how often each item is in :meth:`training`, (num_items + 1,)."""
         return np.bincount(self.training().values, minlength=self.num_items + 1).astype(np.int64)
 
     def _windows(self) -> Windows:
@@ -150,14 +150,14 @@ class SequenceData:
 
 
 def training_windows(sequences: Column, max_targets: int) -> Column:
-    """Cuts sequences so that each item but a user's first is a target exactly once, after at most ``max_targets`` - 1 others.
+    """Cuts sequences into pieces in which each item but a user's first is a target exactly once.
 
     Pieces are cut from the end, so the last ones are whole, and overlap by one item, the first input of the next. Users
     with a single item have no target and no piece.
 
     Args:
-        sequences: ragged.
-        max_targets: the most targets of a piece, which has one item more.
+        sequences: ragged column of item ids.
+        max_targets: greatest number of targets of a piece, which has one item more.
 
     Example:
         >>> cut = training_windows(Column.from_lengths(np.arange(1, 8), np.array([6, 1])), 2)
@@ -177,7 +177,7 @@ def training_windows(sequences: Column, max_targets: int) -> Column:
 
 
 def most_recent(sequences: Column, limit: int) -> Column:
-    """The last ``limit`` items of each row, all of a shorter one."""
+    """Returns the last ``limit`` items of each row; all items of a shorter row."""
     windows = sequences.windows
     if windows is None or limit < 1:
         raise ValueError(f"limit={limit} of {sequences}: must be 1 or more, of a ragged column")
@@ -195,15 +195,15 @@ def from_rows(
     times: bool = False,
     licence: str | None = None,
 ) -> SequenceData:
-    """Sequences from one row per event, in any order; users and items may have any ids.
+    """Builds sequences from one row per event, in any order; users and items may have any ids.
 
     Args:
-        name: of the set.
+        name: name of the set.
         user: (E,) ids.
-        item: (E,) ids; the catalogue are those that occur.
-        order: (E,) a place in the sequence or a time; equal ones of a user keep the order of the rows.
-        times: whether ``order`` is a time, to be kept.
-        licence: what the publisher asks.
+        item: (E,) ids; the catalogue consists of those that occur.
+        order: (E,) index in the sequence, or time; a user's events with equal ones keep the order of the rows.
+        times: ``order`` is a time, which is kept.
+        licence: what the publisher asks of users, or None.
     """
     rows = np.lexsort((order, user))
     user_ids, counts = np.unique(user, return_counts=True)
@@ -220,7 +220,7 @@ def from_rows(
 
 
 def _rows_and_steps(lengths: Int64) -> tuple[Int64, Int64]:
-    """For each value of a ragged column its row and its place in that row."""
+    """Returns, for each value of a ragged column, its row and its index in that row."""
     rows = np.arange(len(lengths)).repeat(lengths)
     return rows, np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
 
@@ -237,22 +237,23 @@ LAYOUT = (
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceConfig:
-    """Which set of sequences to load.
+    """Settings that say which set of sequences to load.
 
     Args:
-        name: of the folder of a set, such as ``amazon-beauty-sequences``, which holds one file as in :data:`LAYOUT`; or
-            ``planted``, generated data.
-        max_length: S, the most items that a model reads before its target: the most recent ones.
-        folder: where the sets lie, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
-        users: how many users to generate; for generated data only.
-        items: how many items to generate.
-        seed: of the generator.
+        name: name of the folder of a set, such as ``amazon-beauty-sequences``, which holds one file as in
+            :data:`LAYOUT`; or ``planted``, generated data.
+        max_length: S, the greatest number of items, the most recent ones, that a model reads before its target.
+        folder: folder of the sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
+        users: number of users to generate; for generated data only.
+        items: number of items to generate; for generated data only.
+        seed: seed of the generator.
     """
 
     name: str = field(
         default="amazon-beauty-sequences",
         metadata={
-            "doc": f"amazon-beauty-sequences, generated data (planted), or a folder of your own, named so, with {LAYOUT}."
+            "doc": "amazon-beauty-sequences, generated data (planted), or a folder of your own, named so, with "
+            f"{LAYOUT}."
         },
     )
     max_length: int = 50
@@ -293,7 +294,7 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
 
 
 def read_sequences(path: Path, *, name: str) -> SequenceData:
-    """The sequences in a file of the :data:`LAYOUT`; rows may stand in any order, ids may be any numbers or text."""
+    """Reads the sequences in a file of the :data:`LAYOUT`; rows may have any order, ids be any numbers or text."""
     found = list(pq.read_schema(path).names)
     spelled = {role: next((word for word in words if word in found), "") for role, words in _SPELLINGS.items()}
     for role, words in _SPELLINGS.items():
@@ -325,15 +326,16 @@ def _file_in(folder: Path, name: str) -> Path:
 
 
 def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) -> SequenceData:
-    """Each item has a successor, drawn once: with probability .7 a user takes it next, else any item; none is taken twice.
+    """Generates sequences in which an item's fixed successor follows with probability .7, else any item.
 
-    The answer: to rank the successor of the last item first, if it has not been taken, and the others in any order.
-    ``best`` is what that reaches on the test items, the others found as often as by chance. Popularity knows nothing.
+    No item is taken twice. The answer: rank the successor of the last item first, if it has not been taken, and the
+    others in any order. ``best`` holds the figures of that rule on the test items, in expectation over the order of the
+    others. Popularity knows nothing.
 
     Args:
-        users: how many.
-        items: how many, at least 30.
-        seed: of everything.
+        users: number of users.
+        items: number of items, at least 30.
+        seed: seed of the generator.
     """
     if users < 1 or items < LONGEST + 10:
         raise ValueError(
@@ -358,7 +360,7 @@ def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) ->
 
 
 def _best(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
-    """What the rule reaches on the last items, those before left out of the ranking, in expectation over the order of the rest."""
+    """Returns the expected figures of the rule on the last items; earlier items are left out of the ranking."""
     rows, last = np.arange(len(steps)), lengths - 1
     targets, guesses = steps[rows, last], successor[steps[rows, last - 1]]
     left = np.ones((len(steps), len(successor)), dtype=bool)

@@ -1,4 +1,4 @@
-"""Generated data whose right answer is known: checkerboard() to be learned exactly, planted() to be ranked as well as is possible.
+"""Generated data whose right answer is known: checkerboard() can be learned exactly, planted() up to a known bound.
 
 Both have the column names of ml-100k, so that every recipe runs on them.
 """
@@ -20,17 +20,17 @@ MOST_CELLS = 100_000_000  # users x items; planted() holds one float64 for each
 
 
 def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, seed: int = 0) -> InteractionData:
-    """User u takes item i if and only if u + i is even, in a random order; the side features are noise.
+    """Generates users u who take item i if and only if u + i is even, in a random order; other features are noise.
 
     The answer: once a user's training and validation items are masked, the test item is the only one of the right
-    colour that is left, so the best HR@k and NDCG@k are exactly 1 for every k, and popularity knows nothing. After
-    implicit's test data.
+    colour that is left, so the best HR@k and NDCG@k are exactly 1 for every k, and popularity knows nothing. The idea
+    is that of implicit's test data.
 
     Args:
-        users: how many, ids from 1.
-        items: how many, ids from 1; at least 6, so that everyone has something to train on.
+        users: number of users, ids from 1.
+        items: number of items, ids from 1; at least 6, so that everyone has something to train on.
         history_length: greatest length of a history.
-        seed: of the order and the noise.
+        seed: seed of the order and the noise.
     """
     if users < 2 or items < 6:
         raise ValueError(f"checkerboard of users={users}, items={items}: needs at least 2 users and 6 items")
@@ -60,22 +60,22 @@ def planted(
     history_length: int = 50,
     seed: int = 0,
 ) -> InteractionData:
-    """Users of latent tastes take items of latent kinds, in the proportions of :func:`planted_preferences`.
+    """Generates users of latent tastes who take items of latent kinds, in proportion to :func:`planted_preferences`.
 
     Each user takes 15 to 45 different items, drawn one after the other in proportion to the preferences among those not
     yet taken. The signal is in the ids, in ``occupation`` (the taste, right 9 times of 10), ``age`` (noisily),
     ``genres`` (the kind) and the histories; ``gender``, ``zip_prefix`` and ``release_year`` are noise. Some times tie.
 
-    The answer: no ranking can expect more of the test items than the preferences themselves, over the items not yet
-    taken; their expected HR@k and NDCG@k are in ``best``. A model has to learn the preferences from a sample, so it
-    stays below.
+    The answer: no ranking of the items not yet taken is better, in expectation, than that by the preferences
+    themselves, whose HR@k and NDCG@k are in ``best``. A model has to learn the preferences from a sample, so it stays
+    below.
 
     Args:
-        users: how many, ids from 1.
-        items: how many, ids from 1.
-        clusters: tastes, and as many kinds of items; at most 18, the number of genres.
+        users: number of users, ids from 1.
+        items: number of items, ids from 1.
+        clusters: number of tastes, and of kinds of items; at most 18, the number of genres.
         history_length: greatest length of a history.
-        seed: of everything.
+        seed: seed of the generator.
     """
     preferences = planted_preferences(users=users, items=items, clusters=clusters, seed=seed)
     rng = np.random.default_rng([seed, users, items, clusters, 1])
@@ -100,7 +100,9 @@ def planted(
 
 
 def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int = 12, seed: int = 0) -> Floats:
-    """(users + 1, items + 1) probabilities with which :func:`planted` draws a user's first item; row 0 and column 0 are 0.
+    """Returns (users + 1, items + 1) the probabilities of a user's first item in :func:`planted`.
+
+    Row 0 and column 0 are 0.
 
     An item's weight falls as 1 / rank**0.7 within its kind, times 60 where its kind is the user's taste and 10 in the
     next kind.
@@ -127,13 +129,13 @@ def _ranks(items: int, seed: int) -> Int64:
 
 
 def _clusters(users: int, items: int, clusters: int, seed: int) -> tuple[Int64, Int64]:
-    """The taste of each user id and the kind of each item id; place 0 is not used."""
+    """Draws the taste of each user id and the kind of each item id; index 0 is not used."""
     taste = np.random.default_rng([seed, users, clusters]).integers(clusters, size=users + 1)
     return taste, np.concatenate([[0], _ranks(items, seed) % clusters])
 
 
 def _draw(rng: np.random.Generator, preferences: Floats) -> tuple[Int64, Int64]:
-    """Pairs in the order of their drawing, without replacement: the greatest log p + Gumbel noise first (Plackett-Luce)."""
+    """Draws pairs without replacement, in order: the greatest log p + Gumbel noise first (Plackett-Luce)."""
     users = preferences.shape[0] - 1
     counts = rng.integers(15, 46, size=users)
     keys = np.log(preferences[1:, 1:])
@@ -144,12 +146,12 @@ def _draw(rng: np.random.Generator, preferences: Floats) -> tuple[Int64, Int64]:
 
 
 def _times(rng: np.random.Generator, user: Int64) -> Int64:
-    """Seconds that never fall along a user's rows, a quarter of them equal to the one before."""
+    """Draws seconds that never fall along a user's rows; a quarter of them equal the one before."""
     return np.cumsum(rng.integers(0, 4, size=len(user))) + 1_000_000
 
 
 def _best(preferences: Floats, data: InteractionData) -> Mapping[str, float]:
-    """Expected figures of ranking the test items by the true preferences, training and validation items masked."""
+    """Returns the expected figures of ranking test items by the true preferences, other parts' items masked."""
     users = data.test["user_id"].values
     left = preferences[users]
     seen = data.seen(users, "train", "validation")
@@ -179,7 +181,7 @@ def _users(rng: np.random.Generator, users: int, *, occupation: Int64, age: Floa
 
 
 def _items(rng: np.random.Generator, items: int, *, genre: Int64) -> Chunk:
-    """Every item has its genre; every other one also a second, drawn at random."""
+    """Gives every item its genre, and every other item a second one, drawn at random."""
     second = rng.integers(1, GENRES + 1, items)
     has_second = (rng.random(items) < 0.5) & (second != genre)
     both = np.stack([genre, second], axis=1)[np.stack([np.ones(items, dtype=bool), has_second], axis=1)]

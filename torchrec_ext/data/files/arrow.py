@@ -1,6 +1,6 @@
-"""Arrow arrays -> Columns: no copy where the layout allows it, and what a column may not hold is named by its row.
+"""Arrow arrays -> Columns, without a copy where the layout allows it; a value that is not allowed is named by its row.
 
-RowGroup and Source: what the loader asks of data that is read a row group at a time.
+RowGroup and Source: the protocol of data that are read a row group at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kind = Literal["int", "float", "bool", "string", "ints", "floats"]
 
 
 def kind_of(dtype: pa.DataType) -> Kind | None:
-    """What a column of this type holds; None for a type that cannot become a feature."""
+    """Returns the kind of values in a column of this type; None for a type that cannot become a feature."""
     if is_list_type(dtype):
         inner = kind_of(dtype.value_type)
         return "ints" if inner == "int" else "floats" if inner == "float" else None
@@ -34,34 +34,34 @@ def kind_of(dtype: pa.DataType) -> Kind | None:
 
 
 def is_list_type(dtype: pa.DataType) -> bool:
-    """Whether a row of this type has several values."""
+    """Says whether a row of this type has several values."""
     return bool(pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRules:
-    """What the values of a source's columns may be.
+    """Rules for the values of a source's columns.
 
     Args:
-        fill: by column, the value that stands for null; nulls are refused where not given. In a list column it stands
-            for null elements, and a null list is empty.
-        max_length: by list column, the most values that a row may have.
+        fill: maps a column to the value that stands for null; other columns must have no nulls. In a list column it
+            stands for null elements, and a null list is empty.
+        max_length: maps a list column to the greatest number of values in a row.
     """
 
     fill: Mapping[str, Any] = field(default_factory=dict)
     max_length: Mapping[str, int] = field(default_factory=dict)
 
     def column(self, where: str, name: str, data: pa.Array | pa.ChunkedArray, first: int = 0) -> Column:
-        """The column as numpy arrays, checked.
+        """Checks a column and returns it as numpy arrays.
 
         Args:
             where: file and row group, for the message.
-            name: of the column.
-            data: its values.
-            first: number of their first row.
+            name: name of the column.
+            data: values of the column.
+            first: number of the first row, for the message.
 
         Raises:
-            DataError: a null that may not be, or a list that is too long.
+            DataError: there is a null without a value for it, or a list is too long.
         """
         array = _one_piece(data)
         if not is_list_type(array.type):
@@ -97,16 +97,16 @@ class ColumnRules:
 
 
 def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
-    """The values of a column of whole numbers as int64.
+    """Returns the values of a column of whole numbers as int64.
 
     Args:
         where: file, and row group where there is one, for the message.
-        name: of the column.
-        column: its rows.
-        first: number of the first row.
+        name: name of the column.
+        column: rows of the column.
+        first: number of the first row, for the message.
 
     Raises:
-        DataError: an unsigned number beyond int64, which would come out negative.
+        DataError: an unsigned number is beyond int64, so it would come out negative.
     """
     values, most = column.values, np.iinfo(np.int64).max
     if values.dtype == np.uint64 and len(values) and int(values.max()) > most:
@@ -152,10 +152,10 @@ class RowGroup:
 
     Args:
         name: file and number, for messages.
-        file: place of the file in the source.
-        number: of the group in its file.
-        rows: how many it has.
-        first: greater than 0 for a part: rows of the group that come before it.
+        file: index of the file in the source.
+        number: index of the group in its file.
+        rows: number of rows.
+        first: number of rows of the group before a part of it; 0 for a whole group.
     """
 
     name: str
@@ -166,17 +166,17 @@ class RowGroup:
 
 
 class Source(Protocol):
-    """What the loader asks of the data. Nothing but metadata is read before :meth:`read`."""
+    """Data that a loader reads a row group at a time. Nothing but metadata is read before :meth:`read`."""
 
     @property
     def groups(self) -> Sequence[RowGroup]:
-        """All row groups that have rows, in the order of the files."""
+        """Row groups that have rows, in the order of the files."""
 
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
-        """The kinds of the columns; refuses, with a DataError, one that a file lacks or that has none of the kinds given for it."""
+        """Returns the kinds of the columns; raises a DataError where a file lacks one or has another kind."""
 
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
-        """The columns ``names`` of one group, checked; views of Arrow's memory where the layout allows."""
+        """Reads and checks the columns ``names`` of one group; views of Arrow's memory where the layout allows."""
 
     def parts(self, group: RowGroup, names: Sequence[str], start: int, size: int) -> Iterator[Chunk]:
-        """The same from row ``start`` on, in parts that end at multiples of ``size``, without holding the whole group."""
+        """Reads a group from row ``start`` on in parts that end at multiples of ``size``, never all of it at once."""

@@ -19,14 +19,14 @@ _HIDDEN = (".", "_")  # in front of what is no data, such as what a writer has n
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file.
+    """A data file, local or remote.
 
     Args:
-        name: the path or address by which messages call it.
-        path: what its file system calls it.
-        partitions: the values of the hive partitions (``day=3/``) that it lies in.
-        remote: the fsspec file system; None for a local file.
-        stamp: size and time of the last change when it was found.
+        name: path or address by which messages name the file.
+        path: path of the file in its file system.
+        partitions: values of the hive partitions (``day=3/``) that the file lies in.
+        remote: fsspec file system; None for a local file.
+        stamp: size and time of the last change when the file was found.
     """
 
     name: str
@@ -36,12 +36,12 @@ class DataFile:
     stamp: tuple[int, int] = (0, 0)
 
     def open(self) -> BinaryIO:
-        """The remote file for reading, through fsspec."""
+        """Opens the remote file for reading, through fsspec."""
         stream: BinaryIO = self.remote.open(self.path, "rb")
         return stream
 
     def check_unchanged(self) -> None:
-        """A reader holds the places of the row groups: in another file they would be wrong, and a cut mapping kills the process.
+        """Refuses a file that changed: a reader's offsets would be wrong, and a cut mapping kills the process.
 
         Raises:
             DataError: the file is gone, or is not the one that was found.
@@ -62,12 +62,12 @@ class DataFile:
 
 
 def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> list[DataFile]:
-    """The files, sorted within each folder and pattern.
+    """Finds the data files that paths name, sorted within each folder and pattern.
 
     Args:
-        paths: local files, folders (read with all that lie below them), patterns, or addresses such as
+        paths: local files, folders (read with all that lies below them), patterns, or addresses such as
             ``s3://bucket/day=*/``.
-        endings: which files of a folder are data; ``_`` and ``.`` in front of a name mean that a file is not.
+        endings: endings of data files in a folder; a file whose name begins with ``_`` or ``.`` is none.
 
     Raises:
         DataError: a path names nothing, or cannot be read.
@@ -98,7 +98,7 @@ def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
 
 
 def _matches(path: str) -> list[str]:
-    """What a path or a pattern names. A pattern leaves out in silence what may not be listed, so that is looked at first."""
+    """Returns the paths that match; looks first for folders that may not be listed, which a glob silently skips."""
     if not glob.has_magic(path) or os.path.isfile(path):
         return [path]
     parts = Path(path).parts
@@ -162,7 +162,7 @@ def _below_remote(system: Any, path: str, endings: Sequence[str]) -> list[str]:
 
 
 def _listed(system: Any, root: str) -> Iterator[str]:
-    """All files below. Object stores list their keys at once; fsspec's own walk leaves out a folder that may not be listed."""
+    """Yields all files below ``root``; fsspec's own walk would silently skip folders that may not be listed."""
     from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
 

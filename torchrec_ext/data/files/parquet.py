@@ -35,7 +35,7 @@ def read_parquet(
         paths: one file or several with the same columns.
         columns: names, or names with the kind that each must have (``float`` takes integers as well; None takes any);
             all columns where not given.
-        fill: by column, the value that stands for null in a scalar column; nulls are refused where not given.
+        fill: maps a scalar column to the value that stands for null; other columns must have no nulls.
 
     Raises:
         DataError: a file is missing, is not parquet, is cut short or damaged, has no rows, lacks a column, has one of
@@ -132,7 +132,7 @@ def _check_type(path: Path, schema: pa.Schema, name: str, wanted: Kind | None) -
 
 
 def _without_nulls(where: str, name: str, data: pa.ChunkedArray, fill: Mapping[str, Any]) -> pa.ChunkedArray:
-    """The column with its nulls filled; nulls inside a list are never filled."""
+    """Returns the column with its nulls filled; nulls inside a list are never filled."""
     if data.null_count and name in fill:
         data = data.fill_null(fill[name])
     inside = sum(chunk.flatten().null_count for chunk in data.chunks) if hasattr(data.type, "value_type") else 0

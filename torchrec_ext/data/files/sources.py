@@ -1,9 +1,8 @@
 """ParquetSource and ArrowSource: files of any total size as row groups that can be read one at a time, or in parts.
 
-FileSource: files of one format as row groups, checked before the first is read, with every fault named by its place.
+FileSource: files of one format as row groups, checked before the first is read; faults are named by file and row.
 
-Whether a damaged file would be found out: said once of a run's first file of each kind that would be read with other
-values.
+warn_of_parquet(), warn_of_arrow(): warnings, once a run, of files whose damage nobody would notice.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ HEAVY = (
 
 
 class FileSource(ABC):
-    """Files of one format. See :class:`ParquetSource`.
+    """Files of one format; see :class:`ParquetSource`.
 
     Args:
         paths: files, folders, patterns, or addresses.
-        fill: by column, the value that stands for null, see :class:`ColumnRules`.
-        max_length: by list column, the most values of a row.
+        fill: maps a column to the value that stands for null, see :class:`ColumnRules`.
+        max_length: maps a list column to the greatest number of values in a row.
     """
 
     endings: tuple[str, ...]
@@ -75,7 +74,7 @@ class FileSource(ABC):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files."""
+        """Number of rows of all files."""
         return sum(group.rows for group in self.groups)
 
     def __repr__(self) -> str:
@@ -83,15 +82,15 @@ class FileSource(ABC):
 
     @abstractmethod
     def _open(self, file: DataFile) -> tuple[pa.Schema, list[int]]:
-        """The file's schema and the rows of each of its groups."""
+        """Returns the file's schema and the number of rows of each of its groups."""
 
     @abstractmethod
     def _read(self, group: RowGroup, names: list[str]) -> pa.Table | pa.RecordBatch:
-        """Columns of one group."""
+        """Reads columns of one group."""
 
     @abstractmethod
     def _parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.Table | pa.RecordBatch]:
-        """The same from row ``start`` on, in parts that end at multiples of ``size``."""
+        """Reads columns of a group from row ``start`` on, in parts that end at multiples of ``size``."""
 
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
         """See :meth:`Source.require`; a column must also have the same type in all files."""
@@ -118,7 +117,7 @@ class FileSource(ABC):
         return found
 
     def _column(self, name: str) -> str:
-        """The column in which ``name`` stands: an array column for its elements."""
+        """Returns the column in which ``name`` stands: an array column for its elements."""
         element = element_of(name)
         known = element is None or name in self._partitions or name in self._schemas[0].names
         return name if known or element is None else element.column
@@ -146,13 +145,13 @@ class FileSource(ABC):
         """See :meth:`Source.read`.
 
         Raises:
-            DataError: the file is gone, changed or damaged, or a value breaks a rule: named by file, row group, column
-                and row.
+            DataError: the file is gone, changed or damaged, or a value breaks a rule; the message names file, row
+                group, column and row.
         """
         return self._chunk(group, names, lambda stored: self._read(group, stored))
 
     def parts(self, group: RowGroup, names: Sequence[str], start: int, size: int) -> Iterator[Chunk]:
-        """See :meth:`Source.parts`; warns where the file is so written that a part needs much of the group in memory.
+        """See :meth:`Source.parts`; warns where a part needs much of its group in memory, as the file was written.
 
         Raises:
             DataError: see :meth:`read`.
@@ -239,12 +238,12 @@ _told: set[str] = set()
 
 
 def warn_of_parquet(name: str, path: str | Path, metadata: pq.FileMetaData) -> None:
-    """Warns where the pages of a local file have no checksums; a checksum that is there is verified when its page is read.
+    """Warns where the pages of a local file have no checksums; existing ones are verified when a page is read.
 
     Args:
-        name: what messages call it.
-        path: of the file.
-        metadata: its footer.
+        name: name of the file in messages.
+        path: path of the file.
+        metadata: footer of the file.
     """
     if "parquet" not in _told and metadata.num_row_groups and metadata.num_columns:
         column = metadata.row_group(0).column(0)
@@ -257,12 +256,12 @@ def warn_of_parquet(name: str, path: str | Path, metadata: pq.FileMetaData) -> N
 
 
 def warn_of_arrow(name: str) -> None:
-    """Warns of an Arrow IPC file: the format has no checksums."""
+    """Warns that an Arrow IPC file has no checksums, since the format has none."""
     _warn("arrow", f"{name}: Arrow IPC, which has no checksums")
 
 
 def _warn(kind: str, what: str) -> None:
-    """Once for each kind and run, on its first rank."""
+    """Warns once for each kind of file and run, on the run's first rank."""
     if kind in _told or os.environ.get("RANK", "0") != "0":
         return
     _told.add(kind)
@@ -276,11 +275,11 @@ def _warn(kind: str, what: str) -> None:
 
 
 def _has_checksum(header: bytes) -> bool:
-    """Whether the header of a page, in Thrift's compact protocol, has the field ``crc``: up to it all fields are varints.
+    """Says whether a page header in Thrift's compact protocol has the field ``crc``; all fields before it are varints.
 
     Example:
-        >>> _has_checksum(bytes.fromhex("1504 1510 1522 15c2a60f 4c15")), _has_checksum(bytes.fromhex("1504 1510 1522 4c15"))
-        (True, False)
+        >>> [_has_checksum(bytes.fromhex(page)) for page in ("1504 1510 1522 15c2a60f 4c15", "1504 1510 1522 4c15")]
+        [True, False]
     """
     field, at = 0, 0
     while at < len(header):
@@ -303,15 +302,15 @@ _PIECE = 16_384  # rows decoded at a time; Arrow keeps the last ones, 22 MB for 
 
 
 class ParquetSource(FileSource):
-    """Parquet files.
+    """Rows of parquet files, read a row group at a time.
 
     Page checksums are verified where the files have them (write with ``write_page_checksum=True``: 0.06 % of size).
 
     Args:
         paths: files, folders, patterns, or addresses such as ``s3://bucket/clicks/day=*/`` (through fsspec, with its
             driver installed). Hive partitions (``day=3/``) are columns, integers if all their values are.
-        fill: by column, the value that stands for null, see :class:`ColumnRules`.
-        max_length: by list column, the most values of a row.
+        fill: maps a column to the value that stands for null, see :class:`ColumnRules`.
+        max_length: maps a list column to the greatest number of values in a row.
 
     Raises:
         DataError: a path names nothing, a file is not parquet or cut short, or there are no rows.
@@ -369,16 +368,16 @@ class ParquetSource(FileSource):
 
 
 class ArrowSource(FileSource):
-    """Arrow IPC files (also called Feather), memory-mapped: without a shuffle nothing is copied before the batch.
+    """Rows of Arrow IPC files (Feather), memory-mapped: without a shuffle nothing is copied before the batch.
 
-    Takes what :class:`ParquetSource` takes; a record batch is a row group. Files behind an address are read and not
-    mapped.
+    Arguments are those of :class:`ParquetSource`; a record batch is a row group. Files behind an address are read and
+    not mapped.
 
     Args:
         paths: see :class:`ParquetSource`.
-        memory_map: the operating system kills a process (SIGBUS) that reads a mapped file while another cuts it in
-            place. Files that are only ever deleted or replaced as a whole are safe; set False, and pay a copy, for
-            those that are not.
+        memory_map: map the files. The operating system kills a process (SIGBUS) that reads a mapped file while another
+            cuts it in place. Files that are only ever deleted or replaced as a whole are safe; set False, and pay a
+            copy, for those that are not.
         options: see :class:`ParquetSource`.
     """
 
@@ -419,7 +418,7 @@ class ArrowSource(FileSource):
 
 
 def _piece(size: int) -> int:
-    """Rows to decode at a time for parts of ``size``: the greatest divisor that is neither large nor small, if there is one."""
+    """Returns the number of rows to decode at a time for parts of ``size``: its greatest moderate divisor, if any."""
     return next((rows for rows in range(min(size, _PIECE), _PIECE // 4, -1) if size % rows == 0), size)
 
 

@@ -135,7 +135,7 @@ def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
 
 
 class _Piece(NamedTuple):
-    """Bags ``start`` to ``stop`` of a KeyedJaggedTensor: those of one feature, of shared rows or of the batch's rows."""
+    """Bags ``start`` to ``stop`` of a KeyedJaggedTensor: those of one feature, of shared rows or of the batch's."""
 
     feature: str
     shared: bool

@@ -115,14 +115,14 @@ class KnownPairs:
         return found
 
     def nth_free(self, users: Int64, ranks: Int64) -> Int64:
-        """Returns (B,) the item number ``ranks`` (B,), from 0, among those that each of ``users`` (B,) has not taken."""
+        """Returns (B,) the item number ``ranks`` (B,), from 0, of those that each of ``users`` (B,) has not taken."""
         rows = self.place(users)
         found = self._below.searchsorted(ranks + rows * self._width, side="right")
         items: Int64 = ranks + 1 + found - self._starts[rows]
         return items
 
     def nth_known(self, users: Int64, ranks: Int64) -> Int64:
-        """Returns (B,) the item number ``ranks`` (B,), from 0, among those that each of ``users`` (B,) has taken."""
+        """Returns (B,) the item number ``ranks`` (B,), from 0, of those that each of ``users`` (B,) has taken."""
         items: Int64 = self._keys[self._starts[self.place(users)] + ranks] % self._width
         return items
 
