@@ -185,10 +185,10 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda b: change(b, "manifest.json", lambda m: m.update(format=99)),
         r"format 99.*reads 1",
     ),
-    "manifest: no JSON": (lambda b: (b / "manifest.json").write_text("{"), r"manifest\.json: is no JSON"),
+    "manifest: no JSON": (lambda b: (b / "manifest.json").write_text("{"), r"manifest\.json: is not a JSON file"),
     "manifest: of a checkpoint": (
         lambda b: (b / "manifest.json").write_text('{"format": 1, "content": {}, "files": {}}'),
-        r"is of something else than a bundle, such as a checkpoint",
+        r"belongs to something other than a bundle, such as a checkpoint",
     ),
     "manifest: a list": (lambda b: (b / "manifest.json").write_text("[]"), r"holds no JSON object"),
     "manifest dropped": (lambda b: (b / "manifest.json").unlink(), r"manifest\.json: cannot be read.*is '.*' a bundle"),
@@ -445,12 +445,12 @@ VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] 
     "ids of items that do not ascend": (
         lambda b: values_of(b, "store/ids_ids.npy", swapped),
         None,
-        r"store: ids: place 4 of the sorted ones is not greater than the one before it",
+        r"store: ids: entry 4 of the sorted ones is not greater than the one before it",
     ),
     "two users of one id": (
         lambda b: values_of(b, "users/ids_ids.npy", lambda ids: ids.__setitem__(3, ids[4])),
         None,
-        r"users: ids: place 4 of the sorted ones is not greater",
+        r"users: ids: entry 4 of the sorted ones is not greater",
     ),
     "ids of another type": (
         lambda b: np.save(b / "users/ids_ids.npy", np.load(b / "users/ids_ids.npy").astype(np.float64)),
@@ -640,7 +640,7 @@ def test_users_are_known_by_id_and_nobody_is_known_by_minus_one(bundle: Bundle) 
     assert users.seen(int(places[0])).tolist() == [4]
     assert users.seen(-1).tolist() == users.liked(-1).tolist() == []
     assert bundle.embed_query(rows).shape == (2, 8)
-    with pytest.raises(ValueError, match="places: 100 is no user"):
+    with pytest.raises(ValueError, match="rows: 100 is not a user"):
         users.rows([USERS - 1])
 
 
@@ -748,7 +748,7 @@ def test_every_trained_id_must_be_servable(tmp_path: Path) -> None:
         ({"index": "annoy"}, "index='annoy': must be one of exact"),
         ({"store": "bf16"}, "store='bf16': must be one of fp32"),
         ({"recall": 0.0}, "recall=0.0"),
-        ({"candidate": "film"}, "candidate='film': is no tower of the model; they are user, item"),
+        ({"candidate": "film"}, "candidate='film': is not a tower of the model; they are user, item"),
         ({"users": None}, "queries: there are no rows to audit by"),
     ],
 )

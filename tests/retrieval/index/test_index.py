@@ -127,7 +127,7 @@ def test_refused() -> None:
             lambda: index.search(ones, 1, excluded=[torch.tensor([0])] * 2),
         ),
         (
-            "excluded: -1 is no position .*; leave unknown ids",
+            "excluded: -1 is not a position .*; leave out unknown ids",
             lambda: index.search(ones, 1, excluded=[torch.tensor([2, -1])]),
         ),
         ("metric='l2': must be dot or cosine", lambda: ExactIndex(torch.ones(1, 1), "l2")),

@@ -75,7 +75,7 @@ def test_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([4, 5, 4], "ids: 4 stands at rows 0 and 2"),
         (["u", "v", "v"], "ids: v stands at rows 1 and 2"),
-        ([1.0, 2.5], "ids of type float64: 1.0 is no id; ids are int64 or str"),
+        ([1.0, 2.5], "ids of type float64: 1.0 is not an id; ids are int64 or str"),
         ([True, False], "ids of type bool"),
         (np.array([2**64 - 1], np.uint64), "18446744073709551615 is beyond int64; give such ids as str"),
         (np.array(["a", None], object), "ids: row 1 has none"),

@@ -1,9 +1,8 @@
-"""Modules as JSON and back: the class by its name in a list, the constructor's arguments as numbers, names and lists.
+"""Modules as JSON and back: a class by its name in a list, its constructor's arguments as numbers, names and lists.
 
-What a file says is checked against that list and against limits before anything is made, and modules are made on the
-meta device: a file can name no import, run no code and take no memory.
-
-Weights from a bundle's safetensors files, memory-mapped, into modules that were made on the meta device.
+Every description is checked against that list and against limits before anything is made, and modules are made on the
+meta device: a file can name no import, run no code and take no memory. Their weights are then memory-mapped from the
+bundle's safetensors files.
 """
 
 from __future__ import annotations
@@ -37,22 +36,21 @@ INTERACTIONS: tuple[type[nn.Module], ...] = (*RECIPE_INTERACTIONS.values(), Mult
 _MODULES = {kind.__name__: kind for kind in (*TOWERS, *INTERACTIONS, SessionEncoder)}
 _TABLES = {kind.__name__: kind for kind in (EmbeddingBagConfig, EmbeddingConfig)}
 _TABLE_FIELDS = ("name", "feature_names", "num_embeddings", "embedding_dim", "data_type", "pooling")
-# Of a table's first values, which are not needed again.
-_INITIAL = ("init_fn", "weight_init_max", "weight_init_min")
-_REPEATED = ("layers", "tasks", "heads")  # arguments by which modules are made in a loop
+_INITIAL = ("init_fn", "weight_init_max", "weight_init_min")  # of a table's first values, which are not needed again
+_REPEATED = ("layers", "tasks", "heads")  # arguments that say how many modules are made
 _MOST_REPEATED, _WIDEST, _LONGEST, _DEEPEST = 256, 2**24, 4096, 16
 _MOST_ROWS = 2**48
 
 
 def describe_module(module: nn.Module | Made, *, also: Sequence[type[nn.Module]] = ()) -> dict[str, Any]:
-    """A module as JSON values: its class by name, and the arguments it was made with.
+    """Returns a module as JSON values: its class by name, and the arguments it was made with.
 
     Args:
-        module: of a class of this package's towers and interactions, or how such a one was made.
-        also: classes of your own that may occur, each ``Recorded``; to be given to :func:`rebuild` too.
+        module: one of this package's towers and interactions, or the record of how one was made.
+        also: further classes that may occur, each ``Recorded``; give them to :func:`rebuild` too.
 
     Raises:
-        BundleError: another class, or an argument that cannot be written down; both are named, with what helps.
+        BundleError: another class, or an argument that cannot be written down; the message names it and the remedy.
     """
     made = module if isinstance(module, Made) else how_made(module)
     name = made.kind.__name__
@@ -60,14 +58,12 @@ def describe_module(module: nn.Module | Made, *, also: Sequence[type[nn.Module]]
         raise BundleError(
             f"module {made.kind.__module__}.{made.kind.__qualname__}: not one of the classes that a bundle can name "
             f"({', '.join(sorted(_MODULES))}); put Recorded before nn.Module among its bases, and give it to the "
-            "export and to "
-            f"Bundle.load as also=[{name}]"
+            f"export and to Bundle.load as also=[{name}]"
         )
     if made.arguments is None:
         raise BundleError(
             f"module {name}: does not remember its arguments; put torchrec_ext.modules.layers.Recorded before "
-            "nn.Module among "
-            "its bases"
+            "nn.Module among its bases"
         )
     arguments = {
         key: _written(f"{name}({key}=", value, also) for key, value in made.arguments.items() if key != "device"
@@ -76,19 +72,19 @@ def describe_module(module: nn.Module | Made, *, also: Sequence[type[nn.Module]]
 
 
 def rebuild(description: Any, *, also: Sequence[type[nn.Module]] = ()) -> nn.Module:
-    """The module of a description, on the meta device: without weights, and without memory.
+    """Makes a module from its description, on the meta device: without weights, and without memory.
 
     Args:
-        description: from :func:`describe_module`, perhaps from a file of a stranger.
-        also: classes of your own that it may name.
+        description: result of :func:`describe_module`, perhaps from a stranger's file.
+        also: further classes that the description may name.
 
     Raises:
-        BundleError: it names another class, or what it says is none of this class's arguments, or beyond a limit.
+        BundleError: the description names another class, an unknown argument, or a value beyond a limit.
     """
-    found = _read("architecture", description, also, 0)
-    if not isinstance(found, nn.Module):
+    module = _read("architecture", description, also, 0)
+    if not isinstance(module, nn.Module):
         raise BundleError(f"architecture: {_short(description)} describes no module; export the bundle again")
-    return found
+    return module
 
 
 def _known(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Module]]:
@@ -123,8 +119,7 @@ def _written_table(where: str, table: EmbeddingBagConfig | EmbeddingConfig) -> d
         if field.name not in (*_TABLE_FIELDS, *_INITIAL) and getattr(table, field.name) != getattr(plain, field.name):
             raise BundleError(
                 f"{where} table '{table.name}' has {field.name}={getattr(table, field.name)!r}, which a bundle cannot "
-                "hold; "
-                "serve it from a copy of the table without"
+                "hold; serve it from a copy of the table without"
             )
     fields = {name: getattr(table, name) for name in _TABLE_FIELDS if hasattr(table, name)}
     fields |= {name: fields[name].value for name in ("data_type", "pooling") if name in fields}
@@ -162,8 +157,8 @@ def _made(where: str, name: str, arguments: dict[str, Any], known: Mapping[str, 
     if kind is None:
         raise BundleError(
             f"{where}: class {name!r} is not one that a bundle may name "
-            f"({', '.join(sorted({*known, *_TABLES, 'Compression'}))}); "
-            "if it is your own, give it to Bundle.load as also=[...]"
+            f"({', '.join(sorted({*known, *_TABLES, 'Compression'}))}); if it is your own, give it to Bundle.load as "
+            "also=[...]"
         )
     _check_sizes(f"{where}.{name}", arguments, table=name in _TABLES)
     try:
@@ -197,14 +192,14 @@ def _short(value: Any) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, memory-mapped; the format holds no code, and its sizes are checked against the file's.
+    """Returns the tensors of a safetensors file, memory-mapped; the format holds no code, and sizes are checked.
 
     Raises:
-        BundleError: there is no such file, or it is none of this format.
+        BundleError: there is no such file, or it is of another format.
     """
     try:
-        with safe_open(path, framework="pt") as found:
-            return {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118  it is no mapping
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is not a mapping
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise BundleError(
             f"{path}: cannot be read as safetensors ({error}); export the bundle again, or copy it anew"
@@ -212,7 +207,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], tables: Sequence[str]) -> None:
-    """Puts weights in the place of those on the meta device; what stands in ``tables`` is there already.
+    """Puts weights in the place of those on the meta device, but for the tables, which are mapped already.
+
+    Args:
+        where: path of the weights, for messages.
+        module: module on the meta device.
+        tensors: weights by name.
+        tables: names of the tables' weights.
 
     Raises:
         BundleError: a weight is missing, too many, or of another shape.
@@ -227,19 +228,18 @@ def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], ta
         if wanted[name].shape != tensors[name].shape or wanted[name].dtype != tensors[name].dtype:
             raise BundleError(
                 f"{where}: weight '{name}' is {tuple(tensors[name].shape)} {tensors[name].dtype}, the architecture "
-                "needs "
-                f"{tuple(wanted[name].shape)} {wanted[name].dtype}; export the bundle again"
+                f"needs {tuple(wanted[name].shape)} {wanted[name].dtype}; export the bundle again"
             )
     module.load_state_dict(dict(tensors), strict=False, assign=True)
 
 
 def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None:
-    """Puts the rows of every table of ``model`` in the place of those on the meta device, memory-mapped.
+    """Puts the memory-mapped rows of every table in the place of those on the meta device.
 
     Args:
-        folder: of the bundle.
-        model: on the meta device.
-        files: by table its file.
+        folder: folder of the bundle.
+        model: model on the meta device.
+        files: file of each table by the table's name.
 
     Raises:
         BundleError: a file is of another table.
@@ -250,16 +250,15 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
         path = folder / files[name]
         rows = read_tensors(path).get("weight")
         if rows is None or rows.shape != weight.shape or rows.dtype != weight.dtype:
-            found = "no tensor 'weight'" if rows is None else f"{tuple(rows.shape)} {rows.dtype}"
+            held = "no tensor 'weight'" if rows is None else f"{tuple(rows.shape)} {rows.dtype}"
             raise BundleError(
-                f"{path}: {found}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, or "
-                "was cast; "
-                "export the bundle again"
+                f"{path}: {held}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, or "
+                "was cast; export the bundle again"
             )
         holder.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def table_paths(model: nn.Module) -> list[str]:
-    """The names of the tables' weights in the state dict of ``model``."""
+    """Returns the names of the tables' weights in the state dict of ``model``."""
     holders = {id(holder) for _, holder, _ in values_by_table(model)}
     return [f"{path}.weight" for path, module in model.named_modules() if id(module) in holders]

@@ -1,7 +1,6 @@
-"""The audit: pairs of a query and a candidate whose logits a bundle must reproduce, kept in it with what it makes of them.
+"""Audit: pairs of a query and a candidate whose logits a bundle must reproduce, kept in it with their logits.
 
-LiveModel: a model that was trained, as towers with the candidate's last: what is exported, and what an audit compares
-with.
+LiveModel is the trained model as towers with the candidate's last: what is exported, and what an audit compares with.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from torchrec_ext.retrieval.store.row_formats import greatest_loss
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import BatchSchema
 
-_ENCODER = "network."  # of a NextItemModel; NextItemTower calls it so too
+_ENCODER = "network."  # prefix of a NextItemModel's encoder weights, and of a NextItemTower's
 
 
 class LiveModel:
     """A trained TowerModel or NextItemModel, sharded or not.
 
     Args:
-        model: from ``hybrid_parallel``, any DistributedModelParallel, or unsharded.
-        candidate: the tower of the candidates; the last where not given.
-        also: classes of your own among its towers, or its interaction.
+        model: result of ``hybrid_parallel``, any DistributedModelParallel, or an unsharded model.
+        candidate: name of the candidate tower; the last one where not given.
+        also: further classes among its towers, or of its interaction.
 
     Raises:
-        BundleError: it is of another class, has no tower of the candidates alone, or holds what a bundle cannot name.
+        BundleError: the model is of another class, has no tower of candidates alone, or a class that has no name here.
     """
 
     def __init__(self, model: nn.Module, *, candidate: str | None = None, also: Sequence[type[nn.Module]] = ()) -> None:
@@ -55,16 +54,15 @@ class LiveModel:
         if not isinstance(unwrapped, TowerModel | NextItemModel):
             raise BundleError(
                 f"model: a {type(unwrapped).__name__} cannot be exported; give a TowerModel (two_tower, "
-                "RetrievalModel, "
-                "ContextualNCF, MultiTaskModel) or a NextItemModel, whose towers stand apart"
+                "RetrievalModel, ContextualNCF, MultiTaskModel) or a NextItemModel, whose towers stand apart"
             )
         self.module: TowerModel | NextItemModel = unwrapped
         made = as_towers(unwrapped) if isinstance(unwrapped, NextItemModel) else unwrapped.made_of
         self._names = list(made)
-        _check_sides(made)
+        _check_towers(made)
         self.candidate = candidate or self._names[-1]
         if self.candidate not in made:
-            raise BundleError(f"candidate={self.candidate!r}: is no tower of the model; they are {', '.join(made)}")
+            raise BundleError(f"candidate={self.candidate!r}: is not a tower of the model; they are {', '.join(made)}")
         self.names = [*(name for name in made if name != self.candidate), self.candidate]
         self.towers = {name: describe_module(made[name], also=also) for name in self.names}
         self._order = [self.names.index(name) for name in self._names]
@@ -79,16 +77,16 @@ class LiveModel:
 
     @property
     def reordered(self) -> bool:
-        """Whether the bundle's interaction takes the towers in another order than the model's."""
+        """Whether the bundle's interaction takes the towers in another order than the model's does."""
         return self.names != self._names
 
     def schema(self) -> BatchSchema:
-        """Of the batches that it takes."""
+        """Returns the schema of the model's batches."""
         return self.module.schema()
 
     @torch.no_grad()
     def logits(self, batch: TowerBatch) -> Tensor:
-        """(B,) of the model as it was trained; where it is sharded, every rank calls it."""
+        """Returns (B,) logits of the trained model; where it is sharded, every rank calls it."""
         device = next((value.device for value in self.module.parameters()), torch.device("cpu"))
         batch = batch.to(device)
         if isinstance(self.module, TowerModel):
@@ -97,7 +95,7 @@ class LiveModel:
         return self.module.interaction(outputs).float().cpu()  # type: ignore[no-any-return]
 
     def of_tower(self, name: str, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a tower out of those of the model, by their names in the tower."""
+        """Selects a tower's weights from the model's, by their names in the tower."""
         if isinstance(self.module, NextItemModel):
             return (
                 {}
@@ -108,20 +106,19 @@ class LiveModel:
         return {key.removeprefix(prefix): value for key, value in dense.items() if key.startswith(prefix)}
 
     def of_interaction(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Likewise of the interaction."""
+        """Selects the interaction's weights from the model's, by their names in the bundle's interaction."""
         prefix = "interaction."
         inner = "interaction." if self.reordered else ""
         return {inner + key.removeprefix(prefix): value for key, value in dense.items() if key.startswith(prefix)}
 
 
-def _check_sides(made: Mapping[str, Made]) -> None:
-    for name, own in made.items():
-        if issubclass(own.kind, SessionTower) and (own.arguments or {}).get("target"):
+def _check_towers(made: Mapping[str, Made]) -> None:
+    for name, tower in made.items():
+        if issubclass(tower.kind, SessionTower) and (tower.arguments or {}).get("target"):
             raise BundleError(
                 f"tower '{name}': the target item is one step of its sequence, so the item has no vector of its own "
-                "that could be "
-                "stored; rank candidates with the model itself, or train a NextItemModel or a SessionTower without a "
-                "target"
+                "that could be stored; rank candidates with the model itself, or train a NextItemModel or a "
+                "SessionTower without a target"
             )
     if len(made) < 2:
         raise BundleError(
@@ -130,22 +127,20 @@ def _check_sides(made: Mapping[str, Made]) -> None:
 
 
 PAIRS = 256
-# Of a logit beside the greatest of the batch: float32 sums in another order, such as on other threads or another
-# machine.
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # of a logit, relative to the greatest: float32 sums in another order, as another machine adds them
 FOLDER = "audit"
 _QUERIES, _CANDIDATES, _EXPECTED = (f"{FOLDER}/{name}.arrow" for name in ("queries", "candidates", "expected"))
 
 
 @dataclass(frozen=True)
 class Audit:
-    """P pairs.
+    """P pairs of a query and a candidate, by which a bundle is compared with the trained model.
 
     Args:
         queries: P rows of raw columns of the query towers.
         candidates: P rows of raw columns of the candidate tower.
-        positions: (P,) int64 where these candidates stand in the catalogue.
-        ids: (P,) what they are called.
+        positions: (P,) int64 positions of the candidates in the catalogue.
+        ids: (P,) ids of the candidates.
     """
 
     queries: pa.Table
@@ -155,22 +150,24 @@ class Audit:
 
     @classmethod
     def choose(cls, queries: pa.Table, candidates: pa.Table, ids: IdMap, pairs: int = PAIRS) -> Audit:
-        """Pairs evenly over both tables, the last row of each among them; the same wherever it is called."""
+        """Chooses pairs evenly over both tables, the last row of each among them; alike on every rank."""
         rows = np.linspace(0, len(queries) - 1, pairs).round().astype(np.int64)
-        places = np.linspace(0, len(candidates) - 1, pairs).round().astype(np.int64)
-        mixed = places[np.random.default_rng(0).permutation(pairs)]
+        positions = np.linspace(0, len(candidates) - 1, pairs).round().astype(np.int64)
+        mixed = positions[np.random.default_rng(0).permutation(pairs)]
         return cls(queries.take(pa.array(rows)), candidates.take(pa.array(mixed)), mixed, ids.ids(mixed))
 
     def of_model(self, live: LiveModel, query: Columns, candidate: Columns) -> Tensor:
-        """(P,) logits of the model as it was trained; where it is sharded, every rank calls it."""
-        one, other = query.read(self.queries.to_pydict()), candidate.read(self.candidates.to_pydict())
+        """Returns (P,) logits of the trained model; where it is sharded, every rank calls it."""
+        queries, candidates = query.read(self.queries.to_pydict()), candidate.read(self.candidates.to_pydict())
         batch = live.schema().assemble(
-            {**one.sparse, **other.sparse}, {**one.dense, **other.dense}, labels=torch.zeros(len(self.positions))
+            {**queries.sparse, **candidates.sparse},
+            {**queries.dense, **candidates.dense},
+            labels=torch.zeros(len(self.positions)),
         )
         return live.logits(batch)
 
     def of_towers(self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module) -> tuple[Tensor, Tensor]:
-        """(P,) logits of a bundle's towers, and (P, Dc) the candidates' vectors."""
+        """Returns (P,) logits of a bundle's towers, and the candidates' vectors (P, Dc)."""
         vectors = candidate.embed(self.candidates.to_pydict())
         return logits(query, query.read(self.queries.to_pydict()), vectors, interaction), vectors
 
@@ -186,7 +183,7 @@ class Audit:
 
     @classmethod
     def open(cls, folder: Path) -> tuple[Audit, Tensor]:
-        """The pairs and their expected logits."""
+        """Reads the pairs of a bundle's folder and their (P,) expected logits."""
         queries, candidates, expected = (read_table(folder / name) for name in (_QUERIES, _CANDIDATES, _EXPECTED))
         if not len(queries) == len(candidates) == len(expected) or expected.column_names != ["id", "position", "logit"]:
             raise BundleError(f"{folder / FOLDER}: its files have different numbers of rows; export the bundle again")
@@ -198,29 +195,29 @@ class Audit:
 
 @torch.no_grad()
 def logits(query: RowEncoder, read: Read, candidates: Tensor, interaction: nn.Module) -> Tensor:
-    """(B,) logits of rows with a candidate's vector (B, Dc) each."""
+    """Returns (B,) logits of B rows, each with one candidate's vector of (B, Dc)."""
     return interaction([*query.outputs(read), candidates]).float()  # type: ignore[no-any-return]
 
 
-def largest_difference(found: Tensor, expected: Tensor) -> float:
-    """The greatest difference; infinite where a number is not finite."""
-    if not bool(torch.isfinite(found).all()) or not bool(torch.isfinite(expected).all()):
+def largest_difference(values: Tensor, expected: Tensor) -> float:
+    """Returns the greatest absolute difference; infinity where a number is not finite."""
+    if not bool(torch.isfinite(values).all()) or not bool(torch.isfinite(expected).all()):
         return float("inf")
-    return float((found - expected).abs().max())
+    return float((values - expected).abs().max())
 
 
 def tolerance(expected: Tensor, share: float = TOLERANCE) -> float:
-    """What logits of this size may differ by."""
+    """Returns by how much logits of this size may differ: ``share`` of the greatest, or of 1."""
     return share * max(1.0, float(expected.abs().max()))
 
 
-def check_logits(where: str, found: Tensor, expected: Tensor, remedy: str) -> float:
-    """The greatest difference.
+def check_logits(where: str, values: Tensor, expected: Tensor, remedy: str) -> float:
+    """Returns the greatest difference of logits from those that are expected.
 
     Raises:
-        BundleError: it is beyond the tolerance.
+        BundleError: the difference is beyond the tolerance.
     """
-    apart, allowed = largest_difference(found, expected), tolerance(expected)
+    apart, allowed = largest_difference(values, expected), tolerance(expected)
     if not apart <= allowed:
         raise BundleError(
             f"{where}: {len(expected)} logits differ by up to {apart:.3g}, at most {allowed:.3g} is rounding; {remedy}"
@@ -229,42 +226,37 @@ def check_logits(where: str, found: Tensor, expected: Tensor, remedy: str) -> fl
 
 
 def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tensor, lost: float) -> None:
-    """Refuses a store that does not hold, under the ids of the audit's candidates, what is made of them.
+    """Refuses a store that does not hold the vectors of the audit's candidates under their ids.
 
     Args:
-        where: the store, for the message.
-        store: of the bundle.
-        audit: its pairs.
-        vectors: (P, width) that it should hold.
-        lost: by how much it differed from them at the export, because of its type.
+        where: path of the store, for the message.
+        store: store of the bundle.
+        audit: pairs of the bundle.
+        vectors: (P, width) that the store should hold.
+        lost: greatest difference between both at the export, because of the store's type.
 
     Raises:
         BundleError: the store is of another tower, of another catalogue, or its ids are of other rows.
     """
-    found = store.ids.positions(audit.ids)
-    if not np.array_equal(found, audit.positions):
-        at = int((found != audit.positions).argmax())
+    positions = store.ids.positions(audit.ids)
+    if not np.array_equal(positions, audit.positions):
+        pair = int((positions != audit.positions).argmax())
         raise BundleError(
-            f"{where}: item {audit.ids[at]} is at position {found[at]}, in this catalogue at {audit.positions[at]}: "
-            "the id "
-            "map is of another catalogue; write the store with this catalogue, and export the bundle again"
+            f"{where}: item {audit.ids[pair]} is at position {positions[pair]}, in this catalogue at "
+            f"{audit.positions[pair]}: the id map is of another catalogue; write the store with this catalogue, and "
+            "export the bundle again"
         )
     lost, most = float(lost), greatest_loss(vectors, store.dtype)
     if not 0 <= lost <= 1.01 * most + tolerance(vectors):
         raise BundleError(
             f"{where}: its manifest says that {store.dtype} lost {lost:.3g} of a number, where rounding loses "
-            f"{most:.3g} at most; "
-            "export the bundle again"
+            f"{most:.3g} at most; export the bundle again"
         )
-    apart, allowed = (
-        largest_difference(store.rows(torch.from_numpy(audit.positions)), vectors),
-        1.01 * lost + tolerance(vectors),
-    )
+    apart = largest_difference(store.rows(torch.from_numpy(audit.positions)), vectors)
+    allowed = 1.01 * lost + tolerance(vectors)
     if not apart <= allowed:
         raise BundleError(
             f"{where}: the vectors of {len(audit.positions)} audited items differ by up to {apart:.3g} from what this "
-            "bundle makes "
-            f"of them (at most {allowed:.3g} is rounding): the store is of another tower or catalogue, or stale; embed "
-            "the "
-            "catalogue again, and export"
+            f"bundle makes of them (at most {allowed:.3g} is rounding): the store is of another tower or catalogue, or "
+            "stale; embed the catalogue again, and export"
         )

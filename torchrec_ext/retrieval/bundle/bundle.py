@@ -1,4 +1,4 @@
-"""Bundle: what was trained as it is served: towers apart, top NN, preprocessing, stored vectors, index; nothing that is alien."""
+"""Bundle: a trained model ready to answer: towers apart, top NN, preprocessing, stored vectors, index, each checked."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _BLOCK = 2**20  # numbers that are looked at together: what is made of them stay
 
 
 class Bundle:
-    """A bundle that was loaded; nothing of it changes, and any number of threads may read it.
+    """A loaded bundle, which never changes; any number of threads may read it.
 
     It needs no process group, no GPU, and FAISS only where its index is one of FAISS's.
 
     Attributes:
-        folder: where it lies.
-        manifest: what it says of itself: digest, parity, recall, coverage.
-        query: names of the towers of the query, in order.
+        folder: folder of the bundle.
+        manifest: digest, parity, recall and coverage.
+        query: names of the query towers, in order.
         candidate: name of the candidate tower.
-        interaction: over the outputs [*query towers, candidate].
-        projection: the interaction, with what is the candidate's alone applied beforehand.
+        interaction: module over the outputs [*query towers, candidate].
+        projection: the interaction, whose layers for candidates alone are applied beforehand.
         store: the candidate tower's vectors by position; its ``ids`` are the catalogue's.
-        projected: what the projection makes of them, by position; the store itself where that is the same.
-        index: over them.
-        users: what was known of users at the export, or None.
+        projected: projected rows of the vectors, by position; the store itself where nothing is projected.
+        index: index over the store.
+        users: users as they were known at the export, or None.
         items: titles and categories by position.
     """
 
@@ -85,19 +85,18 @@ class Bundle:
 
     @classmethod
     def load(cls, folder: Path | str, *, verify: bool = True, also: Sequence[type[nn.Module]] = ()) -> Bundle:
-        """Reads a bundle, and refuses what does not belong together.
+        """Reads a bundle, and refuses files that do not belong together.
 
         Args:
-            folder: that :func:`torchrec_ext.retrieval.exporting.export.export` wrote.
-            verify: read every file and compare its digest (about 1 s for each GB), look at its values (a tenth of
-                that), and compute the audit batch anew. Without, only what the files say of themselves is compared:
-                names, sizes, towers, metric.
-            also: classes of your own that it may name, as at the export. Nothing else that it says is ever imported or
-                run.
+            folder: folder that :func:`torchrec_ext.retrieval.exporting.export.export` wrote.
+            verify: read every file and compare its digest (about 1 s for each GB), check its values (a tenth of that),
+                and compute the audit batch again. Without, only names, sizes, towers and metric are compared.
+            also: further classes that the bundle may name, as at the export. Nothing else that it names is imported
+                or run.
 
         Raises:
-            BundleError: a file is missing, too many, cut or changed, a part is of another bundle, or a value is one
-                that cannot be served; it is named with a remedy.
+            BundleError: a file is missing, unlisted, cut or changed, belongs to another bundle, or holds a value that
+                cannot be answered with; the message names it and the remedy.
         """
         folder = existing_folder(Path(folder))
         try:
@@ -113,7 +112,7 @@ class Bundle:
 
     @property
     def encoders(self) -> tuple[RowEncoder, RowEncoder]:
-        """The query towers, and the candidate tower."""
+        """Encoder of the query towers, and that of the candidate tower."""
         return self._query, self._candidate
 
     @property
@@ -128,36 +127,36 @@ class Bundle:
 
     @cached_property
     def query_digest(self) -> str:
-        """Of all that decides what vectors the query towers make."""
+        """Digest of all that decides the query towers' vectors."""
         return tower_digest(self.architecture, self.query, self.manifest.content["files"])
 
     @cached_property
     def candidate_digest(self) -> str:
-        """Likewise of the candidate tower."""
+        """Digest of all that decides the candidate tower's vectors."""
         return tower_digest(self.architecture, [self.candidate], self.manifest.content["files"])
 
     @property
     def projection_digest(self) -> str:
-        """Of the candidate tower and of the interaction, part of which is applied beforehand."""
+        """Digest of the candidate tower and the interaction, which decide a projected row."""
         return projection_digest(self.architecture, self.manifest.content["files"])
 
     @property
     def query_width(self) -> int:
-        """Dq, of the outputs of the query towers side by side."""
+        """Dq, the width of the query towers' outputs side by side."""
         return self._query.width
 
     @property
     def request_columns(self) -> dict[str, str]:
-        """The raw columns that :meth:`embed_query` needs, and their types, such as ``int64`` or ``list<int64>``."""
+        """Types, such as ``int64`` or ``list<int64>``, of the raw columns that :meth:`embed_query` needs."""
         return self._query.request_columns
 
     @property
     def candidate_columns(self) -> dict[str, str]:
-        """Likewise of :meth:`embed_candidates`."""
+        """Types of the raw columns that :meth:`embed_candidates` needs."""
         return self._candidate.request_columns
 
     def embed_query(self, rows: Rows) -> Tensor:
-        """(B, Dq) of B raw rows: the outputs of the query towers side by side.
+        """Returns (B, Dq) outputs of the query towers for B raw rows, side by side.
 
         Raises:
             DataError: a column is missing, or holds a value of another type, NaN or infinity.
@@ -165,33 +164,33 @@ class Bundle:
         return self._query.embed(rows)
 
     def embed_with_unknown(self, rows: Rows) -> tuple[Tensor, dict[str, NDArray[np.bool_]]]:
-        """What :meth:`embed_query` and :meth:`unknown` return, with the rows read once."""
+        """Returns the results of :meth:`embed_query` and :meth:`unknown`, reading the rows once."""
         read = self._query.read(rows)
         return self._query.vectors(read), read.unknown
 
     def embed_candidates(self, rows: Rows) -> Tensor:
-        """(B, Dc) of raw rows of items; raises as :meth:`embed_query`."""
+        """Returns (B, Dc) outputs of the candidate tower for B raw rows of items; raises as :meth:`embed_query`."""
         return self._candidate.embed(rows)
 
     def unknown(self, rows: Rows) -> dict[str, NDArray[np.bool_]]:
-        """By feature of the query, (B,) whether a row's value, or one of its list's, took the row for what was never seen."""
+        """Returns for each query feature (B,) whether a row's id, or one of its list, is unknown."""
         return self._query.read(rows).unknown
 
     @cached_property
     def unknown_candidate(self) -> Tensor:
-        """(Dc,) what the candidate tower makes of an item of which nothing is known."""
+        """(Dc,) output of the candidate tower for an item of which nothing is known."""
         return self._candidate.unknown()
 
     def audit(self) -> None:
-        """Computes the audit batch anew: towers and top NN give the logits, the store the vectors that they gave at the export.
+        """Computes the audit batch again and compares logits and stored vectors with those of the export.
 
         Raises:
-            BundleError: they do not.
+            BundleError: they differ by more than rounding.
         """
         pairs, expected = audits.Audit.open(self.folder)
-        found, vectors = pairs.of_towers(self._query, self._candidate, self.interaction)
+        logits, vectors = pairs.of_towers(self._query, self._candidate, self.interaction)
         audits.check_logits(
-            f"{self.folder}: the audit batch", found, expected, f"its towers are not those that were proven; {_ANEW}"
+            f"{self.folder}: the audit batch", logits, expected, f"its towers are not those that were proven; {_ANEW}"
         )
         lost = self.manifest.content["audit"]["store_difference"]
         audits.check_store(self.folder / STORE, self.store, pairs, vectors, lost)
@@ -202,34 +201,34 @@ class Bundle:
             )
 
     def _open_store(self, name: str, tower: str, width: int) -> EmbeddingStore:
-        store, said = EmbeddingStore.open(self.folder / name), self.manifest.content[name]
+        store, listed = EmbeddingStore.open(self.folder / name), self.manifest.content[name]
         where = self.folder / name
         if store.tower != tower:
             raise BundleError(
                 f"{where}: was made by tower {store.tower[:12] or '(none)'}, this bundle's is {tower[:12]}: it is a "
-                "store of "
-                f"another model, or of other preprocessing; embed the catalogue with this bundle's tower, or {_ANEW}"
+                "store of another model, or of other preprocessing; embed the catalogue with this bundle's tower, or "
+                f"{_ANEW}"
             )
-        needed = {"digest": said["digest"], "dtype": said["dtype"], "width": width}
-        for what, listed in needed.items():
-            here = getattr(store, what)
-            if here != listed:
+        needed = {"digest": listed["digest"], "dtype": listed["dtype"], "width": width}
+        for what, value in needed.items():
+            if getattr(store, what) != value:
                 raise BundleError(
-                    f"{where}: {what} {here}, this bundle needs {listed}: it is another version of the store; {_ANEW}"
+                    f"{where}: {what} {getattr(store, what)}, this bundle needs {value}: it is another version of the "
+                    f"store; {_ANEW}"
                 )
         return store
 
     def _check_towers(self) -> None:
-        said = self.manifest.content
-        if (said["query"], said["candidate"], said["metric"]) != (self.query, self.candidate, self.architecture.metric):
+        content = self.manifest.content
+        listed = tuple(content[key] for key in ("query", "candidate", "metric"))
+        if listed != (self.query, self.candidate, self.architecture.metric):
             raise BundleError(
-                f"{self.folder}: the manifest names the towers {said['query']} and '{said['candidate']}' and the "
-                "metric "
-                f"{said['metric']}, the architecture {self.query}, '{self.candidate}' and {self.architecture.metric}; "
+                f"{self.folder}: the manifest names the towers {listed[0]} and '{listed[1]}' and the metric "
+                f"{listed[2]}, the architecture {self.query}, '{self.candidate}' and {self.architecture.metric}; "
                 f"{_ANEW}"
             )
-        for what, found in (("query", self.query_digest), ("candidate", self.candidate_digest)):
-            if said["towers"][what] != found:
+        for what, digest in (("query", self.query_digest), ("candidate", self.candidate_digest)):
+            if content["towers"][what] != digest:
                 raise BundleError(f"{self.folder}: the {what} tower is not that of the manifest; {_ANEW}")
 
     def _check_catalogue(self) -> None:
@@ -284,7 +283,7 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
 
 
 def _not_finite(values: Tensor) -> int | None:
-    """The first row with NaN or infinity; None where there is none. A NaN is the least and the greatest value at once."""
+    """Returns the first row with NaN or infinity, or None. A NaN is the least and the greatest value at once."""
     rows = values.detach().reshape(len(values), -1) if values.dim() else values.detach().reshape(1, 1)
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
@@ -297,7 +296,7 @@ def _not_finite(values: Tensor) -> int | None:
 def _check_users(
     where: Path, users: UserTable, query: RowEncoder, items: int, context: Mapping[str, list[Any]]
 ) -> None:
-    """Looks at ids, positions and features; ``context`` has what a request says beside the user, of one of the audit's."""
+    """Checks users' ids, positions and features; ``context`` holds the other columns of one of the audit's requests."""
     try:
         users.ids.check()
     except ValueError as error:
@@ -305,25 +304,21 @@ def _check_users(
     for name, lists in users.positions():
         for first, chunk in _chunks(lists):
             values = chunk.flatten()
-            found = pc.min_max(values).as_py()
-            if values.null_count or (len(values) and not 0 <= found["min"] <= found["max"] < items):
+            bounds = pc.min_max(values).as_py()
+            if values.null_count or (len(values) and not 0 <= bounds["min"] <= bounds["max"] < items):
                 raise BundleError(
-                    f"{where}: column '{name}', users {first} to {first + len(chunk) - 1}: positions {found['min']} to "
-                    f"{found['max']} and {values.null_count} nulls; must be 0 to {items - 1}, of the {items:,} items; "
-                    f"{_ANEW}"
+                    f"{where}: column '{name}', users {first} to {first + len(chunk) - 1}: positions {bounds['min']} "
+                    f"to {bounds['max']} and {values.null_count} nulls; must be 0 to {items - 1}, of the {items:,} "
+                    f"items; {_ANEW}"
                 )
-    for place in sorted(
-        {place for name, column in users.features() for place in _odd(column) if name in query.request_columns}
-    ):
-        row = {**context, **users.rows([place if place < len(users) else -1])}
+    odd = {row for name, column in users.features() if name in query.request_columns for row in _odd_rows(column)}
+    for row in sorted(odd):
+        who, known = f"user {users.ids.ids([row])[0]} (row {row})" if row < len(users) else "", row
+        if row == len(users):
+            who, known = "the user of whom nothing is known", -1
         try:
-            query.read(row)
+            query.read({**context, **users.rows([known])})
         except (ValueError, TypeError, OverflowError) as error:
-            who = (
-                f"user {users.ids.ids([place])[0]} (row {place})"
-                if place < len(users)
-                else "the user of whom nothing is known"
-            )
             raise BundleError(
                 f"{where}: {who}: {error}; a request for such a user would be refused: give users finite features and "
                 f"{_ANEW}"
@@ -331,27 +326,27 @@ def _check_users(
 
 
 def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Any]]:
-    """The pieces of a column, each with the number of its first row."""
+    """Yields the chunks of a column, each with the number of its first row."""
     first = 0
     for chunk in column.chunks:
         yield first, chunk
         first += len(chunk)
 
 
-def _odd(column: pa.ChunkedArray) -> Iterator[int]:
-    """The first rows of a column with a null, with NaN and with an infinity: each is read as every other of its kind."""
-    found: set[str] = set()
+def _odd_rows(column: pa.ChunkedArray) -> Iterator[int]:
+    """Yields the first row with a null, with NaN and with infinity: all others of the kind are read alike."""
+    seen: set[str] = set()
     for first, chunk in _chunks(column):
         values = chunk.flatten() if _listed(chunk) else chunk
         for kind, mask in _kinds(values):
-            place = int(pc.index(mask, True).as_py())
-            if place >= 0 and kind not in found:
-                found.add(kind)
-                yield first + _row_of(chunk, place)
+            index = int(pc.index(mask, True).as_py())
+            if index >= 0 and kind not in seen:
+                seen.add(kind)
+                yield first + _row_of(chunk, index)
 
 
 def _kinds(values: Any) -> Iterator[tuple[str, Any]]:
-    """Which values are null, NaN or infinite, of those kinds that there may be."""
+    """Yields masks of the values that are null, NaN or infinite, but for kinds that cannot occur."""
     if values.null_count:
         yield "null", values.is_null()
     if pa.types.is_floating(values.type) and len(values):
@@ -361,9 +356,9 @@ def _kinds(values: Any) -> Iterator[tuple[str, Any]]:
             yield "inf", pc.is_inf(values)
 
 
-def _row_of(chunk: Any, place: int) -> int:
-    """The row of a value in a chunk, which may be one of lists."""
-    return int(pc.list_parent_indices(chunk)[place].as_py()) if _listed(chunk) else place
+def _row_of(chunk: Any, index: int) -> int:
+    """Returns the row of a value in a chunk, which may be one of lists."""
+    return int(pc.list_parent_indices(chunk)[index].as_py()) if _listed(chunk) else index
 
 
 def _listed(chunk: Any) -> bool:

@@ -1,7 +1,6 @@
-"""Sides: the query towers and the candidate tower of a model, each standing alone, from raw columns to vectors.
+"""RowEncoder: the query towers or the candidate tower of a bundle, from raw columns to vectors.
 
-PlainTower: a tower from columns straight to its tables, without the KeyedJaggedTensor of a batch: what one request
-takes.
+PlainTower looks up the tables column by column, without the KeyedJaggedTensor of a batch, as one request needs.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from torchrec_ext.retrieval.bundle.request_columns import Columns, Read, Rows
 from torchrec_ext.schema import Jagged, SparseFeature
 from torchrec_ext.sealed import json_digest
 
-_BEGIN = torch.zeros(1, dtype=torch.int64)  # of one bag, which ends where the values do
+_BEGIN = torch.zeros(1, dtype=torch.int64)  # offsets of one bag, which ends where the values do
 _MODES = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
 
 
 class PlainTower:
-    """What a :class:`Tower` computes in evaluation, in a third of its time for one row.
+    """Computes what a :class:`Tower` does in evaluation, in a third of its time for one row.
 
     TorchRec's collections pack the ids of all features, look them up and take the result apart again, which pays for a
-    batch; of a request the tables are read one by one. Columns must have been checked: every id a row of its table.
+    batch; here tables are read one by one. Columns must have been checked: every id is a row of its table.
 
     Args:
-        tower: of which :func:`is_plain`, with its weights.
+        tower: tower with its weights, for which :func:`is_plain` is true.
     """
 
     def __init__(self, tower: Tower) -> None:
@@ -52,20 +51,20 @@ class PlainTower:
         self._mlp = tower.mlp
 
     def __call__(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> Tensor:
-        """(B, D) of the columns of B rows, as ``BatchSchema.assemble`` takes them."""
-        parts = [_looked_up(weight, sparse[name], mode).float() for name, weight, mode in self._tables]
-        parts += [dense[name][:, None] for name in self._dense]
-        rows = torch.cat(parts, dim=1)
+        """Returns (B, D) outputs from the columns of B rows, as ``BatchSchema.assemble`` takes them."""
+        inputs = [_looked_up(weight, sparse[name], mode).float() for name, weight, mode in self._tables]
+        inputs += [dense[name][:, None] for name in self._dense]
+        rows = torch.cat(inputs, dim=1)
         return self._mlp(rows if self._compress is None else self._compress(rows))  # type: ignore[no-any-return]
 
 
 def is_plain(tower: nn.Module) -> bool:
-    """Whether it is a :class:`Tower` of its own bags alone: none under attention, with weights, or shared with another tower."""
+    """Returns whether a tower is a :class:`Tower` without attention over bags, weighted bags or shared tables."""
     return type(tower) is Tower and not (tower.lists or tower.weights or tower.released_tables)
 
 
 def _looked_up(weight: Tensor, bags: Jagged, mode: str) -> Tensor:
-    """(B, D) pooled."""
+    """Returns (B, D) pooled rows."""
     if bags.lengths is None:  # a bag of one is its row
         return embedding(bags.values, weight)
     if len(bags.lengths) == 1:
@@ -81,17 +80,17 @@ PREPROCESSOR = "preprocessor"
 
 @dataclass(frozen=True)
 class Architecture:
-    """What ``architecture.json`` says.
+    """Content of ``architecture.json``.
 
     Args:
-        towers: by name their descriptions, the candidate's last.
-        interaction: description.
+        towers: description of each tower by name, the candidate's last.
+        interaction: description of the interaction.
         metric: ``dot``, ``cosine`` or ``top_nn``.
-        tables: by name the file that holds the table.
-        oov_ids: by feature its out-of-vocabulary row.
-        types: by raw column its raw type.
-        unseen: by feature the rows of its table that no training row has read, which are served as its
-            out-of-vocabulary row; bundles of before this was known have none.
+        tables: file of each table by the table's name.
+        oov_ids: out-of-vocabulary row of each feature.
+        types: raw type of each raw column.
+        unseen: rows of a feature's table that no training row has read, by feature; requests read them as the
+            feature's out-of-vocabulary row. Older bundles have none.
     """
 
     towers: Mapping[str, Any]
@@ -104,51 +103,51 @@ class Architecture:
 
     @property
     def query(self) -> list[str]:
-        """The towers of the query: all but the last."""
+        """Names of the query towers: all but the last."""
         return list(self.towers)[:-1]
 
     @property
     def candidate(self) -> str:
-        """The last tower."""
+        """Name of the candidate tower, the last."""
         return list(self.towers)[-1]
 
     def dense_file(self, tower: str) -> str:
-        """The file with the weights of a tower that are in no table."""
+        """Returns the path of the file with a tower's weights that are in no table."""
         return f"towers/{list(self.towers).index(tower):03}.safetensors"
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values; the towers as a list, since their order matters; ``unseen`` where there are such rows."""
-        told = {**vars(self), "towers": [[name, own] for name, own in self.towers.items()]}
-        return {name: value for name, value in told.items() if name != "unseen" or value}
+        """Returns JSON values: the towers as a list, since their order matters; ``unseen`` only where not empty."""
+        values = {**vars(self), "towers": [[name, description] for name, description in self.towers.items()]}
+        return {name: value for name, value in values.items() if name != "unseen" or value}
 
     @classmethod
     def open(cls, folder: Path) -> Architecture:
-        """Reads it.
+        """Reads the architecture of a bundle's folder.
 
         Raises:
-            BundleError: it is damaged.
+            BundleError: the file is damaged.
         """
-        found = read_json(folder / ARCHITECTURE)
+        values = read_json(folder / ARCHITECTURE)
         try:
-            towers = {str(name): own for name, own in found.pop("towers")}
-            made = cls(towers=towers, **found)
-            parts = ("tables", "oov_ids", "types", "unseen")
-            fits = len(towers) >= 2 and all(isinstance(getattr(made, name), dict) for name in parts)
-            fits = fits and all(type(row) is int for rows in made.unseen.values() for row in rows)
+            towers = {str(name): description for name, description in values.pop("towers")}
+            architecture = cls(towers=towers, **values)
+            mappings = (getattr(architecture, name) for name in ("tables", "oov_ids", "types", "unseen"))
+            fits = len(towers) >= 2 and all(isinstance(mapping, dict) for mapping in mappings)
+            fits = fits and all(type(row) is int for rows in architecture.unseen.values() for row in rows)
         except (TypeError, ValueError, KeyError):
             fits = False
         if not fits:
             raise BundleError(f"{folder / ARCHITECTURE}: does not describe two towers or more; export the bundle again")
-        return made
+        return architecture
 
 
 class RowEncoder:
-    """Towers that read the same rows.
+    """Encodes raw rows into vectors by towers that read the same rows.
 
     Args:
-        model: of these towers, in evaluation, with their weights.
-        columns: from raw rows to the model's columns.
-        types: of the model's columns, which are lists where the raw ones may be one text.
+        model: model of these towers, in evaluation, with their weights.
+        columns: reader of raw rows into the model's columns.
+        types: types of the model's columns, which are lists where the raw ones may be one text.
     """
 
     def __init__(self, model: TowerModel, columns: Columns, types: Mapping[str, str]) -> None:
@@ -159,7 +158,7 @@ class RowEncoder:
 
     @property
     def request_columns(self) -> dict[str, str]:
-        """The raw columns that a row needs, and their types."""
+        """Types of the raw columns that a row needs, by name."""
         return self.columns.request_columns
 
     def read(self, rows: Rows) -> Read:
@@ -167,30 +166,30 @@ class RowEncoder:
         return self.columns.read(rows)
 
     def embed(self, rows: Rows) -> Tensor:
-        """(B, D) of raw rows: the outputs of the towers side by side."""
+        """Returns (B, D) outputs of the towers for B raw rows, side by side."""
         return self.vectors(self.read(rows))
 
     def vectors(self, read: Read) -> Tensor:
-        """The same of rows that were read."""
+        """Returns (B, D) outputs of the towers for rows that were read, side by side."""
         return torch.cat(self.outputs(read), dim=1)
 
     @torch.no_grad()
     def outputs(self, read: Read) -> list[Tensor]:
-        """(B, D) float32 of each tower."""
+        """Returns each tower's (B, D) float32 outputs."""
         if self._plain is None:
             return [output.float() for output in self.model.outputs(self.batch(read))]
         return [tower(read.sparse, read.dense) for tower in self._plain]
 
     def batch(self, read: Read) -> TowerBatch:
-        """Their batch."""
+        """Returns rows that were read as a batch."""
         return self.columns.schema.assemble(read.sparse, read.dense, labels=torch.zeros(read.size))
 
     def listed(self, feature: SparseFeature) -> bool:
-        """Whether a row has a list of its ids, else one."""
+        """Returns whether a row has a list of this feature's ids, and not just one."""
         return self._types.get(feature.name, "").startswith("list") or feature.weights is not None
 
     def unknown(self) -> Tensor:
-        """(D,) of a row of which nothing is known: each id the out-of-vocabulary row, lists empty, numbers 0."""
+        """Returns (D,) outputs for a row of which nothing is known: out-of-vocabulary ids, empty lists, numbers 0."""
         sparse = {}
         for feature in self.columns.schema.sparse:
             listed = self.listed(feature)
@@ -202,7 +201,7 @@ class RowEncoder:
 
 
 def towers_of(architecture: Architecture, names: Sequence[str], also: Sequence[type[nn.Module]] = ()) -> TowerModel:
-    """The towers ``names`` as a model, on the meta device."""
+    """Returns the towers ``names`` as a model on the meta device."""
     towers: dict[str, Any] = {name: rebuild(architecture.towers[name], also=also) for name in names}
     return TowerModel(towers, nn.Identity()).eval().requires_grad_(False)
 
@@ -210,7 +209,7 @@ def towers_of(architecture: Architecture, names: Sequence[str], also: Sequence[t
 def raw_request_columns(
     architecture: Architecture, model: TowerModel, preprocessor: FittedPreprocessor | None
 ) -> Columns:
-    """From raw rows to what the towers of ``model`` read."""
+    """Returns the reader of raw rows into the columns of ``model``."""
     known = model.schema().keys
     schema = model.schema(oov_ids={name: row for name, row in architecture.oov_ids.items() if name in known})
     return Columns(schema, architecture.types, preprocessor, architecture.unseen)
@@ -223,7 +222,7 @@ def open_encoder(
     preprocessor: FittedPreprocessor | None,
     also: Sequence[type[nn.Module]] = (),
 ) -> RowEncoder:
-    """The towers ``names`` with their weights: tables as memory-mapped files, shared by every process that opens them.
+    """Returns the towers ``names`` with their weights; tables are memory-mapped and shared by all processes.
 
     Raises:
         BundleError: files and architecture do not fit together.
@@ -246,7 +245,7 @@ def open_encoder(
 
 
 def open_interaction(folder: Path, architecture: Architecture, also: Sequence[type[nn.Module]] = ()) -> nn.Module:
-    """The interaction with its weights.
+    """Returns the interaction with its weights.
 
     Raises:
         BundleError: file and architecture do not fit together.
@@ -260,35 +259,35 @@ def open_interaction(folder: Path, architecture: Architecture, also: Sequence[ty
 
 
 def open_preprocessor(folder: Path) -> FittedPreprocessor | None:
-    """The preprocessor of the bundle, if it has one."""
+    """Returns the preprocessor of the bundle, or None."""
     return FittedPreprocessor.load(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_dir() else None
 
 
 def tower_digest(architecture: Architecture, names: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The digest of all that decides what vectors these towers make of raw rows: weights, architecture and preprocessing.
+    """Returns the digest of all that decides these towers' vectors: weights, architecture and preprocessing.
 
     Args:
-        architecture: of the bundle.
-        names: towers.
-        files: digests by path.
+        architecture: architecture of the bundle.
+        names: names of the towers.
+        files: the manifest's entry of each file, by path.
     """
     named = sorted({table for name in names for table in tables_of(architecture.towers[name])})
-    own = [files[architecture.tables[name]]["sha256"] for name in named]
-    own += [files[architecture.dense_file(name)]["sha256"] for name in names]
-    own += [found["sha256"] for name, found in sorted(files.items()) if name.startswith(f"{PREPROCESSOR}/")]
+    digests = [files[architecture.tables[name]]["sha256"] for name in named]
+    digests += [files[architecture.dense_file(name)]["sha256"] for name in names]
+    digests += [entry["sha256"] for name, entry in sorted(files.items()) if name.startswith(f"{PREPROCESSOR}/")]
     described = {name: architecture.towers[name] for name in names}
     unseen = [dict(architecture.unseen)] if architecture.unseen else []
     return json_digest(
-        [described, dict(architecture.oov_ids), dict(architecture.types), named, own, *unseen], compact=True
+        [described, dict(architecture.oov_ids), dict(architecture.types), named, digests, *unseen], compact=True
     )
 
 
 def projection_digest(architecture: Architecture, files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The digest of all that decides what the projection makes of a candidate: its tower, and the interaction."""
+    """Returns the digest of all that decides a candidate's projected row: its tower and the interaction."""
     tower = tower_digest(architecture, [architecture.candidate], files)
     return json_digest([tower, architecture.interaction, files[INTERACTION]["sha256"]], compact=True)
 
 
 def tables_of(description: Mapping[str, Any]) -> list[str]:
-    """The tables that a described tower reads."""
+    """Returns the names of the tables that a described tower reads."""
     return [table["arguments"]["name"] for table in description["arguments"]["tables"]]

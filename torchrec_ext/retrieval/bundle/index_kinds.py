@@ -1,4 +1,4 @@
-"""Which index a bundle has: exact search over its store, or one of FAISS's with its recall measured; and whether it belongs."""
+"""Index of a bundle: exact search over its store, or one of FAISS's indexes with its recall measured."""
 
 from __future__ import annotations
 

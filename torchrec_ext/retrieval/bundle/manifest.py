@@ -1,9 +1,7 @@
-"""The manifest: what a bundle is made of, with the digest of every file, and the certificate of how it was proven.
+"""Manifest of a bundle: its files with their digests, and the certificate of how the bundle was proven.
 
-``content`` says nothing of ranks, plans or times, so that the same weights have the same ``digest`` wherever they were
+``content`` names no ranks, plans or times, so that the same weights have the same ``digest`` wherever they were
 exported; ``certificate`` holds what was measured, on what and when, under a seal of its own.
-
-What is said of a bundle that is damaged, or of parts that do not belong together.
 """
 
 from __future__ import annotations
@@ -18,19 +16,19 @@ from torchrec_ext.sealed import files_below, json_digest, measure_file, read_pla
 
 
 class BundleError(ValueError):
-    """A bundle cannot be written, or must not be served: the message names the file, what is wrong with it, and the remedy."""
+    """A bundle cannot be written or must not be used: the message names the file, the problem and the remedy."""
 
 
 FORMAT = 1
 NAME = "manifest.json"
-_MOST_BYTES = 64 * 2**20  # of an architecture, which may name millions of rows
-_MOST_OF_MANIFEST = 8 * 2**20  # fifty thousand files; in memory it takes thirty times as much
+_MOST_BYTES = 64 * 2**20  # limit of an architecture file, which may name millions of rows
+_MOST_OF_MANIFEST = 8 * 2**20  # limit of a manifest: fifty thousand files; in memory it takes thirty times as much
 _ANEW = "export the bundle again, or copy the whole folder anew"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a bundle says of itself.
+    """Manifest of a bundle.
 
     Args:
         content: ``files`` with the size and SHA-256 of each, ``towers`` with the digest of each, ``query`` and
@@ -43,7 +41,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content: the name of what is served."""
+        """SHA-256 of the content, by which answers name the bundle."""
         return json_digest(self.content, compact=True)
 
     @property
@@ -53,17 +51,17 @@ class Manifest:
 
     @property
     def parity(self) -> Mapping[str, Any]:
-        """Of the audit batch: the greatest difference between the training model's logits and the bundle's."""
-        found: Mapping[str, Any] = self.certificate["parity"]
-        return found
+        """Number of audited pairs, the greatest difference of a logit from the trained model's, and the allowed one."""
+        parity: Mapping[str, Any] = self.certificate["parity"]
+        return parity
 
     @property
     def recall(self) -> float:
-        """Of the index against exact search with the loss's own metric."""
+        """Recall of the index against exact search with the loss's own metric."""
         return float(self.content["index"]["recall"])
 
     def as_json(self) -> dict[str, Any]:
-        """As the file has it."""
+        """Returns the JSON values of the file."""
         return {
             "format": FORMAT,
             "digest": self.digest,
@@ -73,12 +71,12 @@ class Manifest:
         }
 
     def save(self, folder: Path) -> None:
-        """Writes it."""
+        """Writes the manifest to a bundle's folder."""
         (folder / NAME).write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def open(cls, folder: Path) -> Manifest:
-        """Reads it.
+        """Reads the manifest of a bundle's folder.
 
         Raises:
             BundleError: it is missing, of another format, or was changed.
@@ -91,40 +89,39 @@ class Manifest:
         )
         if not {"seal", "certificate"} & whole.keys():
             raise BundleError(
-                f"{path}: is of something else than a bundle, such as a checkpoint or a store; give the folder that an "
-                "export made"
+                f"{path}: belongs to something other than a bundle, such as a checkpoint or a store; give the folder "
+                "that an export made"
             )
         if whole.get("format") != FORMAT:
             raise BundleError(
                 f"{path}: format {whole.get('format')!r}, this package reads {FORMAT}; export the bundle again, or "
-                "install the "
-                "version of torchrec_ext that wrote it"
+                "install the version of torchrec_ext that wrote it"
             )
-        for part, mark in (("content", "digest"), ("certificate", "seal")):
-            if not isinstance(whole.get(part), dict) or json_digest(whole[part], compact=True) != whole.get(mark):
-                raise BundleError(f"{path}: its {part} does not have its {mark}: it was changed or damaged; {_ANEW}")
+        for key, seal in (("content", "digest"), ("certificate", "seal")):
+            if not isinstance(whole.get(key), dict) or json_digest(whole[key], compact=True) != whole.get(seal):
+                raise BundleError(f"{path}: its {key} does not have its {seal}: it was changed or damaged; {_ANEW}")
         return cls(content=whole["content"], certificate=whole["certificate"])
 
 
 def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[str, Any]:
-    """A JSON object in a plain file of at most ``most`` bytes.
+    """Returns the JSON object in a plain file of at most ``most`` bytes.
 
     Raises:
-        BundleError: there is none.
+        BundleError: the file is missing, too large, or holds something else.
     """
     try:
-        found = json.loads(read_plain(path, most))
+        values = json.loads(read_plain(path, most))
     except OSError as error:
         raise BundleError(f"{path}: cannot be read ({error.strerror}){hint}") from None
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{path}: is no JSON ({error}); {_ANEW}") from None
-    if not isinstance(found, dict):
+        raise BundleError(f"{path}: is not a JSON file ({error}); {_ANEW}") from None
+    if not isinstance(values, dict):
         raise BundleError(f"{path}: holds no JSON object; {_ANEW}")
-    return found
+    return values
 
 
 def file_digests(folder: Path, *, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file below ``folder`` but the manifest, by its path from there; those ``known`` are not read."""
+    """Returns size and SHA-256 of every file of a bundle but its manifest, by path; entries of ``known`` are kept."""
     files = _files(folder)
     return {name: (known or {}).get(name) or measure_file(path) for name, path in files.items()}
 
@@ -133,8 +130,8 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
     """Refuses a folder whose files are not those that its manifest lists.
 
     Args:
-        folder: of the bundle.
-        listed: by path, from the manifest.
+        folder: folder of the bundle.
+        listed: the manifest's entry of each file, by path.
         digests: read every file and compare its SHA-256, too.
 
     Raises:
@@ -148,7 +145,9 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
             raise BundleError(f"{folder / name}: the manifest lists it, and it is missing{hint}; {_ANEW}")
     for name, path in there.items():
         if name not in listed:
-            raise BundleError(f"{path}: is not in the manifest, so it is no part of this bundle; remove it, or {_ANEW}")
+            raise BundleError(
+                f"{path}: is not in the manifest, so it is not part of this bundle; remove it, or {_ANEW}"
+            )
         size = path.stat().st_size
         if size != listed[name]["bytes"]:
             raise BundleError(

@@ -1,4 +1,4 @@
-"""Columns: a request's raw columns to those of a batch, as the rows of the training files were made."""
+"""Columns: reads a request's raw columns into those of a batch, as the rows of the training files were made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Values(NamedTuple):
 
 
 class Read(NamedTuple):
-    """B rows: what ``BatchSchema.assemble`` takes, and by feature which rows took its out-of-vocabulary row, (B,) bool."""
+    """B rows as ``BatchSchema.assemble`` takes them, and for each feature (B,) whether a row's ids are unknown."""
 
     sparse: dict[str, Jagged]
     dense: dict[str, Tensor]
@@ -38,14 +38,14 @@ class Read(NamedTuple):
 
 
 class Columns:
-    """Reads raw rows for some of the columns of a schema.
+    """Reads raw rows into the columns of a schema.
 
     Args:
-        schema: the columns to be made.
-        types: by raw column its raw type, such as ``int64`` or ``list<int64>``, where no preprocessor makes it.
+        schema: columns to be made.
+        types: raw type of each raw column, such as ``int64`` or ``list<int64>``; used without a preprocessor.
         preprocessor: makes the columns from raw ones; without, the raw columns are those of the batch.
-        unseen: by feature the rows of its table that no training row has read; they are read as the out-of-vocabulary
-            row.
+        unseen: rows of a feature's table that no training row has read, by feature; ids that name them are read as
+            the out-of-vocabulary row.
 
     Raises:
         ValueError: a column of the schema is neither made nor among ``types``.
@@ -63,20 +63,20 @@ class Columns:
         names = types.keys() if preprocessor is None else preprocessor.outputs.keys()
         self._widths = widths_of(schema.dense, names)
         wanted = [*schema.keys, *source_columns(schema.dense, names), *schema.weight_columns]
-        self._part = None if preprocessor is None else steps_for_columns(preprocessor, wanted)
-        if self._part is None:
+        self._steps = None if preprocessor is None else steps_for_columns(preprocessor, wanted)
+        if self._steps is None:
             self.request_columns = {name: _type_of(name, types) for name in wanted}
         else:
-            kept = {name: self._part.raw[name] for name in self._part.keep}
-            self.request_columns = {**self._part.request_columns, **kept}
-            _check_made(wanted, self._part)
+            kept = {name: self._steps.raw[name] for name in self._steps.keep}
+            self.request_columns = {**self._steps.request_columns, **kept}
+            _check_made(wanted, self._steps)
 
     def read(self, rows: Rows) -> Read:
-        """The columns of B rows.
+        """Reads B raw rows.
 
         Args:
-            rows: (B,) values of each column in ``request_columns``, lists of them for a list column; further ones are
-                left aside.
+            rows: B values of each column in ``request_columns``, which are lists in a list column; further columns are
+                ignored.
 
         Raises:
             DataError: a column is missing or has another length; a value is missing, of another type, NaN or infinite.
@@ -84,61 +84,60 @@ class Columns:
         for name in self.request_columns:
             if name not in rows:
                 raise missing_column("the request", name, rows.keys())
-        made = self._as_they_are(rows) if self._part is None else self._made(self._part, rows)
-        size = _rows_of(made)
+        columns = self._unprocessed(rows) if self._steps is None else _preprocessed(self._steps, rows)
+        size = _rows_of(columns)
         weights = {feature.name: feature.weights for feature in self.schema.sparse}
         read = Read({}, {}, {}, size)
         for feature in self.schema.sparse:
-            column = made[feature.name]
-            column_of_weights = weights[feature.name]
-            weighing = None if column_of_weights is None else made[column_of_weights].values
+            weight_column = weights[feature.name]
+            weighing = None if weight_column is None else columns[weight_column].values
             read.sparse[feature.name], read.unknown[feature.name] = _bags(
-                feature, column, weighing, self.unseen.get(feature.name)
+                feature, columns[feature.name], weighing, self.unseen.get(feature.name)
             )
         for name, width in self._widths.items():
-            numbers = _array(name, made[name], width)
-            read.dense.update(
-                {f"{name}[{at}]": _dense(name, Values(column, None)) for at, column in enumerate(numbers.T)}
-            )
+            for index, numbers in enumerate(_array(name, columns[name], width).T):
+                read.dense[f"{name}[{index}]"] = _dense(name, Values(numbers, None))
         for name in self.schema.dense:
             if name not in read.dense:
-                read.dense[name] = _dense(name, made[name])
+                read.dense[name] = _dense(name, columns[name])
         return read
 
-    def _as_they_are(self, rows: Rows) -> dict[str, Values]:
-        made = {}
+    def _unprocessed(self, rows: Rows) -> dict[str, Values]:
+        columns = {}
         for name, kind in self.request_columns.items():
             cells = read_cells(name, rows[name], kind)
             if not cells.valid.all():
-                at = int((~cells.valid).argmax())
-                row = at if cells.lengths is None else int(np.cumsum(cells.lengths).searchsorted(at, side="right"))
+                row = int((~cells.valid).argmax())
+                if cells.lengths is not None:
+                    row = int(np.cumsum(cells.lengths).searchsorted(row, side="right"))
                 raise DataError(f"column '{name}', row {row}: there is no value; send one, or leave the row out")
-            made[name] = Values(cells.values, cells.lengths)
-        return made
+            columns[name] = Values(cells.values, cells.lengths)
+        return columns
 
-    def _made(self, part: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
-        chunk = part.online(rows)
-        return {name: Values(chunk[name].values, chunk[name].lengths if chunk[name].ragged else None) for name in chunk}
+
+def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
+    chunk = steps.online(rows)
+    return {name: Values(chunk[name].values, chunk[name].lengths if chunk[name].ragged else None) for name in chunk}
 
 
 def steps_for_columns(preprocessor: FittedPreprocessor, wanted: Collection[str]) -> FittedPreprocessor:
-    """The steps of a preprocessor that the columns ``wanted`` come from, so that a request need not have the others' columns."""
+    """Returns a preprocessor of the steps that ``wanted`` come from, so that a request needs their columns only."""
     needed = set(wanted)
     steps: list[Step] = []
     states: list[Any] = []
     for step, state in zip(reversed(preprocessor.steps), reversed(preprocessor.states), strict=True):
         if needed.isdisjoint(step.writes):
             continue
-        own = _narrowed(step, needed)
-        needed |= set(own.reads)
-        steps.insert(0, own)
+        narrowed = _narrowed(step, needed)
+        needed |= set(narrowed.reads)
+        steps.insert(0, narrowed)
         states.insert(0, state)
     keep = tuple(name for name in preprocessor.keep if name in wanted)
     return dataclasses.replace(preprocessor, steps=tuple(steps), states=tuple(states), keep=keep)
 
 
 def _narrowed(step: Step, needed: Collection[str]) -> Step:
-    """A vocabulary that several columns share is applied to those that are needed."""
+    """Returns a step for the needed columns alone, where it applies one vocabulary to several."""
     if not isinstance(step, Categorify):
         return step
     also = tuple(name for name in step.also if name in needed)
@@ -153,14 +152,14 @@ def _type_of(name: str, types: Mapping[str, str]) -> str:
     return types[name]
 
 
-def _check_made(wanted: Collection[str], part: FittedPreprocessor) -> None:
+def _check_made(wanted: Collection[str], steps: FittedPreprocessor) -> None:
     for name in wanted:
-        if name not in part.outputs:
-            raise missing_column("the preprocessor's result", name, part.outputs.keys())
+        if name not in steps.outputs:
+            raise missing_column("the preprocessor's result", name, steps.outputs.keys())
 
 
-def _rows_of(made: Mapping[str, Values]) -> int:
-    sizes = {name: len(column.values if column.lengths is None else column.lengths) for name, column in made.items()}
+def _rows_of(columns: Mapping[str, Values]) -> int:
+    sizes = {name: len(values if lengths is None else lengths) for name, (values, lengths) in columns.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
@@ -172,7 +171,7 @@ def _bags(
     feature: SparseFeature, column: Values, weights: NDArray[Any] | None, unseen: NDArray[np.int64] | None
 ) -> tuple[Jagged, NDArray[np.bool_]]:
     known, lengths = column.values.astype(np.int64, copy=False), column.lengths
-    outside = known.view(np.uint64) >= feature.num_embeddings  # where ids below 0 are the greatest of all
+    outside = known.view(np.uint64) >= feature.num_embeddings  # ids below 0 are the greatest of all there
     if unseen is not None:
         outside |= np.isin(known, unseen)
     if outside.any():
@@ -190,7 +189,7 @@ def _bags(
 
 
 def _array(name: str, column: Values, width: int) -> NDArray[Any]:
-    """(B, W)."""
+    """Returns the (B, W) numbers of a column of lists."""
     lengths = np.ones(len(column.values), np.int64) if column.lengths is None else column.lengths
     if (lengths != width).any():
         row = int((lengths != width).argmax())

@@ -1,4 +1,4 @@
-"""Tables of a bundle: what is known of users, by id, and what is shown of items, by position; Arrow files, memory-mapped."""
+"""Tables of a bundle, as memory-mapped Arrow files: users' features by id, items' titles and categories by position."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _POSITIONS = ("seen", "liked")
 
 
 class UserTable:
-    """What was known of each user when the bundle was made, so that a request may name a user by id alone.
+    """Users as they were known when the bundle was made, so that a request may name a user by id alone.
 
     Attributes:
-        key: the request column that holds the user's id.
-        ids: ids to places, 0 to U - 1.
+        key: request column that holds the user's id.
+        ids: map of ids to rows, 0 to U - 1.
     """
 
     def __init__(self, key: str, ids: IdMap, features: pa.Table, items: pa.Table) -> None:
@@ -38,52 +38,50 @@ class UserTable:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def rows(self, places: Sequence[int] | Int64) -> dict[str, list[Any]]:
-        """Raw columns of users as ``embed_query`` takes them; place -1, an unknown user, has what is known of nobody.
+    def rows(self, rows: Sequence[int] | Int64) -> dict[str, list[Any]]:
+        """Returns raw columns of users as ``embed_query`` takes them; row -1 is a user of whom nothing is known.
 
         Raises:
-            ValueError: a place outside -1 to U - 1.
+            ValueError: a row outside -1 to U - 1.
         """
-        wanted = [int(place) for place in places]
-        for place in wanted:
-            if not -1 <= place < len(self):
+        wanted = [int(row) for row in rows]
+        for row in wanted:
+            if not -1 <= row < len(self):
                 raise ValueError(
-                    f"places: {place} is no user of this bundle, which has {len(self):,} (0 to {len(self) - 1})"
+                    f"rows: {row} is not a user of this bundle, which has {len(self):,} (0 to {len(self) - 1})"
                 )
-        slices = [self._features.slice(place if place >= 0 else len(self), 1) for place in wanted]
+        slices = [self._features.slice(row if row >= 0 else len(self), 1) for row in wanted]
         return pa.concat_tables(slices or [self._features.slice(0, 0)]).to_pydict()  # type: ignore[no-any-return]
 
     def block(self, start: int, stop: int) -> pa.RecordBatch:
-        """The same of the users at neighbouring places."""
+        """Returns the raw columns of the users in rows ``start`` to ``stop - 1``."""
         return self._features.slice(start, stop - start).combine_chunks().to_batches()[0]
 
-    def seen(self, place: int) -> Int64:
-        """Positions of the items that a user has taken, to be left out of recommendations; none for an unknown user."""
-        return self._list("seen", place)
+    def seen(self, row: int) -> Int64:
+        """Returns positions of the items that a user has taken, to be left out of recommendations; none for row -1."""
+        return self._list("seen", row)
 
-    def liked(self, place: int) -> Int64:
-        """Positions of the items that a user has liked, oldest first; none for an unknown user."""
-        return self._list("liked", place)
+    def liked(self, row: int) -> Int64:
+        """Returns positions of the items that a user has liked, oldest first; none for row -1."""
+        return self._list("liked", row)
 
     def positions(self) -> Iterator[tuple[str, pa.ChunkedArray]]:
-        """Both columns of lists of positions, by name."""
+        """Yields both columns of lists of positions, with their names."""
         yield from ((name, self._items[name]) for name in _POSITIONS)
 
     def features(self) -> Iterator[tuple[str, pa.ChunkedArray]]:
-        """The raw columns, by name; their last row is of an unknown user."""
+        """Yields the raw columns with their names; their last row is that of an unknown user."""
         yield from zip(self._features.column_names, self._features.columns, strict=True)
 
-    def _list(self, column: str, place: int) -> Int64:
-        if place < 0:
+    def _list(self, column: str, row: int) -> Int64:
+        positions = self._items[column][row].values if row >= 0 else None
+        if positions is None:
             return np.zeros(0, np.int64)
-        row = self._items[column][place].values
-        if row is None:
-            return np.zeros(0, np.int64)
-        return row.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
+        return positions.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
 
     @classmethod
     def open(cls, folder: Path, key: str) -> UserTable:
-        """Reads what :func:`write_users` wrote.
+        """Opens the folder that :func:`write_users` wrote.
 
         Raises:
             BundleError: the files do not fit together.
@@ -92,15 +90,13 @@ class UserTable:
         if len(features) != len(ids) + 1 or len(items) != len(ids) or tuple(items.column_names) != _POSITIONS:
             raise BundleError(
                 f"{folder}: {len(ids):,} ids, {len(features):,} rows of features (one more is for unknown users), "
-                f"{len(items):,} "
-                "of items: they are of different exports; export the bundle again"
+                f"{len(items):,} of items: they are of different exports; export the bundle again"
             )
         for name in _POSITIONS:
             if raw_type(items.schema.field(name).type) != "list<int64>":
                 raise BundleError(
                     f"{folder / _ITEMS}: column '{name}' is {items.schema.field(name).type}, must be lists of "
-                    "positions; export "
-                    "the bundle again"
+                    "positions; export the bundle again"
                 )
         return cls(key, ids, features, items)
 
@@ -108,7 +104,16 @@ class UserTable:
 def write_users(
     folder: Path, ids: IdMap, features: pa.Table, unknown: Mapping[str, Any], seen: pa.Array, liked: pa.Array
 ) -> None:
-    """Writes the table of U users; ``features`` (U rows) and ``unknown``, a row, have raw columns; the lists hold positions."""
+    """Writes the users of a bundle.
+
+    Args:
+        folder: folder to make.
+        ids: ids of the U users.
+        features: U rows of raw columns.
+        unknown: raw columns of a user of whom nothing is known.
+        seen: U lists of positions of items that a user has taken.
+        liked: U lists of positions of items that a user has liked, oldest first.
+    """
     folder.mkdir(parents=True)
     ids.save(folder)
     last = pa.table(
@@ -119,7 +124,7 @@ def write_users(
 
 
 class ItemTable:
-    """What is shown of items and what they are filtered by, in the order of positions.
+    """Titles and categories of items, in the order of positions.
 
     Attributes:
         categories: names, sorted; none where the export had none.
@@ -137,14 +142,14 @@ class ItemTable:
         return len(self._table)
 
     def titles_of(self, positions: Sequence[int] | Int64) -> list[str]:
-        """Titles; an empty list where the items have none."""
+        """Returns the titles of items; an empty list where items have none."""
         if "title" not in self._table.column_names:
             return []
         titles = self._table["title"]
         return [str(titles[int(position)].as_py()) for position in positions]
 
     def in_category(self, name: str) -> Tensor:
-        """(I,) bool: the items of a category.
+        """Returns (I,) bool, whether an item is in a category.
 
         Raises:
             ValueError: there is no such category.
@@ -157,15 +162,15 @@ class ItemTable:
         if name not in self._masks:
             # A mask is I bytes, and their number is bounded by that of the categories.
             lists = self._categories
-            found = np.zeros(len(self), bool)
+            mask = np.zeros(len(self), bool)
             parents = pc.list_parent_indices(lists).to_numpy(zero_copy_only=False)
-            found[parents[pc.equal(lists.flatten(), name).to_numpy(zero_copy_only=False)]] = True
-            self._masks[name] = torch.from_numpy(found)
+            mask[parents[pc.equal(lists.flatten(), name).to_numpy(zero_copy_only=False)]] = True
+            self._masks[name] = torch.from_numpy(mask)
         return self._masks[name]
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """An Arrow file without compression, so that it can be memory-mapped; the same bytes for the same rows.
+    """Writes an Arrow file without compression, so that it can be memory-mapped; equal rows give equal bytes.
 
     Raises:
         BundleError: a column of a type that neither a request nor a batch can have.
@@ -181,10 +186,10 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_table(path: Path) -> pa.Table:
-    """What :func:`write_table` wrote, memory-mapped.
+    """Opens the Arrow file that :func:`write_table` wrote, memory-mapped.
 
     Raises:
-        BundleError: it is no such file, or its columns are of other types.
+        BundleError: it is not such a file, or its columns are of other types.
     """
     try:
         with pa.ipc.open_file(pa.memory_map(str(path))) as source:

@@ -1,8 +1,8 @@
-"""ScoreBounds: how great each score can be, from an 8-bit copy of the rows, so that few need be computed.
+"""ScoreBounds: bounds of every score from an 8-bit copy of the rows, so that few scores need be computed.
 
-An exact search reads every row, and the memory's speed is its limit; of 8 bits instead of 32 a quarter is read. How far
-a score of the copy can be from the true one is known by the Cauchy-Schwarz inequality, so what cannot be among the
-greatest K is passed over and the rest, some more than K, is computed exactly: nothing is missed. The first stage of
+An exact search reads every row, and memory bandwidth is its limit; 8 bits instead of 32 read a quarter. The
+Cauchy-Schwarz inequality bounds how far a score of the copy is from the true one, so rows that cannot be among the
+greatest K are passed over and the rest, some more than K, computed exactly: nothing is missed. It is the first stage of
 ScaNN and of FAISS's IndexRefine, without their losses.
 """
 
@@ -21,35 +21,33 @@ from torch import Tensor
 from torchrec_ext.retrieval.store.row_formats import encode
 
 Floats = NDArray[np.float32]
-Places = NDArray[np.int64]
-Found = tuple[Places, Floats]
-_ROWS = 2**17  # at a time: what is made of them stays in the cache
-_SAMPLE = 2_048  # of these, scores that say what is worth a look
-_WORTH_FLOATS = 2**20  # of rows below which reading them costs less than the steps here
-_MOST_FLOATS = 2**29  # of the copy, which every process has of its own
-_SHARE = 32  # K, and what is computed of the rows, may be this part of them: else it is faster to compute them all
+Positions = NDArray[np.int64]
+TopProducts = tuple[Positions, Floats]
+_ROWS = 2**17  # rows at a time: their products stay in the cache
+_SAMPLE = 2_048  # scores of a block that give the first guess of the K-th
+_WORTH_FLOATS = 2**20  # fewer numbers cost less to read than the steps here
+_MOST_FLOATS = 2**29  # numbers of the copy, of which every process has its own
+_SHARE = 32  # K, and the rows that are computed exactly, may be 1/32 of all: beyond, computing all is faster
 _LOWEST = float(np.finfo(np.float32).min)
 _LEAST, _GREATEST = 1e-25, 1e37  # between these no product of norms loses digits, or overflows
-_TRIED, _K = 4, 100  # queries that say whether it pays, and how many of the greatest they ask for
-_WARM = 32  # queries at once, for which kernels are made beforehand
+_TRIED, _K = 4, 100  # queries that decide whether bounds pay, and the K that they ask for
+_WARM = 32  # queries at once for which kernels are compiled beforehand
 
 
 class ScoreBounds:
-    """Of products of queries with I rows. May be asked from several threads.
+    """Finds the greatest products of queries with I rows; safe to call from several threads.
 
     Args:
-        codes: (I, D) int8.
+        codes: (I, D) int8 copy of the rows.
         scales: (I,) float32; a row is near its codes times its scale.
-        errors: (I,) float32, the norm of what it differs by, or more.
-        norms: (I,) float32, that of codes times scale, or more.
+        errors: (I,) float32 upper bounds of the norm of row minus codes times scale.
+        norms: (I,) float32 upper bounds of the norm of codes times scale.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, errors: Floats, norms: Floats) -> None:
         self.codes, self._scales, self._errors = codes, scales, errors
-        self._norms = np.maximum(
-            norms, np.float32(1e-30)
-        )  # so that a bound is never narrower than the least numbers there are
-        self._most = [(float(errors[own].max()), float(self._norms[own].max())) for own in self._blocks()]
+        self._norms = np.maximum(norms, np.float32(1e-30))  # no bound is narrower than the smallest numbers
+        self._most = [(float(errors[block].max()), float(self._norms[block].max())) for block in self._blocks()]
         self._greatest = max(error + norm for error, norm in self._most)
         # In float32 a product is off by up to D roundings of its factors' norms: the bound's, and the exact one's.
         self._slack = (codes.shape[1] + 8) * 2.0**-22
@@ -57,53 +55,52 @@ class ScoreBounds:
 
     @classmethod
     def of_rows(cls, blocks: Iterable[Tensor], shape: tuple[int, int]) -> ScoreBounds:
-        """Of rows in float32, streamed, of ``shape`` I, D together."""
+        """Copies float32 rows, streamed in blocks whose rows are ``shape`` (I, D) together."""
         codes = torch.empty(shape, dtype=torch.int8)
         scales, errors, norms = (torch.empty(shape[0]) for _ in range(3))
         start = 0
         for block in blocks:
-            own = slice(start, start + len(block))
+            rows = slice(start, start + len(block))
             coded, scale = encode(block, "int8")
             assert scale is not None
             near = coded.double() * scale.double()[:, None]
-            codes[own], scales[own] = coded, scale
-            errors[own] = (block.double() - near).norm(dim=1) * (1 + 2.0**-22)
-            norms[own] = near.norm(dim=1) * (1 + 2.0**-22)
+            codes[rows], scales[rows] = coded, scale
+            errors[rows] = (block.double() - near).norm(dim=1) * (1 + 2.0**-22)
+            norms[rows] = near.norm(dim=1) * (1 + 2.0**-22)
             start += len(block)
         return cls(codes, scales, errors.numpy(), norms.numpy())
 
     @staticmethod
     def worth(rows: int, width: int) -> bool:
-        """Whether so many rows are worth a copy in 8 bits, and not too many for one."""
+        """Returns whether rows of this number and width are worth a copy in 8 bits, and not too many for one."""
         return _WORTH_FLOATS <= rows * width <= _MOST_FLOATS
 
-    def pays(self, first: Tensor, rows: Callable[[Places], Floats]) -> bool:
-        """Whether it is faster here than the products of all rows.
+    def pays(self, first: Tensor, rows: Callable[[Positions], Floats]) -> bool:
+        """Measures whether bounds are faster on this processor than the products of all rows.
 
-        Not every processor is fast with 8 bits, and of rows that are nearly alike the bounds tell too little.
+        Not every processor is fast with 8 bits, and bounds of rows that are nearly alike rule out too few.
 
         Args:
-            first: (N, D), rows from the first on; some of them are the queries.
+            first: (N, D) rows from the first on; some of them serve as queries.
             rows: see :meth:`greatest`.
         """
         queries = first[:: max(1, len(first) // _TRIED)][:_TRIED].numpy()
-        if any(
-            found is None for found in self.greatest(queries, max(1, min(_K, len(self.codes) // (2 * _SHARE))), rows)
-        ):
+        results = self.greatest(queries, max(1, min(_K, len(self.codes) // (2 * _SHARE))), rows)
+        if any(result is None for result in results):
             return False
         codes, scores = self.codes[: len(first)], np.empty(len(first), np.float32)
         products = torch.empty(1, len(first), dtype=torch.int32)
-        # The products alone: what follows takes as long either way, and the rows are in a cache here, in which a
-        # server's are not.
+        # Only the products: the steps after them cost the same either way, and here, unlike in a server, the rows are
+        # in a cache.
         whole = _seconds(lambda: np.dot(first.numpy(), queries[0], out=scores))
         return _seconds(lambda: _int8_products(codes[:1], codes, products)) < whole
 
     def warm_up(self) -> None:
-        """Makes the kernels, each of which would keep the first search that needs it waiting for some milliseconds."""
+        """Compiles the kernels, each of which would delay the first search that needs it by some milliseconds."""
         count = 1
         while count <= _WARM:
-            for own in {len(self.codes[block]): block for block in self._blocks()}.values():
-                codes = self.codes[own]
+            for block in {len(self.codes[each]): each for each in self._blocks()}.values():
+                codes = self.codes[block]
                 _int8_products(
                     codes[:1].expand(count, -1).contiguous(), codes, torch.empty(count, len(codes), dtype=torch.int32)
                 )
@@ -113,84 +110,85 @@ class ScoreBounds:
         self,
         queries: Floats,
         k: int,
-        rows: Callable[[Places], Floats],
+        rows: Callable[[Positions], Floats],
         hidden: Tensor | None = None,
-        excluded: Sequence[Places] = (),
-    ) -> list[Found | None]:
-        """For each query the positions of the greatest K of its products, and these, descending; of equal ones the first.
+        excluded: Sequence[Positions] = (),
+    ) -> list[TopProducts | None]:
+        """Returns each query's K greatest products, descending, after their positions; equal ones by position.
 
-        Fewer where fewer are left. None where K, or what would have to be computed, is a large part of all, or the
-        numbers are too large or too small to say.
+        There are fewer than K where fewer are left. A query's result is None where K, or the number of rows to compute
+        exactly, is a large share of all, or where its numbers are too large or too small for bounds.
 
         Args:
             queries: (Q, D), finite.
-            k: K.
-            rows: (N, D) of positions (N,), exact.
-            hidden: (I,) bool, positions that do not count.
-            excluded: for each query more of them; or none at all.
+            k: results per query, K.
+            rows: function from positions (N,) to exact rows (N, D).
+            hidden: (I,) bool, positions that are left out.
+            excluded: further positions that are left out, for each query; or none at all.
         """
         size = len(self.codes)
         if k * _SHARE > size:
             return [None] * len(queries)
         asked = [_Query(query, k, self._greatest, self._slack, size // _SHARE) for query in queries]
-        # Kernels are made for each number of queries: of few numbers few.
+        # A kernel is compiled for each number of queries, so numbers are rounded up to powers of two.
         coded = np.zeros((1 << (len(asked) - 1).bit_length(), queries.shape[1]), np.int8)
         coded[: len(asked)] = [query.codes for query in asked]
         products, scores = self._memory(len(coded) * min(_ROWS, size))
-        for own, most in zip(self._blocks(), self._most, strict=True):
-            count = own.stop - own.start
+        for block, most in zip(self._blocks(), self._most, strict=True):
+            count = block.stop - block.start
             of_block = products[: len(coded) * count].view(-1, count)
-            _int8_products(torch.from_numpy(coded), self.codes[own], of_block)
-            for at, query in enumerate(asked):
-                if query.told:
-                    near = scores[:count].copy_(of_block[at]).mul_(self._scales[own])
-                    if hidden is not None:
-                        near.masked_fill_(hidden[own], -torch.inf)
-                    values = near.numpy()
-                    if excluded:
-                        places = excluded[at]
-                        values[places[(places >= own.start) & (places < own.stop)] - own.start] = -np.inf
-                    query.add(own.start, values, self._errors[own], self._norms[own], most, rows)
-        return [query.found() for query in asked]
+            _int8_products(torch.from_numpy(coded), self.codes[block], of_block)
+            for index, query in enumerate(asked):
+                if not query.bounded:
+                    continue
+                near = scores[:count].copy_(of_block[index]).mul_(self._scales[block])
+                if hidden is not None:
+                    near.masked_fill_(hidden[block], -torch.inf)
+                values = near.numpy()
+                if excluded:
+                    out = excluded[index]
+                    values[out[(out >= block.start) & (out < block.stop)] - block.start] = -np.inf
+                query.add(block.start, values, self._errors[block], self._norms[block], most, rows)
+        return [query.result() for query in asked]
 
     def _blocks(self) -> list[slice]:
         size = len(self.codes)
         return [slice(start, min(start + _ROWS, size)) for start in range(0, size, _ROWS)]
 
     def _memory(self, products: int) -> tuple[Tensor, Tensor]:
-        """Of this thread, so that no search waits for pages to be mapped: for int32 products, and the scores of one query."""
-        kept: tuple[Tensor, Tensor] | None = getattr(self._buffers, "kept", None)
-        if kept is None or len(kept[0]) < products:
-            kept = self._buffers.kept = (
+        """Returns this thread's buffers for int32 products and one query's scores, so that no search maps new pages."""
+        buffers: tuple[Tensor, Tensor] | None = getattr(self._buffers, "kept", None)
+        if buffers is None or len(buffers[0]) < products:
+            buffers = self._buffers.kept = (
                 torch.empty(products, dtype=torch.int32),
                 torch.empty(min(_ROWS, len(self.codes))),
             )
-        return kept
+        return buffers
 
 
 class _Query:
-    """One query: in 8 bits, and the greatest of its products so far. Scores of the copy are in units of the query's scale.
+    """One query in 8 bits, and its greatest products so far. Scores of the copy are in units of the query's scale.
 
     Attributes:
-        told: whether the bounds say anything of it.
+        bounded: whether the bounds can decide this query.
         codes: (D,) whole numbers from -127 to 127.
-        of_errors: what a row's error adds to the reach of a bound.
-        of_norms: what its norm adds, for the query's own error and for rounding.
+        of_errors: factor of a row's error in the width of its bound.
+        of_norms: factor of a row's norm in that width, for the query's own error and for rounding.
     """
 
     def __init__(self, query: Floats, k: int, greatest: float, slack: float, most: int) -> None:
         exact = query.astype(np.float64)
         norm, self.scale = float(exact @ exact) ** 0.5, float(max(exact.max(), -exact.min())) / 127
         products = (norm * greatest, norm * greatest / max(self.scale, _LEAST))
-        self.told = self.scale > _LEAST and min(products) > _LEAST and max(products) < _GREATEST
-        self.codes = np.rint(exact / self.scale) if self.told else np.zeros(len(query))
-        if self.told:
+        self.bounded = self.scale > _LEAST and min(products) > _LEAST and max(products) < _GREATEST
+        self.codes = np.rint(exact / self.scale) if self.bounded else np.zeros(len(query))
+        if self.bounded:
             error = exact - self.codes * self.scale
             self.of_errors = norm / self.scale * (1 + slack)
             self.of_norms = (float(error @ error) ** 0.5 + slack * norm) / self.scale
         self._query, self._k, self._left = query, k, most
         self._least: float | None = None  # the K-th greatest product so far
-        self._places, self._values = np.empty(0, np.int64), np.empty(0, np.float32)
+        self._positions, self._values = np.empty(0, np.int64), np.empty(0, np.float32)
 
     def add(
         self,
@@ -199,70 +197,70 @@ class _Query:
         errors: Floats,
         norms: Floats,
         most: tuple[float, float],
-        rows: Callable[[Places], Floats],
+        rows: Callable[[Positions], Floats],
     ) -> None:
-        """Scores (n,) of the copy from the position ``start`` on, -inf where they do not count.
+        """Takes a block of the copy's scores, and computes exactly the rows that may be among the greatest K.
 
         Args:
-            start: the first position.
-            near: the scores.
-            errors: (n,) of the rows.
-            norms: (n,) of the rows.
-            most: the greatest of both.
+            start: first position of the block.
+            near: (n,) scores of the copy, -inf where a position is left out.
+            errors: (n,) errors of the rows.
+            norms: (n,) norms of the rows.
+            most: greatest error and norm of the block.
             rows: see :meth:`ScoreBounds.greatest`.
         """
-        above = np.inf  # from here on they have been computed
+        above = np.inf  # scores of the copy from here on have been computed exactly
         for guess in _guesses(near, self._k) if self._least is None else ():
             self._compute(start, _between(near, guess, above), rows)
             above = guess
             if self._least is not None:
                 break
         if self._least is None:
-            self.told = self.told and above == _LOWEST  # all that count have been computed, fewer than K so far
+            self.bounded = self.bounded and above == _LOWEST  # all have been computed, fewer than K so far
             return
         least = self._least / self.scale
         enough = least - self.of_errors * most[0] - self.of_norms * most[1]
         if enough < above:
-            places = _between(near, enough, above)
-            reach = self.of_errors * errors[places] + self.of_norms * norms[places]
-            self._compute(start, places[near[places] + reach >= least], rows)
+            near_enough = _between(near, enough, above)
+            reach = self.of_errors * errors[near_enough] + self.of_norms * norms[near_enough]
+            self._compute(start, near_enough[near[near_enough] + reach >= least], rows)
 
-    def _compute(self, start: int, places: Places, rows: Callable[[Places], Floats]) -> None:
-        self._left -= len(places)
+    def _compute(self, start: int, indices: Positions, rows: Callable[[Positions], Floats]) -> None:
+        self._left -= len(indices)
         if self._left < 0:
-            self.told = False
-        if not self.told or not len(places):
+            self.bounded = False
+        if not self.bounded or not len(indices):
             return
-        places = places + start
+        positions = indices + start
         # Row by row, so that equal rows have equal products.
-        self._places = np.concatenate([self._places, places])
-        self._values = np.concatenate([self._values, np.einsum("nd,d->n", rows(places), self._query)])
+        self._positions = np.concatenate([self._positions, positions])
+        self._values = np.concatenate([self._values, np.einsum("nd,d->n", rows(positions), self._query)])
         if len(self._values) >= self._k:
             self._least = float(np.partition(self._values, -self._k)[-self._k])
 
-    def found(self) -> Found | None:
-        """The positions and products."""
-        if not self.told:
+    def result(self) -> TopProducts | None:
+        """Returns the positions and products of the greatest K; None where the bounds cannot decide the query."""
+        if not self.bounded:
             return None
-        order = np.lexsort((self._places, -self._values))[: self._k]
-        return self._places[order], self._values[order]
+        order = np.lexsort((self._positions, -self._values))[: self._k]
+        return self._positions[order], self._values[order]
 
 
-def _between(near: Floats, least: float, above: float) -> Places:
-    """(M,) places of these scores."""
+def _between(near: Floats, least: float, above: float) -> Positions:
+    """Returns (M,) indices of the scores from ``least`` to below ``above``."""
     return np.flatnonzero(near >= least if above == np.inf else (near >= least) & (near < above))
 
 
 def _guesses(near: Floats, k: int) -> list[float]:
-    """Scores that some 2 K, 8 K and 32 K surpass, by a sample."""
+    """Estimates, by a sample, scores that about 2 K, 8 K and 32 K others surpass."""
     sample = np.sort(near[_drawn(len(near))])[::-1]
     ranks = [min(_SAMPLE, 2 * k * times * _SAMPLE // len(near) + 4 * times) for times in (1, 4, 16)]
     return [max(float(sample[rank - 1]), _LOWEST) for rank in ranks]
 
 
 @functools.cache
-def _drawn(size: int) -> Places:
-    """Some of as many places, drawn once: every n-th would be of one category where a catalogue has an order."""
+def _drawn(size: int) -> Positions:
+    """Draws a sample of ``size`` positions, once: every n-th would be of one category in an ordered catalogue."""
     return np.random.default_rng(0).integers(0, size, _SAMPLE)
 
 
@@ -272,7 +270,7 @@ def _int8_products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    """The least of some calls; the first makes the kernel and reads the rows."""
+    """Returns the shortest time of five calls, after one that compiles the kernel and reads the rows."""
     function()
     times = []
     for _ in range(5):

@@ -1,8 +1,6 @@
-"""Indexes: the candidates of the greatest scores. These search all of them, so what they find is exact.
+"""Exact indexes: every candidate is compared, or ruled out by an 8-bit copy of the rows, so that no result is missed.
 
-Blockwise: exact search, block by block, or by an 8-bit copy of the rows that says which of them are worth a look.
-
-TopK: the greatest scores over blocks of candidates, exact to the last tie.
+TopK keeps the greatest scores over blocks of candidates, exact to the last tie.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ from torchrec_ext.retrieval.index.projection import Projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 Floats = NDArray[np.float32]
-_SAMPLE = 8_192  # scores of the first block that say what is worth a look
+_SAMPLE = 8_192  # scores of the first block that set the first threshold
 
 
 class TopK:
-    """Keeps the K greatest scores of each of Q queries while blocks of scores go by; of equal scores the smaller position.
+    """Keeps the K greatest scores of each query over blocks of scores; among equal scores the smaller position wins.
 
     Args:
-        queries: Q.
-        k: K.
+        queries: number of queries, Q.
+        k: number of scores to keep for each, K.
     """
 
     def __init__(self, queries: int, k: int) -> None:
@@ -37,26 +35,25 @@ class TopK:
         self._best = [_Best(k) for _ in range(queries)]
 
     def add(self, start: int, scores: Tensor) -> None:
-        """Scores (Q, n) of the positions from ``start`` on, which come in ascending order; -inf is left out."""
+        """Adds scores (Q, n) of the positions from ``start`` on, in ascending order; -inf is left out."""
         for best, row in zip(self._best, scores.numpy(), strict=True):
             best.add(start, row)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Scores (Q, K), descending, and positions (Q, K); -inf and -1 where fewer than K are left."""
+        """Returns scores (Q, K), descending, and positions (Q, K); -inf and -1 where fewer than K are left."""
         scores = np.full((len(self._best), self._k), -np.inf, np.float32)
         positions = np.full((len(self._best), self._k), -1)
         for row, best in enumerate(self._best):
-            found, values = best.result()
-            scores[row, : len(values)], positions[row, : len(found)] = values, found
+            indices, values = best.result()
+            scores[row, : len(values)], positions[row, : len(indices)] = values, indices
         return torch.from_numpy(scores), torch.from_numpy(positions)
 
 
 class _Best:
     """The K greatest scores of one query.
 
-    A block is compared with what is the K-th score so far, and only what is greater is looked at again: a sort of
-    everything would cost as much as the products themselves. In numpy, which finds next to nothing in a block ten times
-    as fast as torch.
+    A block is compared with the K-th score so far, and only greater scores are sorted: sorting everything would cost as
+    much as the products themselves. Numpy finds the few greater scores of a block ten times as fast as torch.
     """
 
     def __init__(self, k: int) -> None:
@@ -70,24 +67,24 @@ class _Best:
             # The K-th of some of them is no greater than that of all, and takes a tenth of the time.
             some = scores[:: max(1, len(scores) // max(_SAMPLE, 8 * self._k))]
             self._threshold = float(np.nextafter(_kth(some, self._k), np.float32(-np.inf)))
-        places = np.flatnonzero(scores > self._threshold)
-        if not len(places):
+        indices = np.flatnonzero(scores > self._threshold)
+        if not len(indices):
             return
-        found = scores[places]
-        if len(found) > self._k:  # many of one score, or scores that rise with the position
-            kth = _kth(found, self._k)
-            places, found = places[found >= kth], found[found >= kth]
+        greater = scores[indices]
+        if len(greater) > self._k:  # many of one score, or scores that rise with the position
+            kth = _kth(greater, self._k)
+            indices, greater = indices[greater >= kth], greater[greater >= kth]
             self._threshold = float(kth)  # so many stand before what comes
-        self._kept.append((places + start, found))
-        self._waiting += len(places)
+        self._kept.append((indices + start, greater))
+        self._waiting += len(indices)
         if self._waiting > 2 * self._k:
             self.result()
 
     def result(self) -> tuple[NDArray[np.int64], Floats]:
-        """Positions and scores, K or fewer, the greatest first; all others are forgotten."""
+        """Returns positions and scores, K or fewer, the greatest first; all others are forgotten."""
         if not self._kept:
             return np.empty(0, np.int64), np.empty(0, np.float32)
-        positions, scores = (np.concatenate(parts) for parts in zip(*self._kept, strict=True))
+        positions, scores = (np.concatenate(arrays) for arrays in zip(*self._kept, strict=True))
         order = np.argsort(-scores, kind="stable")[: self._k]  # equal scores stay in the order of their positions
         positions, scores = positions[order], scores[order]
         if len(scores) == self._k:
@@ -97,7 +94,7 @@ class _Best:
 
 
 def _kth(scores: Floats, k: int) -> np.float32:
-    """The K-th greatest of more than K scores."""
+    """Returns the K-th greatest of more than K scores."""
     kth: np.float32 = np.partition(scores, -k)[-k]
     return kth
 
@@ -106,7 +103,7 @@ Metric = Literal["dot", "cosine", "top_nn"]
 
 
 class Blockwise:
-    """Scores block by block, filtered, into :class:`TopK`; equal scores are ordered by the smaller position."""
+    """Base of the exact indexes: scores block by block, filtered, into :class:`TopK`."""
 
     metric: Metric
     _by_products = True
@@ -131,31 +128,30 @@ class Blockwise:
             prepared = self._prepared(queries)
             shown = self.live if allowed is None else allowed if self.live is None else allowed & self.live
             hidden = None if shown is None else ~shown
-            hide = [places.numpy() for places in excluded or ()]  # in numpy, where some numbers are found in no time
+            hide = [positions.numpy() for positions in excluded or ()]
             if self._bounds is None:
                 return self._of_all(prepared, k, hidden, hide)
-            found = []
-            told = self._bounds.greatest(self._factors(prepared).numpy(), k, self._gathered, hidden, hide)
-            for at, one in enumerate(told):
-                query = prepared[at : at + 1]
-                if one is None:
-                    found.append(self._of_all(query, k, hidden, hide[at : at + 1]))
-                else:
-                    scores = torch.from_numpy(one[1])[None] + self._constant(query)
-                    found.append(
-                        (pad_candidates(scores, k, -torch.inf), pad_candidates(torch.from_numpy(one[0])[None], k, -1))
-                    )
-        return torch.cat([scores for scores, _ in found]), torch.cat([positions for _, positions in found])
+            results = []
+            bounded = self._bounds.greatest(self._factors(prepared).numpy(), k, self._gathered, hidden, hide)
+            for row, best in enumerate(bounded):
+                query = prepared[row : row + 1]
+                if best is None:
+                    results.append(self._of_all(query, k, hidden, hide[row : row + 1]))
+                    continue
+                positions, products = (torch.from_numpy(array)[None] for array in best)
+                scores = pad_candidates(products + self._constant(query), k, -torch.inf)
+                results.append((scores, pad_candidates(positions, k, -1)))
+        return torch.cat([scores for scores, _ in results]), torch.cat([positions for _, positions in results])
 
     def quantize(self) -> bool:
-        """Keeps a copy of the rows in 8 bits, by which a search passes over most of them: a quarter as much is read.
+        """Keeps a copy of the rows in 8 bits, by which a search passes over most rows and reads a quarter as much.
 
-        What is found stays exact: see :class:`~torchrec_ext.retrieval.index.bounds.ScoreBounds`. Nothing is kept where
-        a score is no product of query and row, of fewer than 2^20 numbers or more than 2^29, or where it does not pay
-        on this processor.
+        Results stay exact: see :class:`~torchrec_ext.retrieval.index.bounds.ScoreBounds`. No copy is kept where a score
+        is not a product of query and row, for fewer than 2^20 numbers or more than 2^29, or where it does not pay on
+        this processor.
 
         Returns:
-            Whether it is kept.
+            Whether a copy is kept.
         """
         width = self.source.shape[1] if isinstance(self.source, Tensor) else self.source.width
         if self._bounds is None and self._by_products and ScoreBounds.worth(self.size, width):
@@ -181,45 +177,45 @@ class Blockwise:
             self._scores(prepared, start, stop, scores)
             if hidden is not None:
                 scores.masked_fill_(hidden[start:stop], -torch.inf)
-            for row, places in zip(scores.numpy(), hide, strict=False):
-                row[places[(places >= start) & (places < stop)] - start] = -np.inf
+            for row, positions in zip(scores.numpy(), hide, strict=False):
+                row[positions[(positions >= start) & (positions < stop)] - start] = -np.inf
             best.add(start, scores)
-        scores, positions = best.result()
-        return pad_candidates(scores, k, -torch.inf), pad_candidates(positions, k, -1)
+        best_scores, best_positions = best.result()
+        return pad_candidates(best_scores, k, -torch.inf), pad_candidates(best_positions, k, -1)
 
-    def _gathered(self, places: NDArray[np.int64]) -> NDArray[np.float32]:
-        """(N, D) as they are compared."""
+    def _gathered(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns the (N, D) rows at positions (N,) as they are compared."""
         if isinstance(self.source, Tensor):
-            rows = self.source.numpy().take(places, axis=0)
+            rows = self.source.numpy().take(positions, axis=0)
         elif self.source.format.exact:
-            rows = self.source.matrix().numpy().take(places, axis=0)
+            rows = self.source.matrix().numpy().take(positions, axis=0)
         else:
-            rows = self.source.rows(torch.from_numpy(places)).numpy()
+            rows = self.source.rows(torch.from_numpy(positions)).numpy()
         if self._inverse_norms is not None:
-            rows *= self._inverse_norms.numpy()[places, None]
+            rows *= self._inverse_norms.numpy()[positions, None]
         return rows
 
     def blocks(self) -> list[tuple[int, int]]:
-        """First and last + 1 of the positions that are read together."""
+        """Returns first and last + 1 of the positions that are read together, block by block."""
         return [(start, min(start + self._rows, self.size)) for start in range(0, self.size, self._rows)]
 
     def _prepared(self, queries: Tensor) -> Tensor:
         raise NotImplementedError
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """(stop - start, D) as they are compared: of a cosine normalised."""
+        """Returns (stop - start, D) rows as they are compared: normalised for a cosine."""
         return self._block(start, stop)
 
     def _factors(self, prepared: Tensor) -> Tensor:
-        """(Q, D) by which rows are multiplied, where scores are products."""
+        """Returns the (Q, D) factors of the rows, where scores are products."""
         return prepared
 
     def _constant(self, prepared: Tensor) -> Tensor | float:
-        """(Q,) what is added to these."""
+        """Returns the (Q,) summands of the products."""
         return 0.0
 
     def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
-        """Fills ``out`` (Q, stop - start)."""
+        """Fills ``out`` (Q, stop - start) with the scores of a block."""
         raise NotImplementedError
 
     def _block(self, start: int, stop: int) -> Tensor:
@@ -229,8 +225,8 @@ class Blockwise:
 def check_request(
     queries: Tensor, k: int, size: int, allowed: Tensor | None, excluded: Sequence[Tensor] | None
 ) -> None:
-    """Raises ValueError for what an index's ``search`` does not take."""
-    # In numpy, whose calls take a fraction of torch's.
+    """Raises ValueError for arguments that an index's ``search`` does not take."""
+    # Numpy's calls take a fraction of torch's.
     if queries.dim() != 2 or not len(queries) or not np.isfinite(queries.numpy()).all():
         raise ValueError(f"queries: shape {tuple(queries.shape)}; must be (Q, D) finite numbers, Q at least 1")
     if k < 1:
@@ -241,31 +237,31 @@ def check_request(
         )
     if excluded is not None and len(excluded) != len(queries):
         raise ValueError(f"excluded: {len(excluded)} sets of positions for {len(queries)} queries; give one for each")
-    for places in (each.numpy() for each in excluded or ()):
-        if len(places) and (places.min() < 0 or places.max() >= size):
-            wrong = places[(places < 0) | (places >= size)]
-            raise ValueError(f"excluded: {int(wrong[0])} is no position (0 to {size - 1}); leave unknown ids, -1, out")
+    for positions in (each.numpy() for each in excluded or ()):
+        if len(positions) and (positions.min() < 0 or positions.max() >= size):
+            wrong = int(positions[(positions < 0) | (positions >= size)][0])
+            raise ValueError(f"excluded: {wrong} is not a position (0 to {size - 1}); leave out unknown ids, -1")
 
 
-def pad_candidates(found: Tensor, k: int, value: float) -> Tensor:
-    """(Q, K) of (Q, fewer)."""
-    if found.shape[1] == k:
-        return found
-    return torch.nn.functional.pad(found, (0, k - found.shape[1]), value=value)
+def pad_candidates(values: Tensor, k: int, value: float) -> Tensor:
+    """Pads (Q, K or fewer) to (Q, K)."""
+    if values.shape[1] == k:
+        return values
+    return torch.nn.functional.pad(values, (0, k - values.shape[1]), value=value)
 
 
-_BLOCK = 2**24  # bytes of rows at a time, read once
-_DECODED = 2**20  # where they are not stored as float32: what is made of them stays in the cache
+_BLOCK = 2**24  # bytes of float32 rows that are read at a time, once
+_DECODED = 2**20  # bytes of rows in other formats: decoded, they stay in the cache
 _PAIRS = 2**17  # floats of pairs at a time through a network: a core's share of the second-level cache
-_EPS = 1e-12  # of torch.nn.functional.normalize
+_EPS = 1e-12  # as in torch.nn.functional.normalize
 
 
 class Index(Protocol):
-    """Finds the positions of the greatest scores.
+    """An index finds the positions of the greatest scores.
 
     Attributes:
         metric: ``dot``, ``cosine`` or ``top_nn``, whose scores are the model's own and final.
-        size: I, positions that it knows.
+        size: number of positions, I.
     """
 
     metric: Metric
@@ -274,15 +270,15 @@ class Index(Protocol):
     def search(
         self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scores (Q, K), descending, and positions (Q, K) int64; -inf and -1 where fewer than K are left.
+        """Returns scores (Q, K), descending, and positions (Q, K) int64; -inf and -1 where fewer than K are left.
 
-        Filters act inside the search: K are found where K are left.
+        Filters act inside the search: it returns K where K are left. Equal scores are in the order of positions.
 
         Args:
             queries: (Q, D) outputs of the query towers.
-            k: K, 1 or more; more than there are gives all.
-            allowed: (I,) bool, such as those of a category.
-            excluded: for each query the positions to leave out, such as what the user has already taken.
+            k: results per query, 1 or more; more than there are gives all.
+            allowed: (I,) bool, whether a position may be returned, such as the items of a category.
+            excluded: positions to leave out of each query's results, such as items that the user has taken.
 
         Raises:
             ValueError: queries of another width or with numbers that are not finite, a wrong k or filter.
@@ -291,10 +287,10 @@ class Index(Protocol):
 
 
 class ExactIndex(Blockwise):
-    """Every candidate's dot product or cosine, in blocks of a memory-mapped store: right by construction, nothing to build.
+    """Searches every candidate by dot product or cosine, in blocks of a memory-mapped store; nothing is built.
 
     Args:
-        source: a store, whose tombstones are never found, or vectors (I, D).
+        source: store, whose tombstones are never returned, or vectors (I, D).
         metric: ``dot`` or ``cosine``: that of the model's loss.
 
     Example:
@@ -333,11 +329,11 @@ class ExactIndex(Blockwise):
 
 
 class ScoredIndex(Blockwise):
-    """Every candidate's score by the model's own interaction, from projected rows: exact retrieval under a top NN.
+    """Searches every candidate by the model's own interaction, from projected rows: exact retrieval under a top NN.
 
     Args:
-        projection: of the interaction.
-        source: what ``projection.candidates`` made of the catalogue, in a store or (I, width).
+        projection: projection of the interaction.
+        source: the catalogue's ``projection.candidates(...)``, in a store or as (I, width).
     """
 
     metric: Metric = "top_nn"

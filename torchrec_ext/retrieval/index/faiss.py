@@ -1,9 +1,4 @@
-"""FaissIndex: FAISS's indexes, with the recall measured when they are built and filters inside the search.
-
-FAISS's indexes as we build them, and its filters.
-
-Rescoring: what an approximate index has found, by the exact scores of the stored rows.
-"""
+"""FaissIndex: FAISS's indexes, their recall measured when they are built, with filters inside the search."""
 
 from __future__ import annotations
 
@@ -27,10 +22,10 @@ _LINKS = 32  # of a node of HNSW's graph
 
 
 def faiss_module() -> Any:
-    """FAISS.
+    """Returns the package FAISS.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: FAISS is not installed.
     """
     try:
         import faiss
@@ -158,14 +153,14 @@ def filled_index(
 
 
 def lifted(vectors: NDArray[np.float32], norm: float = 0.0) -> NDArray[np.float32]:
-    """(N, D + 1): vectors with a column that gives each the norm of the greatest; queries with a column of zeros.
+    """Returns (N, D + 1): vectors with a column that gives all of them one norm, queries with a column of zeros.
 
-    The nearest of them by distance are those of the greatest product (Bachrach et al. 2014), and lists and graphs are
-    made for distances: by products, vectors of little norm are nobody's neighbours, and no path leads to them.
+    The nearest by distance are then those of the greatest product (Bachrach et al. 2014). Lists and graphs are made for
+    distances: by products, vectors of small norm are nobody's neighbours, and no path leads to them.
 
     Args:
-        vectors: (N, D).
-        norm: the greatest of the indexed vectors; 0 of queries.
+        vectors: (N, D) vectors or queries.
+        norm: greatest norm of the indexed vectors; 0 for queries.
     """
     out = np.zeros((len(vectors), vectors.shape[1] + 1), np.float32)
     out[:, :-1] = vectors
@@ -180,95 +175,100 @@ def _lists(count: int) -> int:
 
 
 def _codes(count: int, width: int) -> tuple[int, int]:
-    """Codes of a vector, one for two numbers where that divides the width, and bits of each: FAISS asks 39 rows a value."""
-    parts = next(parts for parts in range(max(1, width // 2), 0, -1) if width % parts == 0)
-    return parts, next((bits for bits in (8, 6, 4) if count >= 39 * 2**bits), 2)
+    """Returns codes per vector, one for two numbers where that divides the width, and bits per code.
+
+    FAISS asks for 39 training points per value of a code.
+    """
+    codes = next(codes for codes in range(max(1, width // 2), 0, -1) if width % codes == 0)
+    return codes, next((bits for bits in (8, 6, 4) if count >= 39 * 2**bits), 2)
 
 
 def selector(allowed: Tensor | None, excluded: Tensor | None) -> list[Any]:
-    """FAISS's filter, last, and what it refers to."""
-    faiss, parts = faiss_module(), []
+    """Returns FAISS's filter as the last object of a list, after those that it refers to and that must stay alive."""
+    faiss, filters = faiss_module(), []
     if allowed is not None:
-        parts.append(faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little")))
+        filters.append(faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little")))
     if excluded is not None:
-        taken = faiss.IDSelectorBatch(np.ascontiguousarray(excluded.numpy()))
-        parts += [taken, faiss.IDSelectorNot(taken)]
-    return parts if len(parts) != 3 else [*parts, faiss.IDSelectorAnd(parts[0], parts[2])]
+        out = faiss.IDSelectorBatch(np.ascontiguousarray(excluded.numpy()))
+        filters += [out, faiss.IDSelectorNot(out)]
+    return filters if len(filters) != 3 else [*filters, faiss.IDSelectorAnd(filters[0], filters[2])]
 
 
-_EPS = 1e-12  # of torch.nn.functional.normalize
+_EPS = 1e-12  # as in torch.nn.functional.normalize
 
 
 def rescored(
-    source: EmbeddingStore | Tensor, queries: NDArray[np.float32], found: NDArray[np.int64], k: int, *, cosine: bool
+    source: EmbeddingStore | Tensor,
+    queries: NDArray[np.float32],
+    candidates: NDArray[np.int64],
+    k: int,
+    *,
+    cosine: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The best K of the candidates (Q, C) of each query, as :meth:`torchrec_ext.retrieval.index.exact.Index.search` returns them.
+    """Scores candidates by their stored rows; returns the best K as ``Index.search`` does.
 
-    In numpy: of one query and 100 candidates torch's calls took eight times as long as what they compute.
+    It runs in numpy: for one query and 100 candidates torch's calls took eight times as long as the arithmetic.
 
     Args:
-        source: a store, or vectors (I, D).
-        queries: (Q, D), of a cosine normalised.
-        found: (Q, C) positions, which are sorted in place; -1 is no candidate.
-        k: K.
-        cosine: whether rows are compared normalised.
+        source: store, or vectors (I, D).
+        queries: (Q, D), normalised for a cosine.
+        candidates: (Q, C) positions, which are sorted in place; -1 stands for none.
+        k: results per query, K.
+        cosine: whether rows are normalised before they are compared.
     """
-    found.sort(axis=1)  # of equal scores the smaller position comes first
-    rows = _rows(source, np.maximum(found, 0))
+    candidates.sort(axis=1)  # of equal scores the smaller position comes first
+    rows = _rows(source, np.maximum(candidates, 0))
     scores: NDArray[np.float32] = np.matmul(rows, queries[:, :, None])[:, :, 0]
     if cosine:
         scores /= np.maximum(np.sqrt(np.einsum("qcd,qcd->qc", rows, rows)), _EPS)
-    scores[found < 0] = -np.inf
+    scores[candidates < 0] = -np.inf
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    order += np.arange(0, found.size, found.shape[1])[:, None]
-    return _padded(scores.take(order), k, -np.inf), _padded(found.take(order), k, -1)
+    order += np.arange(0, candidates.size, candidates.shape[1])[:, None]
+    return _padded(scores.take(order), k, -np.inf), _padded(candidates.take(order), k, -1)
 
 
-def _rows(source: EmbeddingStore | Tensor, places: NDArray[np.int64]) -> NDArray[np.float32]:
-    """(Q, C, D)."""
+def _rows(source: EmbeddingStore | Tensor, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Returns the (Q, C, D) float32 rows at positions (Q, C)."""
     if isinstance(source, Tensor):
-        return source.numpy()[places]
+        return source.numpy()[positions]
     if source.dtype == "fp32":
         source.check()
-        return source.matrix().numpy()[places]
-    rows = source.rows(torch.from_numpy(places.reshape(-1)))
-    return rows.numpy().reshape(*places.shape, -1)
+        return source.matrix().numpy()[positions]
+    rows = source.rows(torch.from_numpy(positions.reshape(-1)))
+    return rows.numpy().reshape(*positions.shape, -1)
 
 
 def _padded(best: NDArray[Any], k: int, value: float) -> Tensor:
-    """(Q, K) of (Q, fewer)."""
+    """Pads (Q, K or fewer) to (Q, K)."""
     missing = k - best.shape[1]
     return torch.from_numpy(np.pad(best, ((0, 0), (0, missing)), constant_values=value) if missing else best)
 
 
 _FILE, _SETTING = "faiss.index", "setting.json"
 _QUERIES = 512
-_AT_ONCE = 128  # of them
+_AT_ONCE = 128  # queries in one search while a setting is chosen
 _TRIED = 50_000  # vectors on which both ways to index a product are tried; of 20,000 they are too much alike
 
 
 class FaissIndex:
-    """One of FAISS's indexes over a store, at the cheapest setting that reaches the recall asked for with 95 % confidence.
+    """One of FAISS's indexes over a store, at the cheapest setting that reaches a recall with 95 % confidence.
 
-    Of a product, ivf and hnsw index the vectors as they are or :func:`lifted`, whichever is cheaper to search at that
-    recall.
-
-    What it finds is scored again from the stored rows, so that scores are those of :class:`ExactIndex`, and a
-    product-quantised index is refined. Where a filter leaves it with fewer than K although more are left, the query is
-    searched exactly.
+    For a product, ivf and hnsw index the vectors as they are or :func:`lifted`, whichever is cheaper to search at that
+    recall. Candidates are scored again from the stored rows, so that scores are those of :class:`ExactIndex`, and a
+    product-quantised index is refined. Where a filter leaves fewer than K candidates although more items are left, the
+    query is searched exactly.
 
     Attributes:
-        measured_recall: of its setting: part of the exact nearest K that it finds, over queries that did not choose the
-            setting.
+        measured_recall: share of the exact nearest K that it returns, over queries that did not choose the setting.
         setting: ``nprobe`` of ivf and pq, ``efSearch`` of hnsw; 0 of flat.
         lifted: whether the vectors are indexed :func:`lifted`.
     """
 
-    def __init__(self, index: Any, source: EmbeddingStore | Tensor, said: dict[str, Any]) -> None:
-        self._index, self._exact = index, ExactIndex(source, said["metric"])
-        self.metric: Metric = said["metric"]
-        self.kind: Kind = said["kind"]
-        self.setting, self.measured_recall, self.k = int(said["setting"]), float(said["recall"]), int(said["k"])
+    def __init__(self, index: Any, source: EmbeddingStore | Tensor, saved: Mapping[str, Any]) -> None:
+        self._index, self._exact = index, ExactIndex(source, saved["metric"])
+        self.metric: Metric = saved["metric"]
+        self.kind: Kind = saved["kind"]
+        self.setting, self.measured_recall, self.k = int(saved["setting"]), float(saved["recall"]), int(saved["k"])
         self.size = self._exact.size
         self.lifted = bool(index.metric_type == faiss_module().METRIC_L2)
 
@@ -283,27 +283,26 @@ class FaissIndex:
         k: int = 100,
         queries: Tensor | None = None,
     ) -> FaissIndex:
-        """Builds the index, measures its recall against exact search, and keeps the cheapest setting that reaches ``recall``.
+        """Builds an index and keeps the cheapest setting whose recall against exact search reaches ``recall``.
 
         Args:
-            source: a store, or vectors (I, D).
-            metric: ``dot`` or ``cosine``: that of the model's loss.
+            source: store, or vectors (I, D).
+            metric: ``dot`` or ``cosine``, that of the model's loss.
             kind: ``flat``, ``ivf``, ``hnsw``, or ``pq``: product-quantised lists, an eighth of the memory.
-            recall: asked for, above 0 and up to 1.
-            k: of the recall.
-            queries: (Q, D), at least 2: outputs of the query tower; rows of the store where not given. Half of them
-                choose the setting, the other half are what ``measured_recall`` is of.
+            recall: recall to reach, above 0 and up to 1.
+            k: number of neighbours by which the recall is measured.
+            queries: (Q, D) outputs of the query tower, Q at least 2; rows of the store where not given. Half of them
+                choose the setting, and the other half measure its recall.
 
         Raises:
-            ValueError: no setting reaches it: the best is named; a wrong argument; or the package is missing.
+            ValueError: no setting reaches the recall (the best is named), a wrong argument, or FAISS is missing.
         """
         faiss_module()
         check_metric(metric)
         if kind not in FAISS_KINDS or not 0 < recall <= 1 or not len(source):
             raise ValueError(
                 f"kind={kind!r}, recall={recall}, {len(source)} vectors: kind is one of {', '.join(FAISS_KINDS)}, "
-                "recall "
-                "above 0 and up to 1, and there is at least one vector"
+                "recall above 0 and up to 1, and there is at least one vector"
             )
         exact = ExactIndex(source, metric)
         vectors = torch.cat([exact.rows(start, stop) for start, stop in exact.blocks()])
@@ -313,7 +312,7 @@ class FaissIndex:
 
     @classmethod
     def _lift_pays(cls, vectors: Tensor, kind: Kind, recall: float, k: int, queries: Tensor) -> bool:
-        """Whether vectors :func:`lifted` cost less to search at this recall: their norms decide, so both are tried on some."""
+        """Measures on some vectors whether :func:`lifted` ones are cheaper to search at a recall; norms decide that."""
         some = vectors[:: -(-len(vectors) // _TRIED)].contiguous()
         near = min(k, max(10, k * len(some) // len(vectors)))  # neighbours as close as K of all
         costs = []
@@ -340,25 +339,25 @@ class FaissIndex:
         lift: bool,
     ) -> FaissIndex:
         index, settings = filled_index(faiss_module(), kind, vectors.numpy(), lift=lift, k=k)
-        said = {"metric": metric, "kind": kind, "setting": settings[0], "recall": 0.0, "k": min(k, len(source))}
-        built = cls(index, source, said)
+        start = {"metric": metric, "kind": kind, "setting": settings[0], "recall": 0.0, "k": min(k, len(source))}
+        built = cls(index, source, start)
         built._tune(settings, recall, queries)
         return built
 
     def _tune(self, settings: Sequence[int], recall: float, queries: Tensor) -> None:
-        """Bisects the settings, which cost and find more one after the other, and confirms with the other half of the queries."""
+        """Bisects the settings, from the cheapest on, by half of the queries, and confirms the choice by the others."""
         if len(queries) < 2:
             raise ValueError(
                 f"queries: {len(queries)}; needs 2 or more, one half to choose a setting and one to measure it"
             )
         halves = [torch.split(half, _AT_ONCE) for half in (queries[::2], queries[1::2])]
-        truths = [torch.cat([self._exact.search(part, self.k)[1] for part in half]) for half in halves]
+        truths = [torch.cat([self._exact.search(block, self.k)[1] for block in half]) for half in halves]
 
-        def reached(place: int, half: int) -> Tensor:
-            """(Q,) recall of each query."""
-            self.setting = settings[place]
-            found = torch.cat([self._search(part, self.k, None)[1] for part in halves[half]])
-            there = (truths[half][:, :, None] == found[:, None, :]).any(dim=2) & (truths[half] >= 0)
+        def reached(index: int, half: int) -> Tensor:
+            """Returns (Q,) recalls of a half's queries at a setting."""
+            self.setting = settings[index]
+            results = torch.cat([self._search(block, self.k, None)[1] for block in halves[half]])
+            there = (truths[half][:, :, None] == results[:, None, :]).any(dim=2) & (truths[half] >= 0)
             return there.sum(dim=1) / (truths[half] >= 0).sum(dim=1).clamp(min=1)
 
         low, high = 0, len(settings) - 1
@@ -388,12 +387,12 @@ class FaissIndex:
         shown = live if allowed is None else allowed if live is None else allowed & live
         if shown is None and excluded is None:
             return self._filled(queries, k, *self._search(queries, k, None), None, None)
-        parts = []
+        results = []
         for row, query in enumerate(queries[:, None]):
             out = None if excluded is None else [excluded[row]]
             left = self._search(query, k, selector(shown, None if out is None else out[0]))
-            parts.append(self._filled(query, k, *left, allowed, out))
-        return torch.cat([scores for scores, _ in parts]), torch.cat([positions for _, positions in parts])
+            results.append(self._filled(query, k, *left, allowed, out))
+        return torch.cat([scores for scores, _ in results]), torch.cat([positions for _, positions in results])
 
     def _filled(
         self,
@@ -404,10 +403,10 @@ class FaissIndex:
         allowed: Tensor | None,
         out: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """What was found, where that is K; else the exact answer."""
+        """Returns results, replaced by those of the exact search where there are fewer than K."""
         if int(positions.numpy()[:, -1].min()) < 0:  # the last are the worst
             short = positions[:, -1] < 0
-            wanted = None if out is None else [one for one, few in zip(out, short.tolist(), strict=True) if few]
+            wanted = None if out is None else [each for each, few in zip(out, short.tolist(), strict=True) if few]
             scores[short], positions[short] = self._exact.search(queries[short], k, allowed=allowed, excluded=wanted)
         return scores, positions
 
@@ -417,39 +416,38 @@ class FaissIndex:
         kind = FAISS_KINDS[self.kind]
         many = min(self.size, k * kind.refined)
         parameters = kind.parameters(faiss, self.setting, many, {} if shown is None else {"sel": shown[-1]})
-        found = self._index.search(lifted(asked) if self.lifted else asked, many, params=parameters)[1]
-        return rescored(self._exact.source, asked, found, k, cosine=self.metric == "cosine")
+        candidates = self._index.search(lifted(asked) if self.lifted else asked, many, params=parameters)[1]
+        return rescored(self._exact.source, asked, candidates, k, cosine=self.metric == "cosine")
 
     def save(self, folder: Path) -> None:
         """Writes the index and its setting to ``folder``, which is made."""
         folder.mkdir(parents=True, exist_ok=True)
         faiss_module().write_index(self._index, str(folder / _FILE))
-        said = {
+        saved = {
             "metric": self.metric,
             "kind": self.kind,
             "setting": self.setting,
             "recall": self.measured_recall,
             "k": self.k,
         }
-        (folder / _SETTING).write_text(json.dumps(said, indent=1) + "\n")
+        (folder / _SETTING).write_text(json.dumps(saved, indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path, source: EmbeddingStore | Tensor) -> FaissIndex:
-        """The index that :meth:`save` wrote, over the vectors that it was built from.
+        """Opens the index that :meth:`save` wrote, over the vectors that it was built from.
 
-        FAISS's native parser reads the file, whose digest only says that it is as its author made it: load none of an
-        author whom you do not trust. It is not built again from the vectors, since every worker would build it at every
-        start, and its recall would not be the one that was measured.
+        FAISS's native parser reads the file, and a digest only proves that it is as its author made it: load no index
+        of an author whom you do not trust. It is not built again from the vectors, since every worker would build it
+        at every start, and its recall would not be the measured one.
 
         Raises:
-            StoreError: it is missing or damaged, or of another number or width of vectors.
+            StoreError: the index is missing or damaged, or of another number or width of vectors.
             ValueError: the package is missing.
         """
         faiss = faiss_module()
         try:
-            said = json.loads((folder / _SETTING).read_text())
             index = faiss.read_index(str(folder / _FILE))
-            opened = cls(index, source, said)
+            opened = cls(index, source, json.loads((folder / _SETTING).read_text()))
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise StoreError(f"the index in '{folder}' cannot be read ({str(error)[:200]}); build it again") from None
         width = index.d - opened.lifted
@@ -462,7 +460,7 @@ class FaissIndex:
 
 
 def _at_least(recalls: Tensor) -> float:
-    """What the mean over all queries is with 95 % confidence, of which these (Q,) are some: so that other users' is as promised."""
+    """Returns what the mean recall over all queries is at least, with 95 % confidence, by that of (Q,) of them."""
     return float(recalls.mean() - 1.645 * recalls.std(correction=0) / len(recalls) ** 0.5)
 
 

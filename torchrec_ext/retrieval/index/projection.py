@@ -1,7 +1,7 @@
-"""Projections: the part of an interaction that depends on the candidate alone, applied beforehand and stored.
+"""Projections: the layers of an interaction that read the candidate alone, applied beforehand and stored.
 
-The query side likewise runs once per request, context that is constant within it included; what is left is the part of
-a pair.
+Layers that read the query alone, with context that is constant in a request, run once per request. What is left is
+computed for each pair.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torchrec_ext.modules.interaction import Cosine, DotProduct, FactorizationMa
 
 
 class Projection(nn.Module):
-    """An interaction in three parts; together they equal its ``forward`` within 1e-6.
+    """Splits an interaction into query, candidate and pair; together they equal its ``forward`` within 1e-6.
 
-    This one leaves everything to the pair: right for any interaction with ``score_all``, or with ``forward`` alone.
+    This class leaves everything to the pair: right for any interaction with ``score_all``, or with ``forward`` alone.
 
     Args:
-        interaction: its weights are copied, in evaluation mode.
-        width: D2 of the candidate tower.
+        interaction: module whose weights are copied, in evaluation mode.
+        width: D2, the output width of the candidate tower.
 
     Attributes:
-        query_width: Hq, where what is left of a pair can be compiled; None here.
-        query_inputs: D1, likewise.
-        width: of what :meth:`candidates` returns and a store holds.
-        projected: whether that differs from the tower's output.
+        query_width: Hq, the width of :meth:`query`'s result; None where a pair's layers cannot be compiled.
+        query_inputs: D1, the width of :meth:`query`'s input; None where ``query_width`` is.
+        width: width of :meth:`candidates`' rows, which a store holds.
+        projected: whether these rows differ from the tower's output.
         linear: whether :meth:`score` is a dot product with :meth:`query`'s first ``width`` numbers plus its last one,
             so that the greatest scores can be searched as products.
     """
@@ -47,20 +47,20 @@ class Projection(nn.Module):
         self.query_inputs: int | None = width if self.linear else None
 
     def query(self, query: Tensor) -> Tensor:
-        """(..., Hq) of the outputs (..., D1) of all towers but the last, concatenated."""
+        """Returns (..., Hq) from the concatenated outputs (..., D1) of all towers but the last."""
         return query
 
     def candidates(self, candidates: Tensor) -> Tensor:
-        """(N, width) of the candidate tower's outputs (N, D2)."""
+        """Returns (N, width) rows to store from the candidate tower's outputs (N, D2)."""
         return candidates
 
     def score(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(N,) logits of a query (Hq,) with its candidates (N, width), both as the methods above return them.
+        """Returns (N,) logits of a query (Hq,) with candidates (N, width), both as the methods above return them.
 
-        Of several queries at once, each with as many candidates of its own: (B, N) from (B, Hq) and (B, N, width).
+        Several queries, each with N candidates, give (B, N) from (B, Hq) and (B, N, width).
         """
         if query.dim() > 1:
-            return torch.stack([self.score(one, own) for one, own in zip(query, candidates, strict=True)])
+            return torch.stack([self.score(each, rows) for each, rows in zip(query, candidates, strict=True)])
         if hasattr(self.interaction, "score_all"):
             return self.interaction.score_all(query[None], candidates)[0]  # type: ignore[no-any-return]
         return self.interaction([query.expand(len(candidates), -1), candidates])  # type: ignore[no-any-return]
@@ -99,7 +99,7 @@ class _GMF(_Linear):
 
 
 class _FM(_Linear):
-    """The linear term and the products among the query's own towers are the constant; the rest is linear in the candidate."""
+    """The linear term and the products among query towers are the constant; the rest is linear in the candidate."""
 
     def __init__(self, interaction: nn.Module, width: int) -> None:
         super().__init__(interaction, width)
@@ -116,10 +116,10 @@ class _FM(_Linear):
 
 
 class _TopMLP(Projection):
-    """The first layer is linear over the concatenation, so its halves are applied to query and candidate on their own.
+    """The first layer is linear over the concatenation, so its halves are applied to query and candidate separately.
 
-    Where the layer is wider than the candidate tower's output that output is stored, and its half applied when it is
-    scored. Normalisation after the first layer sees the sum of both halves, as it did in training.
+    Where the layer is wider than the candidate tower's output, that output is stored and its half applied when it is
+    scored. Normalisation after the first layer sees the sum of both halves, as in training.
     """
 
     def __init__(self, interaction: nn.Module, width: int) -> None:
@@ -183,16 +183,16 @@ _KINDS: dict[type[nn.Module], type[Projection]] = {
 
 
 def projection(interaction: nn.Module, width: int) -> Projection:
-    """The projection of an interaction, whose store holds the narrower of a candidate's output and its half of the first layer.
+    """Returns the projection of an interaction; its store holds the narrower of candidate output and half layer.
 
     Args:
-        interaction: of a trained model; later changes of its weights are not seen. Of a class that is not ours, and of
-            those whose layers multiply query and candidate, everything stays with the pair.
+        interaction: interaction of a trained model; later changes of its weights are not seen. Interactions of other
+            classes than ours, and those whose layers multiply query and candidate, are left to the pair.
         width: D2, the candidate tower's ``out_features``; the candidate tower is the interaction's last.
 
     Example:
-        >>> made = projection(TopMLP([64, 64, 32], hidden=(16,)), 32)  # user, context, item
-        >>> made.width, made.query(torch.zeros(128)).shape
+        >>> split = projection(TopMLP([64, 64, 32], hidden=(16,)), 32)  # user, context, item
+        >>> split.width, split.query(torch.zeros(128)).shape
         (16, torch.Size([16]))
     """
     if isinstance(interaction, Reordered) and type(interaction.interaction) is TopMLP:
@@ -201,11 +201,11 @@ def projection(interaction: nn.Module, width: int) -> Projection:
 
 
 def _in_order(interaction: Reordered) -> TopMLP:
-    """The top NN with the columns of its first layer in the order in which the outputs come, so that it needs no other."""
+    """Returns a reordered top NN without its wrapper: the columns of its first layer take the outputs' order."""
     top: TopMLP = copy.deepcopy(interaction.interaction)  # type: ignore[assignment]
     first: nn.Linear = top.mlp[0]  # type: ignore[assignment]
-    columns = torch.split(first.weight.data, [interaction.widths[place] for place in interaction.order], dim=1)
-    first.weight.data = torch.cat([columns[interaction.order.index(place)] for place in range(len(columns))], dim=1)
+    columns = torch.split(first.weight.data, [interaction.widths[tower] for tower in interaction.order], dim=1)
+    first.weight.data = torch.cat([columns[interaction.order.index(tower)] for tower in range(len(columns))], dim=1)
     top.widths = [sum(interaction.widths[:-1]), interaction.widths[-1]]
     return top
 

@@ -1,4 +1,7 @@
-"""Towers' dense layers and the top NN as ONNX files, checked equal before they are handed out."""
+"""Towers, dense layers and the top NN as ONNX files, each compared with its module before it is handed out.
+
+PaddedTower is a tower with its tables over padded columns, for which ONNX has operators.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from torchrec_ext.schema import Jagged, SparseFeature
 
 
 class ExportError(ValueError):
-    """A network that cannot be exported, or whose file does not say what it says."""
+    """A network cannot be exported, or its file gives other outputs."""
 
 
 def export_onnx(
@@ -35,20 +38,19 @@ def export_onnx(
 ) -> float:
     """Writes a network of dense layers as ONNX, for any number of rows, and runs the file beside it.
 
-    Tables stay behind: a tower is exported as its ``mlp``, over looked-up rows and dense columns side by side.
+    Tables stay behind: a tower is exported as its ``mlp``, over looked-up rows and dense columns encoder by encoder.
 
     Args:
-        module: in evaluation mode.
-        examples: its inputs by name, in order, each (N, D) with 2 rows or more; those of one dimension stay as long as
-            they are.
-        path: of the file.
-        tolerance: greatest difference, absolute or relative, that is taken.
+        module: network in evaluation mode.
+        examples: inputs by name, in order, each (N, D) with 2 rows or more; inputs of one dimension keep their length.
+        path: path of the file.
+        tolerance: greatest difference, absolute or relative, that is allowed.
 
     Returns:
         The greatest absolute difference, over these rows and one more.
 
     Raises:
-        ExportError: a layer that ONNX does not have, or outputs that differ by more.
+        ExportError: ONNX lacks a layer, or the outputs differ by more.
         ValueError: a package is missing, or the network is in training mode.
     """
     rows = torch.export.Dim("rows", min=2)
@@ -59,16 +61,15 @@ def export_onnx(
 
 
 def export_top(projection: Projection, path: Path | str, *, query_widths: Sequence[int] | None = None) -> float:
-    """The part of a pair, ``query`` (Hq,) and ``candidates`` (N, width) to ``output`` (N,); see :func:`export_onnx`.
+    """Writes the layers of a pair, ``query`` (Hq,) and ``candidates`` (N, width) to ``output`` (N,), as ONNX.
 
     Args:
-        projection: of the interaction.
-        path: of the file.
-        query_widths: D of each query tower, for an interaction of which nothing can be projected: its query is their
-            outputs.
+        projection: projection of the interaction.
+        path: path of the file.
+        query_widths: D of each query tower, for an interaction that is not projected: its query is their outputs.
 
     Raises:
-        ExportError: also such an interaction without ``query_widths``.
+        ExportError: see :func:`export_onnx`; or such an interaction without ``query_widths``.
     """
     if projection.query_width is None and query_widths is None:
         raise ExportError(
@@ -91,33 +92,32 @@ class _Score(nn.Module):
 
 
 class _Pairs(nn.Module):
-    """The interaction as it is: its ``score_all`` goes by blocks, whose number would be fixed in the file."""
+    """The whole interaction; its ``score_all`` runs in blocks, whose number would be fixed in the file."""
 
     def __init__(self, projection: Projection, widths: Sequence[int]) -> None:
         super().__init__()
         self.interaction, self._widths = projection.interaction, list(widths)
 
     def forward(self, query: Tensor, candidates: Tensor) -> Tensor:
-        queries = torch.split(
-            query.expand(candidates.shape[0], -1), self._widths, dim=1
-        )  # of len() it would keep the number
+        rows = query.expand(candidates.shape[0], -1)  # len() would be traced as a constant
+        queries = torch.split(rows, self._widths, dim=1)
         return self.interaction([*queries, candidates])  # type: ignore[no-any-return]
 
 
 def write_onnx(
     module: nn.Module, examples: Mapping[str, Tensor], dynamic: Any, path: Path | str, *, external: bool = False
 ) -> None:
-    """Writes ``module`` without comparing anything.
+    """Writes a network as ONNX, without comparing its outputs.
 
     Args:
-        module: in evaluation mode.
-        examples: its inputs by name, in order.
+        module: network in evaluation mode.
+        examples: inputs by name, in order.
         dynamic: ``dynamic_shapes`` of :func:`torch.export.export`.
-        path: of the file.
-        external: put the weights beside it, into ``PATH.data``: a file of ONNX holds at most 2 GB.
+        path: path of the file.
+        external: write the weights to ``PATH.data``, since an ONNX file holds at most 2 GB.
 
     Raises:
-        ExportError: a layer that ONNX does not have.
+        ExportError: ONNX lacks a layer.
         ValueError: a package is missing, or the network is in training mode.
     """
     require_onnx()
@@ -134,9 +134,7 @@ def write_onnx(
                 dynamic_shapes=dynamic,
                 verbose=False,
             )
-            for node in (
-                program.model.graph.all_nodes()
-            ):  # each bears the stack it was traced in, with the paths of this machine
+            for node in program.model.graph.all_nodes():  # each has the stack it was traced in, with local paths
                 node.metadata_props.clear()
             program.save(str(path), external_data=external)
     except Exception as error:
@@ -211,10 +209,10 @@ class Input:
     """One input of a tower.
 
     Args:
-        name: of the column.
-        shape: axis letters; B rows, and L with the feature's name for the length of a padded list.
+        name: name of the column.
+        shape: axis letters: B rows, and L with the feature's name for the length of a padded list.
         dtype: ``int64`` or ``float32``.
-        meaning: in words.
+        meaning: description in words.
     """
 
     name: str
@@ -224,77 +222,75 @@ class Input:
 
 
 class PaddedTower(nn.Module):
-    """What a :class:`Tower` of a side computes in evaluation, from one tensor for each column instead of a KeyedJaggedTensor.
+    """Computes a :class:`Tower` in evaluation from one padded tensor per column, not from a KeyedJaggedTensor.
 
-    A feature of one id is (B,); a list is (B, L), with -1 after its ids. Any other id that is no row of the table takes
-    the feature's row for the unknown, as a bundle's requests do. Tables that several towers read are in each of them.
+    A feature of one id is (B,); a list is (B, L), with -1 after its ids. Any other id without a row in the table takes
+    the feature's out-of-vocabulary row, as in a bundle's requests. Tables that several towers read are in each of them.
 
     Args:
-        side: that the tower belongs to, with its weights.
-        name: of the tower, of a class in ``EXPORTABLE``.
+        encoder: encoder with the tower and its weights.
+        name: name of the tower, which is of a class in ``EXPORTABLE``.
     """
 
-    def __init__(self, side: RowEncoder, name: str) -> None:
+    def __init__(self, encoder: RowEncoder, name: str) -> None:
         super().__init__()
-        tower: Any = side.model.towers[name]
+        tower: Any = encoder.model.towers[name]
         self._tables: list[EmbeddingBagConfig] = [*tower.bags, *tower.lists]
-        own = {table.name for table in self._tables}
-        held = {table: weight for table, _, weight in values_by_table(side.model) if table in own}
-        rows = [_as_served(weight.detach(), table, side) for table, weight in held.items()]
+        names = {table.name for table in self._tables}
+        held = {table: weight for table, _, weight in values_by_table(encoder.model) if table in names}
+        rows = [_with_unseen(weight.detach(), table, encoder) for table, weight in held.items()]
         self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in rows)
-        self._places = {table: place for place, table in enumerate(held)}
+        self._indices = {table: index for index, table in enumerate(held)}
         self._weighted: dict[str, str] = tower.weights
         self._dense: list[str] = list(tower.dense)
         self.attention = tower.attention
         self.compress, self.mlp = tower.compress, tower.mlp
         self.out_features = int(tower.out_features)
-        known = {feature.name: feature for feature in side.columns.schema.sparse}
+        known = {feature.name: feature for feature in encoder.columns.schema.sparse}
         self._features = {feature: known[feature] for table in self._tables for feature in table.feature_names}
-        self._listed = {feature: side.listed(found) for feature, found in self._features.items()}
+        self._listed = {name: encoder.listed(feature) for name, feature in self._features.items()}
         self.inputs = [*self._ids(), *(Input(column, ("B",), "float32", "a number") for column in self._dense)]
         self.eval()
 
     def _ids(self) -> list[Input]:
-        found = []
+        inputs = []
         for number, (name, feature) in enumerate(self._features.items()):
             rows = f"0 to {feature.num_embeddings - 1}; any other is unknown and takes row {feature.oov_id}"
             length = f"L_{name}" if name.isidentifier() else f"L_{number}"
             if not self._listed[name]:
-                found.append(Input(name, ("B",), "int64", f"row of its table, {rows}"))
+                inputs.append(Input(name, ("B",), "int64", f"row of its table, {rows}"))
                 continue
-            found.append(
+            inputs.append(
                 Input(name, ("B", length), "int64", f"rows of its table, {rows}; {PAD} after the last of a list")
             )
             if name in self._weighted:
-                found.append(
+                inputs.append(
                     Input(self._weighted[name], ("B", length), "float32", f"weight of each {name}; any number at {PAD}")
                 )
-        return found
+        return inputs
 
     def forward(self, *columns: Tensor) -> Tensor:
-        """(B, D) from the columns, in the order of ``inputs``."""
+        """Returns (B, D) outputs from the columns, in the order of ``inputs``."""
         given = dict(zip((each.name for each in self.inputs), columns, strict=True))
         pools = iter(() if self.attention is None else self.attention.pools)
-        parts = []
+        pooled = []
         for table in self._tables:
             for name in table.feature_names:
                 rows = embedding(
-                    _known(given[name], self._features[name]), self.weights[self._places[table.name]]
+                    _known(given[name], self._features[name]), self.weights[self._indices[table.name]]
                 ).float()
                 if isinstance(table, EmbeddingBagConfig):
-                    parts.append(self._pooled(name, table.pooling, rows, given))
+                    pooled.append(self._pooled(name, table.pooling, rows, given))
                 else:
-                    parts.append(_attended(next(pools), *self._bags(name, rows, given[name])))
-        row = torch.cat([*parts, *(given[name][:, None] for name in self._dense)], dim=1)
+                    pooled.append(_attended(next(pools), *self._bags(name, rows, given[name])))
+        row = torch.cat([*pooled, *(given[name][:, None] for name in self._dense)], dim=1)
         return self.mlp(row if self.compress is None else self.compress(row))  # type: ignore[no-any-return]
 
     def _bags(self, name: str, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, L, D) rows, and (B, L) where there is one."""
-        return (
-            (rows, ids != PAD)
-            if self._listed[name]
-            else (rows[:, None], torch.ones_like(ids, dtype=torch.bool)[:, None])
-        )
+        """Returns (B, L, D) rows, and (B, L) whether an entry is not padding."""
+        if self._listed[name]:
+            return rows, ids != PAD
+        return rows[:, None], torch.ones_like(ids, dtype=torch.bool)[:, None]
 
     def _pooled(self, name: str, pooling: PoolingType, rows: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         if not self._listed[name]:  # a bag of one is its row
@@ -305,28 +301,28 @@ class PaddedTower(nn.Module):
         return pooled / there.sum(dim=1).clamp(min=1)[:, None] if pooling == PoolingType.MEAN else pooled
 
     def columns(self, read: Read) -> dict[str, Tensor]:
-        """What the inputs are for rows that were read, lists padded to the longest."""
-        found: dict[str, Tensor] = {}
+        """Returns the inputs for rows that were read, lists padded to the longest."""
+        columns: dict[str, Tensor] = {}
         for name, listed in self._listed.items():
             bags = read.sparse[name]
             if not listed:
-                found[name] = bags.values
+                columns[name] = bags.values
                 continue
-            found[name] = _padded(bags.values, bags, PAD)
+            columns[name] = _padded(bags.values, bags, PAD)
             if name in self._weighted:
                 assert bags.weights is not None, "a feature with weights was read with them"
-                found[self._weighted[name]] = _padded(bags.weights, bags, 0)
-        return {each.name: found.get(each.name, read.dense.get(each.name)) for each in self.inputs}  # type: ignore[misc]
+                columns[self._weighted[name]] = _padded(bags.weights, bags, 0)
+        return {each.name: columns.get(each.name, read.dense.get(each.name)) for each in self.inputs}  # type: ignore[misc]
 
 
 def shapes_of(inputs: list[Input]) -> tuple[Any, ...]:
-    """``dynamic_shapes`` of a :class:`PaddedTower`, one letter for each axis."""
+    """Returns the ``dynamic_shapes`` of a :class:`PaddedTower`, one letter for each axis."""
     letters = {letter: torch.export.Dim(letter, min=2) for each in inputs for letter in each.shape}
-    return (tuple({place: letters[letter] for place, letter in enumerate(each.shape)} for each in inputs),)
+    return (tuple({axis: letters[letter] for axis, letter in enumerate(each.shape)} for each in inputs),)
 
 
 def example_of(inputs: list[Input]) -> dict[str, Tensor]:
-    """Inputs to trace with: 3 rows, lists of 2."""
+    """Returns inputs to trace with: 3 rows, lists of 2."""
     sizes: Mapping[str, int] = {"B": 3}
     return {
         each.name: torch.zeros([sizes.get(letter, 2) for letter in each.shape], dtype=getattr(torch, each.dtype))
@@ -334,13 +330,13 @@ def example_of(inputs: list[Input]) -> dict[str, Tensor]:
     }
 
 
-def _as_served(weight: Tensor, table: str, side: RowEncoder) -> Tensor:
-    """The rows of a table, those of ids that training never saw in the place of which the unknown one's is read.
+def _with_unseen(weight: Tensor, table: str, encoder: RowEncoder) -> Tensor:
+    """Returns a table's rows, with the out-of-vocabulary row in the place of those that no training row has read.
 
     Raises:
         ValueError: several features read the table, and not all of them have seen the same ids.
     """
-    columns = side.columns
+    columns = encoder.columns
     features = [feature for feature in columns.schema.sparse if table in feature.tables]
     unseen = [columns.unseen.get(feature.name, np.zeros(0, np.int64)) for feature in features]
     if not any(map(len, unseen)):
@@ -349,9 +345,9 @@ def _as_served(weight: Tensor, table: str, side: RowEncoder) -> Tensor:
         raise ValueError(
             f"table '{table}': {len(features)} features read it and have seen different ids; leave the tower out"
         )
-    served = weight.clone()
-    served[torch.from_numpy(unseen[0])] = weight[features[0].oov_id]
-    return served
+    rows = weight.clone()
+    rows[torch.from_numpy(unseen[0])] = weight[features[0].oov_id]
+    return rows
 
 
 def _known(ids: Tensor, feature: SparseFeature) -> Tensor:

@@ -1,8 +1,7 @@
-"""A bundle's towers with their tables, and its top NN, as ONNX files that onnxruntime and numpy alone can serve.
+"""export_bundle(): a bundle's towers and top NN as ONNX files that onnxruntime and numpy alone can run.
 
-ONNX files beside the bundle that they were written from, on the rows of its audit.
-
-The README beside ONNX files: what goes in, what comes out, and a program of numpy and onnxruntime that serves them.
+The files are compared with the bundle on the rows of its audit; a README beside them lists inputs and outputs and has a
+program that recommends with them.
 """
 
 from __future__ import annotations
@@ -55,60 +54,65 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
         ExportError: one is beyond 1e-4; the tower is named.
     """
     folder = Path(folder)
-    said = read_json(folder / NAME)
+    description = read_json(folder / NAME)
     pairs, logits = audits.Audit.open(bundle.folder)
     found: dict[str, Tensor] = {}
     apart: dict[str, float] = {}
-    for side, name, read in audited_towers(bundle, pairs):
-        expected = side.outputs(read)[list(side.model.towers).index(name)]
+    for encoder, name, read in audited_towers(bundle, pairs):
+        expected = encoder.outputs(read)[list(encoder.model.towers).index(name)]
         found[name] = expected
-        if name in said["towers"]:
-            path = folder / said["towers"][name]["file"]
+        if name in description["towers"]:
+            path = folder / description["towers"][name]["file"]
             found[name], apart[name] = _check_tower(
-                f"tower '{name}'", path, PaddedTower(side, name).columns(read), expected
+                f"tower '{name}'", path, PaddedTower(encoder, name).columns(read), expected
             )
-    if TOP in said:
-        apart[TOP] = _check_top(bundle, folder, said, found, logits)
+    if TOP in description:
+        apart[TOP] = _check_top(bundle, folder, description, found, logits)
     return apart
 
 
 def audited_towers(bundle: Bundle, pairs: audits.Audit) -> list[tuple[RowEncoder, str, Read]]:
-    """Each tower with its side, and what it reads of the audit."""
-    rows = (pairs.queries.to_pydict(), pairs.candidates.to_pydict())
-    reads = [side.read(own) for side, own in zip(bundle.encoders, rows, strict=True)]
-    return [(side, name, read) for side, read in zip(bundle.encoders, reads, strict=True) for name in side.model.towers]
+    """Returns each tower's encoder and name, and the audit's rows as the encoder reads them."""
+    tables = (pairs.queries.to_pydict(), pairs.candidates.to_pydict())
+    return [
+        (encoder, name, read)
+        for encoder, rows in zip(bundle.encoders, tables, strict=True)
+        for read in (encoder.read(rows),)
+        for name in encoder.model.towers
+    ]
 
 
 def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected: Tensor) -> tuple[Tensor, float]:
-    """The file's outputs for all rows, and how far these and those of single rows are from ``expected``."""
+    """Returns a file's outputs for all rows, and how far these and those of single rows are from ``expected``."""
     run = open_onnx(path)
-    given = {name: value.numpy() for name, value in columns.items()}
-    found = run(given)
-    singly = [run({name: value[at : at + 1] for name, value in given.items()}) for at in range(_SINGLE)]
-    apart = max(_apart(what, path, found, expected), _apart(what, path, np.concatenate(singly), expected[:_SINGLE]))
-    return torch.from_numpy(found), apart
+    inputs = {name: value.numpy() for name, value in columns.items()}
+    outputs = run(inputs)
+    singly = [run({name: value[row : row + 1] for name, value in inputs.items()}) for row in range(_SINGLE)]
+    apart = max(_apart(what, path, outputs, expected), _apart(what, path, np.concatenate(singly), expected[:_SINGLE]))
+    return torch.from_numpy(outputs), apart
 
 
 def _check_top(
-    bundle: Bundle, folder: Path, said: Mapping[str, Any], found: Mapping[str, Tensor], logits: Tensor
+    bundle: Bundle, folder: Path, description: Mapping[str, Any], outputs: Mapping[str, Tensor], logits: Tensor
 ) -> float:
-    query, candidates, top = (open_onnx(folder / said[name]["file"]) for name in ("query", "candidates", TOP))
-    queries = query({"towers": torch.cat([found[name] for name in bundle.query], dim=1).numpy()})
-    rows = candidates({"tower": found[bundle.candidate].numpy()})
-    pairs = [top({"query": one, "candidates": row[None]}) for one, row in zip(queries, rows, strict=True)]
-    apart = _apart(TOP, folder / said[TOP]["file"], np.concatenate(pairs), logits)
+    query, candidates, top = (open_onnx(folder / description[name]["file"]) for name in ("query", "candidates", TOP))
+    queries = query({"towers": torch.cat([outputs[name] for name in bundle.query], dim=1).numpy()})
+    rows = candidates({"tower": outputs[bundle.candidate].numpy()})
+    pairs = [top({"query": user, "candidates": item[None]}) for user, item in zip(queries, rows, strict=True)]
+    apart = _apart(TOP, folder / description[TOP]["file"], np.concatenate(pairs), logits)
     many = top({"query": queries[0], "candidates": rows})
     with torch.inference_mode():
         expected = bundle.projection.score(torch.from_numpy(queries[0]), torch.from_numpy(rows))
-    return max(apart, _apart(TOP, folder / said[TOP]["file"], many, expected))
+    return max(apart, _apart(TOP, folder / description[TOP]["file"], many, expected))
 
 
-def _apart(what: str, path: Path, found: NDArray[Any], expected: Tensor) -> float:
-    if found.shape != tuple(expected.shape):
+def _apart(what: str, path: Path, outputs: NDArray[Any], expected: Tensor) -> float:
+    if outputs.shape != tuple(expected.shape):
         raise ExportError(
-            f"{what}: {path.name} answers {found.shape}, the bundle {tuple(expected.shape)}; export it again"
+            f"{what}: {path.name} answers {outputs.shape}, the bundle {tuple(expected.shape)}; export it again"
         )
-    apart, allowed = audits.largest_difference(torch.from_numpy(found), expected), audits.tolerance(expected, TOLERANCE)
+    apart = audits.largest_difference(torch.from_numpy(outputs), expected)
+    allowed = audits.tolerance(expected, TOLERANCE)
     if not apart <= allowed:
         raise ExportError(
             f"{what}: {path.name} differs from the bundle by up to {apart:.3g} on {len(expected)} audit rows, at most "
@@ -170,24 +174,25 @@ print(np.load("ids.npy")[best].tolist(), scores[best].tolist())
 """
 
 
-def readme(said: Mapping[str, Any]) -> str:
-    """The page for what ``onnx.json`` says."""
-    parts = {f"tower {name}": part for name, part in said["towers"].items()}
-    parts |= {name: said[name] for name in ("query", "candidates", "top") if name in said}
-    text = _HEAD.format(bundle=said["bundle"][:12])
-    for name, part in parts.items():
-        apart = said["differences"].get(name.removeprefix("tower "))
+def readme(description: Mapping[str, Any]) -> str:
+    """Returns the text of the README beside the files that ``onnx.json`` describes."""
+    graphs = {f"tower {name}": graph for name, graph in description["towers"].items()}
+    graphs |= {name: description[name] for name in ("query", "candidates", "top") if name in description}
+    text = _HEAD.format(bundle=description["bundle"][:12])
+    for name, graph in graphs.items():
+        apart = description["differences"].get(name.removeprefix("tower "))
         shown = "" if apart is None else f"{apart:.1g}"
-        inputs = "; ".join(_shown(each) for each in part["inputs"])
-        text += f"| {name} | `{part['file']}` | {inputs} | {_axes(part['output'])} | {shown} |\n"
-    for file, array in said.get("arrays", {}).items():
+        inputs = "; ".join(_shown(each) for each in graph["inputs"])
+        text += f"| {name} | `{graph['file']}` | {inputs} | {_axes(graph['output'])} | {shown} |\n"
+    for file, array in description.get("arrays", {}).items():
         text += f"| {array['meaning']} | `{file}` | | {_axes(array)} | |\n"
     columns = {
-        side: ", ".join(f"`{name}` {kind}" for name, kind in own.items()) for side, own in said["raw_columns"].items()
+        which: ", ".join(f"`{name}` {kind}" for name, kind in types.items())
+        for which, types in description["raw_columns"].items()
     }
-    text += _LISTS.format(codes=(_CODES if said["preprocessed"] else _RAW).format(**columns))
-    whole = "top" in said and set(said["query_towers"]) <= set(said["towers"])
-    return text + (_PROGRAM if whole else f"\nLeft out: {', '.join(said['skipped'])}.\n")
+    text += _LISTS.format(codes=(_CODES if description["preprocessed"] else _RAW).format(**columns))
+    whole = "top" in description and set(description["query_towers"]) <= set(description["towers"])
+    return text + (_PROGRAM if whole else f"\nLeft out: {', '.join(description['skipped'])}.\n")
 
 
 def _shown(value: Mapping[str, Any]) -> str:
@@ -208,67 +213,67 @@ def export_bundle(
 ) -> dict[str, Any]:
     """Writes the towers, the top NN, the candidates' rows and ids, examples, ``onnx.json`` and a README that serves them.
 
-    Every file is compared with the bundle on the audit's rows, many at a time and one by one, before the folder is
-    there.
+    Every file is compared with the bundle on the audit's rows, many at a time and one by one, before the folder takes
+    its name.
 
     Args:
-        bundle: that was loaded.
-        out: the folder to make; not in the bundle, which would then be refused.
-        skip: towers to leave out, and ``top``.
-        overwrite: replace an earlier one.
+        bundle: loaded bundle.
+        out: folder to make, outside of the bundle, which would then be refused.
+        skip: names of towers to leave out, or ``top``.
+        overwrite: replace an earlier result.
 
     Returns:
-        What ``onnx.json`` says.
+        The content of ``onnx.json``.
 
     Raises:
-        ExportError: a tower or the top NN cannot be exported, or its file answers something else; it is named.
+        ExportError: a tower or the top NN cannot be exported, or its file answers otherwise; the message names it.
         ValueError: a package is missing, or ``skip`` names none of the bundle's towers.
         DataError: the folder is taken, or cannot be written.
     """
     require_onnx()
     out = Path(out)
-    check_exportable({name: own["class"] for name, own in bundle.architecture.towers.items()}, skip)
+    check_exportable({name: tower["class"] for name, tower in bundle.architecture.towers.items()}, skip)
     if out.resolve().is_relative_to(bundle.folder.resolve()) or bundle.folder.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"{out}: is the bundle {bundle.folder}, in it, or around it; choose a folder beside it")
     with whole_folder(out, overwrite=overwrite, mark=NAME) as folder:
-        said: dict[str, Any] = {
+        description: dict[str, Any] = {
             "bundle": bundle.manifest.digest,
             "query_towers": bundle.query,
             "candidate_tower": bundle.candidate,
         }
-        said |= {"skipped": sorted(skip), "towers": _write_towers(bundle, folder, skip)}
+        description |= {"skipped": sorted(skip), "towers": _write_towers(bundle, folder, skip)}
         if TOP not in skip:
-            said |= _write_top(bundle, folder)
-        said["raw_columns"] = {"query": bundle.request_columns, "candidate": bundle.candidate_columns}
-        said["preprocessed"] = (bundle.folder / "preprocessor").is_dir()
-        (folder / NAME).write_text(json.dumps(said, indent=1) + "\n")
-        said["differences"] = check_onnx(bundle, folder)
-        _write_examples(bundle, folder, said)
-        (folder / NAME).write_text(json.dumps(said, indent=1) + "\n")
-        (folder / "README.md").write_text(readme(said))
-    return said
+            description |= _write_top(bundle, folder)
+        description["raw_columns"] = {"query": bundle.request_columns, "candidate": bundle.candidate_columns}
+        description["preprocessed"] = (bundle.folder / "preprocessor").is_dir()
+        (folder / NAME).write_text(json.dumps(description, indent=1) + "\n")
+        description["differences"] = check_onnx(bundle, folder)
+        _write_examples(bundle, folder, description)
+        (folder / NAME).write_text(json.dumps(description, indent=1) + "\n")
+        (folder / "README.md").write_text(readme(description))
+    return description
 
 
-def describe_onnx(said: Mapping[str, Any], out: Path) -> str:
-    """What was written, and how far it is from the bundle."""
-    parts = ", ".join(f"{name} {apart:.1g}" for name, apart in said["differences"].items())
-    left = f"; without {', '.join(said['skipped'])}" if said["skipped"] else ""
+def describe_onnx(description: Mapping[str, Any], out: Path) -> str:
+    """Returns lines for a report: what was written, and how far it is from the bundle."""
+    apart = ", ".join(f"{name} {value:.1g}" for name, value in description["differences"].items())
+    left = f"; without {', '.join(description['skipped'])}" if description["skipped"] else ""
     return (
-        f"onnx: {out} (on {audits.PAIRS} audit rows it differs from the bundle by at most: {parts}{left})\n"
+        f"onnx: {out} (on {audits.PAIRS} audit rows it differs from the bundle by at most: {apart}{left})\n"
         f"serve it with numpy and onnxruntime: {out / 'README.md'}"
     )
 
 
 def check_exportable(towers: Mapping[str, str], skip: Sequence[str] = ()) -> None:
-    """Refuses what cannot be exported, before anything is written.
+    """Refuses towers that cannot be exported, before anything is written.
 
     Args:
-        towers: by name the class.
-        skip: towers to leave out, and ``top``.
+        towers: class name of each tower, by the tower's name.
+        skip: names of towers to leave out, or ``top``.
 
     Raises:
         ExportError: a tower is of a class whose computation is not known here, such as a sequence encoder.
-        ValueError: ``skip`` names no tower.
+        ValueError: ``skip`` has another name.
     """
     wrong = [name for name in skip if name not in (*towers, TOP)]
     if wrong:
@@ -283,23 +288,23 @@ def check_exportable(towers: Mapping[str, str], skip: Sequence[str] = ()) -> Non
 
 
 def _write_towers(bundle: Bundle, folder: Path, skip: Sequence[str]) -> dict[str, Any]:
-    said = {}
+    description = {}
     (folder / "towers").mkdir()
-    names = [(side, name) for side in bundle.encoders for name in side.model.towers]
-    for number, (side, name) in enumerate(names):
+    names = [(encoder, name) for encoder in bundle.encoders for name in encoder.model.towers]
+    for number, (encoder, name) in enumerate(names):
         if name in skip:
             continue
-        tower = PaddedTower(side, name)
+        tower = PaddedTower(encoder, name)
         file = f"towers/{name if name.isidentifier() else f'{number:03}'}.onnx"
         size = sum(value.numel() * value.element_size() for value in tower.parameters())
         given = (tower, example_of(tower.inputs), shapes_of(tower.inputs), folder / file)
         _named(f"tower '{name}'", partial(write_onnx, *given, external=size > _INLINE))
-        said[name] = {
+        description[name] = {
             "file": file,
             "inputs": [vars(each) for each in tower.inputs],
             "output": _value("output", ["B", tower.out_features], f"what tower '{name}' makes of B rows"),
         }
-    return said
+    return description
 
 
 def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
@@ -308,8 +313,8 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
     widths = [int(tower.out_features) for tower in towers]
     candidate = bundle.encoders[1].width
     rows = {"query": {"towers": torch.randn(4, width)}, "candidates": {"tower": torch.randn(4, candidate)}}
-    for part, example in rows.items():
-        _named(TOP, partial(export_onnx, _Part(projection, part), example, folder / f"{part}.onnx"))
+    for method, example in rows.items():
+        _named(TOP, partial(export_onnx, _Half(projection, method), example, folder / f"{method}.onnx"))
     _named(TOP, partial(export_top, projection, folder / "top.onnx", query_widths=widths))
     ids = _write_rows(bundle.projected, folder)
     stored = bundle.projected
@@ -317,7 +322,7 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
     return {
         "query": _file(
             "query.onnx",
-            [_value("towers", ["B", width], f"outputs of {', '.join(bundle.query)} side by side")],
+            [_value("towers", ["B", width], f"outputs of {', '.join(bundle.query)} encoder by encoder")],
             ["B", query],
         ),
         "candidates": _file(
@@ -346,7 +351,7 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
 
 
 def _write_rows(stored: EmbeddingStore, folder: Path) -> NDArray[Any]:
-    """The catalogue's rows and ids as plain arrays; returns the ids."""
+    """Writes the catalogue's rows and ids as plain arrays, and returns the ids."""
     shape = (len(stored), stored.width)
     rows = np.lib.format.open_memmap(folder / "candidates.npy", mode="w+", dtype=np.float32, shape=shape)
     for start in range(0, len(stored), _BLOCK):
@@ -358,8 +363,8 @@ def _write_rows(stored: EmbeddingStore, folder: Path) -> NDArray[Any]:
     return ids
 
 
-class _Part(nn.Module):
-    """What a projection makes of one side alone."""
+class _Half(nn.Module):
+    """A projection's layers for the query alone, or for the candidates alone."""
 
     def __init__(self, projection: nn.Module, method: str) -> None:
         super().__init__()
@@ -370,15 +375,15 @@ class _Part(nn.Module):
         return getattr(self.projection, self._method)(rows).clone()  # type: ignore[no-any-return]
 
 
-def _write_examples(bundle: Bundle, folder: Path, said: Mapping[str, Any]) -> None:
-    """``TOWER.INPUT`` and ``TOWER.output`` of the first rows of the audit, and the ``logits`` of these pairs."""
+def _write_examples(bundle: Bundle, folder: Path, description: Mapping[str, Any]) -> None:
+    """Writes ``TOWER.INPUT`` and ``TOWER.output`` of the first rows of the audit, and the ``logits`` of these pairs."""
     pairs, logits = audits.Audit.open(bundle.folder)
     arrays: dict[str, Any] = {"logits": logits[:_EXAMPLES].numpy()}
-    for side, name, read in audited_towers(bundle, pairs):
-        if name in said["towers"]:
-            columns = PaddedTower(side, name).columns(read)
+    for encoder, name, read in audited_towers(bundle, pairs):
+        if name in description["towers"]:
+            columns = PaddedTower(encoder, name).columns(read)
             arrays |= {f"{name}.{column}": value[:_EXAMPLES].numpy() for column, value in columns.items()}
-            arrays[f"{name}.output"] = side.outputs(read)[list(side.model.towers).index(name)][:_EXAMPLES].numpy()
+            arrays[f"{name}.output"] = encoder.outputs(read)[list(encoder.model.towers).index(name)][:_EXAMPLES].numpy()
     np.savez(folder / "examples.npz", **arrays)
 
 

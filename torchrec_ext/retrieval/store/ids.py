@@ -1,7 +1,4 @@
-"""IdMap: the user's own ids of a catalogue's rows and back, in memory-mapped arrays.
-
-A 64-bit hash of many strings at once, the same on every machine.
-"""
+"""IdMap: ids of a catalogue's rows to positions and back, in memory-mapped arrays; strings by a 64-bit hash."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-_LONGEST = 1024  # bytes of an id
-_BLOCK = 2**14  # strings at a time, in a matrix as wide as the longest of them
+_LONGEST = 1024  # bytes that an id may have
+_BLOCK = 2**14  # strings that are hashed at a time
 _PRIMES = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], seed: int) -> NDArray[np.uint64]:
-    """(N,) a hash of each string: a polynomial of its bytes modulo 2^64, then mixed (splitmix64).
+    """Hashes N strings, alike on every machine: a polynomial of their bytes modulo 2^64, mixed by splitmix64.
 
     Args:
-        offsets: (N + 1,) where each string begins in ``content``.
-        content: their UTF-8 bytes, one after the other.
-        seed: another one gives other hashes.
+        offsets: (N + 1,) begin of each string in ``content``, and the end of the last.
+        content: UTF-8 bytes of all strings, one after the other.
+        seed: number that selects one of many hash functions.
 
     Raises:
         ValueError: a string of more than 1,024 bytes.
@@ -35,19 +32,19 @@ def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], seed: int) ->
     if len(lengths) and lengths.max() > _LONGEST:
         row = int(lengths.argmax())
         raise ValueError(f"ids: row {row} has {lengths[row]:,} bytes; an id may have {_LONGEST:,}")
-    blocks = [slice(at, at + _BLOCK) for at in range(0, len(lengths), _BLOCK)]
-    parts = [_block(offsets[:-1][rows], lengths[rows], content, seed) for rows in blocks]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+    blocks = [slice(start, start + _BLOCK) for start in range(0, len(lengths), _BLOCK)]
+    hashes = [_hashed_block(offsets[:-1][rows], lengths[rows], content, seed) for rows in blocks]
+    return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
 
 
-def _block(
+def _hashed_block(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], content: NDArray[np.uint8], seed: int
 ) -> NDArray[np.uint64]:
     factor = np.uint64((_PRIMES[0] + 2 * seed) % 2**64)
     state = lengths.astype(np.uint64) + np.uint64(seed)
-    for place in range(int(lengths.max(initial=0))):
-        inside = lengths > place
-        byte = content[np.where(inside, starts + place, 0)]
+    for index in range(int(lengths.max(initial=0))):
+        inside = lengths > index
+        byte = content[np.where(inside, starts + index, 0)]
         state = np.where(inside, state * factor + byte + np.uint64(1), state)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(_PRIMES[1])
     state = (state ^ (state >> np.uint64(27))) * np.uint64(_PRIMES[2])
@@ -64,19 +61,19 @@ _STRINGS = {
     "sorted": np.dtype(np.uint64),
     "order": np.dtype(np.int64),
 }
-_SEEDS = 8  # two strings of one hash are as good as impossible; another seed parts them
+_SEEDS = 8  # seeds that are tried where two strings have one hash, which is next to impossible
 
 
 class IdMap:
-    """Ids to *positions*, the rows 0 to I - 1 of a catalogue, and back; ids are int64 or str.
+    """Maps ids, int64 or str, to *positions*, the rows 0 to I - 1 of a catalogue, and back.
 
-    Integers are found by bisection of a sorted copy, by arithmetic where they are consecutive; strings by the bisection
-    of their 64-bit hashes, and each found one is compared. No Python object is made per id, and what :meth:`open`
-    returns reads its arrays from the files, shared with every other process that does.
+    Integers are looked up by bisection of a sorted copy, or by arithmetic where they are consecutive; strings by
+    bisection of their 64-bit hashes, and then compared. No Python object is made per id, and a map that was opened
+    reads memory-mapped files, shared with every other process that opens them.
 
     Args:
-        arrays: what :meth:`save` writes, by the name of its file.
-        seed: of the strings' hash.
+        arrays: arrays that :meth:`save` writes, by the name of their file.
+        seed: seed of the strings' hash.
 
     Example:
         >>> ids = IdMap.build(np.array([30, 10, 20]))
@@ -96,7 +93,7 @@ class IdMap:
 
     @classmethod
     def build(cls, ids: Ids) -> IdMap:
-        """The map of ``ids``, the id of each position.
+        """Builds the map of a catalogue from the id of each position.
 
         Raises:
             ValueError: ids of another type than int64 or str, or an id at two positions.
@@ -137,7 +134,7 @@ class IdMap:
         return len(self._strings) if self.kind == "str" else len(self.arrays["ids"])
 
     def positions(self, ids: Ids) -> Int64:
-        """(N,) int64: where each id stands, -1 for an unknown one.
+        """Returns (N,) int64 positions of ids, -1 for an unknown one.
 
         Raises:
             ValueError: ids of another type than the catalogue's.
@@ -158,36 +155,36 @@ class IdMap:
             inside = (ids >= self._first) & (ids <= self.arrays["ids"][-1])
             return np.where(inside, ids - self._first, -1)
         ascending = self.arrays.get("sorted", self.arrays["ids"])
-        place = np.minimum(np.searchsorted(ascending, ids), len(ascending) - 1)
-        return np.where(ascending[place] == ids, self.arrays["order"][place] if "order" in self.arrays else place, -1)
+        index = np.minimum(np.searchsorted(ascending, ids), len(ascending) - 1)
+        return np.where(ascending[index] == ids, self.arrays["order"][index] if "order" in self.arrays else index, -1)
 
     def _of_known_strings(self, ids: pa.LargeStringArray) -> Int64:
         hashes = hashed(*_buffers(ids), self.seed)
-        place = np.minimum(np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1)
-        found = self.arrays["order"][place]
-        same = (self.arrays["sorted"][place] == hashes) & _equal(self._strings.take(pa.array(found)), ids)
-        return np.where(same, found, -1)
+        index = np.minimum(np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1)
+        positions = self.arrays["order"][index]
+        same = (self.arrays["sorted"][index] == hashes) & _equal(self._strings.take(pa.array(positions)), ids)
+        return np.where(same, positions, -1)
 
     def ids(self, positions: Int64 | Sequence[int] | None = None) -> NDArray[Any]:
-        """(N,) the ids at ``positions``, of all where None; int64, or str objects.
+        """Returns the ids at positions (N,), or all ids, as int64 or str objects.
 
         Raises:
             ValueError: a position outside 0 to I - 1.
         """
         if positions is None:
             return self._strings.to_numpy(zero_copy_only=False) if self.kind == "str" else self.arrays["ids"]
-        places = np.asarray(positions, np.int64)
-        wrong = places[(places < 0) | (places >= len(self))]
+        rows = np.asarray(positions, np.int64)
+        wrong = rows[(rows < 0) | (rows >= len(self))]
         if len(wrong):
             raise ValueError(
                 f"positions: {wrong[0]} is not a row of this catalogue, which has {len(self)} (0 to {len(self) - 1})"
             )
         if self.kind == "str":
-            return self._strings.take(pa.array(places)).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
-        return self.arrays["ids"][places]
+            return self._strings.take(pa.array(rows)).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        return self.arrays["ids"][rows]
 
     def extended(self, ids: Ids) -> IdMap:
-        """A map with ``ids`` at the positions after the last.
+        """Returns a map with further ids at the positions after the last.
 
         Raises:
             ValueError: as :meth:`build`.
@@ -204,10 +201,10 @@ class IdMap:
         return IdMap.build(np.concatenate([self.arrays["ids"], more]))
 
     def check(self) -> None:
-        """Refuses arrays by which an id would be found at another position than its own, or at two.
+        """Refuses arrays that would map an id to another position than its own, or to two.
 
         Raises:
-            ValueError: naming the array and the place.
+            ValueError: the message names the array and the entry.
         """
         if self.kind == "str":
             try:
@@ -220,7 +217,7 @@ class IdMap:
         ascending, order = self.arrays.get("sorted", keys), self.arrays.get("order")
         wrong = np.flatnonzero(ascending[1:] <= ascending[:-1])
         if len(wrong):
-            raise ValueError(f"ids: place {int(wrong[0]) + 1} of the sorted ones is not greater than the one before it")
+            raise ValueError(f"ids: entry {int(wrong[0]) + 1} of the sorted ones is not greater than the one before it")
         if order is not None and len(order) and not 0 <= order.min() <= order.max() < len(self):
             raise ValueError(
                 f"ids: their order names the positions {order.min()} to {order.max()}, there are {len(self)}"
@@ -238,7 +235,7 @@ class IdMap:
 
     @classmethod
     def open(cls, folder: Path) -> IdMap:
-        """The map that :meth:`save` wrote, memory-mapped.
+        """Opens the map that :meth:`save` wrote, memory-mapped.
 
         Raises:
             ValueError: a file that is missing or damaged.
@@ -270,10 +267,10 @@ def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
-    """Int64, or an arrow array of strings without missing ones.
+    """Returns ids as int64, or as an Arrow array of strings without nulls.
 
     Raises:
-        ValueError: of another type or shape.
+        ValueError: ids of another type or shape.
     """
     if isinstance(ids, pa.Array):
         return ids
@@ -294,11 +291,11 @@ def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
         if strings.null_count:
             raise ValueError(f"ids: row {np.flatnonzero(strings.is_null())[0]} has none; give every row an id")
         return strings
-    raise ValueError(f"ids of type {array.dtype}: {array[0]!s} is no id; ids are int64 or str")
+    raise ValueError(f"ids of type {array.dtype}: {array[0]!s} is not an id; ids are int64 or str")
 
 
 def _buffers(strings: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint8]]:
-    """Where each string begins, and the bytes of all."""
+    """Returns the begin of each string with the end of the last, and the bytes of all."""
     _, offsets, content = strings.buffers()
     return np.frombuffer(offsets, np.int64)[: len(strings) + 1], np.frombuffer(content or b"", np.uint8)
 
@@ -314,8 +311,8 @@ def _first_of_consecutive(arrays: dict[str, NDArray[Any]]) -> int | None:
 
 
 def _no_two(twins: Int64, order: Int64, name: Callable[[int], object]) -> None:
-    """``twins``: the places of sorted ids that equal the next."""
+    """Raises ValueError where ``twins`` has an index of a sorted id that equals the next one."""
     if len(twins):
-        at = int(twins[0])
-        first, second = sorted((int(order[at]), int(order[at + 1])))
+        index = int(twins[0])
+        first, second = sorted((int(order[index]), int(order[index + 1])))
         raise ValueError(f"ids: {name(first)!s} stands at rows {first} and {second}; each id must be there once")

@@ -1,4 +1,4 @@
-"""RedisStore: vectors by id in a Redis, for many readers and for users' vectors that are fresher than any file."""
+"""RedisStore: vectors by id in a Redis, for users' vectors that are fresher than any file."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ try:
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
-except ModuleNotFoundError as missing:  # told when a store is made
+except ModuleNotFoundError as missing:  # reported when a store is made
     redis, _MISSING = None, missing
 
 
-class StoreUnreachable(StoreError, ConnectionError):  # noqa: N818 -- as the error that it is a case of
+class StoreUnreachable(StoreError, ConnectionError):  # noqa: N818  named after the state
     """The Redis did not answer in time. The next call tries again by itself."""
 
 
 class RedisStore:
-    """The vectors that one tower made, by id; those of another tower are under other keys and never mixed in.
+    """Vectors that one tower made, by id; those of another tower are under other keys and never mixed in.
 
-    Building one makes no connection; a connection that broke is made anew by the call after.
+    A connection is made by the first call, and again by the call after one that lost it.
 
     Args:
-        url: such as ``redis://localhost:6379/0``, ``rediss://`` for TLS, or ``unix://`` with a path.
+        url: address such as ``redis://localhost:6379/0``, ``rediss://`` for TLS, or ``unix://`` with a path.
         tower: digest of the tower; the version in every key.
-        name: of what has the vectors; the beginning of every key.
-        expiry_s: after which a vector is forgotten, or None for never.
-        timeout_s: for a connection and for an answer.
+        name: word that every key begins with, such as ``user``.
+        expiry_s: seconds after which a vector is forgotten, or None for never.
+        timeout_s: seconds for a connection and for an answer.
         batch: ids in one command.
-        width: D of the tower's vectors where it is known. A value that is no finite vector of that width is then found
-            missing, and no more of it is read than such a vector has; else values of several widths are an error.
+        width: D of the tower's vectors, where known. A value that is not a finite vector of that width then counts as
+            missing, and no more of it is read than a vector has; otherwise values of several widths are an error.
 
     Attributes:
-        where: the address without its password, for messages.
-        malformed: values that were none of the width, so far.
+        where: address without its password, for messages.
+        malformed: number of values so far that were not vectors of the width.
 
     Raises:
-        ValueError: no digest, an address that is none, times or a batch that are not positive, or the package is
+        ValueError: an empty digest, a wrong address, times or a batch that are not positive, or the package is
             missing.
     """
 
@@ -75,9 +75,8 @@ class RedisStore:
             )
         except ValueError:  # whose words may hold a part of the password
             raise ValueError(
-                f"url={self.where!r}: is no address of a Redis; write redis://HOST:PORT/DB, rediss:// for TLS, or "
-                "unix:// with a "
-                "path, and of a password : / ? # @ as %3A %2F %3F %23 %40"
+                f"url={self.where!r}: is not the address of a Redis; write redis://HOST:PORT/DB, rediss:// for TLS, or "
+                "unix:// with a path, and : / ? # @ in a password as %3A %2F %3F %23 %40"
             ) from None
         self.tower = tower
         self._prefix, self._current = f"{name}:{tower}:", f"{name}:tower"
@@ -86,16 +85,16 @@ class RedisStore:
         self.malformed = 0
 
     def find(self, ids: Sequence[int] | Sequence[str]) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Vectors (B, D) float32, zeros where there is none, and (B,) whether each is there; one round trip.
+        """Returns vectors (B, D) float32, zeros where there is none, and (B,) whether each exists; one round trip.
 
         Raises:
             StoreUnreachable: no answer in time.
-            StoreError: stored values of different widths, where this one's is not known.
+            StoreError: stored values have different widths, and ``width`` is not known.
         """
         if self._width is not None:
             return self._of_width(ids, self._width)
-        values = [value for part in self._batched("mget", self._keys(ids)) for value in part]
-        found = np.array([value is not None for value in values], dtype=np.bool_)
+        values = [value for batch in self._batched("mget", self._keys(ids)) for value in batch]
+        exists = np.array([value is not None for value in values], dtype=np.bool_)
         sizes = {len(value) for value in values if value is not None}
         if len(sizes) > 1 or any(size % 4 for size in sizes):
             raise StoreError(
@@ -105,24 +104,24 @@ class RedisStore:
         vectors = np.frombuffer(b"".join(value or bytes(size) for value in values), "<f4").reshape(
             len(values), size // 4
         )
-        return torch.from_numpy(vectors.copy()), found
+        return torch.from_numpy(vectors.copy()), exists
 
     def _of_width(self, ids: Sequence[int] | Sequence[str], width: int) -> tuple[Tensor, NDArray[np.bool_]]:
         keys, size = self._keys(ids), 4 * width
-        # By the first bytes of each, since a value of gigabytes would take the time of all; a key of another type is an
-        # error of its own in the answer.
+        # Only the first bytes, since a value of gigabytes would delay all; a key of another type gives an error of its
+        # own in the answer.
         values = self._piped(lambda pipe: [pipe.getrange(key, 0, size) for key in keys], passed="WRONGTYPE")
-        vectors, found = np.zeros((len(keys), width), "<f4"), np.zeros(len(keys), np.bool_)
+        vectors, exists = np.zeros((len(keys), width), "<f4"), np.zeros(len(keys), np.bool_)
         for row, value in enumerate(values):
             if isinstance(value, bytes) and len(value) == size:
                 vectors[row] = np.frombuffer(value, "<f4")
-                found[row] = np.isfinite(vectors[row]).all()
-        vectors[~found] = 0.0
-        self.malformed += sum(value != b"" for value in values) - int(found.sum())
-        return torch.from_numpy(vectors), found
+                exists[row] = np.isfinite(vectors[row]).all()
+        vectors[~exists] = 0.0
+        self.malformed += sum(value != b"" for value in values) - int(exists.sum())
+        return torch.from_numpy(vectors), exists
 
     def put(self, ids: Sequence[int] | Sequence[str], vectors: Tensor) -> None:
-        """Writes vectors (B, D), whose expiry begins anew; batched and pipelined.
+        """Writes vectors (B, D) and starts their expiry again; batched and pipelined.
 
         Raises:
             StoreUnreachable: no answer in time; some may have been written.
@@ -134,15 +133,15 @@ class RedisStore:
             )
         keys, rows = self._keys(ids), vectors.detach().to("cpu", torch.float32).contiguous().numpy()
 
-        def write(pipe: Any, places: range) -> None:
-            for place in places:
-                pipe.set(keys[place], rows[place].tobytes(), px=self._expiry_ms)
+        def write(pipe: Any, block: range) -> None:
+            for row in block:
+                pipe.set(keys[row], rows[row].tobytes(), px=self._expiry_ms)
 
         for start in range(0, len(keys), self._batch):
             self._piped(lambda pipe, start=start: write(pipe, range(start, min(start + self._batch, len(keys)))))  # type: ignore[misc]
 
     def delete(self, ids: Sequence[int] | Sequence[str]) -> int:
-        """Forgets vectors, and returns how many there were.
+        """Deletes vectors, and returns how many there were.
 
         Raises:
             StoreUnreachable: no answer in time.
@@ -150,7 +149,7 @@ class RedisStore:
         return sum(self._batched("delete", self._keys(ids)))
 
     def make_current(self) -> None:
-        """Tells readers that the vectors of this tower are complete, as :meth:`current_tower` then says.
+        """Marks this tower's vectors as complete, so that :meth:`current_tower` returns this tower.
 
         Raises:
             StoreUnreachable: no answer in time.
@@ -158,28 +157,33 @@ class RedisStore:
         self._piped(lambda pipe: pipe.set(self._current, self.tower))
 
     def current_tower(self) -> str | None:
-        """The tower whose vectors are complete; None where no writer said so.
+        """Returns the digest of the tower whose vectors are complete, or None where no writer has marked one.
 
         Raises:
             StoreUnreachable: no answer in time.
         """
-        (found,) = self._piped(lambda pipe: pipe.get(self._current))
-        return None if found is None else found.decode()
+        (tower,) = self._piped(lambda pipe: pipe.get(self._current))
+        return None if tower is None else tower.decode()
 
     def close(self) -> None:
-        """Gives the connections back."""
+        """Closes the connections."""
         self._redis.close()
 
     def _keys(self, ids: Sequence[int] | Sequence[str]) -> list[str]:
-        return [f"{self._prefix}{one}" for one in ids]
+        return [f"{self._prefix}{each}" for each in ids]
 
     def _batched(self, command: str, keys: list[str]) -> list[Any]:
-        """The answers to ``command`` over batches of keys, in one round trip."""
+        """Returns the answers to a command over batches of keys, in one round trip."""
         batches = [keys[start : start + self._batch] for start in range(0, len(keys), self._batch)]
         return self._piped(lambda pipe: [getattr(pipe, command)(*batch) for batch in batches]) if keys else []
 
     def _piped(self, fill: Callable[[Any], object], *, passed: str | None = None) -> list[Any]:
-        """The answers to the commands that ``fill`` gives a pipeline, in one round trip; errors that begin with ``passed`` too."""
+        """Sends the commands that ``fill`` adds to a pipeline, and returns the answers, in one round trip.
+
+        Args:
+            fill: adds commands.
+            passed: begin of errors that are returned among the answers and not raised.
+        """
         try:
             with self._redis.pipeline(transaction=False) as pipe:
                 fill(pipe)
@@ -188,9 +192,7 @@ class RedisStore:
                 if isinstance(answer, Exception) and not str(answer).startswith(passed or ""):
                     raise answer
             return answers
-        except (
-            redis.exceptions.AuthenticationError
-        ) as error:  # a ConnectionError to its package, from a server that answers
+        except redis.exceptions.AuthenticationError as error:  # a ConnectionError too, although the server answers
             raise StoreError(f"{self.where} refuses: {error}") from None
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
             raise StoreUnreachable(f"{self.where} does not answer ({error}); is redis-server running there?") from None
@@ -199,10 +201,8 @@ class RedisStore:
 
 
 def _without_password(url: str) -> str:
-    """The address without what stands before the host's @, and without the options, among which a password may be too."""
+    """Returns the address without the user and password before the host's @, and without the options."""
     scheme, mark, rest = url.partition("://")
-    place, _, options = rest.partition("?")
-    place = (
-        "..." if "@" in options else place.rpartition("@")[2]
-    )  # of either part: a password with a ? or an @ is in both
-    return f"{scheme}{mark}{place}"
+    host, _, options = rest.partition("?")
+    # A password with a ? and an @ in it leaves no way to tell where the host begins.
+    return f"{scheme}{mark}{'...' if '@' in options else host.rpartition('@')[2]}"

@@ -1,4 +1,4 @@
-"""Rows in fp32, fp16 or int8, and what the shorter forms lose, measured."""
+"""Row formats of a store, fp32, fp16 and int8, and a meter of what the shorter ones lose."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ QUERIES, K = 64, 100
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What storing rows in fewer bits lost, against the same rows in fp32.
+    """Loss by storing rows in fewer bits, against the same rows in fp32.
 
     Args:
-        greatest: absolute difference of any number.
-        mean: absolute difference, over all numbers.
-        recall: part of a query's nearest ``k`` by dot product that are among the nearest ``k`` of the stored rows; None
-            where no queries were given.
-        k: of ``recall``.
-        rows: how many rows were measured.
+        greatest: greatest absolute difference of a number.
+        mean: mean absolute difference of all numbers.
+        recall: share of a query's nearest ``k`` by dot product that are among its nearest ``k`` of the stored rows;
+            None without queries.
+        k: number of neighbours by which ``recall`` is measured.
+        rows: number of rows that were measured.
     """
 
     greatest: float
@@ -31,13 +31,13 @@ class Loss:
     rows: int
 
     def with_more(self, other: Loss) -> Loss:
-        """Of both sets of rows; the recall stays that of the first."""
+        """Returns the loss of both sets of rows; the recall stays that of the first."""
         rows = self.rows + other.rows
         mean = (self.mean * self.rows + other.mean * other.rows) / max(1, rows)
         return Loss(greatest=max(self.greatest, other.greatest), mean=mean, recall=self.recall, k=self.k, rows=rows)
 
     def as_dict(self) -> dict[str, float | int | None]:
-        """For a manifest."""
+        """Returns the values for a manifest."""
         return asdict(self)
 
 
@@ -145,8 +145,8 @@ class LossMeter:
     """Measures the loss of rows as they stream by: two running top-k lists, no second copy of the catalogue.
 
     Args:
-        queries: (Q, D) whose nearest rows are compared; none for the differences alone.
-        k: of the recall.
+        queries: (Q, D) queries whose nearest rows are compared; without, only differences are measured.
+        k: number of neighbours by which the recall is measured.
     """
 
     def __init__(self, queries: Tensor | None = None, k: int = K) -> None:
@@ -155,36 +155,36 @@ class LossMeter:
         self._best: list[tuple[Tensor, Tensor] | None] = [None, None]
 
     def add(self, vectors: Tensor, stored: Tensor) -> None:
-        """The next rows, (N, D): as they were and as they are read back."""
+        """Adds rows (N, D): as they were, and as they are read back."""
         difference = (vectors - stored).abs()
         if difference.numel():
             self._greatest = max(self._greatest, float(difference.max()))
             self._sum += float(difference.sum(dtype=torch.float64))
         if self.queries is not None:
-            for place, rows in enumerate((vectors, stored)):
-                self._best[place] = self._merged(self._best[place], self.queries @ rows.T)
+            self._best[0] = self._merged(self._best[0], self.queries @ vectors.T)
+            self._best[1] = self._merged(self._best[1], self.queries @ stored.T)
         self._numbers += difference.numel()
         self._rows += len(vectors)
 
     def _merged(self, best: tuple[Tensor, Tensor] | None, scores: Tensor) -> tuple[Tensor, Tensor]:
-        values, places = scores.topk(min(self.k, scores.shape[1]), dim=1)
-        places = places + self._rows
+        values, rows = scores.topk(min(self.k, scores.shape[1]), dim=1)
+        rows = rows + self._rows
         if best is not None:
-            values, places = torch.cat([best[0], values], dim=1), torch.cat([best[1], places], dim=1)
+            values, rows = torch.cat([best[0], values], dim=1), torch.cat([best[1], rows], dim=1)
         kept, order = values.topk(min(self.k, values.shape[1]), dim=1)
-        return kept, places.gather(1, order)
+        return kept, rows.gather(1, order)
 
     def loss(self) -> Loss:
-        """Of all rows so far."""
+        """Returns the loss of all rows so far."""
         recall = None
         if self._best[0] is not None and self._best[1] is not None:
-            exact, found = self._best[0][1], self._best[1][1]
-            recall = float((exact[:, :, None] == found[:, None, :]).any(dim=2).float().mean())
+            exact, stored = self._best[0][1], self._best[1][1]
+            recall = float((exact[:, :, None] == stored[:, None, :]).any(dim=2).float().mean())
         return Loss(
             greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=self.k, rows=self._rows
         )
 
 
 def some_of(block: Tensor) -> Tensor:
-    """(up to 64, D) rows of a block, evenly spaced."""
+    """Returns up to 64 rows of a block, evenly spaced."""
     return block[:: max(1, len(block) // QUERIES)][:QUERIES].clone()

@@ -1,7 +1,4 @@
-"""EmbeddingStore: a catalogue's vectors by id, memory-mapped and shared by every process that reads them.
-
-refresh_store: a new version with some rows changed, appended or taken out.
-"""
+"""EmbeddingStore: a catalogue's vectors by id, memory-mapped; refresh_store() changes, appends or removes rows."""
 
 from __future__ import annotations
 
@@ -36,16 +33,17 @@ class EmbeddingStore:
     """One version of a store, read-only. A reader keeps its version, whatever is written after it was opened.
 
     Attributes:
-        ids: ids to positions, the rows 0 to I - 1, and back.
-        width: D.
+        ids: map of ids to positions, the rows 0 to I - 1, and back.
+        width: D, the width of a vector.
         dtype: name of the row format: ``fp32``, ``fp16``, or ``int8`` with a scale for each row.
         format: the row format.
-        version: the name of the version below ``folder``.
-        digest: of all its files.
-        tower: digest of the tower that made the vectors, as its writer said.
-        live: (I,) bool, False for tombstones: positions whose item was taken out.
-        loss: what ``dtype`` lost, measured: see :class:`torchrec_ext.retrieval.store.row_formats.Loss`; empty for fp32.
-        scales: (I,) float32 of int8 rows, else None.
+        version: name of the version below the store's folder.
+        digest: digest of all its files.
+        tower: digest of the tower that made the vectors, given by the writer.
+        live: (I,) bool, False for tombstones: positions whose item was removed.
+        loss: measured loss of the row format: see :class:`~torchrec_ext.retrieval.store.row_formats.Loss`; empty for
+            fp32.
+        scales: (I,) float32 scales of int8 rows, otherwise None.
 
     Example:
         >>> import tempfile, numpy as np
@@ -77,14 +75,14 @@ class EmbeddingStore:
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = False) -> EmbeddingStore:
-        """The current version below ``folder``.
+        """Opens the current version below ``folder``.
 
         Args:
-            folder: what :func:`torchrec_ext.retrieval.store.writer.write_store` wrote to.
+            folder: folder that :func:`torchrec_ext.retrieval.store.writer.write_store` wrote to.
             verify: read every file and compare its digest, about 1 s for each GB.
 
         Raises:
-            StoreError: no store, or a damaged, truncated or newer one.
+            StoreError: there is no store, or a damaged, truncated or newer one.
         """
         folder = Path(folder)
         for _ in attempts():
@@ -102,11 +100,11 @@ class EmbeddingStore:
         return len(self._matrix)
 
     def matrix(self) -> Tensor:
-        """(I, D) as stored, memory-mapped: not to be written to. The rows of int8 are still to be multiplied by ``scales``."""
+        """Returns (I, D) as stored, memory-mapped and read-only; int8 rows are still to be multiplied by ``scales``."""
         return self._matrix
 
     def rows(self, positions: Tensor) -> Tensor:
-        """(N, D) float32 of ``positions`` (N,) int64, tombstones included.
+        """Returns (N, D) float32 vectors at ``positions`` (N,) int64, tombstones included.
 
         Raises:
             ValueError: a position outside 0 to I - 1.
@@ -122,18 +120,18 @@ class EmbeddingStore:
         return rows if self.format.exact else decode(rows, None if self.scales is None else self.scales[positions])
 
     def block(self, start: int, stop: int) -> Tensor:
-        """(stop - start, D) float32 of neighbouring positions; of fp32 a view of the file."""
+        """Returns (stop - start, D) float32 vectors of neighbouring positions; for fp32 a view of the file."""
         rows = self._matrix[start:stop]
         return rows if self.format.exact else decode(rows, None if self.scales is None else self.scales[start:stop])
 
     def check(self) -> None:
-        """Raises StoreError where the file of rows was cut off since it was opened; reading it would end the process."""
+        """Raises StoreError where the file of rows was cut off after it was opened: reading it would end the process."""
         size = os.fstat(self._descriptor.fileno()).st_size
         if size < self._bytes:
             raise StoreError(
                 f"'{self.folder / ROWS}' has {size:,} bytes and had {self._bytes:,} when it was opened: it was changed "
-                "in place. "
-                "Write with write_store or refresh_store, which leave open versions alone, and open the store again"
+                "in place. Write with write_store or refresh_store, which leave open versions alone, and open the "
+                "store again"
             )
 
 
@@ -150,7 +148,7 @@ def _of(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[s
 
 
 def _mapped(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, Tensor]:
-    """The open file, and its numbers, which are read from the page cache when they are touched."""
+    """Returns the open file, and its numbers, which are read from the page cache when they are used."""
     stream = path.open("rb")
     if not numbers:
         return stream, torch.empty(0, dtype=dtype)
@@ -169,14 +167,14 @@ def refresh_store(
     deleted ones keep a row that is not live. The cost is a copy of the rows, not the tower's run over them.
 
     Args:
-        folder: of the store.
-        ids: (N,) that changed or are new, none twice.
-        vectors: (N, D).
-        deleted: ids to take out.
+        folder: folder of the store.
+        ids: (N,) ids that changed or are new, each once.
+        vectors: (N, D) vectors of the ids.
+        deleted: ids to remove.
         tower: digest of the tower that made ``vectors``, where it is known: it must be the store's.
 
     Raises:
-        ValueError: an unknown or twice named id, an id in both, another width, a number that is not finite.
+        ValueError: an unknown or repeated id, an id in both, another width, a number that is not finite.
         StoreError: the store is damaged, the disk refuses, another process writes, or another tower made the vectors.
     """
     folder = Path(folder)
@@ -185,19 +183,18 @@ def refresh_store(
         if tower is not None and tower != old.tower:
             raise StoreError(
                 f"'{folder}' holds vectors of the tower {old.tower[:12] or 'unnamed'}, these are of {tower[:12]}: rows "
-                "of two "
-                "towers do not compare; embed the whole catalogue anew with write_store"
+                "of two towers do not compare; embed the whole catalogue anew with write_store"
             )
         block = _checked(old, ids, vectors)
-        kept, places = _placed(old.ids, ids)
-        gone = _known(old.ids, deleted, kept, places)
+        kept, positions = _placed(old.ids, ids)
+        gone = _known(old.ids, deleted, positions)
         rows, scales = encode(block, old.dtype)
-        _patched(old.folder / ROWS, path / ROWS, rows, places, len(kept))
+        _patched(old.folder / ROWS, path / ROWS, rows, positions, len(kept))
         if scales is not None:
-            _patched(old.folder / SCALES, path / SCALES, scales[:, None], places, len(kept))
+            _patched(old.folder / SCALES, path / SCALES, scales[:, None], positions, len(kept))
         kept.save(path)
         live = np.concatenate([old.live, np.ones(len(kept) - len(old), np.bool_)])
-        live[places], live[gone] = True, False
+        live[positions], live[gone] = True, False
         np.save(path / LIVE, live)
         content = {key: old.manifest[key] for key in ("width", "dtype", "tower")}
         content |= {"rows": len(kept), "loss": _loss(old, block, decode(rows, scales))}
@@ -216,7 +213,7 @@ def _checked(old: EmbeddingStore, ids: Ids, vectors: NDArray[Any] | Tensor) -> T
 
 
 def _placed(known: IdMap, ids: Ids) -> tuple[IdMap, NDArray[np.int64]]:
-    """The map with the new ids at its end, and the row of each of ``ids``."""
+    """Returns the map with the new ids at its end, and the position of each of ``ids``."""
     if not len(ids):
         return known, np.zeros(0, np.int64)
     IdMap.build(ids)  # refuses an id that is named twice
@@ -226,7 +223,7 @@ def _placed(known: IdMap, ids: Ids) -> tuple[IdMap, NDArray[np.int64]]:
     return known, known.positions(ids)
 
 
-def _known(old: IdMap, deleted: Ids, kept: IdMap, written: NDArray[np.int64]) -> NDArray[np.int64]:
+def _known(old: IdMap, deleted: Ids, written: NDArray[np.int64]) -> NDArray[np.int64]:
     gone = old.positions(deleted)
     for wrong, why in ((gone < 0, "is not in the store"), (np.isin(gone, written), "is also among the ids to write")):
         if wrong.any():
@@ -234,15 +231,15 @@ def _known(old: IdMap, deleted: Ids, kept: IdMap, written: NDArray[np.int64]) ->
     return gone
 
 
-def _patched(source: Path, target: Path, rows: Tensor, places: NDArray[np.int64], count: int) -> None:
-    """Copies the file and writes ``rows``, (N, W), to their ``places`` among ``count``."""
+def _patched(source: Path, target: Path, rows: Tensor, positions: NDArray[np.int64], count: int) -> None:
+    """Copies a file of ``count`` rows and writes ``rows`` (N, W) to their ``positions``."""
     shutil.copyfile(source, target)
     width = rows.shape[1] * rows.element_size()
     with target.open("r+b") as stream:
         stream.truncate(count * width)
     if len(rows):
         mapped = np.memmap(target, np.uint8, mode="r+", shape=(count, width))
-        mapped[places] = rows.contiguous().view(torch.uint8).numpy().reshape(len(rows), width)
+        mapped[positions] = rows.contiguous().view(torch.uint8).numpy().reshape(len(rows), width)
         mapped.flush()
 
 

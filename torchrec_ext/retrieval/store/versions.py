@@ -1,4 +1,4 @@
-"""Versions of a folder: each there as a whole or not at all, one of them the current one, swapped while others read."""
+"""Versions of a folder: each whole or not there, one of them current, which is swapped while others read."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _POINTER = "CURRENT"
 _NAME = re.compile(r"v(\d{8})")
-_TRIES = 20  # to open a version that a writer is just replacing and removing
-_MOST_BYTES = 2**20  # of a manifest, which lists a dozen files
+_TRIES = 20  # attempts to open a version that a writer is just replacing and removing
+_MOST_BYTES = 2**20  # limit of a manifest, which lists a dozen files
 
 
 class StoreError(ValueError):
-    """A store that is damaged, cannot be written, or changed under its reader: the message names the file and the remedy."""
+    """A store is damaged, cannot be written, or changed under its reader: the message names the file and the remedy."""
 
 
 def versions(folder: Path) -> list[str]:
-    """Names of the whole versions, the oldest first."""
-    found = folder.iterdir() if folder.is_dir() else []
-    return sorted(path.name for path in found if _NAME.fullmatch(path.name) and (path / MANIFEST).exists())
+    """Returns the names of the whole versions, the oldest first."""
+    entries = folder.iterdir() if folder.is_dir() else []
+    return sorted(path.name for path in entries if _NAME.fullmatch(path.name) and (path / MANIFEST).exists())
 
 
 def current(folder: Path) -> str:
-    """The name of the version that a reader opens.
+    """Returns the name of the version that a reader opens.
 
     Raises:
-        StoreError: none was ever written there.
+        StoreError: no version was ever written there.
     """
     try:
         name = read_plain(folder / _POINTER, _MOST_BYTES).decode(errors="replace").strip()
@@ -59,10 +59,10 @@ def current(folder: Path) -> str:
 
 
 def read_store_manifest(folder: Path) -> dict[str, Any]:
-    """What a version says of itself.
+    """Returns the manifest of a version.
 
     Raises:
-        StoreError: it is missing, damaged, or of a newer format.
+        StoreError: the manifest is missing, damaged, or of a newer format.
     """
     path = folder / MANIFEST
     try:
@@ -82,10 +82,10 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_version_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> None:
-    """Compares the files' sizes, with ``verify`` also their content, with what the manifest says.
+    """Compares the files' sizes, with ``verify`` also their content, with the manifest.
 
     Raises:
-        StoreError: one is missing, cut off or changed.
+        StoreError: a file is missing, cut off or changed.
     """
     for name, wanted in files.items():
         path = folder / name
@@ -101,7 +101,9 @@ def check_version_files(folder: Path, files: dict[str, dict[str, Any]], *, verif
 
 @contextlib.contextmanager
 def new_version(folder: Path) -> Iterator[Path]:
-    """A folder to write the next version to, which :func:`publish_version` then makes the current one; removed when the block raises.
+    """Yields a folder for the next version, which :func:`publish_version` makes the current one.
+
+    The folder is removed where the block raises.
 
     Raises:
         StoreError: another process is writing, or the disk refuses.
@@ -118,20 +120,19 @@ def new_version(folder: Path) -> Iterator[Path]:
             free = shutil.disk_usage(folder).free
             raise StoreError(
                 f"'{path}' cannot be written: {error.strerror or error} ({free / 2**20:,.0f} MiB are free there); the "
-                "version "
-                "before it stays the current one. Free some space and write again"
+                "version before it stays the current one. Free some space and write again"
             ) from error
         finally:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]) -> Path:
-    """Makes what was written to ``path`` the current version and returns its folder.
+    """Makes the files in ``path`` the current version and returns its folder.
 
     Args:
-        path: of :func:`new_version`.
-        content: of its manifest.
-        digests: SHA-256 by file, of those that are known already; the others are read.
+        path: folder from :func:`new_version`.
+        content: values of the manifest, without files and format.
+        digests: SHA-256 of files that are known already, by name; the other files are read.
     """
     files = {}
     for name, file in files_below(path).items():
@@ -146,7 +147,9 @@ def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]
 
 
 def prune_store(folder: Path | str, keep: int = 2) -> list[str]:
-    """Removes all but the newest ``keep`` versions and the current one, and says which; who has one open reads on.
+    """Removes all but the newest ``keep`` versions and the current one, and returns the names of those removed.
+
+    Readers keep a version that they have open.
 
     Raises:
         ValueError: ``keep`` below 1.
@@ -163,7 +166,7 @@ def prune_store(folder: Path | str, keep: int = 2) -> list[str]:
 
 
 def attempts() -> range:
-    """How often to follow the pointer again, when the version that it named is gone."""
+    """Returns the attempts to follow the pointer, where the version that it names is gone again."""
     return range(_TRIES)
 
 

@@ -1,7 +1,4 @@
-"""write_store: blocks of ids and vectors to a new version of a store, streamed.
-
-embed: one tower over a whole catalogue, into a store in the order of the ids.
-"""
+"""write_store(): blocks of ids and vectors into a new version of a store; embed(): a tower over a catalogue."""
 
 from __future__ import annotations
 
@@ -39,11 +36,11 @@ def write_store(
     Positions are in the order of the blocks. One block is in memory at a time, besides all ids.
 
     Args:
-        folder: made where it is not there.
+        folder: folder of the store, made where it is missing.
         blocks: (ids, vectors): (N,) int64 or str, and (N, D) numbers.
-        dtype: of the rows on disk.
+        dtype: row format on disk.
         tower: digest of the tower that made the vectors.
-        queries: (Q, D) with which fp16's and int8's recall is measured; rows of the first block where not given.
+        queries: (Q, D) by which the recall of fp16 and int8 is measured; rows of the first block where not given.
 
     Raises:
         ValueError: an id twice, blocks of different widths, a number that is not finite; no version is made.
@@ -68,7 +65,7 @@ class RowWriter:
 
     Attributes:
         width: D; 0 before the first block.
-        meter: of what fp16 and int8 lose; None for fp32.
+        meter: measures what fp16 and int8 lose; None for fp32.
     """
 
     def __init__(self, folder: Path, dtype: Dtype, queries: Tensor | None = None) -> None:
@@ -88,9 +85,8 @@ class RowWriter:
         """
         block = self._checked(vectors, len(ids))
         if len(ids):
-            self._ids.append(
-                checked_ids(ids if isinstance(ids, pa.Array) else np.array(ids))
-            )  # a copy: blocks may be reused
+            given = ids if isinstance(ids, pa.Array) else np.array(ids)  # a copy: blocks may be reused
+            self._ids.append(checked_ids(given))
         try:
             rows, scales = encode(block, self.dtype)
         except ValueError as error:
@@ -114,19 +110,19 @@ class RowWriter:
         self.width = block.shape[1]
         return block.contiguous()
 
-    def _write(self, name: str, part: Tensor) -> None:
-        data = part.contiguous().view(torch.uint8).numpy().data if part.numel() else b""
+    def _write(self, name: str, rows: Tensor) -> None:
+        data = rows.contiguous().view(torch.uint8).numpy().data if rows.numel() else b""
         self._files[name].write(data)
         self._sha[name].update(data)
 
     @property
     def ids(self) -> NDArray[Any] | pa.Array:
-        """Of all rows so far.
+        """Ids of all rows so far.
 
         Raises:
-            ValueError: blocks of integers and blocks of strings.
+            ValueError: some blocks have integers and others strings.
         """
-        strings = [isinstance(part, pa.Array) for part in self._ids]
+        strings = [isinstance(block, pa.Array) for block in self._ids]
         if any(strings) and not all(strings):
             raise ValueError("ids: some blocks have int64 ids and others str; all ids of a catalogue are of one type")
         if any(strings):
@@ -135,7 +131,7 @@ class RowWriter:
 
     @property
     def digests(self) -> dict[str, str]:
-        """SHA-256 by file."""
+        """SHA-256 of each file by its name."""
         return {name: sha.hexdigest() for name, sha in self._sha.items()}
 
     def __enter__(self) -> RowWriter:
@@ -149,7 +145,7 @@ class RowWriter:
 
 
 Rows = TypeVar("Rows")
-_ROWS = 65_536  # copied at a time when shares are joined
+_ROWS = 65_536  # rows that are copied at a time when shares are joined
 
 
 def embed(
@@ -164,26 +160,26 @@ def embed(
     barrier: Callable[[], object] | None = None,
     shares: Path | None = None,
 ) -> EmbeddingStore:
-    """Runs ``tower`` over a catalogue as it streams by and writes its outputs to a store, whose positions ascend with the ids.
+    """Runs a tower over a streamed catalogue and writes its outputs to a store, whose positions ascend with the ids.
 
-    Each rank is given its own share of the catalogue, whichever; the store is the same for any number of ranks and any
-    shares. One block is in memory at a time, besides all ids.
+    Each rank is given any share of the catalogue; the store is alike for any number of ranks and any shares. One block
+    is in memory at a time, besides all ids.
 
     Args:
-        tower: from the rows of a block, such as a ``TowerBatch``, to (N, D); in evaluation mode.
-        blocks: (ids, rows) of this rank's share, best some thousands of rows each: what the layers of a tower make of
-            more leaves the cache, and is fresh memory each time (4,096 rows took two thirds of the time of 16,384).
-        folder: of the store; all ranks must see it.
-        digest: of the tower.
-        dtype: of the rows on disk.
-        rank: of this process.
-        world_size: how many processes share the catalogue.
-        barrier: waits for all of them, such as ``torch.distributed.barrier``.
+        tower: function from a block's rows, such as a ``TowerBatch``, to (N, D); in evaluation mode.
+        blocks: (ids, rows) of this rank's share, best some thousands of rows each: the activations of more leave the
+            cache, and are fresh memory each time (4,096 rows took two thirds of the time of 16,384).
+        folder: folder of the store, which all ranks must see.
+        digest: digest of the tower.
+        dtype: row format on disk.
+        rank: rank of this process.
+        world_size: number of processes that share the catalogue.
+        barrier: waits for all processes, such as ``torch.distributed.barrier``.
         shares: folder for the shares of several ranks meanwhile, which all of them must see; beside ``folder`` where
             not given.
 
     Raises:
-        ValueError: an id twice, in whatever shares; a number that is not finite; several ranks without a barrier.
+        ValueError: an id occurs twice, in whatever shares; a number is not finite; several ranks without a barrier.
         StoreError: the disk refuses.
     """
     folder = Path(folder)
@@ -192,17 +188,17 @@ def embed(
             f"rank={rank}, world_size={world_size}: rank is 0 to world_size - 1, and several ranks need a barrier"
         )
     embedded = _embedded(tower, blocks)
-    if world_size == 1 and row_format(dtype).exact:  # shorter numbers are made once, of the tower's own
+    if world_size == 1 and row_format(dtype).exact:  # other formats are rounded once, from the tower's own outputs
         store = write_store(folder, embedded, tower=digest)
         return store if _ascend(store.ids) else _joined([store], folder, dtype, digest)
-    parts = [(shares or folder.parent) / f"{folder.name}.share{each}" for each in range(world_size)]
-    write_store(parts[rank], embedded, tower=digest)
+    folders = [(shares or folder.parent) / f"{folder.name}.share{each}" for each in range(world_size)]
+    write_store(folders[rank], embedded, tower=digest)
     wait = barrier or (lambda: None)
     wait()
     if rank == 0:
-        _joined([EmbeddingStore.open(part) for part in parts], folder, dtype, digest)
-        for part in parts:
-            shutil.rmtree(part)
+        _joined([EmbeddingStore.open(share) for share in folders], folder, dtype, digest)
+        for share in folders:
+            shutil.rmtree(share)
     wait()
     return EmbeddingStore.open(folder)
 
@@ -219,19 +215,20 @@ def _ascend(ids: IdMap) -> bool:
 
 
 def _joined(shares: Sequence[EmbeddingStore], folder: Path, dtype: Dtype, digest: str) -> EmbeddingStore:
-    """The rows of all shares in one store, by id; read where they lie, so that memory does not grow with them."""
+    """Writes the rows of all shares to one store in the order of the ids; they are read block by block."""
     filled = [share for share in shares if len(share)]
     ids = np.concatenate([share.ids.ids() for share in filled] or [np.zeros(0, np.int64)])
     order = np.argsort(ids, kind="stable")
     ends = np.cumsum([len(share) for share in filled])
 
-    def rows(places: np.ndarray) -> Tensor:
-        owner = np.searchsorted(ends, places, side="right")
-        found = torch.empty(len(places), filled[0].width)
+    def rows(positions: np.ndarray) -> Tensor:
+        owner = np.searchsorted(ends, positions, side="right")
+        vectors = torch.empty(len(positions), filled[0].width)
         for number, share in enumerate(filled):
-            own = np.flatnonzero(owner == number)
-            found[torch.from_numpy(own)] = share.rows(torch.from_numpy(places[own] - (ends[number] - len(share))))
-        return found
+            here = np.flatnonzero(owner == number)
+            first = ends[number] - len(share)
+            vectors[torch.from_numpy(here)] = share.rows(torch.from_numpy(positions[here] - first))
+        return vectors
 
-    parts = (order[start : start + _ROWS] for start in range(0, len(order), _ROWS))
-    return write_store(folder, ((ids[places], rows(places)) for places in parts), dtype=dtype, tower=digest)
+    blocks = (order[start : start + _ROWS] for start in range(0, len(order), _ROWS))
+    return write_store(folder, ((ids[block], rows(block)) for block in blocks), dtype=dtype, tower=digest)
