@@ -30,16 +30,16 @@ Kind = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 class Schedule:
     """A factor on the learning rate, by step.
 
-    The rate rises in equal parts over ``warmup`` steps to the whole of what the optimizer was given, then follows
+    The rate rises in equal parts over ``warmup`` steps to the optimizer's learning rate, then follows
     ``kind``: ``constant``; ``linear`` or ``cosine`` down to ``floor`` at the last step; ``inverse_sqrt``, sqrt(warmup /
     step) (Vaswani et al. 2017); ``step``, times ``gamma`` every ``every`` steps.
 
     Args:
-        kind: of the part after the warm-up.
-        warmup: steps; the first has 1 / warmup of the rate.
-        floor: of ``linear`` and ``cosine``, 0 to 1.
+        kind: form of the part after the warm-up.
+        warmup: steps of the warm-up; the first has 1 / warmup of the rate.
+        floor: factor at the last step of ``linear`` and ``cosine``, 0 to 1.
         every: steps between two drops of ``step``.
-        gamma: of ``step``.
+        gamma: factor of each drop of ``step``, 0 to 1.
     """
 
     kind: Kind = "constant"
@@ -63,15 +63,15 @@ class Schedule:
 
     @property
     def changes(self) -> bool:
-        """Whether it is anything but 1 throughout."""
+        """Whether the factor is anything but 1 throughout."""
         return self.kind != "constant" or self.warmup > 0
 
     def factor(self, step: int, steps: int) -> float:
-        """The factor of a step.
+        """Returns the factor of a step.
 
         Args:
-            step: counted from 0.
-            steps: of the whole run.
+            step: number of the step, counted from 0.
+            steps: number of steps of the whole run.
 
         Example:
             >>> [round(Schedule(kind="linear", warmup=2).factor(step, 6), 2) for step in range(6)]
@@ -90,19 +90,19 @@ class Schedule:
 
 
 def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, steps: int) -> LambdaLR:
-    """The scheduler of all learning rates of a run, to be stepped after each step; the first step's are set at once.
+    """Builds the scheduler of all learning rates of a run, to be stepped after each step; it sets the first rates.
 
-    TorchRec's WarmupOptimizer would give all groups one rate and keep its place outside of the state of a combined
+    TorchRec's WarmupOptimizer would give all groups one rate and keep its position outside of the state of a combined
     optimizer.
 
     Args:
-        optimizer: from :func:`hybrid_parallel`; every group of another one follows ``dense``.
-        tables: of all tables. Those in kernels take the new rate when gradients are set to zero.
-        dense: of the dense layers.
-        steps: of the whole run.
+        optimizer: optimizer from :func:`hybrid_parallel`; every group of another optimizer follows ``dense``.
+        tables: schedule of all tables; kernels take the new rate when gradients are set to zero.
+        dense: schedule of the dense layers.
+        steps: number of steps of the whole run.
 
     Raises:
-        ValueError: a warm-up that is longer than the run.
+        ValueError: a warm-up is longer than the run.
     """
     for name, schedule in (("tables_schedule", tables), ("dense_schedule", dense)):
         if schedule.warmup >= steps and schedule.changes:
@@ -115,7 +115,7 @@ def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, step
 
 
 def rates(optimizer: KeyedOptimizer) -> dict[str, Any]:
-    """The learning rates of the first group of tables and of dense layers, as a record shows them."""
+    """Returns the learning rates of the first group of tables and of dense layers, as a record shows them."""
     if not isinstance(optimizer, HybridOptimizer):
         return {"dense_lr": optimizer.param_groups[0]["lr"]}
     groups = {"tables_lr": optimizer.table_groups, "dense_lr": optimizer.dense_groups}
@@ -130,7 +130,7 @@ class EarlyStop:
         metric: name of an evaluated figure, such as ``auc``; empty for no early stop.
         mode: whether the figure should rise (``max``) or fall (``min``).
         patience: evaluations without a better figure after which the run ends.
-        min_delta: by how much a figure must be better than the best to count.
+        min_delta: least difference from the best figure that counts as better.
         restore: end the run, early or not, with the weights of its best evaluation, which are then tested, exported and
             served; else with those of its last step.
     """
@@ -154,8 +154,8 @@ class EarlyStopWatch:
     """Follows the evaluations of one run; every rank has one, and rank 0's figures decide for all.
 
     Args:
-        config: what to watch.
-        runtime: this process's place in the job.
+        config: the figure to watch, and the patience.
+        runtime: rank and device of this process.
     """
 
     def __init__(self, config: EarlyStop, runtime: Runtime) -> None:
@@ -164,10 +164,10 @@ class EarlyStopWatch:
         self.best: dict[str, Any] | None = None
 
     def see(self, record: Mapping[str, Any]) -> bool:
-        """Whether this evaluation is the best so far; False where nothing is watched.
+        """Takes an evaluation; returns whether it is the best so far, False where nothing is watched.
 
         Raises:
-            ValueError: the evaluation has no such figure, or it is not a number, on every rank alike.
+            ValueError: the evaluation has no such figure, or the figure is not a number, on every rank alike.
         """
         name = self._config.metric
         if not name:
@@ -190,15 +190,15 @@ class EarlyStopWatch:
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has seen, as JSON holds it."""
+        """Returns what it has seen, as JSON can hold it."""
         return {"since": self._since, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As if it had seen what another one has."""
+        """Restores a state that :meth:`state_dict` returned."""
         self._since, self.best = int(state["since"]), state["best"]
 
     def stops(self) -> dict[str, Any] | None:
-        """What a record says of the end, where the run should end now."""
+        """Returns the record of the end where the run should end now, else None."""
         if self.best is None or self._since < self._config.patience:
             return None
         name, best, epoch = self._config.metric, self.best["best"], self.best["best_epoch"]
@@ -206,13 +206,13 @@ class EarlyStopWatch:
         return {"kind": "stop", "metric": name, **self.best, "message": message}
 
     def better_than(self, step: int) -> dict[str, Any] | None:
-        """The best evaluation, where a run that ends at ``step`` should go back to it."""
+        """Returns the best evaluation where a run that ends at ``step`` should go back to it, else None."""
         if not (self._config.metric and self._config.restore) or self.best is None or self.best["best_step"] == step:
             return None
         return self.best
 
     def told(self, best: Mapping[str, Any]) -> str:
-        """How a message names the best evaluation."""
+        """Returns how a message names the best evaluation."""
         return f"epoch {best['best_epoch']} ({self._config.metric} {best['best']:.4f})"
 
     def _gain(self, value: float) -> float:
@@ -232,34 +232,34 @@ Record = dict[str, Any]  # figures and messages by name, as metrics.jsonl has th
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The loop.
+    """Settings of the training loop.
 
     Args:
         epochs: passes over the data.
         log_every: steps between two records of loss and throughput, besides one at each epoch's end; a record is the
             only place where the loop waits for the device.
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
-        seed: of the dense layers, the tables and dropout; added to the loader's, of the order of samples and the
+        seed: seed of the dense layers, the tables and dropout; added to the loader's, for the order of samples and the
             negatives.
         tables_schedule: how the tables' learning rates change over the run.
-        dense_schedule: how the dense layers' do.
-        early_stop: after which evaluations the run ends before its last epoch, and with which weights.
+        dense_schedule: how the dense layers' learning rates change over the run.
+        early_stop: evaluations after which the run ends before its last epoch, and the weights it ends with.
         on_nan: what a loss or gradient that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the
             step on all ranks, which then moves nothing; a record of kind ``left_out`` says why.
-        check_gradients: look at each step's gradients before they reach a sharded table, see :class:`GradientGate`:
+        check_gradients: check each step's gradients before they reach a sharded table, see :class:`GradientGate`:
             ``on``, ``off`` or ``auto``, which is on where it costs no wait for the device: on the CPU, and with
-            ``on_nan=skip``. Where it is off, a gradient that is no number is found after sharded tables were moved by
-            it. A captured step is not looked at.
+            ``on_nan=skip``. Where it is off, a gradient that is not finite is found after it has moved sharded tables.
+            Captured steps are not checked.
         hang_s: seconds without a step after which a rank writes its stacks and ends the job; more than the slowest step
-            takes. Where not given 100 times the slowest of the last steps, from 25 s to 240 s. 0 for never: collectives
+            takes. If not given, 100 times the slowest of the last steps, from 25 s to 240 s. 0 for never: collectives
             then fail after five minutes.
         trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank
-            that no other waits for: ``auto`` where the rest of the run is long enough to pay for it and the model
-            allows it, ``off``, or ``require``: an error where it is not possible. The result is the same to rounding;
-            see :class:`Steps`.
-        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay what they are.
-            ``fp16`` in float16, for devices without the other, with its loss scaled; see :class:`LossScaling`.
+            that no other waits for; members of a stack of networks together. ``auto`` captures where the rest of the
+            run is long enough to pay for it and the model allows it, ``off`` never, ``require`` ends with an error
+            where it is not possible. The result is the same to rounding; see :class:`Steps`.
+        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay float32. ``fp16``
+            computes them in float16, for devices without bfloat16, with a scaled loss; see :class:`LossScaling`.
         threads: ``auto`` measures on the first steps, for two seconds, how many compute threads a process should have,
             and pins it to its share of the cores; ``given`` keeps those that it was started with.
     """

@@ -1,10 +1,7 @@
-"""train(): the loop, readable aloud.
+"""train(): the training loop.
 
-What a run is made of besides model and loader, as its configuration asks; combinations that exclude each other are
-refused.
-
-Every rank takes as many steps: unequal loaders are told before the first one, on all ranks, instead of a hang in the
-last.
+Settings that exclude each other are refused before the first step, and so are loaders of unequal lengths, on all ranks,
+which would otherwise hang in the last step.
 
 BestWeights: the weights of the best evaluation so far, in memory, for a run that saves no checkpoints.
 """
@@ -43,7 +40,7 @@ from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 
 def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) -> Callable[[], None] | None:
-    """What has the optimizer leave out a step, where the run goes on after a loss that is no number."""
+    """Returns what makes the optimizer leave out a step, where the run goes on after a loss that is not finite."""
     if config.on_nan == "stop":
         return None
     if not isinstance(optimizer, HybridOptimizer) or not sync.agrees_every_step or config.compile == "require":
@@ -57,7 +54,7 @@ def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) 
 
 
 def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime) -> LossScaling | None:
-    """The scaling of the loss that float16 needs."""
+    """Returns the scaling of the loss that float16 needs, else None."""
     if config.amp != "fp16":
         return None
     if not sync.agrees_every_step or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
@@ -70,7 +67,7 @@ def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, ru
 
 
 def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runtime: Runtime) -> GradientGate | None:
-    """The gate in front of the tables, where ``check_gradients`` asks for one; all ranks call it."""
+    """Returns the gate in front of the tables where ``check_gradients`` asks for one; all ranks call it."""
     skips = config.on_nan == "skip"
     if not isinstance(optimizer, HybridOptimizer) or config.check_gradients == "off":
         return None
@@ -80,7 +77,7 @@ def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runti
 
 
 def piped(config: TrainConfig, sync: SyncConfig) -> bool:
-    """Whether the run has what only the pipeline's steps can do: a timeline, semi-sync, leaving a step out."""
+    """Whether the run needs what only the pipeline's steps can do: a timeline, semi-sync, leaving a step out."""
     if config.compile == "require" and sync.looks_ahead:
         raise ValueError(
             f"train.compile=require with sync.mode={sync.mode}: look-ups a step ahead are the pipeline's; choose one"
@@ -89,7 +86,7 @@ def piped(config: TrainConfig, sync: SyncConfig) -> bool:
 
 
 def warn_unpipelined(paths: list[str]) -> None:
-    """Says which sharded modules the pipeline does not overlap."""
+    """Prints which sharded modules the pipeline does not overlap."""
     if paths:
         print(
             f"not pipelined: {', '.join(paths)}: their input dist does not overlap with the step before; "
@@ -99,16 +96,16 @@ def warn_unpipelined(paths: list[str]) -> None:
 
 
 class SizedBatches(Sized, Protocol):
-    """Batches whose number is known."""
+    """An iterable of batches whose number is known."""
 
     def __iter__(self) -> Iterator[TowerBatch]: ...
 
 
 def check_even(loader: Sized, runtime: Runtime) -> None:
-    """All ranks call it.
+    """Checks that the ranks' loaders have one length; all ranks call it.
 
     Raises:
-        UnevenStepsError: the ranks' loaders are not of one length; the same message on every rank.
+        UnevenStepsError: the lengths differ; the same message on every rank.
     """
     lengths = [0] * runtime.world_size
     dist.all_gather_object(lengths, len(loader))
@@ -122,11 +119,11 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
 
 
 def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
-    """The batches of an epoch that remain ``after`` so many of them.
+    """Yields the batches of an epoch that remain ``after`` so many of them.
 
     Raises:
-        UnevenStepsError: they are not ``len(loader)``, as was promised to the other ranks. It ends this rank at once,
-            and thereby the others, which would wait for it.
+        UnevenStepsError: their number is not ``len(loader)``, as was promised to the other ranks. The error ends this
+            rank at once, and thereby the others, which would wait for it.
     """
     number = after
     for number, batch in enumerate(loader, after + 1):
@@ -144,7 +141,7 @@ class BestWeights:
     """A copy of what this rank holds of a model's tables, layers and running statistics, in host memory.
 
     Args:
-        model: from :func:`hybrid_parallel`, or unsharded.
+        model: model from :func:`hybrid_parallel`, or unsharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -153,11 +150,11 @@ class BestWeights:
 
     @property
     def held(self) -> bool:
-        """Whether any were kept."""
+        """Whether any weights were kept."""
         return bool(self._copies)
 
     def keep(self) -> None:
-        """Copies the weights as they are now, in place of those before."""
+        """Copies the weights as they are now over those kept before."""
         self._copies = {
             name: held.map(lambda tensor, _: _copy(tensor)) if isinstance(held, Parts) else _copy(held)
             for name, held in model_state(self._model).tensors.items()
@@ -180,7 +177,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 class Loader(Protocol):
-    """Batches of one epoch, as many on every rank."""
+    """An iterable of the batches of one epoch, as many on every rank."""
 
     def __iter__(self) -> Iterator[TowerBatch]: ...
 
@@ -211,20 +208,20 @@ def train(
     :class:`EarlyStop`.
 
     Args:
-        model: from :func:`hybrid_parallel`; its forward returns (loss, output with a ``loss`` and ``weights``).
-        optimizer: likewise.
+        model: model from :func:`hybrid_parallel`; its forward returns (loss, output with a ``loss`` and ``weights``).
+        optimizer: the model's optimizer.
         loader: batches; every rank's loader must have as many.
-        runtime: this process's place in the job.
-        config: the loop.
+        runtime: rank and device of this process.
+        config: settings of the loop.
         evaluate: called on every rank after an epoch; the figures it returns are logged.
         log: called on rank 0 with each record.
-        sync: how often ranks exchange what; the gradients in every step where not given. Evaluations, which stand at
-            the end of an epoch, and the caller find all ranks equal.
-        timeline: called on rank 0 with that of ``config.trace_steps``.
-        checkpoints: saves the run, and says where it begins; the loader must then be one that resumes.
-        watchdog: told of each step.
-        stop: asked on every rank after each step and between blocks of an evaluation; where it says yes on one, the run
-            is saved and ends on all.
+        sync: how often ranks exchange what; the gradients in every step where not given. Evaluations, at the end of an
+            epoch, and the caller find all ranks equal.
+        timeline: called on rank 0 with the timeline of ``config.trace_steps``.
+        checkpoints: saves the run, and says where it begins; the loader must then be able to resume.
+        watchdog: watchdog that hears of each step.
+        stop: called on every rank after each step and between blocks of an evaluation; where it returns True on one
+            rank, the run is saved and ends on all.
 
     Returns:
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
@@ -232,15 +229,15 @@ def train(
         learning rates where a schedule changes them. ``eval``: the figures, and ``best`` where it is the best so far of
         an early stop's metric. ``stop``, the last one after an early stop: its ``metric``, ``best``, ``best_epoch``,
         ``best_step`` and a ``message``. ``timeline``: what ran at the same time, see :func:`overlap`. Before a diverged
-        run ends, ``log`` gets one of kind ``error`` with its ``message``. What this process did is logged, and is not
-        among them: ``steps`` says which way steps went (``captured`` and the milliseconds of each way), ``restore``
-        that the weights are those of the best evaluation.
+        run ends, ``log`` gets one of kind ``error`` with its ``message``. Two kinds are logged but not returned:
+        ``steps`` says whether steps were ``captured``, with the milliseconds of a step, and ``restore`` that the
+        weights are those of the best evaluation.
 
     Raises:
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
-        RunStoppedError: ``stop`` said so.
-        UnevenStepsError: the ranks' loaders are not of one length, on every rank alike; or one breaks its word.
-        ValueError: a warm-up or a timeline longer than the run, or an early stop by a figure that is not evaluated.
+        RunStoppedError: ``stop`` returned True.
+        UnevenStepsError: the ranks' loaders have different lengths, on every rank alike; or one gives another number.
+        ValueError: a warm-up or a timeline is longer than the run, or an early stop needs a figure not evaluated.
     """
     config, sync = config or TrainConfig(), sync or SyncConfig()
     if config.early_stop.metric and evaluate is None:
@@ -262,7 +259,7 @@ def train(
 
 
 class _Run:
-    """One call of :func:`train`: its parts, and where it stands."""
+    """One call of :func:`train`: its collaborators, and its position."""
 
     def __init__(
         self,
@@ -338,7 +335,7 @@ class _Run:
             self.at.begin(self.at.epoch + 1)
 
     def train_epoch(self) -> None:
-        """What is left of the epoch: nothing in a run that was saved before its evaluation."""
+        """Trains the rest of the epoch: nothing in a run that was saved before its evaluation."""
         if self.at.done and self.at.done == len(self.loader):
             return
         if not self.at.done:
@@ -445,19 +442,19 @@ class _Run:
             self.log({"kind": "steps", "epoch": self.at.epoch + 1, "step": self.at.step, **figures})
 
     def _take_time(self) -> None:
-        """An evaluation, a save or a refresh of negatives may follow."""
+        """Pauses the watchdog before an evaluation, a save or a refresh of negatives."""
         if self.watchdog is not None:
             self.watchdog.pause()
 
     def settle(self) -> None:
-        """After it every step so far is known to be good, no row lags behind, and all ranks are equal: fit for a checkpoint."""
+        """Checks all steps so far, updates rows that lag behind and makes ranks equal: fit for a checkpoint."""
         self._take_time()
         self.forward.settle()
         self.ranks.settle()
         self.steps.settle()
 
     def _stop(self, where: str = "") -> None:
-        """Saves, unless this step is saved already, and ends the run, on all ranks after the same step or block."""
+        """Saves, unless this step is saved already, and ends the run on all ranks after the same step or block."""
         where = where or f"after {self.forward.where(self.at.step)}"
         if self.checkpoints is None:
             raise RunStoppedError(f"stopped by a signal {where}; nothing was saved, since the run has no checkpoints")
@@ -466,7 +463,7 @@ class _Run:
         raise RunStoppedError(f"stopped by a signal {where}, which is saved; go on with --resume auto")
 
     def close(self) -> None:
-        """Waits for what is still being written."""
+        """Waits until everything is written."""
         self.progress.close()
         if self.checkpoints is not None:
             self.checkpoints.close()

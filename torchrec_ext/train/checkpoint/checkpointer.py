@@ -1,4 +1,4 @@
-"""Checkpointer: saves a state beside the training, loads it under any other plan, and finds the last good one."""
+"""Checkpointer: saves a state while the training goes on, loads it under any plan, finds the last good checkpoint."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Checkpointer:
     group of its own. One save is in flight at a time.
 
     Args:
-        folder: where they are; on several hosts one that all of them see.
-        runtime: this process's place in the job.
-        keep: how many of the newest stay.
+        folder: folder of the checkpoints; on several hosts one that all of them see.
+        runtime: rank and device of this process.
+        keep: number of newest checkpoints that stay.
 
     Raises:
         CheckpointError: the folder cannot be written, another job writes it, or not all ranks see it.
@@ -54,13 +54,13 @@ class Checkpointer:
     def save(
         self, step: int, state: ModelState, extra: State | None = None, content: Mapping[str, Any] | None = None
     ) -> None:
-        """Begins to save, after the save before has ended.
+        """Begins to save in the background, after the save before has ended.
 
         Args:
-            step: steps made.
-            state: of the model and its optimizers.
-            extra: more tensors by name, such as random states; a name is of one rank, or alike on all.
-            content: what JSON can hold, the same on every rank; goes into the manifest.
+            step: steps that the run has made.
+            state: state of the model and its optimizers.
+            extra: further tensors by name, such as random states; a name belongs to one rank, or is equal on all.
+            content: further entries of the manifest, which JSON can hold, the same on every rank.
 
         Raises:
             CheckpointError: the save before has failed, on every rank alike.
@@ -81,14 +81,14 @@ class Checkpointer:
         """Waits for the save in flight.
 
         Raises:
-            CheckpointError: it has failed, on every rank alike; the checkpoint before it is as it was.
+            CheckpointError: the save has failed, on every rank alike; the checkpoint before it is unchanged.
         """
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def close(self) -> None:
-        """Waits, ends the thread, and lets other jobs write into the folder."""
+        """Waits for the save in flight, ends the thread, and lets other jobs write into the folder."""
         try:
             self.wait()
         finally:
@@ -96,7 +96,7 @@ class Checkpointer:
             self.folder.unlock()
 
     def mark_best(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Keeps the checkpoint of ``step`` however many follow it, in place of the one marked before, once it is written."""
+        """Marks the checkpoint of ``step`` as the best, which stays however many follow it; the mark moves to it."""
         before = self._running
 
         def mark() -> None:
@@ -116,21 +116,21 @@ class Checkpointer:
             self.folder.note(name, content)
 
     def last_good(self, say: Callable[[str], None] = print) -> str | None:
-        """The newest checkpoint without damage, on every rank the same; None where there is none.
+        """Returns the newest checkpoint without damage, the same on every rank; None where there is none.
 
         Args:
-            say: called on rank 0 with a line for each newer one that is damaged.
+            say: called on rank 0 with a line for each newer checkpoint that is damaged.
         """
         return newest_good(self.folder, self.together, say)
 
     def load(self, path: str, state: ModelState, extra: State | None = None) -> dict[str, Any]:
-        """Writes the checkpoint of a run into its model, whatever plan and ranks it was saved with; see :func:`load_checkpoint`."""
+        """Writes a run's checkpoint into its model, under any plan and number of ranks; see :func:`load_checkpoint`."""
         return load_checkpoint(path, state, self.together, extra)[0]
 
     def branch(
         self, saved: Mapping[str, Any], best: Mapping[str, Any] | None, say: Callable[[str], None] = print
     ) -> None:
-        """Goes on from a checkpoint: those ahead of it in this folder are set aside, and what is saved next has it as its parent.
+        """Sets aside the checkpoints ahead of the one that a run goes on from, which is the parent of the next save.
 
         Args:
             saved: the checkpoint's manifest, as :meth:`load_checkpoint` returns it.
@@ -143,7 +143,7 @@ class Checkpointer:
             say(line)
 
     def _set_aside(self, step: int, best: Mapping[str, Any] | None) -> str | None:
-        """What lies ahead of ``step``; the checkpoint marked as best is again the best of the run as it stands, if it is there."""
+        """Moves checkpoints ahead of ``step`` away; marks as best the best one up to that step, if it is there."""
         line = self.folder.set_aside(step)
         marked, steps = self.folder.noted("best.json"), self.folder.steps()
         if isinstance(marked, dict) and marked.get("step") not in steps:
@@ -202,13 +202,13 @@ class Checkpointer:
         return f"checkpoint '{path}' could not be written: {cause(error)}; the one before it is as it was"
 
     def _names(self, path: str) -> list[str]:
-        """The files of this rank."""
+        """Names of the files that this rank wrote."""
         mine = [f"__{self._runtime.rank}_", *([".metadata"] if self._runtime.is_main else [])]
         names = [name.rstrip("/").rpartition("/")[2] for name in self.folder.files.ls(path, detail=False)]
         return [name for name in names if name.startswith(tuple(mine))]
 
     def _copied(self, state: State) -> State:
-        """The state in memory of its own, the same at each save."""
+        """Copies the state into buffers that are reused by each save."""
 
         def copy(key: str, tensor: Tensor) -> Tensor:
             held = self._copies.get(key)
@@ -225,7 +225,7 @@ class Checkpointer:
             }
 
     def _of_all_ranks(self, state: ModelState) -> dict[str, Any]:
-        """What a rank that holds no part of a table or a layer does not know: paths of layers, and parts of columns."""
+        """What a rank without a shard of a table or layer does not know: paths of layers, and widths of columns."""
         layers = [
             name.removeprefix("dense.") for name in state.tensors if name.startswith("dense.") and "@" not in name
         ]
@@ -237,7 +237,7 @@ class Checkpointer:
 
 
 def _stand_back() -> None:
-    """Has the thread that writes take what the training leaves of the processor; Linux gives threads priorities of their own."""
+    """Lowers the priority of the writing thread below the training's; Linux has priorities by thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 

@@ -1,8 +1,7 @@
-"""load(): a checkpoint into a model under another plan, on other ranks, or with more to it than there was.
+"""load_checkpoint(): a checkpoint into a model under another plan, on other ranks, or with more rows and layers.
 
-What a checkpoint has for a model, name by name: what fits, what grew, and what must be allowed or is refused.
-
-How a number per row moves between tables whose columns are split differently.
+match() compares them name by name: what fits, what grew, and what must be allowed or is refused. inherited() moves an
+optimizer's number per row between tables whose columns are split differently.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ Change = Literal["more_rows", "new_tables", "fewer_tables", "new_layers", "fewer
 
 @dataclass
 class Match:
-    """What of a model a checkpoint fills.
+    """The tensors of a model that a checkpoint fills.
 
     Args:
-        tensors: to be loaded; of a table with more rows than were saved, those that were.
-        row_states: names of these, likewise.
-        grown: tables with more rows, and how many were saved.
+        tensors: tensors to be loaded; where a table has more rows than were saved, the saved rows.
+        row_states: names of the row states to be loaded.
+        grown: tables with more rows, and the number of rows that were saved.
         said: a line for each difference, for the report.
     """
 
@@ -54,16 +53,16 @@ def match(
     """Compares a model with what was saved.
 
     Args:
-        path: for messages.
-        state: the model.
-        wanted: its tensors without row states.
-        index: of the checkpoint.
-        saved: its manifest.
-        allow: the kinds of differences that are wanted.
-        together: all ranks call it.
+        path: name of the checkpoint in messages.
+        state: state of the model.
+        wanted: the model's tensors without row states.
+        index: the checkpoint's index of tensors.
+        saved: the checkpoint's manifest.
+        allow: the kinds of differences that are allowed.
+        together: the ranks that load; all call it.
 
     Raises:
-        CheckpointError: there is a difference of another kind; every one is named, on every rank alike.
+        CheckpointError: there is a difference of another kind; each is named, on every rank alike.
     """
     there = {name: tuple(getattr(held, "size", ())) for name, held in index.state_dict_metadata.items()}
     mine = {name: tuple(held.size()) for name, held in wanted.items()} | {
@@ -93,7 +92,7 @@ def match(
 
 
 def _kind(name: str, size: tuple[int, ...], before: tuple[int, ...] | None, saved: Mapping[str, Any]) -> str | None:
-    """``fits``, the change that it would be, or None for one that nothing allows."""
+    """Returns ``fits``, the name of the change that loading would be, or None for one that nothing allows."""
     if size == before:
         return "fits"
     if name.startswith("tables."):
@@ -146,17 +145,17 @@ def _slots(state: ModelState) -> set[str]:
 
 
 def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Tensor:
-    """The number that a part of the columns inherits: the mean, over its columns, of the number of the saved part of each.
+    """Returns the number that a part of the columns inherits: the mean over its columns of each saved part's number.
 
     A table whose columns are split keeps one sum of squared gradients (their mean over the part's columns) for each
     part. The mean over the parts, weighted by their widths, is the sum that the whole table would have kept for the
     same gradients; a part of a whole, or of another part, starts from the sum of what it was a part of.
 
     Args:
-        saved: (n, P), of n rows and P parts.
-        widths: columns of each part, in order.
-        start: first column of the part that inherits, and
-        stop: the one after its last.
+        saved: numbers of n rows and P saved parts, (n, P).
+        widths: number of columns of each saved part, in order.
+        start: first column of the part that inherits.
+        stop: column after the last of that part.
 
     Returns:
         (n, 1).
@@ -180,23 +179,23 @@ def load_checkpoint(
     allow: Sequence[Change] = (),
     cold: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Any], Match]:
-    """Writes a checkpoint into the tensors of ``state`` and ``extra``, whatever plan and number of ranks it was saved with.
+    """Writes a checkpoint into ``state`` and ``extra``, whatever plan and number of ranks it was saved with.
 
     Args:
-        path: of a checkpoint in which :func:`damage` found nothing.
-        state: of the model and its optimizers.
-        together: all ranks call it.
+        path: checkpoint in which :func:`damage` found nothing.
+        state: state of the model and its optimizers.
+        together: the ranks that load; all call it.
         extra: tensors to fill as well; names that were not saved are left as they are.
         allow: how the model may differ. ``more_rows``: the rows beyond those saved begin as the saved row of ``cold``,
             without optimizer state. ``new_tables`` and ``new_layers`` stay as they were drawn. ``fewer_tables`` and
             ``fewer_layers`` are left in the checkpoint.
-        cold: by table the row that stands for ids never seen; 0 where not given.
+        cold: row of each table that stands for ids never seen; 0 where not given.
 
     Returns:
         The manifest, and what was matched.
 
     Raises:
-        CheckpointError: it is of another model; every difference is named.
+        CheckpointError: the checkpoint was saved from another model; each difference is named.
     """
     saved, index = read_checkpoint_manifest(path), read_index(path)
     counted = state.counted()
@@ -225,12 +224,12 @@ def load_checkpoint(
 
 
 def load_weights(path: str, state: ModelState, together: CheckpointRanks) -> None:
-    """Writes the weights of a checkpoint into the very model that it is of, under any plan, and leaves the optimizers' state there.
+    """Writes the weights of a checkpoint, without optimizer state, into the model it was saved from, under any plan.
 
     Args:
-        path: of a checkpoint in which :func:`damage` found nothing.
-        state: of the model alone.
-        together: all ranks call it.
+        path: checkpoint in which :func:`damage` found nothing.
+        state: state of the model alone.
+        together: the ranks that load; all call it.
     """
     _read(path, state.tensors, together)
 
@@ -244,7 +243,7 @@ def _read(path: str, wanted: State, together: CheckpointRanks) -> None:
 
 
 def _merge(state: ModelState, other: Mapping[str, Parts], saved: Mapping[str, Any]) -> None:
-    """Row states of tables whose columns are split differently."""
+    """Converts row states of tables whose columns are split differently."""
     for name, held in other.items():
         own, widths = state.row_states[name], saved["row_parts"][name]
         by_row = {part.offsets[0]: part.tensor for part in held.parts}
@@ -257,7 +256,7 @@ def _merge(state: ModelState, other: Mapping[str, Parts], saved: Mapping[str, An
 
 
 def _cold_rows(state: ModelState, found: Match, cold: Mapping[str, int]) -> dict[str, Any]:
-    """A place for the row by which each grown table's new rows begin, on every rank."""
+    """Allocates, on every rank, the row as which each grown table's new rows begin."""
     rows: dict[str, Any] = {}
     for table, before in found.grown.items():
         dim = state.tables[table][1]

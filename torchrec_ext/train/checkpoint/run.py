@@ -30,7 +30,7 @@ Changed = Literal["refuse", "next_epoch"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When a run is saved, and where.
+    """Says when a run is saved, and in which folder.
 
     A checkpoint is written while the training goes on, and any plan on any number of ranks can load it.
 
@@ -41,8 +41,8 @@ class CheckpointConfig:
         keep: how many of the newest stay, beside that of the best evaluation (see ``train.early_stop.metric``).
         folder: a path, or an address that fsspec opens, such as ``s3://bucket/runs/a``; on several hosts one that all
             of them see. ``checkpoints`` in the run folder where empty.
-        changed: what a resume does where data, batch size or another setting of the stream of samples is not what it
-            was: ``refuse``, since the remaining samples of the epoch would not be those that are missing, or begin the
+        changed: what a resume does where data, batch size or another setting of the stream of samples has changed:
+            ``refuse``, since the remaining samples of the epoch would not be those that are missing, or begin the
             ``next_epoch``.
     """
 
@@ -73,12 +73,12 @@ _EVALUATED = "evaluated.json"  # beside the checkpoints: the outcome of the eval
 
 @dataclass
 class Position:
-    """Where a run stands: ``done`` steps of ``epoch``, ``step`` steps in all.
+    """The position of a run: ``done`` steps of ``epoch``, ``step`` steps in all.
 
     Args:
         epoch: counted from 0.
-        done: steps of this epoch.
-        step: steps of the run.
+        done: steps that this epoch has made.
+        step: steps that the run has made.
         ended: whether the epoch has been evaluated, so that the next one begins.
         history: the records so far.
     """
@@ -90,30 +90,30 @@ class Position:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def begin(self, epoch: int) -> None:
-        """Stands before the first step of ``epoch``."""
+        """Moves to the first step of ``epoch``."""
         self.epoch, self.done, self.ended = epoch, 0, False
 
 
 class Resumable(Protocol):
-    """What has a state that JSON can hold, such as an EarlyStopWatch."""
+    """An object whose state JSON can hold, such as an EarlyStopWatch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """Returns the state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As it was."""
+        """Restores a state that :meth:`state_dict` returned."""
 
 
 class Sums(Protocol):
-    """What has been added up since the last record."""
+    """The figures that a loop adds up between two records."""
 
     @property
     def sums(self) -> Tensor:
-        """Of this rank."""
+        """This rank's sums since the last record."""
 
 
 class CheckpointedRun(Protocol):
-    """What is saved of a run: the attributes of the loop's."""
+    """The parts of a run that a checkpoint saves."""
 
     model: nn.Module
     optimizer: KeyedOptimizer
@@ -121,37 +121,37 @@ class CheckpointedRun(Protocol):
     at: Position
 
     def settle(self) -> None:
-        """Makes every rank equal and what it holds the last word; all ranks call it."""
+        """Completes deferred work, so that the state is equal on all ranks and safe to save; all ranks call it."""
 
     @property
     def loader(self) -> Any:
-        """Of the training batches."""
+        """The loader of the training batches."""
 
     @property
     def watch(self) -> Resumable:
-        """Of early stopping."""
+        """The state of early stopping."""
 
     @property
     def window(self) -> Sums:
-        """Of the next record."""
+        """The sums of the next record."""
 
 
 class RunCheckpoints:
-    """Saves a run as ``config`` says, and puts it back where it was.
+    """Saves a run as ``config`` says, and restores it.
 
-    A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. Kept are
-    weights, optimizer rows and counts, the loader's place, the random states of each rank (dropout), records and early
-    stopping; schedules follow from the step. On another number of ranks each rank draws its dropout anew. Not bit for
-    bit are three things: captured steps (``train.compile``) equal eager ones to rounding, and a resumed run makes its
-    first ones eager; under local SGD and DiLoCo the first step after a resume is taken together, with rank 0's
-    optimizer state on every rank and no outer momentum; and on three ranks or more with over 1 MiB of dense gradients
-    that step is rounded otherwise, see :func:`settle_buckets`.
+    A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. A
+    checkpoint holds weights, optimizer rows and counts, the loader's position, the random states of each rank
+    (dropout), records and early stopping; schedules follow from the step. On another number of ranks each rank draws
+    new dropout. Three things are not equal bit for bit: captured and compiled steps (``train.compile``) equal eager
+    ones to rounding, and a resumed run makes its first ones eager; under local SGD and DiLoCo the first step after a
+    resume is taken together, with rank 0's optimizer state on every rank and no outer momentum; and on three ranks or
+    more with over 1 MiB of dense gradients that step is rounded otherwise, see :func:`settle_buckets`.
 
     Args:
-        checkpointer: where they are.
-        config: when.
-        resume: path of the checkpoint to begin from; None begins anew.
-        about: more for the manifest, such as the job's settings; JSON can hold it.
+        checkpointer: writes and reads the checkpoints.
+        config: epochs and steps between two checkpoints.
+        resume: path of the checkpoint to begin from; None starts a new run.
+        about: further entries of the manifest, such as the job's settings; JSON can hold them.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class RunCheckpoints:
         return self._config.saves
 
     def restore(self, run: CheckpointedRun) -> Position:
-        """Loads the checkpoint to begin from, if there is one, and says where the run stands.
+        """Loads the checkpoint to begin from, if there is one, and returns where the run stands.
 
         Raises:
-            CheckpointError: it is of another model.
-            ValueError: the loader does not resume, or data or batch size are not what they were.
+            CheckpointError: the checkpoint was saved from another model.
+            ValueError: the loader cannot resume, or data or batch size have changed.
         """
         if not isinstance(run.loader, ResumableLoader):
             raise ValueError(
@@ -208,22 +208,22 @@ class RunCheckpoints:
         return position
 
     def after_step(self, run: CheckpointedRun) -> None:
-        """Saves, where the config says so."""
+        """Saves a checkpoint where the config asks for one after this step."""
         if self._config.steps and run.at.step % self._config.steps == 0:
             self.save(run)
 
     def before_evaluation(self, run: CheckpointedRun, *, last: bool) -> None:
-        """Saves, where the config says so or this is the ``last`` epoch: what follows may take long, and be stopped.
+        """Saves where the config says so or this is the ``last`` epoch: an evaluation may take long, and be stopped.
 
-        A run that resumes here evaluates first.
+        A run that resumes from here evaluates first.
         """
         if self._due(run) or (self._config.saves and last):
             self.save(run)
 
     def after_epoch(self, run: CheckpointedRun, *, last: bool, best: bool) -> None:
-        """Saves, where the config says so or this was the ``last`` epoch; keeps it where it is the ``best`` so far.
+        """Saves where the config says so or this was the ``last`` epoch, and keeps it if it is the ``best`` so far.
 
-        What was saved before the evaluation is not saved again: its outcome is noted beside it.
+        A checkpoint saved before the evaluation is not saved again: the outcome is noted beside it.
         """
         if not (self._due(run) or (self._config.saves and (last or best))):
             return
@@ -246,7 +246,7 @@ class RunCheckpoints:
         return bool(by_epoch or (config.steps and run.at.step % config.steps == 0))
 
     def _evaluated(self, content: dict[str, Any]) -> dict[str, Any]:
-        """What was saved, with the outcome of the evaluation after it where that was made."""
+        """The saved content, with the outcome of the evaluation after it where that was made."""
         assert self._resume is not None
         note = self._checkpointer.together.on_main(
             lambda: CheckpointFolder(_parent(str(self._resume))).noted(_EVALUATED)
@@ -254,7 +254,7 @@ class RunCheckpoints:
         saved = content["position"]
         if not isinstance(note, dict) or note.get("step") != saved["step"] or saved["ended"]:
             return content
-        # Of another run that was at this step before, and that this one overtook, the records have other times.
+        # Another run that was at this step before, and that this one overtook, has records with other times.
         if note["position"]["history"][: note["records"]] != saved["history"] or note["records"] != len(
             saved["history"]
         ):
@@ -262,11 +262,11 @@ class RunCheckpoints:
         return {**content, "position": note["position"], "watch": note["watch"]}
 
     def load_weights(self, model: nn.Module, step: int) -> bool:
-        """Loads the weights that were saved after ``step`` and says whether they are still there; all ranks call it.
+        """Loads the weights saved after ``step`` and returns whether they are still there; all ranks call it.
 
         Args:
-            model: from :func:`hybrid_parallel`, or unsharded.
-            step: of a checkpoint in the run's folder, or in that which it was resumed from.
+            model: model from :func:`hybrid_parallel`, or unsharded.
+            step: step of a checkpoint in the run's folder, or in the folder that the run was resumed from.
         """
         self._checkpointer.wait()
         together = self._checkpointer.together
@@ -278,7 +278,7 @@ class RunCheckpoints:
         return False
 
     def save(self, run: CheckpointedRun) -> None:
-        """Begins to save, unless this step was saved last."""
+        """Begins to save in the background, unless this step was saved last."""
         if self._last == run.at.step:
             return
         run.settle()
@@ -295,12 +295,12 @@ class RunCheckpoints:
         self._last, self._history = run.at.step, len(run.at.history)
 
     def close(self) -> None:
-        """Waits for the last one to be written."""
+        """Waits until the last checkpoint is written."""
         self._checkpointer.close()
 
 
 def counted_from_one(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of a run, its records with epochs counted from 1; earlier ones called the first one 0."""
+    """Returns a checkpoint's content with epochs counted from 1; checkpoints of earlier releases count from 0."""
     if content.get("epochs_from") == 1:
         return dict(content)
     position, watch = dict(content["position"]), dict(content["watch"])
@@ -331,7 +331,7 @@ def _versions() -> dict[str, str]:
 
 
 def _of_rank(run: CheckpointedRun) -> State:
-    """What each rank has of its own: the random states that dropout draws from, and sums for the next record."""
+    """This rank's state: the random states that dropout draws from, and the sums of the next record."""
     own = {"cpu": torch.get_rng_state(), "sums": run.window.sums}
     if run.runtime.device.type == "cuda":
         own["cuda"] = torch.cuda.get_rng_state(run.runtime.device)
@@ -347,7 +347,7 @@ def _restore_rank(states: State, run: CheckpointedRun) -> None:
 
 
 def _without_tensors(tree: Any, path: str, tensors: State) -> Any:
-    """What JSON can hold of a state; its tensors go to ``tensors`` by their path."""
+    """Returns a state as JSON can hold it; its tensors go to ``tensors`` by their path."""
     if isinstance(tree, Mapping):
         return {key: _without_tensors(value, f"{path}.{key}", tensors) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -372,13 +372,13 @@ def _with_tensors(tree: Any, tensors: State) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig:
-    """The checkpoint whose weights and optimizer state a new run begins with; place, records and random states are new.
+    """The checkpoint whose weights and optimizer state a new run begins with; all other state is new.
 
     Args:
-        path: of a run folder, a folder of checkpoints or a checkpoint; empty to begin with weights drawn anew.
-        allow: how the model may differ from what was saved. ``more_rows``: a table's rows beyond those saved begin as
-            its row for ids never seen. ``new_tables``, ``new_layers``: these begin as drawn. ``fewer_tables``,
-            ``fewer_layers``: these are left behind. Any difference that is not allowed is refused, and named.
+        path: run folder, folder of checkpoints or checkpoint; empty to begin with newly drawn weights.
+        allow: differences between the model and the checkpoint that are allowed. ``more_rows``: a table's rows beyond
+            those saved begin as its row for ids never seen. ``new_tables``, ``new_layers``: these begin as drawn.
+            ``fewer_tables``, ``fewer_layers``: these are left out. Any other difference is refused, and named.
     """
 
     path: str = ""
@@ -398,15 +398,15 @@ def begin_with(
     config: StartConfig,
     cold: Mapping[str, int],
 ) -> str:
-    """Loads the checkpoint at ``path`` and says what of it was matched.
+    """Loads the checkpoint at ``path`` and returns a text that says what was matched; all ranks call it.
 
     Args:
-        path: of a checkpoint without damage.
-        model: from :func:`hybrid_parallel`.
-        optimizer: likewise.
-        together: all ranks call it.
+        path: checkpoint without damage.
+        model: model from :func:`hybrid_parallel`.
+        optimizer: optimizer from :func:`hybrid_parallel`.
+        together: the ranks that load.
         config: how the model may differ.
-        cold: by table, the row that stands for ids never seen.
+        cold: row of each table that stands for ids never seen.
     """
     saved, found = load_checkpoint(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
     grown = [

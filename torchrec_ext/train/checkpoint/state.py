@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a model and its optimizers, under names that no plan, no number of ranks and no path changes.
+"""ModelState: the tensors of a model and its optimizers, under names that no plan, number of ranks or path changes.
 
-``tables.NAME.weight`` (rows, D) and ``tables.NAME.STATE`` are of a table wherever its collection stands; ``dense.PATH``
-and ``dense.PATH@STATE`` of the rest. STATE is torch.optim's name for it: ``sum``, ``exp_avg``, ``exp_avg_sq``,
-``step``.
+``tables.NAME.weight`` (rows, D) and ``tables.NAME.STATE`` belong to a table, wherever its collection stands in the
+model; ``dense.PATH`` and ``dense.PATH@STATE`` to the dense layers. STATE is torch.optim's name: ``sum``, ``exp_avg``,
+``exp_avg_sq``, ``step``.
 
 Parts: a tensor of which this rank holds rectangles, saved and loaded by torch.distributed.checkpoint, however divided.
 """
@@ -32,22 +32,22 @@ BLOCK_BYTES = 32 * 2**20  # a reader holds one saved block at a time, whatever i
 
 
 class LocalShard(NamedTuple):
-    """One rectangle: writing ``tensor`` writes the whole from ``offsets`` onwards."""
+    """One rectangle of a tensor, which begins at ``offsets`` of the whole; writing ``tensor`` writes the whole."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
 
 
 class Parts:
-    """A tensor by the rectangles that this rank holds; all ranks together hold each element once, or each alike.
+    """The rectangles of a tensor that this rank holds; all ranks together hold each element once, or equal copies.
 
     It follows the protocol by which torch.distributed.checkpoint takes tensors of other libraries
     (``torch.distributed._checkpointable``), so a table needs no ShardedTensor, which replicated tables and the row-wise
     state of an optimizer do not have.
 
     Args:
-        shape: of the whole.
-        parts: of this rank; may be none.
+        shape: shape of the whole tensor.
+        parts: rectangles of this rank; may be empty.
     """
 
     def __init__(self, shape: Sequence[int], parts: Sequence[LocalShard]) -> None:
@@ -55,18 +55,18 @@ class Parts:
         self.parts = [part for part in parts if part.tensor.numel()]
 
     def size(self) -> torch.Size:
-        """Of the whole; torch.distributed.checkpoint compares it with what was saved."""
+        """The shape of the whole, which torch.distributed.checkpoint compares with what was saved."""
         return self.shape
 
     def map(self, function: Any) -> Parts:
-        """The same rectangles of ``function(tensor, number)``."""
+        """Returns the same rectangles with ``function(tensor, number)`` in place of each tensor."""
         return Parts(
             self.shape,
             [LocalShard(function(part.tensor, number), part.offsets) for number, part in enumerate(self.parts)],
         )
 
     def at(self, offsets: Sequence[int]) -> Tensor:
-        """The block or part that begins there."""
+        """Returns the block or rectangle that begins at ``offsets``."""
         found = {tuple(part.offsets): part.tensor for part in self.parts} | {
             part.offsets: part.tensor for part in self._blocks()
         }
@@ -88,7 +88,7 @@ class Parts:
         return [_chunk(part) for part in self.parts]
 
     def _blocks(self) -> Iterator[LocalShard]:
-        """The parts in blocks of rows."""
+        """Yields the rectangles, cut into blocks of rows."""
         for tensor, (row, *rest) in self.parts:
             rows = max(BLOCK_BYTES // max(tensor[0].numel() * tensor.element_size(), 1), 1)
             for start in range(0, len(tensor), rows):
@@ -103,13 +103,13 @@ State = dict[str, Tensor | Parts]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Takes a flat state of tensors and :class:`Parts` as it is."""
+    """Saves a flat state of tensors and :class:`Parts` under its names."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor to be written."""
+        """Returns the tensor to be written."""
         return _look_up(self.state_dict, index)
 
 
@@ -120,12 +120,12 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Nothing to flatten and no tensor to allocate."""
+        """Keeps the state as it is: nothing is flattened, and no tensor is allocated."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The tensor to be filled."""
+        """Returns the tensor to be filled."""
         return _look_up(self.state_dict, index)
 
 
@@ -139,9 +139,9 @@ class RowState:
     """A number per row that an optimizer keeps for each part into which the columns are split, such as row-wise Adagrad's sum.
 
     Args:
-        widths: of the parts, in order of their columns.
-        parts: (rows of this rank, 1) by their first row and the number of their part.
-        rows: of the table.
+        widths: number of columns of each part, in order.
+        parts: this rank's numbers, (rows, 1), by their first row and the index of their part.
+        rows: number of rows of the table.
     """
 
     widths: tuple[int, ...]
@@ -154,11 +154,11 @@ class ModelState:
     """The tensors of a model and its optimizers; writing them writes the model.
 
     Args:
-        tensors: by name; of a table only what this rank holds.
-        row_states: by name, as the tensors.
+        tensors: tensors by name; tables as the rows that this rank holds.
+        row_states: numbers per row by name.
         tables: (rows, D) and dtype by table name, on every rank alike.
-        paths: of each table's weight in the unsharded model.
-        kernels: by name of the steps that it counts, for Adam's bias correction, the kernel that holds the table.
+        paths: path of each table's weight in the unsharded model.
+        kernels: kernels that count steps for Adam's bias correction, by the name of that count.
     """
 
     tensors: State
@@ -168,26 +168,26 @@ class ModelState:
     kernels: dict[str, Any]
 
     def everything(self) -> State:
-        """The tensors with the row states, (rows, parts) each, and copies of what kernels count."""
+        """Returns the tensors, the row states, (rows, parts) each, and copies of what kernels count."""
         rows = {name: Parts((own.rows, len(own.widths)), own.parts) for name, own in self.row_states.items()}
         return {**self.tensors, **rows, **self.counted()}
 
     def counted(self) -> State:
-        """The steps that kernels have counted: () as torch.optim keeps them."""
+        """Returns the steps that kernels have counted, () float32 each, as torch.optim keeps them."""
         return {name: kernel.iter.float().reshape(()).cpu() for name, kernel in self.kernels.items()}
 
     def count(self, steps: State) -> None:
-        """Hands kernels their steps back."""
+        """Sets the kernels' counts of steps."""
         for name, kernel in self.kernels.items():
             kernel.set_optimizer_step(int(steps[name]))  # type: ignore[arg-type]
 
 
 def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> ModelState:
-    """Of a model that is sharded, or plain.
+    """Returns the state of a model, sharded or not, and of its optimizer.
 
     Args:
-        model: from :func:`hybrid_parallel`, or unsharded.
-        optimizer: likewise; None for the weights alone. Where it has made no step yet, its state is made first.
+        model: model from :func:`hybrid_parallel`, or unsharded.
+        optimizer: the model's optimizer; None for the weights alone. If it has made no step, its state is made first.
     """
     configs = dict(_configs(model))
     tables: dict[str, tuple[int, int, str]] = {
@@ -221,7 +221,7 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
-    """(path of its weight, config) of each table, whether this rank holds a part of it or not."""
+    """Yields the path of the weight and the config of each table, whether or not this rank holds a shard of it."""
     for path, collection in collections(model):
         configs = {config.name: config for config in table_configs(collection)}
         for key in collection.state_dict():
@@ -229,14 +229,14 @@ def _configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
 
 
 def _single(optimizer: KeyedOptimizer | None) -> list[KeyedOptimizer]:
-    """The optimizers that a combined one is made of; that of the kernels is itself combined, by which its keys are whole paths."""
+    """The optimizers that a combined one is made of; the kernels' stays combined, its keys being whole paths."""
     if isinstance(optimizer, CombinedOptimizer):
         return [own for _, own in optimizer._optims]
     return [] if optimizer is None else [optimizer]
 
 
 def _start(optimizer: KeyedOptimizer) -> None:
-    """Has a torch optimizer make the state that it would make at its first step: by a step at a rate of 0."""
+    """Makes the state that a torch optimizer would make at its first step, by a step at a rate of 0."""
     inner = getattr(optimizer, "_optimizer", None)
     if not isinstance(optimizer, KeyedOptimizerWrapper) or inner is None or inner.state:
         return
@@ -257,7 +257,7 @@ def _start(optimizer: KeyedOptimizer) -> None:
 
 
 def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[str, Any]:
-    """An optimizer's state by torch.optim's names; TorchRec's kernels call the first of a table ``TABLE.momentum1``."""
+    """An optimizer's state by torch.optim's names; TorchRec's kernels name the first one ``TABLE.momentum1``."""
     slots = {name.removeprefix(f"{table.name}.") if table else name: value for name, value in state.items()}
     if "momentum1" in slots:
         slots["exp_avg" if "exp_avg_sq" in slots else "sum"] = slots.pop("momentum1")
@@ -286,7 +286,7 @@ def _add_of_table(
 
 
 def _pieces(held: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """(tensor, where it begins) of what this rank holds."""
+    """The tensors that this rank holds, each with the offsets at which it begins."""
     if isinstance(held, ShardedTensor):
         return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in held.local_shards()]
     local: Any = held.to_local()  # TorchRec's LocalShardsWrapper; a rank without a shard has one offset all the same
@@ -307,7 +307,7 @@ def _row_state(
 
 
 def _kernels(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(table, kernel) of the shards of this rank."""
+    """Yields the table and the kernel of each shard of this rank."""
     for _, collection in collections(model):
         for module in kernels_of(collection):
             yield from ((table.name, module.emb_module) for table in module.config.embedding_tables)

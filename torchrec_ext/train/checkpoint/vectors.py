@@ -1,6 +1,6 @@
-"""Vectors from elsewhere into a table: by id, block by block, into whatever shards this rank holds.
+"""load_vectors(): pretrained vectors into a table, by id and block by block, into the shards that this rank holds.
 
-publish(): the weights of a checkpoint as one file, table by table and block by block, whatever size they have.
+publish_weights(): the weights of a checkpoint as one file, written block by block, of whatever size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 65536
 
 
 def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """(ids, vectors) of a file, in blocks: (n,) int64, row numbers of a table, and (n, D) float32.
+    """Yields ids (n,) int64, rows of a table, and vectors (n, D) float32 of a file, block by block.
 
     Args:
         path: ``.npy``, (N, D), row i being id i; ``.npz`` with ``ids`` and ``vectors``; ``.safetensors`` with
@@ -33,7 +33,7 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
             ``vector`` of lists.
 
     Raises:
-        CheckpointError: it is missing or damaged, or lacks a part.
+        CheckpointError: the file is missing or damaged, or lacks a part.
     """
     readers = {".npy": _numpy, ".npz": _numpy, ".safetensors": _safetensors, ".parquet": _parquet}
     if path.suffix not in readers:
@@ -50,16 +50,16 @@ def load_vectors(model: nn.Module, table: str, path: Path) -> int:
     """Writes the vectors of a file into a table; rows that it does not name stay as they are.
 
     Args:
-        model: from :func:`hybrid_parallel`, or unsharded; each rank reads the file and writes its own shards.
-        table: by name.
-        path: see :func:`read_vectors`.
+        model: model from :func:`hybrid_parallel`, or unsharded; each rank reads the file and writes its own shards.
+        table: name of the table.
+        path: file of vectors, see :func:`read_vectors`.
 
     Returns:
-        How many vectors the file has.
+        The number of vectors in the file.
 
     Raises:
-        CheckpointError: an id that is no row of the table, a vector of another width, or one that is not finite; what
-            was read before it is written.
+        CheckpointError: an id is not a row of the table, or a vector has another width or is not finite; blocks before
+            it have been written.
     """
     shards = [shard for shard in local_shards(model) if shard.config.name == table]
     count = 0
@@ -141,15 +141,15 @@ def publish_weights(
     One saved block (32 MiB) is in memory at a time.
 
     Args:
-        path: of a checkpoint without damage.
-        file: to be written; there as a whole or not at all.
+        path: checkpoint without damage.
+        file: file to write, which appears as a whole or not at all.
         progress: called with the bytes of each block that was written.
 
     Returns:
         The shape of each tensor.
 
     Raises:
-        CheckpointError: it cannot be read, or the file not be written.
+        CheckpointError: the checkpoint cannot be read, or the file cannot be written.
     """
     saved, index = read_checkpoint_manifest(path), read_index(path)
     names = dict(_published(saved, index.state_dict_metadata))
@@ -169,7 +169,7 @@ def publish_weights(
 
 
 def _published(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name in the model's state dict, name in the checkpoint)."""
+    """Yields the name in the model's state dict and the name in the checkpoint of each weight."""
     for table, path in saved["paths"].items():
         yield path, f"tables.{table}.weight"
     for name, held in tensors.items():
@@ -178,7 +178,7 @@ def _published(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator
 
 
 def _blocks(path: str, name: str, held: Any) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of a tensor, cut where the saved blocks are."""
+    """Yields the first row and the rows of each saved block of a tensor."""
     size = tuple(held.size)
     starts = sorted({chunk.offsets[0] for chunk in held.chunks}) if size else [0]
     for start, stop in zip(starts, [*starts[1:], size[0] if size else 0], strict=True):

@@ -1,6 +1,6 @@
-"""Mixed precision: dense layers compute in 16 bits, weights, tables, sums over bags and the loss stay what they are.
+"""Mixed precision: dense layers compute in 16 bits; weights, tables, sums over bags and the loss stay float32.
 
-LossScaling: the steps of mixed precision in float16, whose range is too small for the gradients of most losses.
+LossScaling: scales the loss for float16, whose range is too small for the gradients of most losses.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def forward_context(amp: Amp, device: torch.device) -> Context:
-    """What a training forward runs in.
+    """Returns the context in which a training forward runs.
 
     bfloat16 has float32's range, so its gradients need no loss scaling; those of float16 do, see :class:`LossScaling`.
 
     Args:
         amp: ``off``, ``bf16`` or ``fp16``.
-        device: of the model.
+        device: device of the model.
     """
     if amp == "off":
         return nullcontext
@@ -39,19 +39,19 @@ Forward = Callable[[TowerBatch], tuple[Tensor, Any]]
 
 
 class LossScaling:
-    """torch's GradScaler around a HybridOptimizer: the loss times a factor, the gradients divided by it before they move anything.
+    """torch's GradScaler around a HybridOptimizer: scales the loss, and divides gradients before they move weights.
 
     A step whose gradients overflow moves nothing and halves the factor; 2,000 steps without one double it. Where
     gradients are the mean of all ranks, all ranks see the same overflow. A resumed run begins with the first factor
     again.
 
     Args:
-        optimizer: from :func:`hybrid_parallel`.
-        device: of the model.
+        optimizer: optimizer from :func:`hybrid_parallel`.
+        device: device of the model.
         first: the first factor.
 
     Raises:
-        ValueError: a table that its kernel moves inside the backward, where its gradient is still multiplied.
+        ValueError: a kernel moves some table inside the backward, where the gradient is still scaled.
     """
 
     def __init__(self, optimizer: HybridOptimizer, device: torch.device, *, first: float = 65536.0) -> None:
@@ -74,15 +74,15 @@ class LossScaling:
 
     @property
     def factor(self) -> float:
-        """What the next loss is multiplied with; waits for the device."""
+        """The factor of the next loss; reading it waits for the device."""
         return float(self._scaler.get_scale())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, (), times the factor."""
+        """Returns the loss, (), times the factor."""
         return self._scaler.scale(loss)
 
     def around(self, forward: Forward) -> Forward:
-        """``forward`` with its loss scaled, for a pipeline."""
+        """Returns ``forward`` with its loss scaled, for a pipeline."""
 
         def scaled(batch: TowerBatch) -> tuple[Tensor, Any]:
             loss, output = forward(batch)
@@ -91,10 +91,10 @@ class LossScaling:
         return scaled
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See :class:`torch.optim.Optimizer`."""
+        """Clears all gradients, as :meth:`torch.optim.Optimizer.zero_grad`."""
         self._optimizer.zero_grad(set_to_none)
 
     def step(self) -> None:
-        """A step of the optimizer by the gradients as they would be without the factor, unless one of them has overflowed."""
+        """Divides the gradients by the factor and makes the optimizer's step, unless one of them has overflowed."""
         self._scaler.step(self._optimizer)
         self._scaler.update()

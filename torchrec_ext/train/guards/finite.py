@@ -1,4 +1,4 @@
-"""FiniteLoss: every step's loss is looked at, and a loss that is no number ends the run on all ranks with one explanation."""
+"""FiniteLoss: checks each step's loss; one that is not finite ends the run on all ranks, with one explanation."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ from torchrec_ext.train.guards.gradient_gate import GradientGate, holding
 
 BLOCK_ROWS = 65536
 _DATA = "mend the column, or fill its missing values in preprocessing"
-_RATES = "lower optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for extreme values in the steps before"
+_RATES = (
+    "lower optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for extreme values in the steps "
+    "before"
+)
 _AFTER_GRADIENT = "no dense layer and no data_parallel table was changed by this step, sharded tables were"
 _NOTHING = "nothing was written by this step"
 _OVERFLOW = "labels and dense columns are finite, so the forward overflowed"
 
 
 class TrainingDivergedError(ValueError):
-    """A loss or gradient is no longer a number; the message names step, epoch, ranks and cause. Raised on every rank.
+    """A loss or gradient is not finite; the message names step, epoch, ranks and cause. Raised on every rank.
 
     Args:
-        message: what happened.
-        step: at which step, counted from 1 over the whole run.
+        message: text of the error.
+        step: number of the step, counted from 1 over the whole run.
     """
 
     def __init__(self, message: str, step: int = 0) -> None:
@@ -48,7 +51,7 @@ class RunStoppedError(ValueError):
 
 @dataclass
 class _Seen:
-    """A step whose loss was looked at: ``worst`` over ranks, on its way to the host where it is a tensor."""
+    """A step whose loss was checked; ``worst`` over ranks is still on its way to the host where it is a tensor."""
 
     step: int
     batch: TowerBatch | DrawnStep
@@ -58,7 +61,7 @@ class _Seen:
 
 
 class FiniteLoss:
-    """The forward of a pipeline that looks at each loss.
+    """Calls the model for a pipeline and checks each loss.
 
     The ranks agree by one all-reduce of a number per step. On the CPU the answer is there at once, and the run ends
     before the backward: nothing is written by the bad step. On CUDA the answer is read one step late, so that the host
@@ -66,26 +69,25 @@ class FiniteLoss:
     shows as the loss after it.
 
     Where ranks exchange nothing in a step (:class:`LocalSGD` without sharded tables) they do not for this either: a
-    rank whose loss is no number goes on without writing (the optimizer refuses its gradient) until they meet next, in
+    rank whose loss is not finite goes on without writing (the optimizer refuses its gradient) until they meet next, in
     :meth:`settle`.
 
     Args:
-        model: its forward returns (loss, output).
-        runtime: this process's place in the job.
-        steps_per_epoch: to name the epoch of a step.
+        model: module whose forward returns (loss, output).
+        runtime: rank and device of this process.
+        steps_per_epoch: number of steps, by which messages name the epoch of a step.
         late: read the answer one step late; on CUDA where not given.
-        ranks: how the ranks are kept alike; in every step where not given.
-        stop: whether this rank was asked to stop; the answers travel with the losses, for :attr:`stop_asked`.
-        context: of the forward, see :func:`forward_context`.
+        ranks: how the ranks are kept equal; in every step where not given.
+        stop: returns whether this rank was asked to stop; the answers travel with the losses, for :attr:`stop_asked`.
+        context: makes the context of the forward, see :func:`forward_context`.
         leave_out: tells the optimizer that the next step moves nothing; with it, a step with a bad loss, or one that
             the gate refuses, is left out on all ranks, and the run goes on. Every step then waits for its answer, on
             CUDA too.
-        gate: looks at the gradients of each step before they reach a table; where there is none, the optimizer alone
-            does.
+        gate: checks the gradients of each step before they reach a table; without it the optimizer alone does.
 
     Attributes:
-        left_out: why the last step was; empty where it was not.
-        stop_asked: whether some rank was, known on all ranks after the same step.
+        left_out: why the last step was left out; empty where it was not.
+        stop_asked: whether some rank was asked to stop, known on all ranks after the same step.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class FiniteLoss:
         self.step = 0
 
     def __call__(self, batch: TowerBatch) -> tuple[Tensor, Any]:
-        """The model's loss and output.
+        """Returns the model's loss and output.
 
         Raises:
             TrainingDivergedError: the loss of this step or, where read late, of the step before is not finite on some
@@ -124,7 +126,7 @@ class FiniteLoss:
         return torch.zeros_like(loss, requires_grad=True) if self.left_out else loss, output
 
     def before_tables(self) -> None:
-        """Half of the backward has run: lets the other half run, in which tables are moved. All ranks call it.
+        """Runs the second half of the backward, in which tables are moved; all ranks call it after the first half.
 
         Raises:
             GradientNotFiniteError: a gradient is not finite on some rank.
@@ -137,7 +139,7 @@ class FiniteLoss:
         self._leave_out()
 
     def look(self, loss: Tensor, batch: TowerBatch | DrawnStep, *, written: bool = False) -> None:
-        """Looks at the loss of a step; one that is ``written`` already is read a step late everywhere.
+        """Checks the loss of a step; a step that is ``written`` already is read one step late on every device.
 
         Raises:
             TrainingDivergedError: see :meth:`__call__`.
@@ -151,7 +153,7 @@ class FiniteLoss:
         self._check(before)
 
     def settle(self) -> None:
-        """Looks at what is not read yet; after it every step so far is known to be good. All ranks call it."""
+        """Checks the losses not read yet, so that every step so far is known to be good; all ranks call it."""
         self._check(self._pending)
         self._pending = None
         if self._ranks.silent:
@@ -163,7 +165,7 @@ class FiniteLoss:
                 self._raise(self._own)
 
     def _worst(self, loss: Tensor) -> Tensor | list[float]:
-        """:meth:`_answers` for a loss, the greatest of all ranks where they exchange them in each step."""
+        """The :meth:`_answers` for a loss, the greatest of all ranks where they exchange them in each step."""
         together = self._runtime.world_size > 1 and not self._ranks.silent
         if (
             not together and loss.numel() == 1 and loss.device.type == "cpu"
@@ -176,7 +178,7 @@ class FiniteLoss:
         return worst
 
     def _answers(self, bad: Tensor) -> Tensor:
-        """(2,): whether this rank's loss is no number, or a gradient of the step before was none; whether it was asked to stop."""
+        """(2,): whether this rank's loss, or a gradient of the step before, is not finite; whether a stop was asked."""
         asked = self._stop is not None and self._stop()
         return torch.stack([torch.ones_like(bad) if self._ranks.fault else bad, torch.full_like(bad, float(asked))])
 
@@ -207,12 +209,12 @@ class FiniteLoss:
             self._own = self._own or seen
 
     def _raise(self, seen: _Seen | None) -> None:
-        """The same error on every rank; all call it, with the step that they look at."""
+        """Raises the same error on every rank; all call it, with the step that they check."""
         message, step = self._explain(seen)
         raise TrainingDivergedError(message, step)
 
     def explained(self, error: GradientNotFiniteError | TrainingDivergedError) -> TrainingDivergedError:
-        """The error of a step, with the step where it lacks it."""
+        """Returns the error of a step, with its number where it lacks one."""
         if isinstance(error, TrainingDivergedError):
             return error
         step = error.step or self.step
@@ -220,15 +222,15 @@ class FiniteLoss:
         return TrainingDivergedError(f"{error} at {self.where(step)}; {written}; {_RATES}", step)
 
     def where(self, step: int) -> str:
-        """How a message names a step."""
+        """Returns how a message names a step."""
         return f"step {step} of epoch {self.epoch(step)}"
 
     def epoch(self, step: int) -> int:
-        """The epoch of a step, counted from 1."""
+        """Returns the epoch of a step, counted from 1."""
         return 1 + (step - 1) // self._steps_per_epoch
 
     def _explain(self, seen: _Seen | None) -> tuple[str, int]:
-        """The same text and step on every rank; all call it."""
+        """Returns the cause and the step, the same on every rank; all call it."""
         bad = None if seen is None or torch.isfinite(seen.loss).all() else str(seen.loss.sum().item())
         columns = list(_bad_columns(seen.batch, self._model)) if seen and bad else []
         # On a device that is read late, the weights have taken up the bad step and no longer tell its cause.
@@ -254,7 +256,7 @@ class FiniteLoss:
 
 
 def _bad_columns(batch: TowerBatch | DrawnStep, model: nn.Module) -> Iterator[str]:
-    """Labels, weights and dense columns of a batch that are not finite."""
+    """Yields the labels, weights and dense columns of a batch that are not finite."""
     batch = batch.batch() if isinstance(batch, DrawnStep) else batch
     for name, values in (("label", batch.labels), ("weight", batch.weights), ("log_q", batch.log_q)):
         if values is not None:
@@ -266,7 +268,7 @@ def _bad_columns(batch: TowerBatch | DrawnStep, model: nn.Module) -> Iterator[st
 
 
 def _dense_names(model: nn.Module, part: str, width: int) -> list[str]:
-    """The names of dense columns, where the model has a schema that tells them; else their numbers."""
+    """The names of dense columns where the model has a schema; else their indices."""
     schema = getattr(get_unwrapped_module(model), "schema", None)
     names = list(getattr(schema(), part, ())) if callable(schema) else []
     return names if len(names) == width else [str(number) for number in range(width)]
@@ -280,7 +282,7 @@ def _bad(name: str, values: Tensor) -> Iterator[str]:
 
 
 def _bad_weights(model: nn.Module) -> Iterator[str]:
-    """Tables, of which this rank looks at its own rows, and dense parameters that are not finite."""
+    """Yields the tables, as far as this rank holds them, and dense parameters that are not finite."""
     tables = set()
     for shard in local_shards(model):
         tables.add(shard.fqn)

@@ -20,21 +20,21 @@ from torchrec_ext.distributed.tables import collections
 
 
 class GradientGate:
-    """Cuts the backward in two where looked-up vectors enter the dense layers, and looks at the gradients in between.
+    """Cuts the backward in two where looked-up vectors enter the dense layers, and checks the gradients in between.
 
-    Kernels move the rows of a sharded table while the backward runs, and a gradient that is no number on one rank goes
-    by the exchange to rows of all. The first half of the backward ends at the vectors: by then the gradients of the
+    Kernels move the rows of a sharded table while the backward runs, and the exchange carries a gradient that is not
+    finite on one rank to rows of all. The first half of the backward ends at the vectors: by then the gradients of the
     dense layers have been averaged, and nothing has moved. The ranks agree by one all-reduce of a number, then the
     second half runs, through the exchange into the kernels. It costs that all-reduce and a sum over the vectors'
     gradient, and the averaging of the layers' gradients no longer overlaps with the tables' backward; their norm is
-    taken here in the place of the optimizer's step. A step of two towers on two quiet cores, one for each rank, took
+    taken here instead of in the optimizer's step. A step of two towers on two quiet cores, one for each rank, took
     1.07 times one without a gate, when the norm was still taken twice (``benchmarks/checkpoint.py --gate`` measures
     it).
 
     Args:
-        model: from :func:`hybrid_parallel`.
-        optimizer: likewise.
-        runtime: this process's place in the job.
+        model: model from :func:`hybrid_parallel`.
+        optimizer: the model's optimizer.
+        runtime: rank and device of this process.
     """
 
     def __init__(self, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime) -> None:
@@ -46,7 +46,7 @@ class GradientGate:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """The backward of a forward inside it ends at the gate."""
+        """Makes the backward of a forward inside it end at the gate."""
         self._held = []
         hooks = [module.register_forward_hook(self._cutting(path)) for path, module in self._collections.items()]
         try:
@@ -59,8 +59,8 @@ class GradientGate:
         """Runs the second half of the backward; all ranks call it after the first half.
 
         Returns:
-            What is not finite on some rank, the same text on every rank; the second half has then not run. Empty where
-            it has.
+            A text, the same on every rank, that names what is not finite on some rank, where the second half has not
+            run; empty where it has.
         """
         held, self._held = self._held, []
         arrived = [(path, vectors, given.grad) for path, vectors, given in held if given.grad is not None]
@@ -99,14 +99,14 @@ class GradientGate:
 
 
 def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, always: bool) -> GradientGate | None:
-    """A gate where a kernel moves some table on some rank; all ranks call it.
+    """Returns a gate where a kernel moves some table on some rank, else None; all ranks call it.
 
     Args:
-        model: from :func:`hybrid_parallel`.
-        optimizer: likewise.
-        runtime: this process's place in the job.
-        always: also where none does: the optimizer refuses a gradient of what each rank holds whole by itself, with an
-            error.
+        model: model from :func:`hybrid_parallel`.
+        optimizer: the model's optimizer.
+        runtime: rank and device of this process.
+        always: return a gate even where no kernel moves a table; the optimizer alone would refuse a bad gradient with
+            an error.
     """
     gate = GradientGate(model, optimizer, runtime)
     needed = torch.tensor(float(always or bool(gate._collections)), device=runtime.device)
@@ -115,7 +115,7 @@ def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, 
 
 
 def holding(gate: GradientGate | None) -> AbstractContextManager[None]:
-    """See :meth:`GradientGate.holding`; nothing where there is no gate."""
+    """Returns :meth:`GradientGate.holding`, or a context that does nothing where there is no gate."""
     return nullcontext() if gate is None else gate.holding()
 
 
@@ -124,12 +124,12 @@ def _sharded(collection: nn.Module) -> bool:
 
 
 def _finite(gradient: Tensor) -> bool:
-    """By the sum first, which one pass gives: a finite one has only finite parts, another may have overflowed."""
+    """Sums first, in one pass: a finite sum has only finite parts, any other may have overflowed."""
     return bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
 
 
 def _told(ranks: list[tuple[list[str], list[str]]]) -> str:
-    """The same on every rank; empty where nothing is wrong."""
+    """Returns one text for all ranks; empty where nothing is wrong."""
     said = []
     for prefix, found in (("vectors of ", [own for own, _ in ranks]), ("", [own for _, own in ranks])):
         names = list(dict.fromkeys(name for own in found for name in own))

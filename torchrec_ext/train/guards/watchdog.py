@@ -1,4 +1,4 @@
-"""Watchdog: a rank that makes no step for too long says where it stands, and the job ends instead of waiting for ever."""
+"""Watchdog: a rank without a step for too long says where it stands, and the job ends instead of waiting for ever."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Watchdog:
     thread holds the interpreter, Python's own fault handler still writes the stacks.
 
     Args:
-        rank: for the line and the file.
+        rank: rank of this process, named in the line and the file.
         after_s: seconds, more than the slowest step takes and less than the collectives' own timeout; None for 100
             times the slowest of the last steps, from 25 to 240 seconds, and 240 in a pause.
-        folder: of the files, which all ranks see; a rank whose file is not seen here is not looked for.
+        folder: folder of the files, which all ranks see; a rank whose file is not there is not looked for.
         end: called with the line, from the thread; it ends the process.
         world_size: number of ranks.
 
@@ -90,7 +90,7 @@ class Watchdog:
 
     @property
     def after_s(self) -> float:
-        """Seconds without a step, or in a pause in one collective, after which the job ends."""
+        """The seconds without a step, or in one collective during a pause, after which the job ends."""
         if self._given_s is not None:
             return self._given_s
         if self._slowest_s is None or self._last is None:
@@ -98,7 +98,7 @@ class Watchdog:
         return min(max(_SLOWEST_STEPS * self._slowest_s, _LEAST_S), _MOST_S)
 
     def beat(self, where: str) -> None:
-        """A step was made: ``where`` names it."""
+        """Notes that a step was made, which ``where`` names."""
         now = time.monotonic()
         if self._last is not None:
             # A first step that warmed up, or one that compiled, is forgotten after some hundred others.
@@ -106,7 +106,7 @@ class Watchdog:
         self._where, self._last = where, now
 
     def pause(self) -> None:
-        """What follows may take its time; the next beat ends the pause."""
+        """Begins a pause, in which anything may take its time; the next beat ends it."""
         self._last = None
 
     def _watch(self) -> None:
@@ -165,7 +165,8 @@ class Watchdog:
         line = f"rank {self._rank} has {what} for {silent:.0f} s since {self._where or 'its start'}: "
         if still:
             names = ", ".join(f"rank {rank}" for rank in still)
-            line = f"{names} gives no sign of life: its process is stopped or starved, or its host is gone. {line}it waits for {names}"
+            gone = f"{names} gives no sign of life: its process is stopped or starved, or its host is gone."
+            line = f"{gone} {line}it waits for {names}"
         else:
             line += place
         self._end(

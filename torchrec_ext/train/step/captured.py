@@ -1,8 +1,9 @@
-"""CapturedStep: forward, backward, optimizers and zeroing of a whole training step as one function of tensors, to be captured.
+"""CapturedStep: forward, backward and optimizers of a whole training step as one captured function of tensors.
 
-It works on the memory of the sharded model and of its optimizer, see :mod:`step_memory`.
+It works on the memory of the sharded model and of its optimizer, see :class:`StepMemory`.
 
-Engines: what runs a captured step: torch's inductor on a CPU, a CUDA graph on a GPU, or nothing but torch itself.
+StepExecutor: what runs a captured step: torch's inductor on a CPU, a CUDA graph on a GPU, or torch op by op. A compiled
+stack of networks uses the same executors.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class StepExecutor(Protocol):
-    """Takes the step and the tensors it was made for."""
+    """Turns a step, a function of tensors, into one that runs faster."""
 
     def __call__(self, step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
-        """What runs the step on other inputs of the same shapes.
+        """Returns what runs the step on other inputs of the same shapes.
 
         Args:
-            step: a function of all tensors, which writes into those of ``memory``.
-            memory: stays where it is.
-            inputs: an example of what changes from call to call.
+            step: function of ``memory`` and ``inputs``, which writes into ``memory``.
+            memory: tensors that stay at their addresses from call to call.
+            inputs: example of the tensors that change from call to call.
 
         Raises:
             CannotCaptureError: the step does something that depends on values.
@@ -53,7 +54,7 @@ class StepExecutor(Protocol):
 
 
 def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
-    """Runs the step op by op: an :class:`StepExecutor` for tests, and for finding out what another one gains."""
+    """Runs the step op by op: a :class:`StepExecutor` for tests, and to compare others with."""
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -84,7 +85,7 @@ def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 
 
 def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
-    """The ops of the step, run once on tensors without values.
+    """Traces the ops of the step on tensors without values.
 
     Raises:
         CannotCaptureError: an op needs values, or other ranks; the message names it.
@@ -109,7 +110,7 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's text, which with torch may be a page."""
+    """The first line of an error's text, which with torch may be a page."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
@@ -155,10 +156,10 @@ def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 
 
 def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
-    """The engine of a device, and what a user should know while it works.
+    """Returns the executor of a device, and a text that says what it does while it works.
 
     Raises:
-        CannotCaptureError: no C++ compiler, or nowhere to keep what it compiles.
+        CannotCaptureError: there is no C++ compiler, or no folder that can keep what it compiles.
     """
     if device.type == "cuda":
         return cuda_graph, "capturing the training step as a CUDA graph"
@@ -175,10 +176,10 @@ def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
 
 
 def compile_cache() -> str:
-    """The folder where inductor keeps what it compiled.
+    """Returns the folder in which inductor keeps what it compiled.
 
     Raises:
-        CannotCaptureError: it cannot be written.
+        CannotCaptureError: the folder cannot be written.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     try:
@@ -199,30 +200,29 @@ MOST_GRAPHS = 4  # sizes of batches that are captured; each costs a compilation
 
 
 class RareShapeError(CannotCaptureError):
-    """A batch of a shape for which no step is captured yet, because it came seldom."""
+    """A batch has a shape for which no step is captured yet, because it came seldom."""
 
 
 class CapturedStep:
     """One rank's training step, captured once for each shape of a batch.
 
-    Lists of ids are padded, see :class:`Packer`; a step whose lists have outgrown it is captured anew and takes its
-    place.
+    Lists of ids are padded, see :class:`Packer`; where a batch's lists outgrow a captured step, a new one replaces it.
 
     Args:
-        model: from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
-        optimizer: likewise, after its first step, which makes its state.
-        engine: turns the step into something faster; see :mod:`engines`.
-        autocast: the context of the forward.
-        rule: from (rows of a table, look-ups of a step) to whether it is moved row by row.
+        model: model from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
+        optimizer: the model's optimizer, after its first step, which makes its state.
+        engine: executor that makes the step faster.
+        autocast: makes the context of the forward.
+        rule: takes (rows of a table, look-ups of a step), and returns whether the table is moved row by row.
         take_time: called before a capture, which may take minutes.
-        patience: how often another shape than the first is refused before it is captured, such as that of an epoch's
-            last batch: a capture takes longer than a few steps of the model's own.
+        patience: number of times that another shape than the first, such as that of an epoch's last batch, is refused
+            before it is captured: a capture takes longer than a few eager steps.
 
     Attributes:
-        captures: how often a step was captured.
+        captures: number of captures so far.
 
     Raises:
-        CannotCaptureError: a model or an optimizer that has no captured form.
+        CannotCaptureError: the model or the optimizer has no captured form.
     """
 
     def __init__(
@@ -253,24 +253,23 @@ class CapturedStep:
         self.captures = 0
 
     def reload(self) -> None:
-        """Takes over the number of steps that the optimizer has made, where somebody else has made the last ones.
+        """Reads the number of steps that the optimizer has made, after eager steps in between.
 
         Raises:
-            CannotCaptureError: the parameters have not made as many.
+            CannotCaptureError: the parameters have made different numbers of steps.
         """
         self._memory.reload()
 
     def settle(self) -> None:
-        """Brings model and optimizer to where as many steps of their own would have brought them."""
+        """Completes deferred updates, so that model and optimizer are as after the same number of eager steps."""
         self._memory.settle()
 
     def __call__(self, item: TowerBatch | DrawnStep) -> tuple[Tensor, Any]:
-        """Trains on one batch: the loss, (), and the model's output.
+        """Trains on one batch; returns the loss, (), and the model's output.
 
         Raises:
-            RareShapeError: see ``patience``; nothing was trained.
-            CannotCaptureError: the engine cannot take the model, or this is one shape too many; nothing was trained
-                then.
+            RareShapeError: the shape came too seldom, see ``patience``; nothing was trained.
+            CannotCaptureError: the engine cannot run the model, or this is one shape too many; nothing was trained.
         """
         key, inputs, make = self._inputs(item)
         inputs = [
@@ -292,7 +291,7 @@ class CapturedStep:
         return layout, tensors, lambda _, parts: layout.batch(list(parts))
 
     def _captured_once(self, key: Any, inputs: Sequence[Tensor], item: TowerBatch | DrawnStep, make: Any) -> _Call:
-        """The step for batches of the shape ``key``, unless that has failed before."""
+        """Captures the step for batches of the shape ``key``, unless that has failed before."""
         outgrown = [known for known in self._calls if _size(known) == _size(key)]
         if key in self._failed:
             raise CannotCaptureError(self._failed[key])
@@ -352,7 +351,7 @@ class CapturedStep:
 
     @torch.no_grad()
     def _lookups(self, make: Callable[[], TowerBatch]) -> dict[str, int]:
-        """How often a batch reads each table."""
+        """Counts the look-ups that a batch makes in each table."""
         counting = {name: _Counting(moved.weight) for name, moved in self._memory.tables.items()}
         with torch.random.fork_rng():
             fixed = {name: tensor.clone() for name, tensor in self._memory.fixed.items()}
@@ -367,15 +366,15 @@ class CapturedStep:
 
     @property
     def shapes(self) -> int:
-        """How many shapes of batches are captured."""
+        """The number of shapes of batches that are captured."""
         return len(self._calls)
 
     def describe(self) -> str:
-        """How each table is moved, in a line."""
+        """Returns a line that says how each table is moved."""
         return self._memory.describe()
 
     def _trained(self, tensors: dict[str, Tensor], make: Callable[[], TowerBatch]) -> tuple[Tensor, Any]:
-        """One step on ``tensors``: the loss and the model's output."""
+        """Makes one step on ``tensors``; returns the loss and the model's output."""
         memory = self._memory
         with torch.no_grad():
             tensors["step"].add_(1)
@@ -402,7 +401,7 @@ class CapturedStep:
         return loss.detach(), output
 
     def _limit(self, grads: dict[str, list[Tensor | None]]) -> None:
-        """Scales the gradients of dense layers and of tables that every rank holds, as :class:`HybridOptimizer` does."""
+        """Limits the norm of the gradients of dense layers and replicated tables, as :class:`HybridOptimizer` does."""
         limited = [moved.name for moved in self._memory.moved if not moved.sharded]
         if not self._clip_norm:
             return
@@ -424,17 +423,17 @@ class CapturedStep:
 
 
 def _size(key: Any) -> Any:
-    """What the shapes of two batches have in common of which one's lists have outgrown the other's."""
+    """The shape without the lengths of lists: equal for two batches of which one's lists have outgrown the other's."""
     return key.sizes if isinstance(key, BatchLayout) else key
 
 
 def _rows(key: Any) -> int:
-    """Of a batch of that shape."""
+    """The number of rows of a batch of that shape."""
     return int(dict(key.fields)["labels"][0][0] if isinstance(key, BatchLayout) else key[0][0])
 
 
 class _Call:
-    """What an engine made of the step for one shape, and how its output is put together."""
+    """The captured step for one shape of batch, and the tree of its outputs."""
 
     run: Callable[[Sequence[Tensor]], list[Tensor]]
     spec: Any

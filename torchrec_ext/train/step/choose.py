@@ -1,7 +1,7 @@
-"""Steps: which way each step of a run goes: TorchRec's pipeline, a plain step on one rank, or a captured one where it pays off.
+"""Steps: chooses for each step TorchRec's pipeline, a plain step on one rank, or a captured one where it pays off.
 
-How many compute threads a process should have: measured on the run's own first steps, not taken from the number of
-cores.
+with_best_threads(): how many compute threads a process should have, measured on the run's own first steps, not taken
+from the number of cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Item = TypeVar("Item")
 
 
 def numbers(cores: int) -> list[int]:
-    """What is tried on ``cores``: 1, 2, 4 ... and all of them.
+    """Returns the numbers of threads that are tried on ``cores``: 1, 2, 4 ... and all of them.
 
     Example:
         >>> numbers(1), numbers(6)
@@ -51,17 +51,17 @@ def numbers(cores: int) -> list[int]:
 def with_best_threads(
     items: Iterator[Item], run: Callable[[Iterable[Item]], Iterator[Any]], runtime: Runtime, say: Callable[[str], None]
 ) -> Iterator[Any]:
-    """Runs the first of ``items`` with several numbers of threads and leaves the fastest set; they count as any other step.
+    """Runs the first of ``items`` with several numbers of threads and keeps the fastest; these steps count as others.
 
-    Where the items end before any number was measured, the number stays what it was. All ranks call it, try the same
+    Where the items end before any number was measured, the number stays as it is. All ranks call it, try the same
     numbers on as many steps, and choose the one with which the slowest of them is fastest. Each process is pinned to
     its own share of the host's cores first. More threads than a small network can use make it slower, and many times
     slower where other processes want the cores.
 
     Args:
-        items: batches; what is not needed stays there.
-        run: trains on some of them.
-        runtime: this process's place in the job.
+        items: batches; those that are not needed stay in it.
+        run: trains on some of the batches.
+        runtime: rank and device of this process.
         say: receives a line that says what came out.
     """
     given, own = torch.get_num_threads(), pin(runtime)
@@ -82,7 +82,7 @@ def with_best_threads(
 
 
 def _clocked(outputs: Iterator[Any]) -> Generator[Any, None, float]:
-    """Seconds per step; infinity where the epoch was over."""
+    """Yields the outputs; returns the seconds per step, infinity where the epoch was over."""
     start, count = time.perf_counter(), 0
     for output in outputs:
         count += 1
@@ -91,7 +91,7 @@ def _clocked(outputs: Iterator[Any]) -> Generator[Any, None, float]:
 
 
 def pin(runtime: Runtime) -> list[int]:
-    """Binds all threads of this process to its share of the host's cores, and returns these."""
+    """Binds all threads of this process to its share of the host's cores, and returns the cores."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // runtime.local_world_size
     if share == 0 or runtime.local_world_size == 1:
@@ -121,11 +121,11 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, kw_only=True)
 class StepsConfig:
-    """How :class:`Steps` chooses, and whom it tells.
+    """Says how :class:`Steps` chooses, and what is called meanwhile.
 
     Args:
         compile: ``auto``, ``off`` or ``require``, as in a :class:`TrainConfig`.
-        total: steps that are left of the run.
+        total: number of steps that the run still has.
         piped: leave every step to the pipeline.
         threads: ``auto`` measures the right number on the first steps, on a CPU.
         context: makes the context of a captured step's forward, as the pipeline's has it.
@@ -154,16 +154,16 @@ class Steps:
     for it: on one rank, or while ranks are apart under local SGD.
 
     Args:
-        model: from :func:`hybrid_parallel`.
-        optimizer: likewise.
-        runtime: this process's place in the job.
-        pipeline: runs what is not captured.
-        forward: looks at each loss; the pipeline's forward.
-        ranks: how ranks are kept alike.
-        config: how to choose.
+        model: model from :func:`hybrid_parallel`.
+        optimizer: the model's optimizer.
+        runtime: rank and device of this process.
+        pipeline: runs steps that are neither captured nor plain.
+        forward: checks each loss; the pipeline's forward.
+        ranks: how the ranks are kept equal.
+        config: settings of the choice.
 
     Raises:
-        CannotCaptureError: ``require``, and it is known beforehand that no step can be captured.
+        CannotCaptureError: ``compile`` is ``require``, and no step can be captured, as is known before the first.
     """
 
     def __init__(
@@ -193,11 +193,11 @@ class Steps:
             self._attempt(self._engine)
 
     def outputs(self, loader: Iterable[Step], watch: Callable[[Iterable[Step]], Iterator[Step]]) -> Iterator[Any]:
-        """What the model returns for each batch of an epoch; at its end the model is as its own steps would have left it.
+        """Trains on the batches of an epoch, and yields what the model returns for each; then settles the model.
 
         Args:
-            loader: batches; of one with a method ``steps``, these.
-            watch: looks over their number.
+            loader: batches; its ``steps()`` where it has such a method and steps may be captured.
+            watch: hands the batches on and checks their number.
         """
         items = watch(_Drawn(loader) if self._compile != "off" and hasattr(loader, "steps") else loader)
         if self._threads == "auto":
@@ -216,13 +216,13 @@ class Steps:
         self.settle()
 
     def finish(self) -> None:
-        """After the last step: tells which way steps went, where there were too few to tell it before."""
+        """Reports after the last step which way steps went, where there were too few to report it before."""
         if not self._reported and self._seconds:
             self._why = self._why or f"{len(self._seconds):,} steps are too few to look at"
             self._report()
 
     def settle(self) -> None:
-        """Brings model and optimizer to where steps of their own would have brought them, for everybody else to read."""
+        """Completes deferred updates, so that model and optimizer are as after the same number of eager steps."""
         if self._step is not None:
             self._step.settle()
 
@@ -370,9 +370,9 @@ class Steps:
             yield output
 
     def _instead(self, step: CapturedStep, item: Step, error: CannotCaptureError) -> list[Any]:
-        """The eager step on a batch for which there is no captured one; an error that it has too is the user's, and is raised.
+        """Makes the eager step on a batch for which there is no captured one; its own error, if any, is the user's.
 
-        Where steps must be captured the model's own forward is asked alone, since the run ends here in any case.
+        Where steps must be captured, only the model's forward is run, since the run ends here in any case.
         """
         step.settle()
         rare = isinstance(error, RareShapeError)
@@ -389,7 +389,7 @@ class Steps:
         return outputs
 
     def _as_the_model_says(self, item: Step, error: Exception) -> None:
-        """Raises what the model's own forward has to say of a batch on which a captured step failed; the run ends in any case."""
+        """Raises the error of the model's own forward, if any, on a batch on which a captured step failed."""
         self._pipeline.detach()
         try:
             with torch.no_grad(), self._context():
@@ -423,7 +423,7 @@ def two_digits(steps: float) -> int:
 
 
 class _Drawn:
-    """The steps of a loader that can hand them out before their batches are made."""
+    """Iterates over a loader's steps, which it hands out before their batches are made."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

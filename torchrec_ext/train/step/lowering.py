@@ -1,16 +1,14 @@
-"""Tables of a sharded model, on one rank, as plain matrices: what a captured or a plain step computes with in TorchRec's place.
+"""lowered(): tables of a sharded model, on one rank, as plain matrices, for captured and plain steps.
 
 TorchRec's collections read their offsets while they run, so a graph over them breaks at every one. Here a collection is
 a LoweredBags that reads rows of matrices at offsets known beforehand: one index_select for a feature with one id per
-bag. The matrices are the sharded model's own memory, so whatever it is asked for later (state dict, checkpoint,
-evaluation) is what the captured step learned.
+bag. The matrices are the sharded model's own memory, so its state dict, checkpoints and evaluations show what the
+captured step learned.
 
-A TowerBatch as a flat list of tensors whose shapes do not depend on its bags, and back.
-
-What a captured step reads must have the shapes that it was captured with. A feature with one id in each bag is as it
-is; the ids of any other are padded to a capacity, so its part of the KeyedJaggedTensor is longer than its bags, whose
-lengths stay true. A feature has one id in each bag where its part has as many ids as there are bags: a capacity is
-never that number.
+Packer: a TowerBatch as a flat list of tensors whose shapes do not depend on its bags, and back. The inputs of a
+captured step must have the shapes that it was captured with. A feature with one id in each bag stays as it is; the ids of any
+other are padded to a capacity, so its part of the KeyedJaggedTensor is longer than its bags, whose lengths stay true. A
+feature has one id in each bag where its part has as many ids as there are bags: a capacity is never that number.
 
 Capacities only grow, and at least to twice what outgrew them, so lists that grow over a run make few layouts, and a
 layout that was outgrown never comes back.
@@ -44,7 +42,7 @@ class CannotCaptureError(ValueError):
 
 
 class Pooled(KeyedTensor):
-    """TorchRec's KeyedTensor over tensors that lie apart: side by side only for who asks for that."""
+    """A KeyedTensor over separate tensors, which are joined only where ``values()`` is called."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self._by_name = dict(zip(names, tensors, strict=True))
@@ -56,7 +54,7 @@ class Pooled(KeyedTensor):
         return torch.cat(list(self._by_name.values()), dim=1)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """By name, (B, D) each."""
+        """Returns the tensors by name, (B, D) each."""
         return dict(self._by_name)
 
     def __getitem__(self, key: str) -> Tensor:
@@ -67,8 +65,8 @@ class LoweredBags(nn.Module):
     """An EmbeddingBagCollection that reads the rows of its tables by a function.
 
     Args:
-        tables: the collection's.
-        read: gives rows of a table.
+        tables: configs of the collection's tables.
+        read: takes the name of a table and rows (n,), and returns the vectors (n, D).
     """
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], read: Read) -> None:
@@ -78,7 +76,7 @@ class LoweredBags(nn.Module):
         self._read = read
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """The pooled bags, (B, sum of D), of a KeyedJaggedTensor whose parts are as :mod:`packing` says."""
+        """Returns the pooled bags, (B, sum of D), of a KeyedJaggedTensor that :class:`Packer` may have padded."""
         pooled, names = [], []
         for table, own in zip(self._tables, self._names, strict=True):
             for feature, name in zip(table.feature_names, own, strict=True):
@@ -105,7 +103,7 @@ def _pooled(table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str
 
 
 def lowered(model: nn.Module, lower: Lower) -> nn.Module:
-    """A copy of the unwrapped ``model`` with other modules for its collections; it shares every parameter that is no table."""
+    """Returns a copy of the unwrapped ``model`` with other modules for its collections; it shares dense parameters."""
     plain: nn.Module = get_unwrapped_module(model)
     for path, collection in collections(model):
         plain = _with(plain, path, lower(path, collection))
@@ -113,10 +111,10 @@ def lowered(model: nn.Module, lower: Lower) -> nn.Module:
 
 
 def static_bags(read: Read) -> Lower:
-    """LoweredBags for collections whose shapes do not depend on the batch's ids.
+    """Returns a function that makes LoweredBags of collections whose shapes do not depend on the batch's ids.
 
     Raises:
-        CannotCaptureError: when called with any other.
+        CannotCaptureError: the function was called with another collection.
     """
 
     def lower(path: str, collection: nn.Module) -> nn.Module:
@@ -131,7 +129,7 @@ def static_bags(read: Read) -> Lower:
 
 
 def _with(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """A shallow copy of ``module`` with another module at ``path``, and so of every module on the way to it."""
+    """Copies ``module``, and every module on the way to ``path``, shallowly, with another module at ``path``."""
     if not path:
         return new
     head, _, rest = path.partition(".")
@@ -156,7 +154,7 @@ class KeyedLayout:
     weighted: bool
 
     def keyed(self, tensors: list[Tensor]) -> KeyedJaggedTensor:
-        """From (sum of parts,) ids, (F S,) lengths and, where weighted, the ids' weights."""
+        """Builds the KeyedJaggedTensor of ids (sum of parts,), lengths (F S,) and, where weighted, weights."""
         return KeyedJaggedTensor(
             keys=list(self.keys),
             values=tensors[0],
@@ -169,17 +167,17 @@ class KeyedLayout:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """All of a batch but its tensors: what is there, by field, and each tensor's shape."""
+    """A batch without its tensors: for each field what it holds, with shape and dtype of tensors."""
 
     fields: tuple[tuple[str, Any], ...]
 
     @property
     def sizes(self) -> BatchLayout:
-        """The layout without the numbers of ids: what two batches have in common of which one's lists have outgrown the other's."""
+        """The layout without the numbers of ids: equal for two batches of which one's lists outgrew the other's."""
         return BatchLayout(tuple((name, _size(kind)) for name, kind in self.fields))
 
     def difference(self, other: BatchLayout) -> str:
-        """The first field in which two layouts differ, and how; empty where they are equal."""
+        """Names the first field in which two layouts differ, and how; empty where they are equal."""
         for (name, own), (_, theirs) in zip(self.fields, other.fields, strict=True):
             if own != theirs:
                 return (
@@ -190,7 +188,7 @@ class BatchLayout:
         return ""
 
     def batch(self, tensors: list[Tensor]) -> TowerBatch:
-        """The batch of the tensors that :meth:`Packer.pack` gave with this layout."""
+        """Builds the batch of the tensors that :meth:`Packer.pack` returned with this layout."""
         left = iter(tensors)
         return TowerBatch(**{name: _unpacked(kind, left) for name, kind in self.fields})
 
@@ -220,16 +218,16 @@ def _unpacked(kind: Any, left: Any) -> Any:
 
 
 class Packer:
-    """Packs batches; it remembers the capacities, so that batches of one size get one layout.
+    """Packs batches, and remembers capacities, so that batches of one size get one layout.
 
-    A batch with more ids than a capacity gets a larger one, and with it another layout, as all batches after it do.
+    A batch with more ids than a capacity gets a larger one, and thereby it and all later batches another layout.
     """
 
     def __init__(self) -> None:
         self._capacities: dict[tuple[str, str, int], int] = {}
 
     def pack(self, batch: TowerBatch) -> tuple[BatchLayout, list[Tensor]]:
-        """The layout of a batch and its tensors."""
+        """Returns the layout of a batch and its tensors."""
         tensors: list[Tensor] = []
         return self._fields("batch", batch, tensors), tensors
 
@@ -277,7 +275,7 @@ class Packer:
         return KeyedLayout(tuple(keys), stride, parts, weights is not None)
 
     def _make_room(self, where: str, stride: int, counts: Mapping[str, int]) -> None:
-        """Capacities for so many ids. Where one is outgrown all grow, since lists of one batch often grow together."""
+        """Sets capacities for so many ids. If one is outgrown all grow, as lists of one batch often grow together."""
         held = self._capacities
         outgrown = any(count > held.get((where, key, stride), count) for key, count in counts.items())
         for key, count in counts.items():
@@ -288,7 +286,7 @@ class Packer:
 
 
 def _padded(values: Tensor, counts: list[int], parts: tuple[int, ...]) -> Tensor:
-    """The parts of the keys, each with zeros behind it."""
+    """Pads each key's part of the values with zeros."""
     padded, at, start = values.new_zeros(sum(parts)), 0, 0
     for count, part in zip(counts, parts, strict=True):
         padded[at : at + count] = values[start : start + count]

@@ -1,17 +1,16 @@
-"""StepMemory: what stays from one captured step to the next, as named tensors: weights, state, rates, and how far each row is.
+"""StepMemory: the named tensors that stay from one captured step to the next: weights, state, rates, steps of rows.
 
-It is the memory of the sharded model and of its optimizer, which therefore stay what they are to everybody else. A
-table is moved in one of two ways:
+They are the memory of the sharded model and of its optimizer, which others can therefore read as usual. A table is
+moved in one of two ways:
 
 - whole: the gradient is a matrix as large as the table and the rule sweeps all of it, as torch's optimizers do;
 - row by row, where few of many rows are read: only those are moved. Adam's other rows slide on meanwhile; they catch up
-  when they are next read (:mod:`catch_up`), and all of them in :meth:`StepMemory.settle`, so that the result is that of
-  dense Adam.
+  when they are next read (:mod:`update_rules`), and all of them in :meth:`StepMemory.settle`, so that the result is
+  that of dense Adam.
 
-TableRows: one table inside one captured step: what was read of it, and how that is moved.
+TableRows: one table inside one captured step: the rows that were read, and how they are moved.
 
-What an optimizer moves, as plain tensors: each table and dense parameter with its state, its rule and its learning
-rate.
+UpdatedParameter: a table or dense parameter as plain tensors, with its state, its rule and its learning rate.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torchrec_ext.train.step.update_rules import UPDATES, caught_up, has_closed_
 
 @dataclass
 class Clock:
-    """() float32 ``step``, steps made with this one, and () ``lr`` of a parameter."""
+    """The () float32 ``step``, a count that includes this step, and the learning rate ``lr``, (), of a parameter."""
 
     step: Tensor
     lr: Tensor
@@ -48,10 +47,10 @@ class WholeTable:
     """A table that is moved as a whole.
 
     Args:
-        weight: (rows, D), and
-        state: of all rows, both written.
-        choice: its rule.
-        clock: of this step.
+        weight: the table's rows, (rows, D), written.
+        state: optimizer state of all rows, written.
+        choice: the update rule and its numbers.
+        clock: count and learning rate of this step.
     """
 
     weight: Tensor
@@ -64,11 +63,11 @@ class WholeTable:
         self.leaf = self.weight.detach().requires_grad_()
 
     def read(self, ids: Tensor) -> Tensor:
-        """(n, D) rows of the ids (n,)."""
+        """Returns the vectors (n, D) of the ids (n,)."""
         return embedding(ids, self.leaf)
 
     def leaves(self) -> list[Tensor]:
-        """What to take the gradient of."""
+        """Returns the tensors whose gradients :meth:`move` needs."""
         return [self.leaf]
 
     def move(self, grads: Sequence[Tensor | None]) -> None:
@@ -86,17 +85,17 @@ def _write(targets: list[Tensor], values: list[Tensor]) -> None:
 
 @dataclass
 class RowTable:
-    """A table of which only the rows are moved that a step reads.
+    """A table of which a step moves only the rows that it reads.
 
     Args:
-        weight: (rows, D), and
-        state: of all rows, both written where they are read.
-        since: (rows,) int32, the last step that each row has made.
-        place: (rows,) int32, of any value before and after a step: where among a step's look-ups each row stands.
-        slides: (K,) of Adam: how far rows without a gradient slide, see :mod:`catch_up`, and
-        powers: (W,) from :func:`reach`.
-        choice: its rule.
-        clock: of this step.
+        weight: the table's rows, (rows, D), written where they are read.
+        state: optimizer state of all rows, written likewise.
+        since: last step that each row has made, (rows,) int32.
+        place: index of each row among a step's look-ups, (rows,) int32; any values before and after a step.
+        slides: how far Adam's rows without a gradient slide, (K,), see :mod:`update_rules`.
+        powers: the tensor (W,) from :func:`reach`.
+        choice: the update rule and its numbers.
+        clock: count and learning rate of this step.
     """
 
     weight: Tensor
@@ -110,7 +109,7 @@ class RowTable:
     _reads: list[tuple[Tensor, Tensor, list[Tensor]]] = field(default_factory=list)
 
     def read(self, ids: Tensor) -> Tensor:
-        """(n, D) rows of the ids (n,), as they are after the step before."""
+        """Returns the vectors (n, D) of the ids (n,), as they are after the step before."""
         rows = self.weight.index_select(0, ids)
         state = [part.index_select(0, ids) for part in self.state]
         if self.choice.kind == "adam":
@@ -122,7 +121,7 @@ class RowTable:
         return leaf
 
     def leaves(self) -> list[Tensor]:
-        """What to take the gradient of, one for each read."""
+        """Returns the tensors whose gradients :meth:`move` needs, one for each read."""
         return [leaf for _, leaf, _ in self._reads]
 
     def move(self, grads: Sequence[Tensor | None]) -> None:
@@ -146,10 +145,10 @@ class RowTable:
             self.since.index_put_((ids,), self.clock.step.int().expand(len(ids)))
 
     def _summed(self, ids: Tensor, grads: Tensor) -> Tensor:
-        """(n, D) the sum of the gradients of all look-ups of a row, at each of them.
+        """Sums the gradients of all look-ups of a row; returns the sum at each of them, (n, D).
 
-        Without sorting, and without a number of rows that is known only then: each look-up writes its number at its
-        row, one of them stays, and that is where all of the row are added up.
+        This needs neither sorting nor a number of rows that depends on the batch: each look-up writes its index at its
+        row, one of them stays, and all gradients of the row are added up there.
         """
         self.place.index_put_((ids,), torch.arange(len(ids), dtype=torch.int32, device=ids.device))
         leader = self.place.index_select(0, ids).long()
@@ -164,17 +163,17 @@ _STATES = {"adam": 2, "lazy_adam": 2, "adagrad": 1, "row_wise_adagrad": 1, "sgd"
 
 @dataclass
 class UpdatedParameter:
-    """One parameter and what moves it; the tensors are the optimizer's and the model's own memory.
+    """One parameter with what its update needs; the tensors are the optimizer's and the model's own memory.
 
     Args:
-        name: of a table, or of a dense parameter in the unwrapped model.
+        name: name of a table, or path of a dense parameter in the unwrapped model.
         table: whether it is a table, (rows, D).
-        sharded: whether it is a table that TorchRec shards: outside of the limit on the gradient's norm.
-        weight: its values.
-        state: in the order of its rule, see :mod:`updates`.
-        steps: the optimizer's counters of the steps that it has made.
-        group: holds ``lr``.
-        choice: the rule and its numbers.
+        sharded: whether TorchRec shards it, so that the limit on the gradient's norm leaves it out.
+        weight: values of the parameter.
+        state: optimizer state, in the order of its rule in :data:`UPDATES`.
+        steps: the optimizer's counters of steps.
+        group: the optimizer's group, which holds ``lr``.
+        choice: the update rule and its numbers.
     """
 
     name: str
@@ -188,10 +187,10 @@ class UpdatedParameter:
 
 
 def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[UpdatedParameter]:
-    """Every parameter that ``optimizer`` moves on this one rank, after its first step, which makes its state.
+    """Returns every parameter that ``optimizer`` moves on this one rank, after its first step, which makes its state.
 
     Raises:
-        CannotCaptureError: a table that is split, not fp32, or moved by a rule that is not in :data:`UPDATES`.
+        CannotCaptureError: a table is split, not fp32, or moved by a rule that is not in :data:`UPDATES`.
     """
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     by_name = owners(optimizer)
@@ -220,7 +219,7 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Updat
 
 
 def owners(optimizer: HybridOptimizer) -> dict[str, list[Any]]:
-    """What ``optimizer`` moves by its name in the unwrapped model; of two, the kernel's is first."""
+    """Maps names in the unwrapped model to the parameters that ``optimizer`` moves; of two, the kernel's is first."""
     found: dict[str, list[Any]] = {}
     prefixes = {name for name, _ in optimizer.optimizers if name}
     for key, parameter in optimizer.params.items():
@@ -252,7 +251,7 @@ def _named(
 
 
 def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors of a parameter's optimizer state, in the order of its rule, and its counters of steps."""
+    """Returns the tensors of a parameter's optimizer state, in the order of its rule, and its counters of steps."""
     tensors, steps = [], []
     for name, value in state.items():
         value = value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
@@ -271,12 +270,12 @@ class StepMemory:
     """The tensors that a captured step reads and writes.
 
     Args:
-        model: from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
-        optimizer: likewise, after its first step, which makes its state.
+        model: model from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
+        optimizer: the model's optimizer, after its first step, which makes its state.
         fixed: further tensors of the model by name, which no optimizer moves.
 
     Raises:
-        CannotCaptureError: an optimizer that has no captured form.
+        CannotCaptureError: the optimizer has no captured form.
     """
 
     def __init__(self, model: nn.Module, optimizer: HybridOptimizer, fixed: Mapping[str, Tensor]) -> None:
@@ -297,7 +296,7 @@ class StepMemory:
 
     @property
     def tables(self) -> dict[str, UpdatedParameter]:
-        """By name."""
+        """The tables by name."""
         return {moved.name: moved for moved in self.moved if moved.table}
 
     @property
@@ -306,10 +305,10 @@ class StepMemory:
         return list(self._since)
 
     def reload(self) -> None:
-        """Takes over the number of steps that the optimizer has made, where somebody else has made the last ones.
+        """Reads the number of steps that the optimizer has made, after eager steps in between.
 
         Raises:
-            CannotCaptureError: the parameters have not made as many.
+            CannotCaptureError: the parameters have made different numbers of steps.
         """
         counts = {float(step) for moved in self.moved for step in moved.steps}
         if len(counts) > 1:
@@ -320,7 +319,7 @@ class StepMemory:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Brings model and optimizer to where as many steps of their own would have brought them."""
+        """Completes deferred updates, so that model and optimizer are as after the same number of eager steps."""
         for moved in self.moved:
             for step in moved.steps:
                 step.copy_(self._step)
@@ -331,7 +330,7 @@ class StepMemory:
         self._unsettled = 0
 
     def _catch_up(self, moved: UpdatedParameter) -> None:
-        """Every row of a table, a block of rows at a time."""
+        """Brings every row of a table up to date, a block of rows at a time."""
         since, _, sums, _ = self._since[moved.name]
         (first, second), now = moved.state, self._step.int()
         for start in range(0, len(since), BLOCK_ROWS):
@@ -341,14 +340,14 @@ class StepMemory:
                 target.copy_(value)
 
     def _all_made(self, name: str) -> None:
-        """Every row of a table has made the last step."""
+        """Notes that every row of a table has made the last step."""
         since, _, sums, _ = self._since[name]
         now = int(self._step)
         since.fill_(now)
         sums[now % len(sums)] = 0.0
 
     def begin(self) -> None:
-        """Before each step: the learning rates of now; every row is brought up to date where one may lag too far behind."""
+        """Begins a step: sets its learning rates, and brings all rows up to date where one may lag too far behind."""
         if self._unsettled >= self._most:
             self.settle()
         for at, group in enumerate(self._groups):
@@ -378,7 +377,7 @@ class StepMemory:
         return rule(len(moved.weight), lookups)
 
     def describe(self) -> str:
-        """How each table is moved, in a line."""
+        """Returns a line that says how each table is moved."""
         ways = {
             "moved whole": [name for name in self.tables if name not in self._since],
             "moved row by row": self.row_tables,
@@ -386,7 +385,7 @@ class StepMemory:
         return "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items() if names)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All, by name."""
+        """Returns all tensors by name."""
         memory = {"step": self._step, **{f"rate {at}": rate for at, rate in enumerate(self._rates)}, **self.fixed}
         for moved in self.moved:
             memory[moved.name] = moved.weight
@@ -398,7 +397,7 @@ class StepMemory:
         return memory
 
     def table(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> TableRows:
-        """A table in one step on ``tensors``, which stand for those of :meth:`tensors`."""
+        """Returns a table for one step on ``tensors``, which stand for those of :meth:`tensors`."""
         state, clock = self.state(moved, tensors), self.clock(moved, tensors)
         if moved.name not in self._since:
             return WholeTable(tensors[moved.name], state, moved.choice, clock)
@@ -406,11 +405,11 @@ class StepMemory:
         return RowTable(tensors[moved.name], state, since, place, sums, powers, moved.choice, clock)
 
     def state(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The optimizer's state of a parameter."""
+        """Returns the optimizer's state of a parameter."""
         return [tensors[f"{moved.name}/{at}"] for at in range(len(moved.state))]
 
     def clock(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
-        """Steps and learning rate of a parameter."""
+        """Returns steps and learning rate of a parameter."""
         return Clock(
             tensors["step"], tensors[f"rate {next(at for at, g in enumerate(self._groups) if g is moved.group)}"]
         )

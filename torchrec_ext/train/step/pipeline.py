@@ -1,6 +1,6 @@
-"""Which of TorchRec's train pipelines runs a step; none of our own.
+"""make_pipeline(): the TorchRec train pipeline that runs the steps of a model.
 
-TorchRec's TrainPipelineSemiSync, also on the CPU, and what it asks of a plan.
+semi_sync_pipeline(): TorchRec's TrainPipelineSemiSync, also on the CPU, and the plan that it needs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchrec_ext.distributed.tables import collections, table_configs
 
 
 class ForwardOnCpu(EmbeddingPipelinedForward):
-    """What the pipeline calls in place of a collection, without streams, of which a CPU has none that a tensor is recorded on."""
+    """Stand-in for a collection in the pipeline, which uses no CUDA streams."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The embeddings that were looked up a step ago."""
+        """Returns the embeddings that were looked up a step ago."""
         self._context.module_contexts.pop(self._name)
         embeddings = self._context.embedding_a2a_requests.pop(self._name).wait()
         if isinstance(embeddings, KeyedTensor):
@@ -42,7 +42,7 @@ class ForwardOnCpu(EmbeddingPipelinedForward):
         return LazyNoWait(embeddings)
 
     def _detach(self, embeddings: KeyedTensor) -> None:
-        """The loss's backward ends here; the pipeline carries the gradient on to the tables afterwards."""
+        """Ends the loss's backward here; the pipeline carries the gradient on to the tables afterwards."""
         values = embeddings.values()
         embeddings._values = values.detach().requires_grad_()
         self._context.embedding_tensors.append([values])
@@ -51,12 +51,12 @@ class ForwardOnCpu(EmbeddingPipelinedForward):
 
 
 class GatedSemiSync(TrainPipelineSemiSync[TowerBatch, Any]):
-    """TorchRec's, with something to do between the backward of the dense layers and that of the tables.
+    """TrainPipelineSemiSync with a callback between the backward of the dense layers and that of the tables.
 
     Args:
         before_tables: called after the loss's backward, which ends before the tables.
-        positional: of TorchRec's.
-        named: likewise.
+        positional: arguments of TorchRec's pipeline.
+        named: keyword arguments of TorchRec's pipeline.
     """
 
     def __init__(self, before_tables: Callable[[], None], *positional: Any, **named: Any) -> None:
@@ -64,13 +64,13 @@ class GatedSemiSync(TrainPipelineSemiSync[TowerBatch, Any]):
         self._before_tables = before_tables
 
     def embedding_backward(self, context: EmbeddingTrainPipelineContext) -> None:
-        """The other half of the backward."""
+        """Runs the tables' half of the backward."""
         self._before_tables()
         super().embedding_backward(context)
 
 
 class SemiSyncOnCpu(GatedSemiSync):
-    """The same without streams and events."""
+    """GatedSemiSync without CUDA streams and events."""
 
     _pipelined_forward_type = ForwardOnCpu
 
@@ -91,19 +91,20 @@ def semi_sync_pipeline(
     forward: Callable[[TowerBatch], tuple[Tensor, Any]] | None = None,
     before_tables: Callable[[], None] = lambda: None,
 ) -> TrainPipelineSemiSync[TowerBatch, Any]:
-    """TorchRec's pipeline that looks up the rows of batch B + 1 before the backward of B has moved them.
+    """Builds TorchRec's pipeline that looks up the rows of batch B + 1 before the backward of B has moved them.
 
     Args:
-        model: from :func:`hybrid_parallel`, with every table sharded.
-        optimizer: likewise.
-        device: of the model.
-        sync: ``together``, batches before it begins, and ``stash_gradients``.
-        forward: calls the model in its place.
+        model: model from :func:`hybrid_parallel`, with every table sharded.
+        optimizer: the model's optimizer.
+        device: device of the model.
+        sync: ``together``, the number of batches before it begins, and ``stash_gradients``.
+        forward: called in place of the model.
         before_tables: called in each step before the tables' backward.
 
     Raises:
-        ValueError: a table is data_parallel: its DDP takes one forward before each backward; or ``stash_gradients``
-            with tables that :class:`ShardedAdam` moves, since TorchRec then leaves out the optimizer's first step.
+        ValueError: a table is data_parallel, and its DDP takes one forward before each backward; or
+            ``stash_gradients`` with tables that :class:`ShardedAdam` moves, since TorchRec then leaves out the
+            optimizer's first step.
     """
     replicated = _replicated_tables(model)
     if replicated:
@@ -138,11 +139,11 @@ def semi_sync_pipeline(
 
 
 def shard_free_tables(model: nn.Module, plan: PlanConfig) -> dict[str, ParameterConstraints]:
-    """Planner constraints that keep every table whose sharding ``plan`` leaves open off data_parallel, which semi_sync refuses.
+    """Returns planner constraints by which a table whose sharding ``plan`` leaves open is not data_parallel.
 
     Args:
-        model: unsharded.
-        plan: what the user asked for; a table that it names data_parallel stays so, and is refused by name later.
+        model: unsharded model.
+        plan: the user's plan; a table that it names data_parallel stays so, and semi_sync refuses it by name later.
     """
     tables = [table.name for _, collection in collections(model) for table in table_configs(collection)]
     free = [name for name, sharding in plan.by_table(tables).items() if sharding == "auto"]
@@ -165,17 +166,16 @@ def make_pipeline(
     sync: SyncConfig | None = None,
     before_tables: Callable[[], None] = lambda: None,
 ) -> TrainPipelineSparseDist[TowerBatch, Any]:
-    """TorchRec's pipeline that overlaps copy, input dist and forward of three successive batches.
+    """Builds TorchRec's pipeline that overlaps copy, input dist and forward of three successive batches.
 
     Args:
-        model: from :func:`hybrid_parallel`.
-        optimizer: likewise.
-        device: of the model.
-        forward: calls the model in its place, such as :class:`FiniteLoss`.
-        sync: its mode ``semi_sync`` takes TrainPipelineSemiSync, where there are tables to look up ahead; every other
-            one is the same pipeline. Copies of tables are averaged at its interval.
-        before_tables: called in each step when the loss's backward has come to its end, such as that of
-            :class:`FiniteLoss`.
+        model: model from :func:`hybrid_parallel`.
+        optimizer: the model's optimizer.
+        device: device of the model.
+        forward: called in place of the model, such as :class:`FiniteLoss`.
+        sync: how ranks are kept equal: ``semi_sync`` takes TrainPipelineSemiSync where there are tables to look up
+            ahead; all other modes take one pipeline. Copies of tables are averaged at its interval.
+        before_tables: called in each step when the loss's backward has ended, such as that of :class:`FiniteLoss`.
 
     Raises:
         ValueError: ``sync`` does not fit the model.
@@ -203,12 +203,12 @@ def make_pipeline(
 
 
 class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
-    """TorchRec's, with something to do between the backward of the dense layers and that of the tables; also without tables.
+    """TrainPipelineSparseDist with a callback between the dense layers' and the tables' backward; tables are optional.
 
     Args:
         before_tables: called after the loss's backward, which a :class:`GradientGate` may have ended before the tables.
-        positional: of TorchRec's.
-        named: likewise.
+        positional: arguments of TorchRec's pipeline.
+        named: keyword arguments of TorchRec's pipeline.
     """
 
     def __init__(self, before_tables: Callable[[], None], *positional: Any, **named: Any) -> None:
@@ -216,7 +216,7 @@ class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
         self._before_tables = before_tables
 
     def _pipeline_model(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing where there is no input dist to begin early: TorchRec would trace through every layer in search of one."""
+        """Rewrites the model only where there is an input dist to begin early: TorchRec would search every layer."""
         if any(isinstance(module, ShardedModule) for module in self._model.modules()):
             super()._pipeline_model(*args, **kwargs)
 
@@ -226,7 +226,7 @@ class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
 
 
 def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module) -> list[str]:
-    """Paths of sharded modules whose input dist the pipeline does not overlap; known after the first step.
+    """Returns paths of sharded modules whose input dist the pipeline does not overlap; known after the first step.
 
     TorchRec says nothing when it cannot follow a module's input by ``getattr`` from the batch. The tables of towers
     that have ranks of their own belong to the towers, one module whose input dist is that of all.

@@ -2,13 +2,12 @@
 
 On one rank TorchRec's collections permute ids, exchange them with nobody and run inside three DistributedDataParallel
 modules: at 1,280 rows more than half of a small network's step. Here the same model runs with its replicated tables as
-plain matrices (:mod:`lowering`): the optimizer, the look at each loss and everything that reads the model afterwards
-are those of the pipeline.
+plain matrices (:mod:`lowering`); the optimizer, the check of each loss and everything that reads the model afterwards
+are the pipeline's.
 
-FusedAdam: a step of an optimizer that is Adam throughout, in one kernel for each of its settings.
-
-torch.optim, TorchRec's wrappers around it and HybridOptimizer are six calls deep with a profiler's mark at each, at
-1,280 rows of a small network a quarter of its step. This writes into the same state.
+FusedAdam: the step of an optimizer that is Adam throughout, in one kernel for each group of settings. torch.optim,
+TorchRec's wrappers and HybridOptimizer are six calls deep with a profiler's mark at each, a quarter of a small
+network's step at 1,280 rows. FusedAdam writes into the same state.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torchrec_ext.train.step.memory import owners
 
 
 class _Group(NamedTuple):
-    """Settings, and what they move: ``places`` among the parameters."""
+    """A group of settings, with the tensors that they move; ``places`` are their indices among the parameters."""
 
     settings: dict[str, Any]
     places: list[int]
@@ -48,9 +47,9 @@ class FusedAdam:
     """Moves ``parameters`` as ``optimizer`` would.
 
     Args:
-        optimizer: after its first step, which makes its state; one that :meth:`fits`.
-        parameters: all that it moves.
-        weights: their memory.
+        optimizer: optimizer that :meth:`fits`, after its first step, which makes its state.
+        parameters: all parameters that the optimizer moves.
+        weights: memory of these parameters.
     """
 
     def __init__(
@@ -67,14 +66,14 @@ class FusedAdam:
 
     @staticmethod
     def fits(optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether it is Adam throughout, without a limit of the norm or weight decay, and has moved them all."""
+        """Whether an optimizer is Adam throughout, has no limit of the norm or weight decay, and has moved all."""
         choices, state = [*optimizer.table_choices.values(), *optimizer.layer_choices.values()], optimizer.state
         plain = all(choice.kind == "adam" and not choice.weight_decay for choice in choices)
         return plain and not optimizer.clip_norm and all(state.get(parameter) for parameter in parameters)
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None]) -> bool:
-        """One step by the gradients of the parameters; False, and nothing moved, where one is missing or not finite."""
+        """Makes one step by the parameters' gradients; False, and nothing moved, if one is missing or not finite."""
         found = [grad for grad in grads if grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)))
         if len(found) < len(grads) or not torch.isfinite(norm):
@@ -99,18 +98,18 @@ class FusedAdam:
 
 
 class PlainStep:
-    """Trains on a batch, op by op, as TorchRec's pipeline does: bit for bit but for the order of sums.
+    """Trains on a batch, op by op, as TorchRec's pipeline does: equal bit for bit but for the order of sums.
 
     Args:
-        model: from :func:`hybrid_parallel`, on one rank.
-        optimizer: likewise.
-        forward: looks at each loss before its backward.
-        context: of the forward.
-        scaling: of the loss, where float16 needs it.
+        model: model from :func:`hybrid_parallel`, on one rank.
+        optimizer: the model's optimizer.
+        forward: checks each loss before its backward.
+        context: makes the context of the forward.
+        scaling: scales the loss, where float16 needs it.
 
     Raises:
-        CannotCaptureError: a table that is sharded, which a kernel moves inside the backward, or not fp32; a mean of
-            weighted rows.
+        CannotCaptureError: a table is sharded, so that a kernel moves it inside the backward, or not fp32; or a
+            collection takes means of weighted rows.
     """
 
     def __init__(
@@ -138,15 +137,15 @@ class PlainStep:
         self._adam: FusedAdam | None = None
 
     def begin(self) -> None:
-        """Before the first of some steps: forgets gradients and state of steps that others made."""
+        """Forgets gradients and state of steps that others made, before the first of some plain steps."""
         self._optimizer.zero_grad()
         self._adam = None
 
     def __call__(self, batch: TowerBatch) -> Any:
-        """What the model returns.
+        """Trains on a batch and returns what the model returns.
 
         Raises:
-            TrainingDivergedError: see :meth:`FiniteLoss.look`; nothing was written then.
+            TrainingDivergedError: the loss is not finite, see :meth:`FiniteLoss.look`; nothing was written.
         """
         with self._context():
             loss, output = self._model(batch)
@@ -176,7 +175,7 @@ def _plain(path: str, collection: Any, weights: dict[str, Tensor]) -> nn.Module:
 
 
 class _PlainBags(nn.Module):
-    """In the place of an EmbeddingBagCollection: its tables as matrices, which are others' memory."""
+    """Stand-in for an EmbeddingBagCollection, with its tables as matrices in the sharded model's memory."""
 
     def __init__(self, tables: Sequence[Any], weights: dict[str, Tensor]) -> None:
         super().__init__()
@@ -188,7 +187,7 @@ class _PlainBags(nn.Module):
         ]
 
     def forward(self, features: KeyedJaggedTensor) -> Pooled:
-        """The pooled bags, (B, D) each."""
+        """Returns the pooled bags, (B, D) each."""
         bags = _OneEach(features) if _one_each(features) else _Jagged(features)
         found = [bags.pooled(feature, table, weight) for _, feature, table, weight in self._looked]
         return Pooled([name for name, *_ in self._looked], found)

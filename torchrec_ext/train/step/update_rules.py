@@ -1,9 +1,9 @@
-"""One optimizer step as a pure function of values, gradient and state: for whole parameters, and for some rows of a table alike.
+"""Optimizer steps as pure functions of values, gradient and state, for whole parameters and for rows of a table.
 
-The rules are those of torch.optim, of FBGEMM's kernels and of :class:`RowAdam`; see :class:`OptimizerConfig`.
+The rules are those of torch.optim, of FBGEMM's kernels and of :class:`RowAdam`; see :class:`OptimizerConfig`. Captured
+steps and compiled stacks of networks use them.
 
-Rows of a table whose Adam moves them when they are next read, in closed form, by what dense Adam would have done
-meanwhile.
+caught_up(): rows that Adam moves only when they are next read, in closed form, as dense Adam would have moved them.
 
 Dense Adam also moves a row that gets no gradient: its moments decay, and it slides on along the first. Over the k steps
 after step s, with first moment m and second moment v of step s, and with the learning rate lr(t) of step t, the row
@@ -46,10 +46,10 @@ def _adam(
 
 
 def debiased(beta: float, step: Tensor) -> Tensor:
-    """1 - beta^step: by a subtraction float32 would keep four digits of it in the first steps, as beta is nearly 1.
+    """Returns 1 - beta^step; a subtraction in float32 would keep four digits of it in the first steps.
 
-    By 1 - e^x = -tanh(x / 2) (1 + e^x): inductor computes what has an exp once per step, but an expm1 again for every
-    few weights.
+    It is computed by 1 - e^x = -tanh(x / 2) (1 + e^x): inductor computes an exp once per step, but an expm1 again for
+    every few weights.
     """
     if not beta:
         return torch.ones_like(step)
@@ -99,23 +99,23 @@ UPDATES: dict[str, Update] = {
 
 
 def gradient_row_mask(grad: Tensor) -> Tensor:
-    """(n, 1) whether a row of a table has a gradient."""
+    """Returns (n, 1), whether a row of a table has a gradient."""
     return grad.ne(0).any(dim=1, keepdim=True)
 
 
 def stepped(
     values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice, *, table: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Weight decay, then the rule, its gradient with that of ``l2``. Of a table only rows that have a gradient decay.
+    """Returns values and state after a step: weight decay, then the rule by the gradient plus that of ``l2``.
 
     Args:
-        values: (n, ...) of a parameter or of rows of a table.
-        grad: its gradient.
-        state: of the same rows, in the order of :data:`UPDATES`' rules.
-        step: () float32, steps made with this one.
-        lr: () learning rate.
+        values: values of a parameter or rows of a table, (n, ...).
+        grad: gradient of the values.
+        state: optimizer state of the values, in the order of the rule in :data:`UPDATES`.
+        step: number of steps with this one, () float32.
+        lr: learning rate, ().
         choice: the rule and its numbers.
-        table: whether these are rows of a table.
+        table: whether these are rows of a table, of which only those with a gradient decay.
     """
     if choice.weight_decay:
         decayed = values * (1 - lr * choice.weight_decay)
@@ -130,13 +130,13 @@ _ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is nothing
 
 
 def has_closed_form(betas: tuple[float, float]) -> bool:
-    """Whether the sum over skipped steps converges within a few thousand of them: b1 below .999 sqrt(b2), and b2 not 0."""
+    """Whether the sum over skipped steps converges within a few thousand: b1 below .999 sqrt(b2), and b2 not 0."""
     beta1, beta2 = betas
     return beta2 > 0 and beta1 < 0.999 * math.sqrt(beta2)
 
 
 def reach(betas: tuple[float, float]) -> Tensor:
-    """(W,) float32, r^1 .. r^W, of which all further ones are nothing beside the first.
+    """Returns r^1 .. r^W, (W,) float32, beyond which all powers vanish beside the first.
 
     Example:
         >>> reach((0.5, 0.25 / 0.36))[:3]
@@ -150,18 +150,18 @@ def reach(betas: tuple[float, float]) -> Tensor:
 
 
 def slides() -> Tensor:
-    """(K,) float32, S of the last K steps: that of step s at s modulo K, which is 0 when s has just been made."""
+    """Returns S of the last K steps, (K,) float32: S of step s at s modulo K, 0 when s has just been made."""
     return torch.zeros(SLIDES)
 
 
 def slide_on(slides: Tensor, powers: Tensor, step: Tensor, lr: Tensor | float, betas: tuple[float, float]) -> None:
-    """Adds to :func:`slides` what a row moves by in ``step`` that got no gradient in it.
+    """Adds to :func:`slides` how far ``step`` moves a row that gets no gradient in it.
 
     Args:
-        slides: (K,), written; K is greater than W.
-        powers: (W,) from :func:`reach`.
-        step: () float32, the step that has been made.
-        lr: its learning rate.
+        slides: sums S, (K,), written; K is greater than W.
+        powers: powers of r, (W,), from :func:`reach`.
+        step: number of the step that has been made, () float32.
+        lr: learning rate of the step.
         betas: decay of the moments.
     """
     corrected = lr * debiased(betas[1], step).sqrt() / debiased(betas[0], step)
@@ -182,20 +182,20 @@ def caught_up(
     betas: tuple[float, float],
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and their moments as dense Adam has them after ``step``, if they got no gradient since ``since``.
+    """Returns rows and moments as dense Adam has them after ``step``, for rows without a gradient since ``since``.
 
     Args:
-        rows: (n, D).
-        first: (n, D) first moment, of step ``since``, and
-        second: (n, D) the second.
-        since: (n,) int32, the last step that a row has made.
-        step: () int32, not before it, and less than K steps after it.
-        slides: (K,) from :func:`slides`, with ``step`` as its last.
+        rows: rows of a table, (n, D).
+        first: first moment after step ``since``, (n, D).
+        second: second moment after step ``since``, (n, D).
+        since: last step that each row has made, (n,) int32.
+        step: number of the last step, () int32, less than K after each ``since``.
+        slides: sums S from :func:`slides`, (K,), up to ``step``.
         betas: decay of the moments.
-        eps: see :class:`torch.optim.Adam`.
+        eps: Adam's eps, see :class:`torch.optim.Adam`.
 
     Returns:
-        (rows, first, second), each (n, D); where ``since`` is ``step`` the same.
+        (rows, first, second), each (n, D); unchanged where ``since`` is ``step``.
     """
     beta1, beta2 = betas
     skipped = (step - since).to(rows.dtype)[:, None]
