@@ -1,4 +1,4 @@
-"""Preprocessing: fitted once on training rows, applied alike to files (DuckDB or Spark, through Ibis) and to requests (numpy)."""
+"""Preprocessing, fitted once on training rows, applied alike to files (DuckDB, Spark) and to requests (numpy)."""
 
 from torchrec_ext.data.preprocess.categorical import Categorify, Cross, HashBucket, Vocabulary
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor

@@ -1,10 +1,8 @@
 """Categorify: values -> ids by frequency; one vocabulary for as many columns as share it.
 
-HashBucket and Cross: ids without a vocabulary.
-
-A hash that numpy, DuckDB and Spark compute alike: the first 60 bits of MD5 over a text, integers written in decimal.
-
-MD5 is no secret here and no safeguard: it is the one well mixed hash that every engine ships with the same result.
+HashBucket and Cross: ids without a vocabulary, by a hash that numpy, DuckDB and Spark compute alike: the first 60 bits
+of MD5 over a text, integers written in decimal. MD5 is no safeguard here: it is the one well mixed hash that every
+engine has, with the same result.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ class Vocabulary:
 
     Args:
         values: (V,) int64 or string, the most frequent first.
-        counts: (V,) int64 rows of each in fitting.
+        counts: (V,) int64, the number of rows of each value in fitting.
     """
 
     values: pa.Array
     counts: pa.Array
 
     def __len__(self) -> int:
-        """Rows of an embedding table: V + 1."""
+        """Number of rows of an embedding table, V + 1."""
         return len(self.values) + 1
 
     def ids(self, values: np.ndarray, valid: Mask) -> Int64:
-        """The ids of some values; 0 for an unknown one and for null."""
+        """Returns the ids of values; 0 for an unknown value and for null."""
         if pa.types.is_string(self.values.type):
             get = self._by_text.get
             return np.fromiter((get(value, 0) for value in values.tolist()), dtype=np.int64, count=len(values))
@@ -56,7 +54,7 @@ class Vocabulary:
         return np.where(valid & (ordered[places] == values), ids[places], 0)
 
     def table(self, value: str, id_: str) -> pa.Table:
-        """Two columns, to be joined with."""
+        """Returns the vocabulary as a table of two columns, for a join."""
         return pa.table({value: self.values, id_: np.arange(1, len(self))})
 
     @cached_property
@@ -71,18 +69,18 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True)
 class Categorify(Step):
-    """Values to ids: 1 for the most frequent, and so on; 0 for null and for a value that fitting did not see.
+    """Maps values to ids: 1 for the most frequent, and so on; 0 for null and for a value that fitting did not see.
 
     Values with equally many rows are ordered by value (numbers by size, texts by their UTF-8 bytes), so that the ids do
-    not depend on engine, threads or files. Of a list column the elements are counted and replaced.
+    not depend on engine, threads or files. In a list column the elements are counted and replaced.
 
     Args:
-        column: integers, strings or lists of them.
-        output: the name of the result; ``column`` itself where not given.
+        column: name of a column of integers, strings or lists of them.
+        output: name of the result; ``column`` where not given.
         also: further columns that share the vocabulary and are replaced in place, such as a history of the same items;
             only ``column`` is counted.
-        min_count: rarer values are unknown.
-        max_size: at most this many values, the most frequent ones.
+        min_count: least number of rows of a value; rarer values are unknown.
+        max_size: greatest number of values, the most frequent ones.
     """
 
     column: str
@@ -97,21 +95,21 @@ class Categorify(Step):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """``column`` and those that share its vocabulary."""
+        """``column``, and the columns that share its vocabulary."""
         return (self.column, *self.also)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """``output`` and those that share its vocabulary."""
+        """``output``, and the columns that share the vocabulary."""
         return (self.output or self.column, *self.also)
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
-        """Only ``column`` is counted."""
+        """``column``, whose values are counted."""
         return (self.column,)
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """Integers, as many per row as there were values."""
+        """Returns integers, as many per row as there were values."""
         remedy = "bucket a number with Bucketize, or cast the column where it is written"
         found = [types.need(self, name, IDS | ID_LISTS, remedy) for name in self.reads]
         for name, kind in zip(self.reads, found, strict=True):
@@ -156,7 +154,7 @@ class Categorify(Step):
         }
 
     def vocab(self, state: Vocabulary) -> Mapping[str, int]:
-        """The size of the vocabulary for each column."""
+        """Returns the size of the vocabulary for each column."""
         return dict.fromkeys(self.writes, len(state))
 
 
@@ -171,7 +169,7 @@ def _replace(table: Table, name: str, output: str, vocabulary: Table) -> Table:
 
 
 def _replace_elements(table: Table, name: str, output: str, vocabulary: Table, lists: Table) -> Table:
-    """Looks up the elements of each distinct list in ``lists`` once; neither engine can look a value up inside a list."""
+    """Looks up the elements of each distinct list in ``lists`` once, since no engine can look up inside a list."""
     import ibis
 
     elements = lists.select(__list__=lists[name]).distinct().mutate(__element__=lambda t: t["__list__"])
@@ -192,7 +190,7 @@ _DIGITS = 15  # hexadecimal ones: 60 bits are never negative as int64
 
 
 def hashed_id(text: str, buckets: int, salt: str) -> int:
-    """1 to ``buckets``.
+    """Hashes a text to an id from 1 to ``buckets``.
 
     Example:
         >>> hashed_id("sushi", 1000, ""), hashed_id("-7", 1000, "")
@@ -202,12 +200,12 @@ def hashed_id(text: str, buckets: int, salt: str) -> int:
 
 
 def md5(text: str) -> str:
-    """The hexadecimal digest of a text's UTF-8 bytes."""
+    """Returns the hexadecimal MD5 digest of a text's UTF-8 bytes."""
     return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def hashed_id_expression(text: Any, buckets: int, salt: str, engine: Engine) -> Any:
-    """The same as an Ibis expression over a string column; null stays null."""
+    """Returns :func:`hashed_id` as an Ibis expression over a string column; null stays null."""
     if salt:
         text = engine.text(salt) + text
     return (engine.hex_to_int(text.hexdigest("md5").substr(0, _DIGITS)) % buckets + 1).cast("int64")
@@ -215,13 +213,13 @@ def hashed_id_expression(text: Any, buckets: int, salt: str, engine: Engine) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class HashBucket(ColumnStep):
-    """Values to ids 1 to ``buckets`` by a hash, 0 for null: for columns of too many or ever new values.
+    """Maps values to ids from 1 to ``buckets`` by a hash, null to 0: for columns of too many or ever new values.
 
     Args:
-        column: integers, strings or lists of them; 7 and "7" have one id.
-        buckets: how many ids.
-        output: the name of the result; ``column`` itself where not given.
-        salt: another text gives other collisions.
+        column: name of a column of integers, strings or lists of them; 7 and "7" have one id.
+        buckets: number of ids.
+        output: name of the result; ``column`` where not given.
+        salt: text mixed into the hash; another text gives other collisions.
     """
 
     column: str
@@ -233,14 +231,14 @@ class HashBucket(ColumnStep):
         positive(f"HashBucket('{self.column}')", "buckets", self.buckets)
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """Integers, as many per row as there were values."""
+        """Returns integers, as many per row as there were values."""
         found = types.need(
             self, self.column, IDS | ID_LISTS, "bucket a number with Bucketize, or cast it where it is written"
         )
         return {self.writes[0]: "list<int64>" if is_list_column(found) else "int64"}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """The hash of each value, or of each element."""
+        """Hashes each value, or each element."""
 
         def hashed(value: Table) -> Table:
             return hashed_id_expression(value.cast("string"), self.buckets, self.salt, run.engine).fill_null(0)
@@ -251,26 +249,26 @@ class HashBucket(ColumnStep):
         )
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """The same hash."""
+        """Computes the same hash."""
         found = cells[self.column]
         return {
             self.writes[0]: found.with_values(map_texts(found, lambda text: hashed_id(text, self.buckets, self.salt)))
         }
 
     def vocab(self, state: State) -> Mapping[str, int]:
-        """``buckets`` and row 0."""
+        """Returns ``buckets`` + 1 rows, row 0 included."""
         return {self.writes[0]: self.buckets + 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cross(Step):
-    """The combination of several columns as one id, 1 to ``buckets``; 0 where one of them is null.
+    """Maps the combination of several columns to one id from 1 to ``buckets``; 0 where one of them is null.
 
     Args:
-        columns: two or more columns of integers or strings.
-        buckets: how many ids.
-        output: the name of the result; the columns' names with ``_x_`` between them where not given.
-        salt: another text gives other collisions.
+        columns: names of two or more columns of integers or strings.
+        buckets: number of ids.
+        output: name of the result; the columns' names with ``_x_`` between them where not given.
+        salt: text mixed into the hash; another text gives other collisions.
     """
 
     columns: tuple[str, ...]
@@ -296,13 +294,13 @@ class Cross(Step):
         return (self.output or "_x_".join(self.columns),)
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """Integers."""
+        """Returns integers."""
         for name in self.columns:
             types.need(self, name, IDS, "bucket a number first; a list cannot be crossed")
         return {self.writes[0]: "int64"}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """The hash of the parts' digests, which all have one length: ("ab", "c") and ("a", "bc") stay apart."""
+        """Hashes the columns' digests, which have one length, so that ("ab", "c") and ("a", "bc") stay apart."""
         first, *rest = (table[name].cast("string").hexdigest("md5") for name in self.columns)
         for digest in rest:
             first = first + digest
@@ -311,7 +309,7 @@ class Cross(Step):
         )
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """The same hash."""
+        """Computes the same hash."""
         parts = [cells[name] for name in self.columns]
         valid = np.logical_and.reduce([part.valid for part in parts])
         rows = zip(*(part.values.tolist() for part in parts), strict=True)
@@ -322,5 +320,5 @@ class Cross(Step):
         return {self.writes[0]: parts[0].with_values(np.array(ids, dtype=np.int64))}
 
     def vocab(self, state: State) -> Mapping[str, int]:
-        """``buckets`` and row 0."""
+        """Returns ``buckets`` + 1 rows, row 0 included."""
         return {self.writes[0]: self.buckets + 1}

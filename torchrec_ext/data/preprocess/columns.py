@@ -1,10 +1,8 @@
-"""What a column is, in one word that parquet, the engines and a request share.
+"""Types of columns, each one word that parquet, the engines and a request share; Cells: a column of a request.
 
 A *raw* type is one of ``bool``, ``int64``, ``float32``, ``float64``, ``string``, ``timestamp[UNIT]`` or ``list<...>``
 of one. Steps see *working* types, which are fewer: ``bool`` becomes ``int64`` and ``float32`` becomes ``float64``, both
 exactly, so that every engine and a request compute the same.
-
-Cells: one column of a request's rows, with what is missing marked, as numpy arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _WORKING = {"bool": "int64", "float32": "float64"}
 
 
 def raw_type(dtype: pa.DataType) -> str | None:
-    """The raw type of an Arrow type; None where no step and no batch can use it.
+    """Returns the raw type of an Arrow type; None where no step and no batch can use it.
 
     Example:
         >>> raw_type(pa.int8()), raw_type(pa.large_list(pa.float32())), raw_type(pa.decimal128(9))
@@ -58,7 +56,7 @@ def raw_type(dtype: pa.DataType) -> str | None:
 
 @lru_cache
 def arrow_type(raw: str) -> pa.DataType:
-    """The Arrow type in which values of a raw type are told apart from others."""
+    """Returns the Arrow type that holds values of a raw type."""
     if is_list_column(raw):
         return pa.list_(arrow_type(element(raw)))
     if raw in TIMES:
@@ -69,7 +67,7 @@ def arrow_type(raw: str) -> pa.DataType:
 
 
 def working_type(raw: str) -> str:
-    """The type that steps see.
+    """Returns the type that steps see of a raw type.
 
     Example:
         >>> working_type("list<float32>"), working_type("bool"), working_type("string")
@@ -79,12 +77,12 @@ def working_type(raw: str) -> str:
 
 
 def is_list_column(name: str) -> bool:
-    """Whether a row holds any number of values."""
+    """Says whether a row holds any number of values."""
     return name.startswith("list<")
 
 
 def element(name: str) -> str:
-    """The type of one value of a list, or of a scalar column itself."""
+    """Returns the type of one value of a list column, or the type of a scalar column itself."""
     return name[len("list<") : -1] if is_list_column(name) else name
 
 
@@ -92,7 +90,7 @@ def check_case(names: Collection[str]) -> None:
     """Refuses names that differ in upper and lower case alone.
 
     Raises:
-        ValueError: naming the two.
+        ValueError: two names differ in case alone; the message names them.
     """
     seen: dict[str, str] = {}
     for name in sorted(set(names)):
@@ -104,7 +102,7 @@ def check_case(names: Collection[str]) -> None:
 
 
 def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
-    """The error for a column that is not there, with the nearest name."""
+    """Returns the error for a missing column, with the nearest name."""
     near = difflib.get_close_matches(name, list(names), n=1)
     hint = f"did you mean '{near[0]}'?" if near else "rename the column, or write it"
     return DataError(f"{where}: column '{name}' is missing, it has {sorted(names)}; {hint}")
@@ -114,8 +112,8 @@ class Types(Mapping[str, str]):
     """The working type of every column at one point of a preprocessor.
 
     Args:
-        where: the files or the table, for messages.
-        types: by column.
+        where: name of the files or of the table, for messages.
+        types: working type of each column.
     """
 
     def __init__(self, where: str, types: Mapping[str, str]) -> None:
@@ -132,11 +130,11 @@ class Types(Mapping[str, str]):
         return len(self._types)
 
     def with_columns(self, types: Mapping[str, str]) -> Types:
-        """With some columns added or changed."""
+        """Returns these types with some columns added or changed."""
         return Types(self.where, {**self._types, **types})
 
     def need(self, step: Any, name: str, allowed: Collection[str], remedy: str) -> str:
-        """The type of a column, which must be one of ``allowed``.
+        """Returns the type of a column, which must be one of ``allowed``.
 
         Raises:
             DataError: the column is missing or has another type.
@@ -172,12 +170,12 @@ _PLAIN: dict[str, tuple[set[type], int]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
-    """B rows of one column.
+    """B rows of one column of a request, as numpy arrays.
 
     Args:
         values: (B,), or (sum of lengths,) for a list column: int64, float64, or str objects. Times are int64 in their
             own unit.
-        valid: the same shape; where False, the value is null and what stands in ``values`` means nothing.
+        valid: array of the shape of ``values``; where False, the value is null and the entry means nothing.
         lengths: (B,) for a list column (a null list is empty), else None.
     """
 
@@ -186,36 +184,36 @@ class Cells:
     lengths: Int64 | None = None
 
     def with_values(self, values: Array, valid: Mask | None = None) -> Cells:
-        """The same rows with other values."""
+        """Returns the same rows with other values."""
         return Cells(
             values=values, valid=np.ones(len(values), dtype=bool) if valid is None else valid, lengths=self.lengths
         )
 
     def numbers(self) -> tuple[NDArray[np.float64], Mask]:
-        """The values as float64, and where they are numbers: null, NaN and the infinities are one thing, missing."""
+        """Returns the values as float64, and where they are numbers: null, NaN and the infinities count as missing."""
         values = self.values.astype(np.float64)
         return values, self.valid & np.isfinite(values)
 
     def rows(self) -> list[Array]:
-        """The values of each row of a list column."""
+        """Returns the values of each row of a list column."""
         assert self.lengths is not None
         return np.split(self.values, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
     def column(self) -> Column:
-        """As a column of a chunk."""
+        """Returns the cells as a column of a chunk."""
         return Column(self.values) if self.lengths is None else Column.from_lengths(self.values, self.lengths)
 
 
 def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
-    """A request's values as cells.
+    """Reads a request's values into cells.
 
     Args:
-        name: of the column.
-        data: (B,) values, None for null, or an Arrow array of them; lists of them for a list column.
-        raw: the raw type that the column had in fitting.
+        name: name of the column.
+        data: (B,) values, None for null, or an Arrow array of them; lists of values for a list column.
+        raw: raw type that the column had in fitting.
 
     Raises:
-        DataError: a value of another type, naming the row.
+        DataError: a value has another type; the message names its row.
     """
     if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
         raise DataError(f"column '{name}': {_short(data)} is one value; give a list with one entry per row")
@@ -236,7 +234,7 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
 
 
 def _plain(data: Sequence[Any], raw: str) -> Cells | None:
-    """Cells of Python's own numbers, of which most requests are made, faster than Arrow's; None for all that needs a look."""
+    """Reads Python's own numbers, as most requests hold, faster than through Arrow; None for anything else."""
     kind, lengths = element(raw), None
     if kind not in _PLAIN or type(data) is not list:
         return None
@@ -269,7 +267,7 @@ def _numpy(array: pa.Array, raw: str) -> Array:
 
 
 def _typed(data: Sequence[Any], raw: str) -> pa.Array:
-    """The values in the type of the column. Arrow, asked for that type at once, would cut 1.5 to 1 and read the text "7" as 7."""
+    """Converts values to the type of the column; Arrow, asked for that type, would cut 1.5 to 1 and read "7" as 7."""
     array = data if isinstance(data, pa.Array) else pa.array(data)
     wanted = arrow_type(raw)
     if array.type == wanted:
@@ -315,7 +313,7 @@ def _short(value: Any) -> str:
 
 
 def map_texts(cells: Cells, function: Callable[[str], int]) -> Int64:
-    """An int64 of each valid value's text, 0 for null; integers are written in decimal."""
+    """Applies a function from text to int64 to each valid value, 0 for null; integers are written in decimal."""
     return np.fromiter(
         (
             function(str(value)) if valid else 0

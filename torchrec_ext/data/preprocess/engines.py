@@ -1,8 +1,6 @@
-"""Engines: where a preprocessor's expressions run. DuckDB inside this process, or Spark.
+"""Engines that run a preprocessor's expressions: DuckDB inside this process, or Spark, where rows have Spark's order.
 
-Spark as an engine, for data that outgrows one machine. The order of rows is Spark's.
-
-Ibis expressions that compute, to the last bit, what numpy does.
+exact(), step_function(), floor_div() ...: Ibis expressions that compute, to the last bit, what numpy does.
 """
 
 from __future__ import annotations
@@ -27,51 +25,52 @@ ROW = "__row__"  # the place of a row in its files, where the engine knows it
 
 
 class Engine(Protocol):
-    """What a preprocessor asks of an engine, beside being an Ibis backend."""
+    """An engine as a preprocessor needs it, with its Ibis backend."""
 
     name: str
 
     def read(self, files: Files) -> Table:
-        """The files as a table, with a column ``__row__`` where rows have an order."""
+        """Opens files as a table, with a column ``__row__`` where rows have an order."""
 
     def owns(self, table: Table) -> bool:
-        """Whether an Ibis table can be read here."""
+        """Says whether an Ibis table can be read here."""
 
     def register(self, table: pa.Table) -> Table:
-        """A small table as one of the engine's."""
+        """Makes a small table known to the engine."""
 
     def stage(self, expression: Table) -> Table:
-        """The same rows under a name of their own: Ibis takes quadratic time over a long chain of steps."""
+        """Gives rows a name of their own, since Ibis takes quadratic time over a long chain of steps."""
 
     def collect(self, expression: Table) -> pa.Table:
-        """The rows of an expression."""
+        """Computes the rows of an expression."""
 
     def write(self, expression: Table, sink: Sink) -> int:
-        """Writes the rows of an expression to the sink's folder; returns how many."""
+        """Writes the rows of an expression to the sink's folder; returns their number."""
 
     def text(self, value: str) -> Any:
-        """A string literal."""
+        """Returns a string literal."""
 
     def hex_to_int(self, digits: Any) -> Any:
-        """The value of up to 15 hexadecimal digits as int64."""
+        """Converts up to 15 hexadecimal digits to int64."""
 
     def is_finite(self, column: Any) -> Any:
-        """Whether a float is neither NaN nor infinite."""
+        """Says whether a float is neither NaN nor infinite."""
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Frees the engine's resources."""
 
 
 @contextmanager
 def connected(engine: Any, *, threads: int | None = None, memory: str | None = None) -> Iterator[Engine]:
-    """An engine for the time of the block.
+    """Opens an engine for the time of the block.
 
     Args:
         engine: ``duckdb``; ``spark`` for the session that is active here, or the one that Spark's own configuration
             describes; a master URL such as ``local[4]`` or ``spark://host:7077``; a SparkSession; or an engine, which
             stays open.
-        threads: of DuckDB; all cores where not given.
-        memory: that DuckDB may use before it goes to disk, such as ``4GB``; 80 % of the machine's where not given.
+        threads: number of DuckDB's threads; all cores where not given.
+        memory: memory that DuckDB may use before it goes to disk, such as ``4GB``; 80 % of the machine's where not
+            given.
 
     Raises:
         DataError: the engine is unknown or not installed.
@@ -102,10 +101,10 @@ def _open(engine: Any, threads: int | None, memory: str | None) -> Engine:
 
 
 def need_ibis(package: str = "duckdb") -> Any:
-    """Ibis, which only the offline half needs.
+    """Imports Ibis, which only fitting and files need.
 
     Raises:
-        DataError: it is not installed.
+        DataError: Ibis is not installed.
     """
     try:
         import ibis
@@ -121,11 +120,11 @@ def need_ibis(package: str = "duckdb") -> Any:
 
 
 class DuckDB:
-    """DuckDB in this process: all cores, and to disk where memory does not do.
+    """DuckDB in this process, which goes to disk where memory is not enough.
 
     Args:
-        threads: all cores where not given.
-        memory: such as ``4GB``.
+        threads: number of threads; all cores where not given.
+        memory: memory before it goes to disk, such as ``4GB``.
     """
 
     name = "duckdb"
@@ -139,7 +138,7 @@ class DuckDB:
 
         @ibis.udf.scalar.builtin(name="isfinite")  # type: ignore[untyped-decorator]
         def isfinite(value: float) -> bool:
-            """DuckDB's own."""
+            """DuckDB's own function."""
             raise NotImplementedError
 
         self._isfinite = isfinite
@@ -165,7 +164,7 @@ class DuckDB:
         self.close()
 
     def read(self, files: Files) -> Table:
-        """The files, with their rows in order."""
+        """Opens files as a table with its rows in order."""
         for system in {id(file.remote): file.remote for file in files.files if file.remote is not None}.values():
             self.ibis.con.register_filesystem(system)
         taken = sorted({"file_index", "file_row_number"} & set(files.schema))
@@ -186,11 +185,11 @@ class DuckDB:
         return self.ibis.table(name)
 
     def owns(self, table: Table) -> bool:
-        """A table of this connection."""
+        """Says whether the table is one of this connection."""
         return table.get_backend() is self.ibis
 
     def register(self, table: pa.Table) -> Table:
-        """A temporary table."""
+        """Makes a temporary table."""
         # Not Ibis's create_table: what Ibis 12 sends does not parse in DuckDB 2.0.
         name = f"held_{next(self._names)}"
         self.ibis.con.register("__arrow__", table)
@@ -199,13 +198,13 @@ class DuckDB:
         return self.ibis.table(name)
 
     def stage(self, expression: Table) -> Table:
-        """A temporary view."""
+        """Makes a temporary view."""
         name = f"stage_{next(self._names)}"
         self.ibis.con.execute(f"CREATE TEMP VIEW {name} AS {self.ibis.compile(expression)}")
         return self.ibis.table(name)
 
     def collect(self, expression: Table) -> pa.Table:
-        """The rows, in memory."""
+        """Computes the rows, in memory."""
         return self._stream(expression).read_all()
 
     def write(self, expression: Table, sink: Sink) -> int:
@@ -224,17 +223,17 @@ class DuckDB:
         return reader
 
     def text(self, value: str) -> Any:
-        """A string literal."""
+        """Returns a string literal."""
         import ibis
 
         return ibis.literal(value)
 
     def hex_to_int(self, digits: Any) -> Any:
-        """DuckDB reads 0x... as a number."""
+        """Converts by a cast: DuckDB reads 0x... as a number."""
         return (self.text("0x") + digits).cast("int64")
 
     def is_finite(self, column: Any) -> Any:
-        """DuckDB's own function: it answers isnan and comparisons from the file's least and greatest value, which leave NaN out.
+        """Calls DuckDB's own function, since isnan and comparisons are answered from statistics that leave NaN out.
 
         With DuckDB 2.0, `select count(*) from 'f.parquet' where isnan(x)` gives 0 for a file that pyarrow wrote with
         NaN in x.
@@ -263,14 +262,14 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def exact(value: float) -> Expr:
-    """A float literal: written into SQL bare, DuckDB would read it as a decimal and round twice."""
+    """Returns a float literal; written into SQL bare, DuckDB would read it as a decimal and round twice."""
     import ibis
 
     return ibis.literal(repr(float(value))).cast("float64")
 
 
 def number(column: Expr, kind: str, engine: Engine) -> Expr:
-    """A number column as float64; null, NaN and the infinities are one thing, null."""
+    """Returns a number column as float64; NaN and the infinities become null."""
     import ibis
 
     if kind != "float64":
@@ -279,7 +278,7 @@ def number(column: Expr, kind: str, engine: Engine) -> Expr:
 
 
 def as_float32(column: Expr, engine: Engine) -> Expr:
-    """As float32; null where it would overflow, which one engine answers with infinity and the other with an error."""
+    """Casts to float32; null where it would overflow, which is infinity in one engine and an error in the other."""
     import ibis
 
     held = engine.is_finite(column) & (column.abs() <= exact(FLOAT32_MAX))
@@ -287,7 +286,7 @@ def as_float32(column: Expr, engine: Engine) -> Expr:
 
 
 def step_function(x: Expr, starts: Sequence[Expr], values: Sequence[int]) -> Expr:
-    """``values[k]`` where k of the rising ``starts`` are at most x, by bisection; one value more than starts."""
+    """Returns ``values[k]`` where k of the rising ``starts`` are at most x, by bisection; values are one more."""
     import ibis
 
     if not len(starts):
@@ -298,7 +297,7 @@ def step_function(x: Expr, starts: Sequence[Expr], values: Sequence[int]) -> Exp
 
 
 def floor_div(a: Expr, b: int) -> Expr:
-    """The whole part of a / b, downwards; exact while |a| is below 2**53.
+    """Divides and rounds down; exact while |a| is below 2**53.
 
     Integer division is spelt, and rounded below zero, differently from engine to engine; the division here leaves no
     remainder.
@@ -307,7 +306,7 @@ def floor_div(a: Expr, b: int) -> Expr:
 
 
 def floor_mod(a: Expr, b: int) -> Expr:
-    """What is left of a / b, 0 to b - 1."""
+    """Returns the remainder of a / b, 0 to b - 1."""
     return (a % b + b) % b
 
 
@@ -323,8 +322,8 @@ class Spark:
     """An existing Spark session, or one for a master URL.
 
     Args:
-        session: ``spark``, a master URL or a SparkSession; one that was active before stays so, with its settings as
-            they were.
+        session: ``spark``, a master URL or a SparkSession; a session that was active before stays active, with its
+            settings as they were.
 
     Raises:
         DataError: PySpark is missing, or no session can be started.
@@ -362,7 +361,7 @@ class Spark:
 
         @ibis.udf.scalar.builtin(name="conv")  # type: ignore[untyped-decorator]
         def conv(digits: str, base: int, wanted: int) -> str:
-            """Spark's own."""
+            """Spark's own function."""
             raise NotImplementedError
 
         self._conv = conv
@@ -374,7 +373,7 @@ class Spark:
         self.close()
 
     def read(self, files: Files) -> Table:
-        """The files as a view."""
+        """Opens files as a view."""
         reader = self.session.read
         roots = {file.name.split(f"/{next(iter(file.partitions))}=")[0] for file in files.files if file.partitions}
         if roots:
@@ -386,11 +385,11 @@ class Spark:
         )
 
     def owns(self, table: Table) -> bool:
-        """A table of Spark's."""
+        """Says whether the table is one of Spark's."""
         return bool(table.get_backend().name == "pyspark")
 
     def register(self, table: pa.Table) -> Table:
-        """The table as a view."""
+        """Makes a view of the table."""
         try:
             frame = self.session.createDataFrame(table)
         except TypeError:  # before Spark 4
@@ -398,11 +397,11 @@ class Spark:
         return self._view(frame)
 
     def stage(self, expression: Table) -> Table:
-        """A temporary view."""
+        """Makes a temporary view."""
         return self._view(self._frame(expression))
 
     def collect(self, expression: Table) -> pa.Table:
-        """The rows, in memory."""
+        """Computes the rows, in memory."""
         return self._frame(expression).toArrow()
 
     def write(self, expression: Table, sink: Sink) -> int:
@@ -452,17 +451,17 @@ class Spark:
         return self.ibis.table(name)
 
     def text(self, value: str) -> Any:
-        """A string literal."""
+        """Returns a string literal."""
         import ibis
 
         return ibis.literal(value)
 
     def hex_to_int(self, digits: Any) -> Any:
-        """Spark's ``conv`` gives decimal digits."""
+        """Converts by Spark's ``conv``, which returns decimal digits."""
         return self._conv(digits, 16, 10).cast("int64")
 
     def is_finite(self, column: Any) -> Any:
-        """Two comparisons; to Spark NaN is greater than every number."""
+        """Compares twice: to Spark, NaN is greater than every number."""
         return ~column.isnan() & (column.abs() < exact(float("inf")))
 
     def close(self) -> None:
@@ -485,7 +484,7 @@ def _spark_type(kind: str) -> str:
 
 
 def _pattern(name: str) -> str:
-    """The address as Spark reads it: brackets and stars are no pattern here."""
+    """Escapes an address for Spark, so that brackets and stars are no pattern."""
     return re.sub(r"([*?{}\[\]\\])", r"\\\1", _address(name))
 
 

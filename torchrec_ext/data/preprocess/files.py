@@ -1,6 +1,6 @@
-"""Parquet files as a preprocessor's input: every footer is looked at before an engine is.
+"""scan(): parquet files as a preprocessor's input; every footer is checked before an engine starts.
 
-Parquet files as the loader likes them: row groups of one size, page checksums, no value missing.
+Sink: parquet files as loaders read them best, with row groups of one size, page checksums and no missing value.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Files:
     """Parquet files with the same columns.
 
     Args:
-        files: one or more.
-        schema: by column, its Arrow type; hive partitions are strings.
-        rows: of all files together.
+        files: one or more files.
+        schema: Arrow type of each column; hive partitions are strings.
+        rows: number of rows of all files together.
     """
 
     files: tuple[DataFile, ...]
@@ -42,7 +42,7 @@ class Files:
 
     @property
     def where(self) -> str:
-        """What messages call them."""
+        """Name of the files in messages."""
         return self.files[0].name if len(self.files) == 1 else f"{self.files[0].name} and {len(self.files) - 1} more"
 
 
@@ -50,8 +50,8 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
     """Finds the files and reads their footers.
 
     Raises:
-        DataError: a path names nothing; a file is not parquet, is cut short, or has other columns than the first; no
-            row at all.
+        DataError: a path names nothing; a file is not parquet, is cut short, or has other columns than the first; or
+            there is no row at all.
     """
     files = find_files(paths, (".parquet", ".pq"))
     footers = [_footer(file) for file in files]
@@ -67,10 +67,10 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
 
 
 def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[str]) -> dict[str, str]:
-    """The raw types of some columns.
+    """Returns the raw types of some columns.
 
     Raises:
-        DataError: a column is missing or has a type that nothing can be made of.
+        DataError: a column is missing or has a type of which no feature can be made.
     """
     found = {}
     for name in names:
@@ -165,13 +165,13 @@ Progress = Callable[[int], None]
 
 
 class Sink:
-    """Where an engine writes its rows.
+    """The folder and the format to which an engine writes its rows.
 
     Args:
-        folder: that exists and is empty.
-        columns: by name, the type of each result: ``int64``, ``float32``, ``list<int64>``, ...
-        remedies: by column, what helps against a missing value in it.
-        progress: is called with the rows written so far.
+        folder: empty folder.
+        columns: type of each result by name: ``int64``, ``float32``, ``list<int64>``, ...
+        remedies: what helps against a missing value in each column.
+        progress: function that is called with the number of rows written so far.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Sink:
 
     @contextmanager
     def writer(self) -> Iterator[Callable[[pa.RecordBatch], None]]:
-        """A function that takes batches of any size, in order."""
+        """Opens a writer, a function that takes batches of any size, in order."""
         self._pending: list[pa.RecordBatch] = []
         self._held, self._groups = 0, 0
         self._writer: pq.ParquetWriter | None = None
@@ -198,7 +198,7 @@ class Sink:
                 self._close()
 
     def missing(self, name: str, row: int | None, count: int) -> DataError:
-        """The error for a result without a value."""
+        """Returns the error for a result without a value."""
         where = "" if row is None else f" of row {row}"
         return DataError(
             f"column '{name}': the result{where} is missing: null, NaN or beyond float32 ({count:,} such rows so far); "
@@ -248,7 +248,7 @@ class Sink:
 
 
 def _encoding(schema: pa.Schema) -> dict[str, Any]:
-    """Ids as differences: smaller and faster, to write and to read, than dictionaries of mostly distinct ids."""
+    """Encodes ids as differences: smaller and faster, to write and read, than dictionaries of mostly distinct ids."""
     leaves = {field.name: field.type for field in schema}
     texts = [name for name, dtype in leaves.items() if pa.types.is_string(dtype)]
     packed = {
@@ -265,7 +265,7 @@ def _encoding(schema: pa.Schema) -> dict[str, Any]:
 
 
 def _missing(column: pa.Array) -> np.ndarray[Any, Any] | None:
-    """Where the values of a column are missing, or None where none is."""
+    """Returns where the values of a column are missing, or None where none is."""
     if column.null_count:
         return np.asarray(column.is_null().to_numpy(zero_copy_only=False))
     if pa.types.is_floating(column.type):

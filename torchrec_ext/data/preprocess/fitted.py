@@ -44,13 +44,13 @@ from torchrec_ext.sealed import existing_folder, measure_file
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FittedPreprocessor:
-    """Steps with what they were fitted with.
+    """A preprocessor's steps with what they were fitted with, for files and for requests.
 
     Args:
-        steps: in order.
-        keep: columns that are handed on.
-        raw: the raw types of the columns that fitting saw.
-        states: of each step.
+        steps: steps, in order.
+        keep: names of columns that are handed on as they are.
+        raw: raw types of the columns that fitting saw.
+        states: state of each step.
     """
 
     steps: tuple[Step, ...]
@@ -65,14 +65,14 @@ class FittedPreprocessor:
 
     @cached_property
     def outputs(self) -> dict[str, str]:
-        """The columns of the result and their types: ids are ``int64`` or ``list<int64>``, numbers ``float32``."""
+        """Types of the result's columns by name: ids are ``int64`` or ``list<int64>``, numbers ``float32``."""
         written = dict.fromkeys(name for step in self.steps for name in step.writes)
         kept = {name: "int64" if self.raw[name] in {*TIMES, "bool"} else self.raw[name] for name in self.keep}
         return {name: self.types[-1][name].replace("float64", "float32") for name in written} | kept
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """By id column, the rows that its embedding table needs; row 0 is the unknown."""
+        """Number of rows that each id column's embedding table needs; row 0 is the unknown."""
         sizes: dict[str, int] = {}
         for step, state in zip(self.steps, self.states, strict=True):
             for name in step.writes:
@@ -82,12 +82,12 @@ class FittedPreprocessor:
 
     @property
     def dense(self) -> tuple[str, ...]:
-        """The number columns of the result, without those that are kept."""
+        """Names of the number columns of the result, without those that are kept."""
         return tuple(name for name, kind in self.outputs.items() if kind == "float32" and name not in self.keep)
 
     @cached_property
     def request_columns(self) -> dict[str, str]:
-        """The columns that a request must have, and their raw types."""
+        """Raw types of the columns that a request must have, by name."""
         needed: dict[str, str] = {}
         written: set[str] = set()
         for step in self.steps:
@@ -112,18 +112,19 @@ class FittedPreprocessor:
 
         Args:
             source: see :meth:`Preprocessor.fit`.
-            out: a folder, which is there whole or not at all.
-            events: the rows that histories are made of; ``source`` where not given.
+            out: folder to write, which is there whole or not at all.
+            events: rows of which histories are made; ``source`` where not given.
             order_by: columns of the source by which to sort.
             engine: see :func:`~torchrec_ext.data.preprocess.engines.connected`.
             overwrite: replace what is in ``out``.
-            progress: is called with the number of rows written so far.
+            progress: function that is called with the number of rows written so far.
 
         Returns:
             The number of rows.
 
         Raises:
-            DataError: a row has no value where one is needed, a list is too long, a file is damaged, the disk is full.
+            DataError: a row has no value where one is needed, a list is too long, a file is damaged or the disk is
+                full.
         """
         return transform(
             self,
@@ -137,10 +138,10 @@ class FittedPreprocessor:
         )
 
     def online(self, rows: Mapping[str, Sequence[Any]]) -> Chunk:
-        """A request's rows, value for value as :meth:`transform` would write them.
+        """Transforms a request's rows, value for value as :meth:`transform` would write them.
 
         Args:
-            rows: (B,) values by column, None for null; see ``request_columns``. Further columns are left aside.
+            rows: (B,) values by column, None for null; see ``request_columns``. Further columns are ignored.
 
         Raises:
             DataError: a column is missing, has a value of another type, or a result has no value.
@@ -166,7 +167,7 @@ class FittedPreprocessor:
         )
 
     def remedies(self) -> dict[str, str]:
-        """By column of the result, what helps against a row without a value."""
+        """Returns what helps against a row without a value, by column of the result."""
         numbers = {
             name: f"put FillMissing(column='{name}', ...) before it" for step in self.steps for name in step.writes
         }
@@ -188,7 +189,7 @@ class FittedPreprocessor:
 
 
 def stages(steps: Sequence[Step], where: str, raw: Mapping[str, str]) -> list[Types]:
-    """The working types before each step, and after the last.
+    """Returns the working types before each step, and after the last.
 
     Raises:
         DataError: a step cannot take a column's type.
@@ -215,7 +216,7 @@ def _seconds(cells: Cells, raw: str) -> Cells:
 
 
 def _finished(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor) -> Cells:
-    """The values in the result's type, all of them there."""
+    """Casts values to the result's type; raises a DataError where one is missing."""
     values, valid = cells.values, cells.valid
     if element(kind) in ("float32", "float64"):
         limit = FLOAT32_MAX if element(kind) == "float32" else np.inf

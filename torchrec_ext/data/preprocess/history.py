@@ -1,4 +1,4 @@
-"""History: what a user took before a row, never at its own time or later."""
+"""History: the items that a user took before a row, never at the row's own time or later."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torchrec_ext.schema import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class History(Step):
-    """The user's most recent ``length`` items with a *strictly* earlier time, oldest first; of one time, ordered by item.
+    """Lists the user's most recent ``length`` items with a *strictly* earlier time, oldest first, ties by item.
 
     Events with a null user, item or time are in no history; a row with a null user or time has an empty one. The step
     reads columns as the files have them, so put it before steps that replace them, and ``Categorify(column=item,
     also=(output,))`` after it.
 
     In a request, whoever keeps the user's events sends them: a list of items ``<output>_items`` and one of times
-    ``<output>_times`` per row (only such as ``where`` lets pass), in any order; the row's own ``time`` decides which of
-    them count.
+    ``<output>_times`` per row (only those that ``where`` lets pass), in any order; the row's own ``time`` decides which
+    of them count.
 
     Args:
-        user: column of user ids.
-        item: column of item ids, integers or strings.
-        time: timestamps or integers.
-        length: the most items.
-        output: the name of the result.
-        where: a number column; only events in which it is at least ``at_least`` are remembered, such as clicks.
+        user: name of the column of user ids.
+        item: name of the column of item ids, integers or strings.
+        time: name of the column of timestamps or integers.
+        length: greatest number of items.
+        output: name of the result.
+        where: name of a number column; only events in which it is at least ``at_least`` are kept, such as clicks.
         at_least: see ``where``.
     """
 
@@ -50,12 +50,12 @@ class History(Step):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns of an event."""
+        """Names of the columns of an event."""
         return (self.user, self.item, self.time, *([self.where] if self.where else []))
 
     @property
     def event_reads(self) -> tuple[str, ...]:
-        """The same, of the events."""
+        """Names of the columns of an event."""
         return self.reads
 
     @property
@@ -64,7 +64,7 @@ class History(Step):
         return (self.output,)
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """A list of items."""
+        """Returns a list of items."""
         types.need(self, self.user, IDS, "give the column of user ids")
         item = types.need(self, self.item, IDS, "give the column of item ids")
         types.need(self, self.time, TIMES | {"int64"}, "convert it to a timestamp, or to seconds since 1970")
@@ -95,7 +95,7 @@ class History(Step):
         return events.filter(events.user.notnull() & events.time.notnull() & events.item.notnull())
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
-        """The time of the row, and the user's events."""
+        """Returns the types of the row's time and of the user's events."""
         return {
             self.time: raw[self.time],
             f"{self.output}_items": f"list<{raw[self.item]}>",
@@ -103,7 +103,7 @@ class History(Step):
         }
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """The same from the events in the request."""
+        """Computes the same from the events in the request."""
         now, items, times = (cells[name] for name in (self.time, f"{self.output}_items", f"{self.output}_times"))
         _check_pairs(self.output, items, times)
         parts = zip(
@@ -145,7 +145,7 @@ def _check_pairs(output: str, items: Cells, times: Cells) -> None:
 
 
 def _histories(moments: Table, events: Table, length: int) -> Table:
-    """(__user__, __time__, __tail__) of each moment that has events before it."""
+    """Returns (__user__, __time__, __tail__) of each moment that has events before it."""
     import ibis
 
     ordered = ibis.window(group_by=events.user, order_by=[events.time, events.item])

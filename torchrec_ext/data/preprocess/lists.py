@@ -20,14 +20,14 @@ _TYPES = frozenset({"list<int64>", "list<float64>", "list<string>"})
 
 @dataclass(frozen=True, kw_only=True)
 class Lists(ColumnStep):
-    """Drops null elements and keeps the last ``max_length`` of what is left; a null list is empty.
+    """Drops null elements and keeps the last ``max_length`` of the others; a null list is empty.
 
     Args:
-        column: a list column, oldest element first; or strings, with ``separator``.
-        max_length: the most elements that a row may have; no limit where not given.
-        too_long: ``recent`` keeps the last ones, ``error`` refuses the row.
-        separator: splits a string into its elements, of which empty ones are dropped.
-        output: the name of the result; ``column`` itself where not given.
+        column: name of a list column, oldest element first; or of a column of strings, with ``separator``.
+        max_length: greatest number of elements in a row; no limit where not given.
+        too_long: what happens to longer rows: ``recent`` keeps the last elements, ``error`` refuses the row.
+        separator: text that separates the elements of a string; empty ones are dropped.
+        output: name of the result; ``column`` where not given.
     """
 
     column: str
@@ -46,7 +46,7 @@ class Lists(ColumnStep):
             raise ValueError(f"Lists('{self.column}'): separator='': must be one character or more")
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """A list of the same elements."""
+        """Returns a list of the same elements."""
         if self.separator is not None:
             types.need(self, self.column, {"string"}, "leave separator out for a column that is a list already")
             return {self.writes[0]: "list<string>"}
@@ -74,7 +74,7 @@ class Lists(ColumnStep):
         return ibis.coalesce(parts, ibis.literal([], type="array<string>"))
 
     def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
-        """Rows that are too long, where these are refused."""
+        """Returns the rows that are too long, where these are refused."""
         if self.too_long == "recent" or self.max_length is None:
             return []
         return [(self._whole(table).length() > self.max_length, self.column, self._rule())]
@@ -83,7 +83,7 @@ class Lists(ColumnStep):
         return f"a list longer than max_length={self.max_length}; cut it where it is written, or set too_long='recent'"
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """The same in numpy."""
+        """Computes the same in numpy."""
         found = cells[self.column] if self.separator is None else self._split(cells[self.column])
         assert found.lengths is not None
         row = np.repeat(np.arange(len(found.lengths)), found.lengths)[found.valid]
@@ -112,5 +112,5 @@ class Lists(ColumnStep):
 
 
 def list_of(kind: str) -> str:
-    """The type of a list of such values."""
+    """Returns the type of a list of values of type ``kind``."""
     return kind if is_list_column(kind) else f"list<{element(kind)}>"

@@ -1,8 +1,8 @@
-"""Bucketize, LogClip, Normalize: one number column each. Null, NaN and the infinities are one thing to them: missing.
+"""Bucketize, LogClip, Normalize: steps on one number column; null, NaN and the infinities count as missing.
 
 FillMissing: a value for null; for floats also for NaN and the infinities.
 
-What number columns are fitted with: mean, spread, quantiles, the most common value, the same from every engine.
+mean_and_std(), quantiles_of(), most_common(): what number columns are fitted with, the same from every engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIGITS = 10
 
 
 def rounded(value: float) -> float:
-    """To 10 significant digits: sums over many threads differ in the last ones, from engine to engine and run to run.
+    """Rounds to 10 significant digits: sums over many threads differ in the last ones, by engine and by run.
 
     Example:
         >>> rounded(0.1 + 0.2), rounded(123456.7890123456)
@@ -40,7 +40,7 @@ def rounded(value: float) -> float:
 
 
 def mean_and_std(step: Any, values: Values, where: str, engine: Engine) -> tuple[float, float]:
-    """Mean and population standard deviation.
+    """Computes the mean and the population standard deviation.
 
     Raises:
         DataError: no value is a number, or the sum overflows.
@@ -58,9 +58,9 @@ def mean_and_std(step: Any, values: Values, where: str, engine: Engine) -> tuple
 def quantiles_of(
     step: Any, values: Values, shares: Sequence[float | Fraction], where: str, engine: Engine
 ) -> list[float]:
-    """For each share the smallest value that at least this share of the rows does not exceed: a value of the data, never a mean.
+    """Returns, for each share, the smallest value of the data that at least this share of the rows does not exceed.
 
-    Fractions are exact: 7 / 100 of 100 rows is, in floats, a little more than 7.
+    Shares are exact fractions: 7 / 100 of 100 rows is, in floats, a little more than 7.
 
     Raises:
         DataError: no value is a number.
@@ -82,7 +82,7 @@ def quantiles_of(
 
 
 def most_common(step: Any, values: Values, where: str, engine: Engine) -> Any:
-    """The value with the most rows, the smallest of those that have equally many.
+    """Returns the value with the most rows, the smallest of those that have equally many.
 
     Raises:
         DataError: every value is missing.
@@ -102,10 +102,10 @@ def _some(step: Any, size: int, where: str) -> None:
 
 
 class _NumberStep(ColumnStep):
-    """A step from one number column to one column."""
+    """A step that makes one column of one number column."""
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """Floats."""
+        """Returns floats."""
         types.need(self, self.column, NUMBERS, "give it numbers")
         return {self.writes[0]: "float64"}
 
@@ -115,13 +115,13 @@ class _NumberStep(ColumnStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Bucketize(_NumberStep):
-    """Numbers to ids: 1 + how many boundaries are at or below the number; 0 for a missing one.
+    """Maps numbers to ids: 1 + the number of boundaries at or below the number; 0 for a missing one.
 
     Args:
-        column: integers or floats.
-        boundaries: rising numbers; or
-        quantiles: how many buckets of about equally many training rows to fit. Equal boundaries become one.
-        output: the name of the result; ``column`` itself where not given.
+        column: name of a column of integers or floats.
+        boundaries: rising numbers; give these or ``quantiles``.
+        quantiles: number of buckets of about equally many training rows to fit; equal boundaries become one.
+        output: name of the result; ``column`` where not given.
     """
 
     column: str
@@ -142,16 +142,16 @@ class Bucketize(_NumberStep):
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
-        """``column`` where boundaries are fitted."""
+        """``column``, where boundaries are fitted."""
         return (self.column,) if self.quantiles else ()
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """Integers."""
+        """Returns integers."""
         types.need(self, self.column, NUMBERS, "give it numbers; Categorify takes strings")
         return {self.writes[0]: "int64"}
 
     def fit(self, table: Table, types: Types, run: StepContext) -> State:
-        """The boundaries."""
+        """Fits the boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
         shares = [Fraction(at, self.quantiles) for at in range(1, self.quantiles)]
@@ -159,36 +159,36 @@ class Bucketize(_NumberStep):
         return {"boundaries": sorted(set(found))}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """Bisection, as nested conditions."""
+        """Bisects the boundaries by nested conditions."""
         x = self._number(table, types, run)
         edges = state["boundaries"]
         bucket = step_function(x, [exact(edge) for edge in edges], range(1, len(edges) + 2))
         return table.mutate({self.writes[0]: x.isnull().ifelse(0, bucket).cast("int64")})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """Bisection."""
+        """Bisects the boundaries."""
         x, known = cells[self.column].numbers()
         buckets = np.searchsorted(np.array(state["boundaries"], dtype=np.float64), x, side="right") + 1
         return {self.writes[0]: cells[self.column].with_values(np.where(known, buckets, 0).astype(np.int64))}
 
     def vocab(self, state: State) -> Mapping[str, int]:
-        """The buckets and row 0."""
+        """Returns the number of buckets + 1, row 0 included."""
         return {self.writes[0]: len(state["boundaries"]) + 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogClip(_NumberStep):
-    """ln(1 + x - low) of x clipped to [low, high]: for counts and prices, which have a long tail.
+    """Computes ln(1 + x - low) of x clipped to [low, high]: for counts and prices, which have a long tail.
 
     The logarithm is rounded to 32 bits. Java's and C's differ in the last of 64 (Spark's from numpy's in 0.3 % of
     300,000 numbers), and a step after this one could make a bucket of that.
 
     Args:
-        column: integers or floats.
-        low: smaller numbers become this.
-        high: greater numbers become this; no limit where not given.
-        log: False clips only.
-        output: the name of the result; ``column`` itself where not given.
+        column: name of a column of integers or floats.
+        low: lower limit, to which smaller numbers are raised.
+        high: upper limit, to which greater numbers are lowered; no limit where not given.
+        log: take the logarithm; False only clips.
+        output: name of the result; ``column`` where not given.
     """
 
     column: str
@@ -205,7 +205,7 @@ class LogClip(_NumberStep):
             )
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """Conditions and a logarithm."""
+        """Clips by conditions and takes the logarithm."""
         x = self._number(table, types, run)
         x = (x < exact(self.low)).ifelse(exact(self.low), x)
         if self.high is not None:
@@ -215,7 +215,7 @@ class LogClip(_NumberStep):
         return table.mutate({self.writes[0]: x})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """The same in numpy."""
+        """Computes the same in numpy."""
         x, known = cells[self.column].numbers()
         x = np.clip(np.where(known, x, self.low), self.low, self.high)
         if self.log:
@@ -225,13 +225,13 @@ class LogClip(_NumberStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Normalize(_NumberStep):
-    """(x - mean) / standard deviation of the training rows, both rounded to 10 digits so that engines agree.
+    """Computes (x - mean) / standard deviation of the training rows, both rounded to 10 digits so that engines agree.
 
     A column with one value only is divided by 1.
 
     Args:
-        column: integers or floats.
-        output: the name of the result; ``column`` itself where not given.
+        column: name of a column of integers or floats.
+        output: name of the result; ``column`` where not given.
     """
 
     column: str
@@ -243,17 +243,17 @@ class Normalize(_NumberStep):
         return (self.column,)
 
     def fit(self, table: Table, types: Types, run: StepContext) -> State:
-        """Mean and standard deviation."""
+        """Fits mean and standard deviation."""
         mean, std = mean_and_std(self, table.select(x=self._number(table, types, run)), types.where, run.engine)
         return {"mean": mean, "std": std or 1.0}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """A difference and a quotient."""
+        """Subtracts the mean and divides by the deviation."""
         x = self._number(table, types, run)
         return table.mutate({self.writes[0]: (x - exact(state["mean"])) / exact(state["std"])})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """The same in numpy."""
+        """Computes the same in numpy."""
         x, known = cells[self.column].numbers()
         with np.errstate(all="ignore"):
             return {self.writes[0]: cells[self.column].with_values((x - state["mean"]) / state["std"], known)}
@@ -264,14 +264,14 @@ Statistic = Literal["mean", "median", "most_common"]
 
 @dataclass(frozen=True, kw_only=True)
 class FillMissing(ColumnStep):
-    """Puts a value where there is none.
+    """Replaces missing values.
 
     Args:
-        column: integers, floats or strings.
-        value: what to put there, of the column's type; or
-        statistic: of the training rows: ``mean`` (the result is a float), ``median`` (the lower one) or
-            ``most_common``.
-        output: the name of the result; ``column`` itself where not given.
+        column: name of a column of integers, floats or strings.
+        value: value to put in, of the column's type; give this or ``statistic``.
+        statistic: statistic of the training rows to put in: ``mean`` (the result is a float), ``median`` (the lower
+            one) or ``most_common``.
+        output: name of the result; ``column`` where not given.
     """
 
     column: str
@@ -290,11 +290,11 @@ class FillMissing(ColumnStep):
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
-        """``column`` where a statistic is wanted."""
+        """``column``, where a statistic is wanted."""
         return (self.column,) if self.statistic else ()
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """The column's own type; float for a mean or a median."""
+        """Returns the column's own type; float for a mean or a median."""
         numeric = self.statistic in ("mean", "median")
         found = types.need(
             self, self.column, NUMBERS if numeric else NUMBERS | {"string"}, "choose another value or statistic"
@@ -312,7 +312,7 @@ class FillMissing(ColumnStep):
         return {self.writes[0]: "float64" if numeric else found}
 
     def fit(self, table: Table, types: Types, run: StepContext) -> State:
-        """The value."""
+        """Returns the value, or computes the statistic."""
         if self.statistic is None:
             return {"value": self.value}
         kind = types[self.column]
@@ -325,14 +325,14 @@ class FillMissing(ColumnStep):
         return {"value": quantiles_of(self, values, [0.5], types.where, run.engine)[0]}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """The first of column and value that is there."""
+        """Takes the column's value where it is there, else the replacement."""
         kind, value = self.types(types)[self.writes[0]], state["value"]
         column = number(table[self.column], types[self.column], run.engine) if kind == "float64" else table[self.column]
         filler = exact(value) if kind == "float64" else run.engine.text(value) if kind == "string" else value
         return table.mutate({self.writes[0]: column.fill_null(filler)})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """The same in numpy."""
+        """Computes the same in numpy."""
         found = cells[self.column]
         values, known = (
             found.numbers() if self.types(types)[self.writes[0]] == "float64" else (found.values, found.valid)

@@ -1,4 +1,4 @@
-"""Preprocessor: steps in an order. Fitted once on training rows, then applied to files and, the same, to a request's rows."""
+"""Preprocessor: steps in order, fitted once on training rows, then applied alike to files and to a request's rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FitProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """What to do to which columns.
+    """A sequence of steps on columns, before it is fitted.
 
-    The result has a column for everything that a step writes, and those in ``keep``. A step reads what earlier steps
-    wrote, or else a column of the files.
+    The result has every column that a step writes, and those in ``keep``. A step reads what earlier steps wrote, or
+    else a column of the files.
 
     Args:
-        steps: in order.
+        steps: steps, in order.
         keep: columns to hand on as they are, such as the label; in a request they may be left out. Times become seconds
             since 1970.
 
@@ -65,7 +65,7 @@ class Preprocessor:
 
     @property
     def raw_columns(self) -> tuple[str, ...]:
-        """The columns that the files must have."""
+        """Names of the columns that the files must have."""
         needed: dict[str, None] = {}
         written: set[str] = set()
         for step in self.steps:
@@ -75,7 +75,7 @@ class Preprocessor:
 
     @property
     def event_columns(self) -> tuple[str, ...]:
-        """The columns that the rows must have which histories are made of."""
+        """Names of the columns that the events must have of which histories are made."""
         return tuple(dict.fromkeys(name for step in self.steps for name in step.event_reads))
 
     def fit(
@@ -86,14 +86,14 @@ class Preprocessor:
         events: Source | None = None,
         progress: FitProgress | None = None,
     ) -> FittedPreprocessor:
-        """Looks at training rows, and at no others.
+        """Fits the steps to training rows.
 
         Args:
             source: parquet files, folders, patterns, remote addresses, or an Ibis table of the engine (``engine.ibis``
                 makes them).
             engine: see :func:`~torchrec_ext.data.preprocess.engines.connected`.
-            events: where a step is fitted on histories, the rows that these are made of; ``source`` where not given.
-            progress: is called with each step's name before it is fitted.
+            events: rows of which histories are made, where a step is fitted on these; ``source`` where not given.
+            progress: function that is called with each step's name before it is fitted.
 
         Raises:
             DataError: the files or a column do not allow it; the message names file, column and remedy.

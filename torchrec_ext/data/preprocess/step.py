@@ -1,6 +1,6 @@
-"""Step: one named operation on columns, written twice: as an Ibis expression for files and in numpy for a request's rows.
+"""Step: one named operation on columns, as an Ibis expression for files and in numpy for a request's rows.
 
-Chain: steps as expressions on an opened source, one after the other or only those that a column comes from.
+Chain: steps as expressions on an opened source, one after the other, or only those that a column comes from.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ State = Any  # what fitting found: a Vocabulary, or a dict of JSON values
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What a step may use beside its table.
+    """The engine and the rows that a step may use beside its table.
 
     Args:
-        engine: runs expressions and holds tables.
-        events: the rows that histories are made of, as they stand before any step.
-        column: the rows with one column as the step finds it, made by no more steps than that column comes from. A step
-            that joins its table with something of itself takes it from here: the table would be computed twice, and
-            twice again by the next.
+        engine: engine that runs expressions and holds tables.
+        events: rows of which histories are made, as they are before any step.
+        column: function that returns the rows with one column as the step reads it, made by no more steps than that
+            column comes from. A step that joins its table with a part of itself takes the part from here: the table
+            would be computed twice, and twice again by the next such step.
     """
 
     engine: Engine
@@ -40,53 +40,53 @@ class Step(ABC):
     @property
     @abstractmethod
     def reads(self) -> tuple[str, ...]:
-        """The columns that it needs."""
+        """Names of the columns that the step needs."""
 
     @property
     @abstractmethod
     def writes(self) -> tuple[str, ...]:
-        """The columns that it makes or replaces."""
+        """Names of the columns that the step makes or replaces."""
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
-        """The columns that fitting looks at; none where nothing is fitted."""
+        """Names of the columns that fitting looks at; none where nothing is fitted."""
         return ()
 
     @property
     def event_reads(self) -> tuple[str, ...]:
-        """The columns of ``Run.events`` that it needs."""
+        """Names of the columns of :attr:`StepContext.events` that the step needs."""
         return ()
 
     @abstractmethod
     def types(self, types: Types) -> Mapping[str, str]:
-        """The working types of what it writes.
+        """Returns the working types of the columns that the step writes.
 
         Raises:
             DataError: a column is missing or has a type that the step cannot take.
         """
 
     def fit(self, table: Table, types: Types, run: StepContext) -> State:
-        """What is to be known of the training rows."""
+        """Returns the state that the step keeps of the training rows."""
         return {}
 
     @abstractmethod
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """The table with ``writes`` added or replaced; further columns stay, the number of rows too."""
+        """Returns the table with ``writes`` added or replaced; other columns and the number of rows stay."""
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
-        """The raw columns that a request must have for it, of those that no earlier step writes."""
+        """Returns the raw columns that a request must have for the step, where no earlier step writes them."""
         return {name: raw[name] for name in self.reads if name in raw}
 
     @abstractmethod
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """``writes`` for a request's rows, value for value what ``transform`` gives."""
+        """Computes ``writes`` for a request's rows, value for value what ``transform`` computes."""
 
     def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
-        """What a table may not hold: (boolean expression, column, rule and remedy) each."""
+        """Returns what a table must not hold, each as (boolean expression, column, rule and remedy)."""
         return []
 
     def vocab(self, state: State) -> Mapping[str, int]:
-        """By column, the rows that its embedding table needs, row 0 for the unknown."""
+        """Returns the number of rows that each column's embedding table needs, row 0 for the unknown."""
         return {}
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Step(ABC):
 
 
 class ColumnStep(Step):
-    """A step from one column to one column."""
+    """A step that makes one column of one column."""
 
     column: str
     output: str | None
@@ -114,7 +114,7 @@ def positive(step: str, name: str, value: int | None) -> None:
     """Refuses a number below 1.
 
     Raises:
-        ValueError: naming step, argument and value.
+        ValueError: the number is below 1; the message names step, argument and value.
     """
     if value is not None and value < 1:
         raise ValueError(f"{step}: {name}={value}: must be 1 or more")
@@ -122,14 +122,14 @@ def positive(step: str, name: str, value: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Steps that are fitted, or will be one by one.
+    """Applies steps that are fitted, or will be one by one, to a table.
 
     Args:
-        steps: in order.
+        steps: steps, in order.
         types: the working types before each step, and after the last.
-        states: of the steps that are fitted already; a list may grow.
-        engine: runs the expressions.
-        table: the rows as they stand before any step.
+        states: states of the steps that are fitted already; a list may grow.
+        engine: engine that runs the expressions.
+        table: the rows as they are before any step.
         events: see :class:`StepContext`.
     """
 
@@ -141,15 +141,15 @@ class Chain:
     events: Table
 
     def run(self, at: int) -> StepContext:
-        """What step ``at`` may use."""
+        """Returns what step number ``at`` may use beside its table."""
         return StepContext(engine=self.engine, events=self.events, column=lambda name: self.before(at, (name,)))
 
     def apply(self, at: int, table: Table) -> Table:
-        """The table after step ``at``."""
+        """Returns the table after step number ``at``."""
         return self.steps[at].transform(table, self.types[at], self.states[at], self.run(at))
 
     def before(self, at: int, columns: Collection[str]) -> Table:
-        """The rows before step ``at``, with only those steps applied that ``columns`` come from."""
+        """Returns the rows before step number ``at``, with only those steps applied that ``columns`` come from."""
         table = self.table
         for index in ancestors(self.steps, at, columns):
             table = self.apply(index, table)
@@ -157,7 +157,7 @@ class Chain:
 
 
 def ancestors(steps: Sequence[Step], at: int, columns: Collection[str]) -> list[int]:
-    """Which of the steps before ``at`` the columns come from.
+    """Returns the numbers of the steps before ``at`` that the columns come from.
 
     Example:
         >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize

@@ -1,4 +1,4 @@
-"""A source as a table of an engine, its columns in the types that steps see."""
+"""open_source(): files or a table as a table of an engine, its columns in the types that steps see."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchrec_ext.schema import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A source in an engine.
+    """A source that an engine has opened.
 
     Args:
         table: the columns that were asked for, in working types, and ``__row__`` where rows have an order.
-        raw: by column, its raw type.
-        where: the files, for messages.
-        files: None for a table.
+        raw: raw type of each column.
+        where: name of the files, for messages.
+        files: files that were opened; None for a table.
     """
 
     table: Table
@@ -34,7 +34,7 @@ class Opened:
         """Refuses a column with another type than it has elsewhere.
 
         Raises:
-            DataError: naming column, types and remedy.
+            DataError: the types differ; the message names column, types and remedy.
         """
         for name, kind in wanted.items():
             if self.raw[name] != kind:
@@ -45,18 +45,18 @@ class Opened:
 
     @property
     def rows(self) -> int | None:
-        """How many, where it is known without reading."""
+        """Number of rows, where it is known without reading."""
         return self.files.rows if self.files else None
 
     def blaming(self) -> AbstractContextManager[None]:
-        """Names the damaged file when the engine stumbles."""
+        """Names the damaged file when the engine fails on it."""
         return blaming(self.files.files) if self.files else nullcontext()
 
 
 def open_sources(
     source: Source, events: Source | None, columns: Sequence[str], event_columns: Sequence[str], engine: Engine
 ) -> tuple[Opened, Opened]:
-    """The rows, and those that histories are made of: the same where ``events`` is not given, or no step asks for any.
+    """Opens the rows, and the events of which histories are made: the same rows where no others are given or needed.
 
     Raises:
         DataError: see :func:`open_source`; or an event's column has another type than the row's.
@@ -101,7 +101,7 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
 
 
 def _working(column: Any, raw: str) -> Any:
-    """The column in the type that steps see; a null list becomes an empty one."""
+    """Casts a column to the type that steps see; a null list becomes an empty one."""
     import ibis
 
     if is_list_column(raw):

@@ -1,9 +1,8 @@
 """TimeFeatures: hour, weekday and the like from a time, in a stated zone.
 
-Time zones as numbers: when the offset from UTC changes, from 1970 to 2100.
-
-Engines differ in which zones they know and in whose edition; a table that is saved with the preprocessor gives files
-and requests the same hour, also after a government has changed its mind between fitting and serving.
+offsets_of(): a time zone as numbers, the times from 1970 to 2100 at which its offset from UTC changes. Engines know
+different zones, in different editions; a table that is saved with the preprocessor gives files and requests the same
+hour, also after a government has changed its mind between fitting and serving.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _DAY = 86_400
 
 @lru_cache
 def offsets_of(zone: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Seconds since 1970 at which the offset changes, and the offsets in seconds: one more, the first one holds before.
+    """Returns the seconds since 1970 at which the offset changes, and the offsets in seconds, one more than changes.
 
     Raises:
         ValueError: there is no such zone.
@@ -70,7 +69,7 @@ def _offset(zone: zoneinfo.ZoneInfo, second: int) -> int:
 
 
 def _change(zone: zoneinfo.ZoneInfo, low: int, high: int) -> int:
-    """The first second with the offset of ``high``."""
+    """Returns the first second with the offset of ``high``."""
     after = _offset(zone, high)
     while high - low > 1:
         middle = (low + high) // 2
@@ -88,16 +87,16 @@ _FIRST, _LAST = -2_208_988_800, 7_258_118_400
 
 @dataclass(frozen=True, kw_only=True)
 class TimeFeatures(Step):
-    """Ids from 1, 0 for a missing time or one outside the years 1900 to 2199.
+    """Maps times to ids from 1 on; 0 stands for a missing time or one outside the years 1900 to 2199.
 
     ``hour`` 1 to 24 (from midnight), ``weekday`` 1 to 7 (from Monday), ``hour_of_week`` 1 to 168, ``day`` of the month,
     ``month``.
 
     Args:
-        column: a timestamp (without a zone it is taken as UTC), or integers counted from 1970 in ``unit``.
-        zone: whose clock is read, such as ``Europe/Berlin``.
-        features: which; the results are called ``<column>_<feature>``.
-        unit: of an integer column: s, ms, us or ns.
+        column: name of a column of timestamps (UTC if they have no zone), or of integers counted from 1970 in ``unit``.
+        zone: time zone in which hours and days are counted, such as ``Europe/Berlin``.
+        features: features to make; the results are called ``<column>_<feature>``.
+        unit: unit of an integer column: s, ms, us or ns.
     """
 
     column: str
@@ -121,21 +120,21 @@ class TimeFeatures(Step):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """One column per feature."""
+        """Names of the results, one column per feature."""
         return tuple(f"{self.column}_{feature}" for feature in self.features)
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """Integers."""
+        """Returns integers."""
         types.need(self, self.column, TIMES | {"int64"}, "convert it to a timestamp, or to seconds since 1970")
         return dict.fromkeys(self.writes, "int64")
 
     def fit(self, table: Table, types: Types, run: StepContext) -> State:
-        """The zone's table of offsets, as this machine knows it today; the rows are not looked at."""
+        """Returns the zone's table of offsets, as this machine knows it today; the rows are not looked at."""
         starts, offsets = offsets_of(self.zone)
         return {"starts": list(starts), "offsets": list(offsets)}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """Whole-number arithmetic; the calendar is the engine's."""
+        """Computes in whole numbers; the calendar is the engine's."""
         given = table.columns
         table = table.mutate(__second__=second_of(table[self.column], types[self.column], PER_SECOND[self.unit]))
         offset = step_function(table["__second__"], state["starts"], state["offsets"])
@@ -149,7 +148,7 @@ class TimeFeatures(Step):
         return table.mutate(**made).select(*dict.fromkeys([*given, *self.writes]))
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """The same in numpy."""
+        """Computes the same in numpy."""
         found = cells[self.column]
         per_second = PER_SECOND[types[self.column][10:-1] if types[self.column] in TIMES else self.unit]
         second = found.values // per_second
@@ -163,12 +162,12 @@ class TimeFeatures(Step):
         }
 
     def vocab(self, state: State) -> Mapping[str, int]:
-        """The values of each feature and row 0."""
+        """Returns the number of values of each feature + 1, row 0 included."""
         return {f"{self.column}_{feature}": SIZES[feature] + 1 for feature in self.features}
 
 
 def second_of(column: Any, kind: str, per_second: int = 1) -> Any:
-    """Seconds since 1970, downwards, of a column of times or of integers; null where they are beyond belief."""
+    """Returns whole seconds since 1970, rounded down, of times or integers; null outside the years 1900 to 2199."""
     import ibis
 
     if kind in TIMES:
