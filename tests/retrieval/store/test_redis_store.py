@@ -85,7 +85,9 @@ def test_refused(server: RedisServer) -> None:
         "redis://:se?cret@host:x",
         "redis://host:x?password=a@secret",
     ):
-        with pytest.raises(ValueError, match=r"url='(http|redis)://[a-z./0:]*': is not the address of a Redis") as error:
+        with pytest.raises(
+            ValueError, match=r"url='(http|redis)://[a-z./0:]*': is not the address of a Redis"
+        ) as error:
             RedisStore(url, tower="t")
         assert "cret" not in str(error.value)
     with pytest.raises(ValueError, match=r"vectors: shape \(1, 2\) for 2 ids"):
