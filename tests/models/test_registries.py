@@ -93,10 +93,11 @@ def test_a_refused_loss_is_named_with_those_that_fit(
 ) -> None:
     rows = {"negatives": negatives, "label": label, "metric": metric}
     # Rows of label 1 alone are refused by their task, an interaction without a metric by its model.
-    if LOSSES[name].fits(**rows) or name == "bce" or (name == "in_batch" and not negatives):
+    kind = LOSSES[name]
+    if kind.fits(**rows) or not (kind.pairwise or kind.in_batch) or (kind.in_batch and not negatives):
         check_fed(name, **rows)
         return
-    fitting = [other for other, kind in LOSSES.items() if kind.fits(**rows)]
+    fitting = [other for other, each in LOSSES.items() if each.fits(**rows)]
     with pytest.raises(ValueError, match=rf"^model\.loss={name} with loader\.") as error:
         check_fed(name, **rows)
     assert not fitting or str(error.value).endswith(f"take model.loss={' or '.join(fitting)}")

@@ -350,7 +350,7 @@ class Partition:
         groups: features of each tower, by tower; the tower of the first feature comes first.
         load: load of each feature, by feature.
         bound: greatest load that a tower may have.
-        places: (F, 2) points in the plane, in the order of ``affinity.features``.
+        points: (F, 2) points in the plane, in the order of ``affinity.features``.
         stress: difference of distances in the plane from those of the affinities, 0 to 1 (Kruskal's stress 1).
         affinity: affinities that the features were grouped by.
     """
@@ -358,7 +358,7 @@ class Partition:
     groups: Mapping[str, tuple[str, ...]]
     load: Mapping[str, float]
     bound: float
-    places: Tensor
+    points: Tensor
     stress: float
     affinity: Affinity
 
@@ -410,7 +410,7 @@ class Partition:
         figure = Figure(figsize=(7, 5.5), layout="constrained")
         axes = figure.subplots()
         points = {
-            feature: (float(x), float(y)) for feature, (x, y) in zip(self.affinity.features, self.places, strict=True)
+            feature: (float(x), float(y)) for feature, (x, y) in zip(self.affinity.features, self.points, strict=True)
         }
         loads = self.loads()
         for tower, features in self.groups.items():
@@ -479,7 +479,7 @@ def partition(
         by_tower.setdefault(number, []).extend(unit)
     ordered = sorted(sorted(members) for members in by_tower.values())  # by their first feature
     groups = {f"tower_{i}": tuple(names[index] for index in members) for i, members in enumerate(ordered)}
-    return Partition(groups=groups, load=loads, bound=limit, places=points, stress=stress, affinity=affinity)
+    return Partition(groups=groups, load=loads, bound=limit, points=points, stress=stress, affinity=affinity)
 
 
 def _loads(names: Sequence[str], load: Mapping[str, float] | None) -> dict[str, float]:

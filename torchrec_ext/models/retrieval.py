@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Prediction, TowerModel
 from torchrec_ext.modules.interaction import InteractionLayer
-from torchrec_ext.modules.losses import check_fed, in_batch_softmax
+from torchrec_ext.modules.losses import LOSSES, check_fed
 from torchrec_ext.modules.softmax import in_batch_negatives, widened
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
@@ -37,10 +37,11 @@ class RetrievalModel(TowerModel):
         counts: (I,) number of training rows of each candidate, for batches without ``log_q``; None for no correction.
         known: module from users (B,) and items (C,) to (B, C) bool, the items that each user is known to have taken,
             such as a ``KnownItems`` of the training rows: these are no negatives. Where it is not given, only the row's
-            own candidate is none.
+            own item is excluded.
         user_feature: column with each row's user, needed where ``known`` is given; no tower has to read it.
         item_feature: key that holds each row's candidate, one id from 1.
         temperature: divisor of the dot products in the softmax, greater than 0.
+        loss: one of LOSSES that is over the batch.
         shared: see :class:`TowerModel`.
 
     Raises:
@@ -57,6 +58,7 @@ class RetrievalModel(TowerModel):
         user_feature: str = "user_id",
         item_feature: str = "item_id",
         temperature: float = 1.0,
+        loss: str = "in_batch",
         shared: Sequence[str] = (),
     ) -> None:
         if len(towers) != 2 or getattr(interaction, "metric", None) is None:
@@ -66,7 +68,7 @@ class RetrievalModel(TowerModel):
                 "others"
             )
         super().__init__(towers, interaction, shared=shared)
-        self.in_batch = _InBatchSoftmax(interaction, counts, known, item_feature, temperature)
+        self.in_batch = _InBatchLoss(loss, interaction, counts, known, item_feature, temperature)
         self._query, self._candidate = None if known is None else user_feature, item_feature
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
@@ -76,7 +78,7 @@ class RetrievalModel(TowerModel):
 
     def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
         """See :meth:`TowerModel.expect_rows`; drawn negatives would count as positives."""
-        check_fed("in_batch", negatives=negatives, label=label, metric=self._metric())
+        check_fed(self.in_batch.name, negatives=negatives, label=label, metric=self._metric())
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """Returns the loss over the batch, (), and each row's own logit in the :class:`Prediction`.
@@ -91,13 +93,14 @@ class RetrievalModel(TowerModel):
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
 
 
-class _InBatchSoftmax(nn.Module):
-    """The softmax over the batch; a module, so that TorchRec's pipelines do not trace into it."""
+class _InBatchLoss(nn.Module):
+    """The loss over the batch; a module, so that TorchRec's pipelines do not trace into it."""
 
     log_q: Tensor | None
 
     def __init__(
         self,
+        name: str,
         interaction: InteractionLayer,
         counts: Tensor | None,
         known: nn.Module | None,
@@ -105,6 +108,7 @@ class _InBatchSoftmax(nn.Module):
         temperature: float,
     ) -> None:
         super().__init__()
+        self.name = name
         self.known = known
         self._cosine = interaction.metric == "cosine"
         self._temperature = interaction.temperature or temperature
@@ -128,13 +132,14 @@ class _InBatchSoftmax(nn.Module):
             present=(ids != 0) | (batch.weights > 0),  # item 0 with a weight is an unknown item, not padding
             is_known=None if self.known is None else partial(self.known, _users(batch)[:count]),
         )
-        return in_batch_softmax(
+        loss: Tensor = LOSSES[self.name].function(
             queries[:count],
             negatives,
             weights=batch.weights[:count],
             total_weight=batch.total_weight,
             temperature=self._temperature,
         )
+        return loss
 
 
 def _users(batch: TowerBatch) -> Tensor:

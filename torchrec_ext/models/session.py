@@ -234,7 +234,7 @@ def bst(
     first = SessionTower(tables, session=session, target=target, activation=activation, dropout=dropout, **tower)
     rest = dict(others or {})
     if "session" in rest:
-        raise ValueError("others names a tower 'session', which is the name of the session's own; choose another")
+        raise ValueError("others names a tower 'session', which is the name of the session's tower; choose another")
     width = first.out_features + sum(other.out_features for other in rest.values())
     logit = _Logit(width, top_widths, activation, dropout)
     return TowerModel({"session": first, **rest}, logit)  # type: ignore[dict-item]

@@ -460,7 +460,7 @@ class MultiTaskTop(TopMLP):
     Args:
         widths: D of each tower, in order.
         tasks: T, 2 or more.
-        hidden: widths of the hidden layers; the heads stand over the last one.
+        hidden: widths of the hidden layers; the heads read the last one.
         activation: see :class:`TopMLP`.
         normalization: see :class:`TopMLP`.
         dropout: see :class:`TopMLP`.

@@ -270,11 +270,11 @@ class LossKind:
     A loss that is neither pairwise nor over the batch compares each row with its own label.
 
     Args:
-        function: computes the loss, (), from (logits, batch); a pairwise one takes ``negatives`` too. The function of
-            ``in_batch`` takes vectors and not logits: :class:`torchrec_ext.models.retrieval.RetrievalModel` calls it.
+        function: function from (logits, batch) to the loss, (); a pairwise one takes ``negatives`` too. One over the
+            batch takes what :func:`in_batch_softmax` takes.
         pairwise: whether it compares each positive with its own N drawn negatives.
         in_batch: whether it compares each query with the candidates of the whole batch, which an interaction with a
-            ``metric`` makes cheap enough.
+            ``metric`` makes cheap enough; :class:`torchrec_ext.models.retrieval.RetrievalModel` calls it.
     """
 
     function: Callable[..., Tensor]
@@ -282,7 +282,7 @@ class LossKind:
     in_batch: bool = False
 
     def fits(self, *, negatives: int, label: str | None, metric: str | None) -> bool:
-        """Whether it learns from rows with so many drawn ``negatives``, that ``label`` column, and that interaction."""
+        """Returns whether it can learn from such rows under such an interaction; see :func:`check_fed`."""
         if self.in_batch:
             return negatives == 0 and not label and metric is not None
         return negatives > 0 and not label if self.pairwise else negatives > 0 or bool(label)
@@ -366,7 +366,7 @@ class PairwiseLoss(nn.Module):
         self.settings = {key: value for key, value in settings.items() if key in taken}
 
     def expect_rows(self, *, negatives: int, label: str | None, metric: str | None) -> None:
-        """Sets N.
+        """Sets N, before the first step.
 
         Raises:
             ValueError: rows that :func:`check_fed` refuses.
@@ -382,7 +382,7 @@ class PairwiseLoss(nn.Module):
 
 
 def row_loss(name: str, *, temperature: float = 1.0, correct: bool = True) -> Callable[[Tensor, TowerBatch], Tensor]:
-    """Makes the loss of that name as a TowerModel takes it; a :class:`PairwiseLoss` is then told N by ``expect_rows``.
+    """Makes the loss of that name as a TowerModel takes it; ``expect_rows`` then sets N of a :class:`PairwiseLoss`.
 
     Args:
         name: one of LOSSES that is not over the batch.
