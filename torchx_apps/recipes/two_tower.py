@@ -164,7 +164,9 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         return TowerModel(towers, top, loss=loss, shared=shared)
     counts = torch.from_numpy(data.popularity()) if config.correct else None
     known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items)) if config.reject_known else None
-    return RetrievalModel(towers, top, counts=counts, known=known, temperature=config.temperature, shared=shared)
+    return RetrievalModel(
+        towers, top, counts=counts, known=known, temperature=config.temperature, loss=config.loss, shared=shared
+    )
 
 
 def _tower(config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]) -> Tower:
