@@ -1,1 +1,1 @@
-"""What the apps do once their command line is read."""
+"""The work of the apps, once their command line has been read."""

@@ -113,13 +113,7 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
         if folder is not None:
             print(f"\n{text}\n", flush=True)
             folder.write("plan.txt", text)
-        parallel, optimizer = hybrid_parallel(
-            model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed, table_copies=job.sync.table_copies
-        )
-        if job.streams:
-            message = on_streams(parallel, runtime.device)
-            if isinstance(message, str) and runtime.is_main:
-                print(message)
+        parallel, optimizer = _shard(job, model, plan, runtime)
         if not run.checkpoint:
             _begin_with(job, parallel, optimizer, schema, runtime)
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
@@ -200,6 +194,20 @@ def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtim
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
     text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
     return plan, text if decision is None else f"{text}\n\n{decision.text()}"
+
+
+def _shard(
+    job: Job, model: nn.Module, plan: ShardingPlan, runtime: Runtime
+) -> tuple[DistributedModelParallel, HybridOptimizer]:
+    """Shards the model over the ranks, and puts its towers on CUDA streams where the job asks for that."""
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed, table_copies=job.sync.table_copies
+    )
+    if job.streams:
+        message = on_streams(parallel, runtime.device)
+        if isinstance(message, str) and runtime.is_main:
+            print(message)
+    return parallel, optimizer
 
 
 def _finish(
