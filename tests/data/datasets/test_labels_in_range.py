@@ -1,4 +1,4 @@
-"""Labels and weights that no loss can take are named where they are read: in files, and in rows for a device, as in memory."""
+"""Labels and weights that no loss can take are named where they are read: in files, in memory, and for a device."""
 
 from __future__ import annotations
 

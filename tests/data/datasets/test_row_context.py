@@ -1,4 +1,4 @@
-"""Context beside the pairs: ids and numbers fitted on training rows, the same for a row's negatives, told when it is wrong."""
+"""Context beside the pairs: fitted on training rows, the same for a row's negatives, and refused by name if wrong."""
 
 from pathlib import Path
 from typing import Any

@@ -336,7 +336,8 @@ def test_a_bad_value_is_named_by_file_row_group_and_row_or_mapped(tmp_path: Path
     schema = schema_of(users=15)
     with pytest.raises(
         DataError,
-        match=r"part-0\.parquet: row group 1, column 'user_id', row 15: id 15 is outside table 'user_id' \(valid ids: 0 to 14; "
+        match=r"part-0\.parquet: row group 1, column 'user_id', row 15: id 15 is outside table 'user_id' "
+        r"\(valid ids: 0 to 14; "
         r"5 such ids in the 10 rows read\)",
     ):
         list(loader_of(source, schema=schema, prefetch=ahead, read_ahead=ahead, shuffle=False))
@@ -347,7 +348,8 @@ def test_a_bad_value_is_named_by_file_row_group_and_row_or_mapped(tmp_path: Path
     path = write(tmp_path / "hashed.parquet", hashed)
     with pytest.raises(
         DataError,
-        match=r"hashed\.parquet: row group 0, column 'user_id', row 1: id 3000000000 is outside .*; enlarge num_embeddings to "
+        match=r"hashed\.parquet: row group 0, column 'user_id', row 1: id 3000000000 is outside .*; "
+        r"enlarge num_embeddings to "
         r"3,000,000,001 \(48 GB of weights, for ids up to 3,000,000,000\), map the ids to fewer rows by "
         r"rec\.data\.preprocess",
     ):

@@ -1,4 +1,4 @@
-"""Id dropout: whole bags, the same on any number of ranks and after a resume; what it gives an item that was never seen."""
+"""Id dropout: whole bags, the same on any number of ranks and after a resume; and what an unseen item gains by it."""
 
 import dataclasses
 from typing import Any
@@ -203,7 +203,7 @@ def test_wrong_rates_are_refused(rates: dict[str, float], text: str) -> None:
 
 
 def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
-    """How often an item that training never saw ranks above one that it saw, over all users; .5 where neither is preferred."""
+    """Returns how often an item that training never saw ranks above one that it saw; .5 where neither is preferred."""
     data = planted(users=300, items=120, clusters=4, history_length=1)
     new = np.zeros(data.num_items + 1, dtype=bool)
     new[np.random.default_rng(0).permutation(data.num_items)[:30] + 1] = True
@@ -271,7 +271,7 @@ SIDE, USERS = 16, 40
 
 
 def coloured_items(seed: int) -> tuple[Chunk, np.ndarray, np.ndarray]:
-    """One item for each square of a board, known by its row ``a`` and its column ``b``; its colour; and whether it is held out.
+    """Returns an item per square of a board, known by row ``a`` and column ``b``, with its colour and if it is held out.
 
     Neither feature says anything alone, and few items share a row's or a column's value: an id is learned sooner than
     they are.
@@ -353,7 +353,7 @@ def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float,
 
 @pytest.mark.slow
 def test_an_item_never_seen_is_ranked_by_its_features() -> None:
-    """Half of them have the right colour, so chance is a recall of .5, and that is what ids alone reach; the best is 1."""
+    """Half of the items have the right colour, so chance is a recall of .5, which ids alone reach; the best is 1."""
     (without, trained, _), *_ = run_ranks(recall_of_unseen_items, 2, 0.0, timeout_s=300)
     (dropped, still_trained, missed), *_ = run_ranks(recall_of_unseen_items, 2, 0.3, timeout_s=300)
     assert missed == []

@@ -1,4 +1,4 @@
-"""A table that shared and other features read: the batch has their bags under one key, from memory, from files and on a device."""
+"""A table that shared and other features read: their bags are under one key, from memory, from files, on a device."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_mixed_candidates_follow_the_positives_and_are_the_same_on_any_number_of
 
 
 def candidates(batch: TowerBatch, low: int, high: int) -> list[tuple[int, int, float]]:
-    """(item, kind, log q) of the rows from ``low`` to ``high`` that are no padding; users and dense columns are checked."""
+    """Returns (item, kind, log q) of the rows from ``low`` to ``high`` that are no padding; checks users and dense."""
     rows = []
     for row in range(low, high):
         bags = {}
@@ -193,7 +193,7 @@ def test_log_q_of_counted_candidates_is_the_mixture_of_both_sides() -> None:
 
 
 def mixed_losses(runtime: Runtime) -> list[float]:
-    """The in-batch softmax of each step, over positives and extra candidates, as the docstring of SharedCandidates says."""
+    """Returns the in-batch softmax of each step, over positives and extra candidates, as SharedCandidates describes."""
     users, items = (torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows)) for rows in (SIZE, ITEMS + 1))
     queries, losses = -(-8 // runtime.world_size), []
     for batch in loader_of(MIXED, rank=runtime.rank, world_size=runtime.world_size):

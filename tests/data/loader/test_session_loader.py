@@ -180,7 +180,7 @@ def test_a_sequence_without_a_target_is_refused() -> None:
 
 
 def test_sessions_of_ids_alone_take_no_id_dropout() -> None:
-    """Whole sessions of unknown items would train nothing, and still count in the weight that the loss is divided by."""
+    """Whole sessions of unknown items would train nothing, and still count in the weight by which a loss is divided."""
     with pytest.raises(ValueError, match=r"id_dropout=session=0.1 with a SessionLoader"):
         IdDropout(loader_of(5), SCHEMA, {"session": 0.1})
 

@@ -1,4 +1,4 @@
-"""Each sampler that ``loader.sampling`` can name: through the loader, a trained step, and on the device that it claims."""
+"""Each sampler that ``loader.sampling`` can name: through the loader, in a trained step, and on a device if it can."""
 
 from __future__ import annotations
 

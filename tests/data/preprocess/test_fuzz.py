@@ -1,4 +1,4 @@
-"""Whatever stands in a saved preprocessor, with digests made for it: it is loaded, or refused in words, and nothing of it runs."""
+"""Any content of a saved preprocessor, with digests made for it, is loaded or refused in words, and never runs."""
 
 from __future__ import annotations
 
