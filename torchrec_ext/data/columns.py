@@ -288,7 +288,6 @@ def _matrix(
         said = f"{where}, " if where else ""
         raise DataError(
             f"{said}column '{name}', row {first + row}: {lengths[row]} numbers, must be {width} in each row, as the "
-            "model's "
-            f"dense={{'{name}': {width}}} says"
+            f"model's dense={{'{name}': {width}}} says"
         )
     return column.values.reshape(len(column), width)

@@ -271,7 +271,7 @@ SIDE, USERS = 16, 40
 
 
 def coloured_items(seed: int) -> tuple[Chunk, np.ndarray, np.ndarray]:
-    """Returns an item per square of a board, known by row ``a`` and column ``b``, with its colour and if it is held out.
+    """Returns an item per square of a board, known by row ``a`` and column ``b``; its colour; whether it is held out.
 
     Neither feature says anything alone, and few items share a row's or a column's value: an id is learned sooner than
     they are.

@@ -86,8 +86,7 @@ def verify(path: Path, source: Download) -> None:
     if found != source.sha256:
         raise DataError(
             f"{path}: {path.stat().st_size:,} bytes with sha256 {found}, the publisher's file has {source.size:,} "
-            "bytes with "
-            f"sha256 {source.sha256}; delete it and get it again from {source.url}"
+            f"bytes with sha256 {source.sha256}; delete it and get it again from {source.url}"
         )
 
 
@@ -286,10 +285,9 @@ def _recbole(config: DataConfig, ratings: Chunk) -> Protocol:
     folder = data_folder(config.name, config.folder)
     if folder is None or not (folder / "recbole_split.parquet").exists():
         raise DatasetUnavailable(
-            f"data.split=recbole needs recbole_split.parquet (user_id, item_id, split: train, valid or test), and "
+            "data.split=recbole needs recbole_split.parquet (user_id, item_id, split: train, valid or test), and "
             f"{folder or f'neither data.folder nor {FOLDER_VARIABLE} is given'}{' has none' if folder else ''}; write "
-            "what RecBole "
-            "1.2.1 makes of ml-100k by its defaults there"
+            "what RecBole 1.2.1 makes of ml-100k by its defaults there"
         )
     return recbole(ratings, folder / "recbole_split.parquet", config.history_length)
 
@@ -301,16 +299,14 @@ def _from_folder(config: DataConfig) -> InteractionData:
         if config.name not in NAMES:
             raise DataError(
                 f"data.name={config.name!r}: there is no such set; choose one of {', '.join(NAMES)}, or give a folder "
-                "of that name "
-                f"with {LAYOUTS} (looked in {looked})"
+                f"of that name with {LAYOUTS} (looked in {looked})"
             )
         raise DatasetUnavailable(
-            f"set '{config.name}' is not on this machine (looked in {looked}); put the publisher's ml-1m.train.rating, "
-            "ml-1m.test.rating and ml-1m.test.negative there (github.com/hexiangnan/neural_collaborative_filtering, "
-            "Data), or the "
-            "same as train.parquet (user, item), test.parquet (user, item) and test_negatives.parquet (user, "
-            "negative), with "
-            "users.parquet and items.parquet for features, or use generated data: data.name=planted"
+            f"set '{config.name}' is not on this machine (looked in {looked}); put the publisher's "
+            "ml-1m.train.rating, ml-1m.test.rating and ml-1m.test.negative there "
+            "(github.com/hexiangnan/neural_collaborative_filtering, Data), or the same as train.parquet (user, item), "
+            "test.parquet (user, item) and test_negatives.parquet (user, negative), with users.parquet and "
+            "items.parquet for features, or use generated data: data.name=planted"
         )
     published = config.name == "ml-1m-ncf"
     return from_folder(

@@ -156,8 +156,7 @@ def check_finite(path: Path, name: str, values: Array) -> None:
         row = int(bad.argmax())
         raise DataError(
             f"{path}: column '{name}', row {row}: {values[row]}; must be a finite number of 32 bits "
-            f"({int(bad.sum()):,} rows are "
-            "not): fill it, drop the row, or leave the column out"
+            f"({int(bad.sum()):,} rows are not): fill it, drop the row, or leave the column out"
         )
 
 
@@ -248,8 +247,7 @@ def check_described(path: Path, key: str, ids: Int64, table: Chunk) -> None:
         first, second = order[twice[0]], order[twice[0] + 1]
         raise DataError(
             f"{path}: column '{key}', rows {first} and {second}: both describe id {ids[first]} ({len(twice):,} rows "
-            "more than "
-            "there are ids); keep one row for each id"
+            "more than there are ids); keep one row for each id"
         )
     for name, column in table.items():
         check_finite(path, name, column.values)

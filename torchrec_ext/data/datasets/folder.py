@@ -85,14 +85,10 @@ def _numbers(file: Path, rows: list[list[str]], width: int) -> Int64:
 
 LAYOUTS = (
     "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and "
-    "test.parquet (user, "
-    "item), with validation.parquet where it is given and with test_negatives.parquet (user, negative) where each test "
-    "item is "
-    "ranked among its own candidates, or the text files NAME.train.rating, NAME.test.rating and NAME.test.negative of "
-    "the NCF "
-    "paper; with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them, and columns of "
-    "context "
-    "beside the pairs, named in data.context"
+    "test.parquet (user, item), with validation.parquet where it is given and with test_negatives.parquet (user, "
+    "negative) where each test item is ranked among its own candidates, or the text files NAME.train.rating, "
+    "NAME.test.rating and NAME.test.negative of the NCF paper; with users.parquet (user, ...) and items.parquet "
+    "(item, ...) where more is known of them, and columns of context beside the pairs, named in data.context"
 )
 PREPROCESSOR = "preprocessor"  # the folder that `rec.data.preprocess` writes beside the rows, whose id 0 is the unknown
 _NAMES = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
@@ -258,9 +254,8 @@ def _check_placeholder(folder: Path, trained: Chunk) -> None:
         if count:
             raise DataError(
                 f"{folder}: {count:,} training rows have {name} 0, which the {PREPROCESSOR} there writes for a value "
-                "that it does "
-                "not know: such a row is a positive of nobody or of nothing; leave these rows out, or lower its "
-                "min_count"
+                "that it does not know: such a row is a positive of nobody or of nothing; leave these rows out, or "
+                "lower its min_count"
             )
 
 
@@ -272,8 +267,7 @@ def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
     if "label" in _names_in(folder / "train.parquet"):
         raise DataError(
             f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled "
-            "rows, "
-            "such as contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
+            "rows, such as contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
         )
     files_of = {part: folder / f"{name}.parquet" for part, name in _NAMES.items()}
     parts = {
@@ -310,8 +304,7 @@ def _context(files: Sequence[Path], names: Sequence[str]) -> Chunk | None:
         if other is not None:
             raise DataError(
                 f"{file}: column '{other}' is {chunk[other].values.dtype}, in {files[0].name} "
-                f"{chunks[0][other].values.dtype}; "
-                "write one type to all files"
+                f"{chunks[0][other].values.dtype}; write one type to all files"
             )
     return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]})
 

@@ -332,8 +332,7 @@ def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
         row = int(bad.argmax())
         raise DataError(
             f"set '{name}': {column} {ids[row]} in row {row} of the ratings is not described (known ids: 1 to "
-            f"{size - 1}; "
-            f"{int(bad.sum())} such rows); drop these rows or add the missing description"
+            f"{size - 1}; {int(bad.sum())} such rows); drop these rows or add the missing description"
         )
 
 

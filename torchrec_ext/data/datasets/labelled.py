@@ -19,9 +19,9 @@ from torchrec_ext.schema import DataError
 
 PARTS = ("train", "validation", "test")
 LAYOUT = (
-    "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user, item and, of any other "
-    "name, the "
-    "context: whole numbers from 0 are ids, of which those of the training rows are known, fractions are dense columns"
+    "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user, item and, of any "
+    "other name, the context: whole numbers from 0 are ids, of which those of the training rows are known, fractions "
+    "are dense columns"
 )
 _FILES = {
     "train": ("train.parquet", "train_resampled.parquet"),
@@ -31,9 +31,8 @@ _FILES = {
 _NAMES = {"user": "user_id", "item": "item_id"}
 FRAPPE_LICENCE = (
     "Frappe: research use only, no redistribution without permission, no commercial use. Cite: L. Baltrunas, K. "
-    "Church, "
-    "A. Karatzoglou and N. Oliver (2015), Frappe: Understanding the Usage and Perception of Mobile App Recommendations "
-    "In-The-Wild."
+    "Church, A. Karatzoglou and N. Oliver (2015), Frappe: Understanding the Usage and Perception of Mobile App "
+    "Recommendations In-The-Wild."
 )
 
 
@@ -165,8 +164,7 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
         raise DatasetUnavailable(
             f"set '{config.name}' is not on this machine: no rows for {', '.join(missing)} in "
             f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put {LAYOUT} there, or use generated "
-            "data: "
-            "data.name=planted"
+            "data: data.name=planted"
         )
     chunks = {part: _read(file) for part, file in files.items() if file is not None}
     sparse = [name for name in chunks["train"] if chunks["train"][name].values.dtype == np.int64]

@@ -31,8 +31,8 @@ from torchrec_ext.schema import DataError
 
 LICENCE = (
     "MovieLens 100K (c) GroupLens, University of Minnesota: research use only, no redistribution without permission, "
-    "no commercial "
-    "use. Cite: F. M. Harper and J. A. Konstan (2015), The MovieLens Datasets: History and Context, ACM TiiS 5(4), 19."
+    "no commercial use. Cite: F. M. Harper and J. A. Konstan (2015), The MovieLens Datasets: History and Context, ACM "
+    "TiiS 5(4), 19."
 )
 LICENCE_1M = LICENCE.replace("100K", "1M")
 # In the order of u.item's flags. The publisher's first flag, `unknown`, is id 0.
@@ -304,8 +304,7 @@ def _rows(name: str, described: Int64, ids: Int64) -> Int64:
         row = int(bad.argmax())
         raise DataError(
             f"set 'ml-100k': {name} {ids[row]} in row {row} of the ratings is not described ({int(bad.sum())} such "
-            "rows); drop "
-            "these rows or add the missing description"
+            "rows); drop these rows or add the missing description"
         )
     return rows.astype(np.int64) + 1
 

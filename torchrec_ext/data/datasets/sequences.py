@@ -85,8 +85,7 @@ class SequenceData:
             place = int(bad.argmax())
             raise DataError(
                 f"set '{self.name}': item {values[place]} of {self._user(*self._at(place))} is not in the catalogue "
-                "(ids 1 to "
-                f"{self.num_items}; {int(bad.sum())} such ids); fix the data, or num_items"
+                f"(ids 1 to {self.num_items}; {int(bad.sum())} such ids); fix the data, or num_items"
             )
         if self.times is not None:
             self._check_times(self.times)
@@ -103,8 +102,8 @@ class SequenceData:
             place = int(falls.argmax())
             raise DataError(
                 f"set '{self.name}': time {values[place]} of {self._user(*self._at(place))} is before "
-                f"{values[place - 1]}, that of "
-                f"the item before it ({int(falls.sum())} such places); sort each user's items by time"
+                f"{values[place - 1]}, that of the item before it ({int(falls.sum())} such places); sort each user's "
+                "items by time"
             )
 
     def _at(self, place: int) -> tuple[int, int]:
@@ -230,8 +229,7 @@ LONGEST = 20  # of planted sequences
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id"), "order": ("position", "timestamp", "time")}
 LAYOUT = (
     "one file *sequences.parquet or inter.parquet with a row per event: user (or user_id), item (or item_id), and "
-    "position, "
-    "timestamp or time"
+    "position, timestamp or time"
 )
 
 

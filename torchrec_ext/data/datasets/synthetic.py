@@ -110,8 +110,7 @@ def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int =
     if not 2 <= clusters <= GENRES or items < 50 or users < 1 or users * items > MOST_CELLS:
         raise ValueError(
             f"planted of users={users}, items={items}, clusters={clusters}: needs 2 to {GENRES} clusters, at least 50 "
-            "items, and "
-            f"users x items of at most {MOST_CELLS:,}"
+            f"items, and users x items of at most {MOST_CELLS:,}"
         )
     taste, kind = _clusters(users, items, clusters, seed)
     affinity = np.ones((clusters, clusters))

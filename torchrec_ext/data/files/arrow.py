@@ -90,9 +90,8 @@ class ColumnRules:
         row = int((lengths > most).argmax())
         raise DataError(
             f"{where}, column '{name}', row {first + row}: a list of {lengths[row]} values "
-            f"({int((lengths > most).sum())} of the "
-            f"{len(lengths)} rows read have more than max_length={most}); cut the lists where they are written, or "
-            "raise max_length"
+            f"({int((lengths > most).sum())} of the {len(lengths)} rows read have more than max_length={most}); cut "
+            "the lists where they are written, or raise max_length"
         )
 
 
@@ -123,8 +122,7 @@ def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
 def _null(where: str, name: str, array: pa.Array, row: int) -> DataError:
     return DataError(
         f"{where}, column '{name}', row {row}: value is null ({array.null_count} nulls in the rows read), nulls are "
-        "not allowed "
-        f"here; fill them where the file is written, or pass fill={{'{name}': ...}}"
+        f"not allowed here; fill them where the file is written, or pass fill={{'{name}': ...}}"
     )
 
 

@@ -88,8 +88,7 @@ def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
     except OSError as error:
         raise DataError(
             f"{error.filename or path}: cannot be read ({error.strerror or error}), and the rows there would be "
-            "missing; give this "
-            "user the right to read it, or name the files to read"
+            "missing; give this user the right to read it, or name the files to read"
         ) from error
     if not found:
         rule = f"the folder has no file that ends in {' or '.join(endings)}" if os.path.isdir(path) else "no such file"

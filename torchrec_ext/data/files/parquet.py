@@ -145,8 +145,8 @@ def _without_nulls(where: str, name: str, data: pa.ChunkedArray, fill: Mapping[s
     )
     raise DataError(
         f"{where}, column '{name}', row {row}: value is null ({data.null_count or inside} nulls in this row group), "
-        "nulls are not "
-        f"allowed here; fill them where the file is written, or pass fill={{'{name}': ...}} for a scalar column"
+        f"nulls are not allowed here; fill them where the file is written, or pass fill={{'{name}': ...}} for a "
+        "scalar column"
     )
 
 

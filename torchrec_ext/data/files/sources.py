@@ -111,8 +111,7 @@ class FileSource(ABC):
         if other is not None:
             raise DataError(
                 f"{self.files[other].name}: column '{name}' is {types[other]}, in {self.files[0].name} it is "
-                f"{types[0]}; "
-                "give files with the same types"
+                f"{types[0]}; give files with the same types"
             )
         return found
 
@@ -170,8 +169,7 @@ class FileSource(ABC):
         if held > HEAVY:
             warnings.warn(
                 f"{group.name}: {group.rows:,} rows, of which {size:,} at a time are read, but with them "
-                f"{held / 2**20:,.0f} MB of "
-                f"the row group are held; {self.remedy.format(size=size)}",
+                f"{held / 2**20:,.0f} MB of the row group are held; {self.remedy.format(size=size)}",
                 stacklevel=2,
             )
 
@@ -267,9 +265,8 @@ def _warn(kind: str, what: str) -> None:
     _told.add(kind)
     warnings.warn(
         f"{what}: a bit that flips on a disk or on its way is read as another value, and nobody is told; pyarrow "
-        "writes parquet "
-        "with checksums by write_page_checksum=True, as rec.data.preprocess does (.06 % of size), and they are "
-        "verified here",
+        "writes parquet with checksums by write_page_checksum=True, as rec.data.preprocess does (.06 % of size), and "
+        "they are verified here",
         stacklevel=3,
     )
 
@@ -384,8 +381,7 @@ class ArrowSource(FileSource):
     endings = (".arrow", ".feather", ".ipc")
     remedy = (
         "write smaller record batches, writer.write_table(table, max_chunksize={size}), or local files without "
-        "compression, which "
-        "are mapped"
+        "compression, which are mapped"
     )
 
     def __init__(self, paths: PathLike | Sequence[PathLike], *, memory_map: bool = True, **options: Any) -> None:

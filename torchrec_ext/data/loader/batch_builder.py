@@ -181,8 +181,7 @@ class BatchBuilder:
             row = int((ids.lengths != weights.lengths).argmax())
             raise DataError(
                 f"column '{feature.weights}', row {row} of the batch: {weights.lengths[row]} weights for the "
-                f"{ids.lengths[row]} "
-                f"ids of '{name}'; give one for each id"
+                f"{ids.lengths[row]} ids of '{name}'; give one for each id"
             )
         return _jagged(name, columns[name], weights.values, pad)
 

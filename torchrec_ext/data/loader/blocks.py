@@ -150,10 +150,9 @@ def _out_of_range(group: RowGroup, feature: SparseFeature, column: Column, value
     row = int(np.searchsorted(np.cumsum(column.lengths), first, side="right"))
     tables = ", ".join(f"'{table}'" for table in feature.tables)
     return DataError(
-        f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table {tables} "
-        "(valid ids: "
-        f"0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in the {group.rows} rows read); "
-        f"{feature.remedy(int(values.max()))}"
+        f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table "
+        f"{tables} (valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in the {group.rows} rows "
+        f"read); {feature.remedy(int(values.max()))}"
     )
 
 
@@ -176,8 +175,7 @@ def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
         row = int((lengths != ids).argmax())
         raise DataError(
             f"{group.name}, column '{column}', row {group.first + row}: {lengths[row]} weights for the {ids[row]} ids "
-            f"of '{name}'; "
-            "give one for each id"
+            f"of '{name}'; give one for each id"
         )
     values = chunk[column].values.astype(np.float32, copy=False)
     if not np.isfinite(values).all():

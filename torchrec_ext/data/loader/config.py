@@ -114,8 +114,7 @@ class LoaderConfig:
         if self.sampling != LoaderConfig.sampling and not sampler.shared and not self.negatives:
             raise ValueError(
                 f"loader.sampling={self.sampling!r} with loader.negatives=0: no negatives are drawn, so it would do "
-                "nothing; leave "
-                "loader.sampling out, or set loader.negatives to 1 or more"
+                "nothing; leave loader.sampling out, or set loader.negatives to 1 or more"
             )
         if self.device and sampler.host_only:
             on_device = " or ".join(name for name, kind in NEGATIVES.items() if not kind.host_only)
@@ -126,7 +125,6 @@ class LoaderConfig:
         drawn = "shared_negatives" if sampler.shared else "negatives"
         if self.label and getattr(self, drawn):
             raise ValueError(
-                f"loader.label={self.label!r} with loader.{drawn}={getattr(self, drawn)}: drawn negatives have label 0 "
-                "and their "
-                "positives label 1; set one of the two"
+                f"loader.label={self.label!r} with loader.{drawn}={getattr(self, drawn)}: drawn negatives have label "
+                "0 and their positives label 1; set one of the two"
             )

@@ -118,8 +118,7 @@ class Epochs(ABC):
         if not len(self):
             raise DataError(
                 f"{count} {what} with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} "
-                "make no step; "
-                f"give more {what} or a smaller batch_size, or keep the last batch"
+                f"make no step; give more {what} or a smaller batch_size, or keep the last batch"
             )
 
     @property

@@ -55,8 +55,7 @@ class IdDropout:
             feature, rate = next(iter(rates.items()))
             raise ValueError(
                 f"id_dropout={feature}={rate} with a SessionLoader: its items are ids alone, without features that "
-                "could stand "
-                "for one that is dropped, and unknown items are no targets; leave id_dropout out"
+                "could stand for one that is dropped, and unknown items are no targets; leave id_dropout out"
             )
         for name, rate in rates.items():
             if schema.feature(name) is None:

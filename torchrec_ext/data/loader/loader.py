@@ -98,8 +98,8 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
         if given != (config.shared_negatives, config.batch_size):
             raise ValueError(
                 f"MixedNegatives(extra={given[0]}, batch_size={given[1]}) with "
-                f"loader.shared_negatives={config.shared_negatives} "
-                f"and loader.batch_size={config.batch_size}: log_q would be that of other batches; give both the same"
+                f"loader.shared_negatives={config.shared_negatives} and loader.batch_size={config.batch_size}: log_q "
+                "would be that of other batches; give both the same"
             )
 
 
@@ -143,8 +143,7 @@ def on_host(
     if estimator:
         raise ValueError(
             "a frequency estimate with a source of rows: a rank sees its own rows only; give MixedCandidates the "
-            "counts of the "
-            "items, or rows in memory"
+            "counts of the items, or rows in memory"
         )
     as_they_are = items is None and not config.negatives
     return StreamedRows(chunk, schema, config, items, None if as_they_are else pairing, share)

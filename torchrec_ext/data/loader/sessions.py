@@ -58,8 +58,7 @@ class SessionLoader(Epochs):
             row = int((self._lengths < 2).argmax())
             raise DataError(
                 f"sequence {row} has {self._lengths[row]} items, must have 2 or more: the first is an input, the "
-                "others are "
-                "targets; cut sequences with training_windows()"
+                "others are targets; cut sequences with training_windows()"
             )
         self._sequences, self._schema, self._num_items = sequences, schema, num_items
         super().__init__(config, len(sequences), "sequences")
@@ -151,8 +150,7 @@ def _check(config: LoaderConfig) -> None:
     if NEGATIVES[config.sampling] is not UniformNegatives:
         raise ValueError(
             f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn uniformly; leave "
-            "loader.sampling "
-            "out, and set loader.negatives=0 where the whole catalogue should be the candidates"
+            "loader.sampling out, and set loader.negatives=0 where the whole catalogue should be the candidates"
         )
     if config.device:
         raise ValueError(

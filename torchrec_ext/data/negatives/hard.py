@@ -127,8 +127,7 @@ class HardNegatives(TrainingSampler):
             row, place = np.argwhere(found > num_items)[0]
             raise DataError(
                 f"the index returned item {found[row, place]} for user {users[row]}; items are 1 to {num_items}: "
-                "return the ids of "
-                "the data, not places in the index, and 0 where there is none"
+                "return the ids of the data, not places in the index, and 0 where there is none"
             )
         good = (found > 0) & ~self.easy.known.contains(users[:, None], np.maximum(found, 0))
         rows, places = np.nonzero(good & (np.cumsum(good, axis=1) <= self.k))

@@ -172,10 +172,8 @@ def _check_users(num_users: int, width: int) -> None:
     if needed > memory or num_users * width > np.iinfo(np.int64).max:
         raise DataError(
             f"known pairs: the greatest user id is {num_users - 1:,}, and each id up to it has a row: "
-            f"{needed / 1e9:,.1f} GB, "
-            f"this machine has {memory / 1e9:,.1f}; give the rows of users in place of their ids, by "
-            "rec.data.preprocess "
-            "(Categorify) or np.unique(users, return_inverse=True)"
+            f"{needed / 1e9:,.1f} GB, this machine has {memory / 1e9:,.1f}; give the rows of users in place of their "
+            "ids, by rec.data.preprocess (Categorify) or np.unique(users, return_inverse=True)"
         )
 
 

@@ -179,8 +179,7 @@ class MixedCandidates(TrainingSampler):
         if counts is not None and (counts.shape != (mixed.num_items + 1,) or not counts[1:].sum() > 0):
             raise ValueError(
                 f"counts: shape {counts.shape} with sum {counts.sum()}, must be (num_items + 1,) = "
-                f"({mixed.num_items + 1},) with a "
-                "count above 0: row i counts the training rows of item i"
+                f"({mixed.num_items + 1},) with a count above 0: row i counts the training rows of item i"
             )
         self.mixed = mixed
         self._log_p = None if counts is None else torch.from_numpy(np.maximum(counts, 0) / counts[1:].sum()).log()

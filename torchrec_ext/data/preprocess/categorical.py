@@ -115,9 +115,8 @@ class Categorify(Step):
         for name, kind in zip(self.reads, found, strict=True):
             if element(kind) != element(found[0]):
                 raise DataError(
-                    f"{types.where}: column '{name}' is {kind}, but shares a vocabulary with '{self.column}', which is "
-                    f"{found[0]}; "
-                    "give both one type, or each its own Categorify"
+                    f"{types.where}: column '{name}' is {kind}, but shares a vocabulary with '{self.column}', which "
+                    f"is {found[0]}; give both one type, or each its own Categorify"
                 )
         return {
             name: "list<int64>" if is_list_column(kind) else "int64"

@@ -179,8 +179,7 @@ class DuckDB:
         # A file has fewer than 2**40 rows.
         self.ibis.con.execute(
             f"CREATE TEMP VIEW {name} AS SELECT {columns}, CAST(file_index AS BIGINT) * 1099511627776 + "
-            f"file_row_number AS {ROW} "
-            f"FROM read_parquet([{names}], {options})"
+            f"file_row_number AS {ROW} FROM read_parquet([{names}], {options})"
         )
         return self.ibis.table(name)
 
@@ -344,8 +343,8 @@ class Spark:
         ):
             raise DataError(
                 f"engine={session!r}: a Spark session is active here with the master "
-                f"{active.conf.get('spark.master')}, and a "
-                "process has one; give engine='spark' to use it, or stop it first"
+                f"{active.conf.get('spark.master')}, and a process has one; give engine='spark' to use it, or stop it "
+                "first"
             )
         self.session = _start(session, SparkSession) if isinstance(session, str) else session
         if self._own:

@@ -79,16 +79,14 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
         twin = next((other for other in schema if other != name and other.lower() == name.lower()), None)
         if twin:
             raise DataError(
-                f"{where}: columns '{name}' and '{twin}' differ in case alone, which no engine tells apart; rename one "
-                "where they "
-                "are written"
+                f"{where}: columns '{name}' and '{twin}' differ in case alone, which no engine tells apart; rename "
+                "one where they are written"
             )
         kind = raw_type(schema[name])
         if kind is None:
             raise DataError(
-                f"{where}: column '{name}' is {schema[name]}, must be a bool, an integer of 64 signed bits, a float, a "
-                "string, a "
-                "timestamp or a list of one of these; convert it where it is written"
+                f"{where}: column '{name}' is {schema[name]}, must be a bool, an integer of 64 signed bits, a float, "
+                "a string, a timestamp or a list of one of these; convert it where it is written"
             )
         found[name] = kind
     return found

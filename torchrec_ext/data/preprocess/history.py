@@ -139,8 +139,7 @@ def _check_pairs(output: str, items: Cells, times: Cells) -> None:
     row = int((items.lengths != times.lengths).argmax())
     raise DataError(
         f"column '{output}_items', row {row}: {items.lengths[row]} items, but '{output}_times' has "
-        f"{times.lengths[row]}; "
-        "send one time for each item"
+        f"{times.lengths[row]}; send one time for each item"
     )
 
 

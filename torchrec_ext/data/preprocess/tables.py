@@ -79,8 +79,8 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
         if not engine.owns(source):
             raise DataError(
                 f"the table was made by another connection than the engine {engine.name}; make it with the engine's "
-                "own, as in "
-                "`with DuckDB() as engine: engine.ibis.read_csv(...)`, and hand that engine over, or give files"
+                "own, as in `with DuckDB() as engine: engine.ibis.read_csv(...)`, and hand that engine over, or give "
+                "files"
             )
         files, where, table = None, "the table", source
         schema = dict(zip(source.columns, source.schema().to_pyarrow().types, strict=True))
