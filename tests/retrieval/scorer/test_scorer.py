@@ -188,13 +188,13 @@ def test_an_unknown_candidate_is_ranked_by_its_own_id_as_the_unknown_item(made: 
         ),
         (
             lambda: RecommendRequest(user={"user_id": 1}, categories=["Western"]),
-            "'Western' is no category of this catalogue; it has",
+            "'Western' is not a category of this catalogue; it has",
         ),
         (
             lambda: RecommendRequest(user={"user_id": "anna"}),
             "user.user_id: 'anna' is a string; ids here are whole numbers",
         ),
-        (lambda: RecommendRequest(user={"user_id": [1]}), "user.user_id: list is no id"),
+        (lambda: RecommendRequest(user={"user_id": [1]}), "user.user_id: list is not an id"),
         (
             lambda: RecommendRequest(user={"user_id": 1, "agee": 1}),
             "user.agee: the model reads no such column; did you mean 'age'?",

@@ -126,7 +126,7 @@ def test_score_and_embed(running: Running) -> None:
             "recommend",
             {"user": {"user_id": USER}, "categories": ["Western"]},
             422,
-            "'Western' is no category of this catalogue",
+            "'Western' is not a category of this catalogue",
         ),
         (
             "recommend",

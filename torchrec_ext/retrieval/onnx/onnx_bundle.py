@@ -39,35 +39,34 @@ from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 NAME = "onnx.json"
 TOP = "top"
-# Of an output beside the greatest of the audit, at least 1: another runtime sums in another order.
-TOLERANCE = 1e-4
-_SINGLE = 8  # rows that are also asked one by one
+TOLERANCE = 1e-4  # of an output, relative to the greatest, or to 1: another runtime sums in another order
+_SINGLE = 8  # rows that are also run one by one
 
 
 def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
     """Compares the files of a folder with the bundle on the rows of its audit.
 
     Returns:
-        By tower, and ``top``, the greatest difference; that of ``top`` is of logits that the files alone have made.
+        The greatest difference of each tower and of ``top``, whose logits are made by the files alone.
 
     Raises:
-        ExportError: one is beyond 1e-4; the tower is named.
+        ExportError: a difference is beyond 1e-4; the message names the tower.
     """
     folder = Path(folder)
     description = read_json(folder / NAME)
     pairs, logits = audits.Audit.open(bundle.folder)
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     apart: dict[str, float] = {}
     for encoder, name, read in audited_towers(bundle, pairs):
         expected = encoder.outputs(read)[list(encoder.model.towers).index(name)]
-        found[name] = expected
+        outputs[name] = expected
         if name in description["towers"]:
             path = folder / description["towers"][name]["file"]
-            found[name], apart[name] = _check_tower(
+            outputs[name], apart[name] = _check_tower(
                 f"tower '{name}'", path, PaddedTower(encoder, name).columns(read), expected
             )
     if TOP in description:
-        apart[TOP] = _check_top(bundle, folder, description, found, logits)
+        apart[TOP] = _check_top(bundle, folder, description, outputs, logits)
     return apart
 
 
@@ -123,18 +122,21 @@ def _apart(what: str, path: Path, outputs: NDArray[Any], expected: Tensor) -> fl
 
 _HEAD = """# A recommender as ONNX files
 
-Written from the bundle {bundle} and compared with it. `onnx.json` says the same as this page. Axes: B rows (1 for one request), N
+Written from the bundle {bundle} and compared with it. `onnx.json` says the same as this page. Axes: B rows (1 for one \
+request), N
 candidates, I items of the catalogue, L the longest list of the rows, which may differ from feature to feature.
 
 | part | file | inputs | output `output` | greatest difference |
 |---|---|---|---|---|
 """
 _LISTS = """
-A list of ids is a row padded at its end with -1, an empty one a row of -1 alone; an id that is no row of the table is the unknown.
+A list of ids is a row padded at its end with -1, an empty one a row of -1 alone; an id that is no row of the table is \
+the unknown.
 
 {codes}
 
-`examples.npz` holds rows to try with (`TOWER.INPUT`, `TOWER.output`), and the `logits` of their pairs, first with first.
+`examples.npz` holds rows to try with (`TOWER.INPUT`, `TOWER.output`), and the `logits` of their pairs, first with \
+first.
 """
 _RAW = "Ids are what the bundle's own columns hold: {query} of a query, {candidate} of a candidate."
 _CODES = (
@@ -211,7 +213,7 @@ _INLINE = 2**30  # bytes of weights that one file holds; protobuf ends at 2 GiB
 def export_bundle(
     bundle: Bundle, out: Path | str, *, skip: Sequence[str] = (), overwrite: bool = False
 ) -> dict[str, Any]:
-    """Writes the towers, the top NN, the candidates' rows and ids, examples, ``onnx.json`` and a README that serves them.
+    """Writes towers, top NN, the candidates' rows and ids, examples, ``onnx.json`` and a README with a program.
 
     Every file is compared with the bundle on the audit's rows, many at a time and one by one, before the folder takes
     its name.

@@ -1,4 +1,4 @@
-"""MicroBatcher: what concurrent callers ask for goes through one function together; the queue before it is bounded."""
+"""MicroBatcher: concurrent requests go through one function together, after a bounded queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Answered = TypeVar("Answered")
 
 
 class QueueFullError(RuntimeError):
-    """As many callers wait as may; ``capacity`` says how many."""
+    """The queue is full: ``capacity`` requests are already waiting."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(f"{capacity} requests wait already; come back later, or give the server more workers")
@@ -31,24 +31,24 @@ class _Waiting(Generic[Asked, Answered]):
 
 
 class MicroBatcher(Generic[Asked, Answered]):
-    """A thread that answers in batches.
+    """Answers requests in batches, in a thread of its own.
 
     While one batch runs, the next collects, so batches grow with the load and a lone caller waits for nobody.
-    ``max_wait_ms`` makes every batch wait for company; it pays only where one more in a batch costs next to nothing.
-    Where one more costs as much as the first, ``max_cost_s`` ends the batch: what costs nothing passes by those that
-    wait for the next.
+    ``max_wait_ms`` makes every batch wait for more requests; it pays only where a further request costs next to
+    nothing. Where it costs as much as the first, ``max_cost_s`` ends the batch; requests without cost overtake those
+    that wait for the next.
 
     Args:
-        answer: from a batch to one answer each, in order; an answer that is an exception is raised where it was asked
-            for.
-        max_batch: requests that go together; 1 or more.
-        max_wait_ms: how long the first of a batch waits for others; 0 or more.
-        capacity: requests that may wait; 1 or more.
-        cost_s: estimate of the seconds that a request takes of its batch; 0 where not given.
-        max_cost_s: of a batch, which has one request at least.
+        answer: function from a batch to one answer each, in order; the caller's future raises an answer that is an
+            exception.
+        max_batch: requests in one batch, 1 or more.
+        max_wait_ms: milliseconds for which the first of a batch waits for others, 0 or more.
+        capacity: requests that may wait, 1 or more.
+        cost_s: estimates the seconds that a request adds to its batch; 0 where not given.
+        max_cost_s: seconds of cost in a batch, which has one request at least.
 
     Raises:
-        ValueError: one of these is out of range.
+        ValueError: an argument is out of range.
 
     Example:
         >>> batcher = MicroBatcher(lambda asked: [2 * number for number in asked])
@@ -85,26 +85,26 @@ class MicroBatcher(Generic[Asked, Answered]):
         self._thread.start()
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     @property
     def backlog_s(self) -> float:
-        """Estimate of the seconds that what waits, and what runs, takes."""
+        """Estimated seconds for the waiting and running requests."""
         with self._change:
-            return self._running_s + sum(one.cost_s for one in self._waiting if not one.answer.cancelled())
+            return self._running_s + sum(each.cost_s for each in self._waiting if not each.answer.cancelled())
 
     @property
     def busy_s(self) -> float:
-        """For how many seconds the batch that runs now has been running; 0 where none is."""
+        """Seconds for which the current batch has been running; 0 without one."""
         begun = self._begun
         return 0.0 if begun is None else time.monotonic() - begun
 
     def submit(self, asked: Asked) -> Future[Answered]:
-        """The answer to come. Cancelling it while it waits takes it out of the queue.
+        """Queues a request and returns its future answer; cancelling that removes a request that still waits.
 
         Raises:
-            QueueFullError: as many wait as may.
+            QueueFullError: ``capacity`` requests are waiting.
             RuntimeError: the batcher is closed.
         """
         future: Future[Answered] = Future()
@@ -113,7 +113,7 @@ class MicroBatcher(Generic[Asked, Answered]):
             if self._closing:
                 raise RuntimeError("the batcher is closed")
             if len(self._waiting) >= self._capacity:
-                self._waiting = deque(one for one in self._waiting if not one.answer.cancelled())
+                self._waiting = deque(each for each in self._waiting if not each.answer.cancelled())
             if len(self._waiting) >= self._capacity:
                 raise QueueFullError(self._capacity)
             self._waiting.append(_Waiting(asked, future, cost_s))
@@ -121,7 +121,7 @@ class MicroBatcher(Generic[Asked, Answered]):
         return future
 
     def close(self) -> None:
-        """Answers what waits, then ends."""
+        """Answers the waiting requests, then ends the thread."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -129,7 +129,7 @@ class MicroBatcher(Generic[Asked, Answered]):
 
     def _run(self) -> None:
         while batch := self._next():
-            asked, futures = [one.asked for one in batch], [one.answer for one in batch]
+            asked, futures = [each.asked for each in batch], [each.answer for each in batch]
             self._begun = time.monotonic()
             try:
                 answers: Sequence[Answered | Exception] = self._answer(asked)
@@ -144,7 +144,7 @@ class MicroBatcher(Generic[Asked, Answered]):
                     future.set_result(answer)
 
     def _next(self) -> list[_Waiting[Asked, Answered]]:
-        """The next batch of those that still want an answer, or nothing at the end."""
+        """Waits for the next batch; empty at the end."""
         with self._change:
             self._running_s = 0.0
             while True:
@@ -157,15 +157,15 @@ class MicroBatcher(Generic[Asked, Answered]):
                     return batch
 
     def _taken(self) -> list[_Waiting[Asked, Answered]]:
-        """Out of the queue, the first of those that fit into one batch."""
+        """Takes the first requests that fit into one batch out of the queue, without cancelled ones."""
         batch: list[_Waiting[Asked, Answered]] = []
         left: deque[_Waiting[Asked, Answered]] = deque()
         while self._waiting and len(batch) < self._max_batch:
-            one = self._waiting.popleft()
-            if batch and one.cost_s and self._running_s + one.cost_s > self._max_cost_s:
-                left.append(one)
-            elif one.answer.set_running_or_notify_cancel():
-                batch.append(one)
-                self._running_s += one.cost_s
+            waiting = self._waiting.popleft()
+            if batch and waiting.cost_s and self._running_s + waiting.cost_s > self._max_cost_s:
+                left.append(waiting)
+            elif waiting.answer.set_running_or_notify_cancel():
+                batch.append(waiting)
+                self._running_s += waiting.cost_s
         self._waiting = left + self._waiting
         return batch

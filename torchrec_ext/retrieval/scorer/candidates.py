@@ -1,9 +1,6 @@
-"""CandidateScorer: stored rows of given positions, and the top NN over them, in one compiled function.
+"""CandidateScorer: gathers stored rows and runs the top NN over them, compiled to one C++ call by AOTInductor.
 
-compiled_scores(): gathering rows and the network over them as machine code, by AOTInductor.
-
-A call is one call of C++: of a scorer for some hundred rows, what Python does around the arithmetic is the greater
-part.
+For some hundred rows Python's work around the arithmetic would be the greater share of the time.
 """
 
 from __future__ import annotations
@@ -30,26 +27,28 @@ from torchrec_ext.retrieval.store.row_formats import decode
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 Compiled = Callable[[Tensor, Tensor], tuple[Tensor, bool]]
-_EXAMPLE = 4  # positions, of whose number nothing is assumed but that it is 2 or more
+_EXAMPLE = 4  # positions to trace with; the program takes 2 or more
 
 
 def compiled_scores(projection: Projection, matrix: Tensor, scales: Tensor | None) -> Compiled | None:
-    """A function of the query towers' outputs (D1,) and positions (N,): scores (N,), and whether a position is outside.
+    """Compiles the scores of a query with stored rows.
 
-    The machine code is kept in torch's own cache folder (``TORCHINDUCTOR_CACHE_DIR``) by what it computes and its
-    weights, so that other workers, and a service that starts again, load it; from a folder of this user alone.
+    The machine code is kept in torch's own cache folder (``TORCHINDUCTOR_CACHE_DIR``) under a digest of operations and
+    weights, so that other workers, and a server that starts again, load it; only from a folder of this user.
 
     Args:
-        projection: of the interaction.
+        projection: projection of the interaction.
         matrix: (I, width) stored rows.
-        scales: (I,) of rows in 8 bits.
+        scales: (I,) scales of int8 rows, or None.
 
     Returns:
-        None where every layer is the pair's, which runs in blocks of its own, and of fewer than two rows.
+        A function of the query towers' outputs (D1,) and positions (N,) that returns scores (N,) and whether a position
+        is out of range. None where the interaction is not projected, since it runs in blocks of its own, and for fewer
+        than two rows.
 
     Raises:
         ValueError: the cache folder is another user's, or others may write to it.
-        Exception: whatever torch raises where it cannot compile.
+        Exception: any error of torch's compiler.
     """
     if projection.query_inputs is None or len(matrix) < 2:
         return None
@@ -81,17 +80,16 @@ class _Scores(nn.Module):
         self._projection, self._scaled = projection, scaled
 
     def forward(self, query: Tensor, positions: Tensor, *stored: Tensor) -> tuple[Tensor, Tensor]:
-        # Where it is wrong nothing is read outside, and nothing raised: an exception in a thread of OpenMP ends the
-        # process.
-        places = positions.clamp(0, stored[0].shape[0] - 1)
-        rows = stored[0][places].float()
+        # A wrong position reads nothing outside and raises nothing: an exception in an OpenMP thread ends the process.
+        inside = positions.clamp(0, stored[0].shape[0] - 1)
+        rows = stored[0][inside].float()
         if self._scaled:
-            rows = rows * stored[1][places][:, None]
-        return self._projection.score(self._projection.query(query), rows), (places != positions).any()
+            rows = rows * stored[1][inside][:, None]
+        return self._projection.score(self._projection.query(query), rows), (inside != positions).any()
 
 
 def _package(program: ExportedProgram, folder: Path) -> Path:
-    """The file with the machine code of a program, compiled unless it is there."""
+    """Returns the file with the machine code of a program, compiled unless it exists."""
     path = folder / f"{_key(program)}.pt2"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -101,12 +99,13 @@ def _package(program: ExportedProgram, folder: Path) -> Path:
 
 
 def _of_this_user(folder: Path) -> Path:
-    """The folder, made where it is missing: what lies in it is run, and anybody can guess the name that torch gives it in /tmp."""
+    """Makes a folder that only this user writes: its files are run, and anybody can guess torch's path in /tmp."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    around, own = os.stat(folder.parent), os.lstat(folder)
-    _check_owner(folder.parent, around, bool(around.st_mode & stat.S_IWOTH) and not around.st_mode & stat.S_ISVTX)
-    _check_owner(folder, own, bool(own.st_mode & (stat.S_IWOTH | stat.S_IWGRP)) or not stat.S_ISDIR(own.st_mode))
-    if own.st_uid == os.geteuid():
+    parent, status = os.stat(folder.parent), os.lstat(folder)
+    _check_owner(folder.parent, parent, bool(parent.st_mode & stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX)
+    open_to_others = bool(status.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
+    _check_owner(folder, status, open_to_others or not stat.S_ISDIR(status.st_mode))
+    if status.st_uid == os.geteuid():
         folder.chmod(0o700)
     return folder
 
@@ -115,14 +114,13 @@ def _check_owner(folder: Path, about: os.stat_result, shared: bool) -> None:
     if shared or about.st_uid not in (0, os.geteuid()):
         raise ValueError(
             f"compiled code is not loaded from '{folder}': it is user {about.st_uid}'s with mode "
-            f"{stat.S_IMODE(about.st_mode):o}, "
-            f"and must be a folder of user {os.geteuid()} that nobody else writes; remove it, or name another in "
-            "TORCHINDUCTOR_CACHE_DIR"
+            f"{stat.S_IMODE(about.st_mode):o}, and must be a folder of user {os.geteuid()} that nobody else writes; "
+            "remove it, or name another in TORCHINDUCTOR_CACHE_DIR"
         )
 
 
 def _key(program: ExportedProgram) -> str:
-    """Of all that decides the machine code: operations, weights, torch and the processor."""
+    """Returns a digest of all that decides the machine code: operations, weights, torch and the processor."""
     digest = hashlib.sha256(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}\n{program}".encode())
     for name, value in sorted({**program.state_dict, **program.constants}.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -134,20 +132,20 @@ Compile = Literal["auto", "off"]
 
 
 class CandidateScorer:
-    """Scores of one query with candidates of a store; of a request nothing else is left to do.
+    """Scores one query with candidates of a store; safe to call from several threads.
 
-    Rows are read where they lie in the memory-mapped file: compiled, they are gathered, summed with the query's half
-    and put through the network in one pass, and no copy of them is written. Without a compiler the same runs operation
-    by operation, and a warning says so once. Both are equal within 1e-5. May be called from several threads.
+    Rows are read in the memory-mapped file: compiled, they are gathered, summed with the query's half and put through
+    the network in one pass, and no copy of them is written. Without a compiler the same runs operation by operation,
+    and a warning says so once. Both are equal within 1e-5.
 
     Args:
-        projection: of the interaction.
-        store: of what ``projection.candidates`` made of the catalogue.
-        compile: ``auto`` or ``off``; compiling takes some 10 seconds here, and is kept on disk: see
+        projection: projection of the interaction.
+        store: store of the catalogue's ``projection.candidates(...)``.
+        compile: ``auto`` or ``off``; compiling takes some 10 seconds, and the result is kept on disk: see
             :func:`~torchrec_ext.retrieval.scorer.candidates.compiled_scores`.
 
     Raises:
-        ValueError: a store of another width.
+        ValueError: the store has another width.
     """
 
     def __init__(self, projection: Projection, store: EmbeddingStore, *, compile: Compile = "auto") -> None:  # noqa: A002
@@ -165,14 +163,14 @@ class CandidateScorer:
 
     @property
     def compiled(self) -> bool:
-        """Whether it runs compiled; an interaction of which nothing can be projected does not."""
+        """Whether it runs compiled; an interaction that is not projected does not."""
         return self._compiled is not None
 
     def __call__(self, query: Tensor, positions: Tensor) -> Tensor:
-        """(N,) scores of the query towers' outputs (D1,) with the rows at ``positions`` (N,) int64.
+        """Returns (N,) scores of the query towers' outputs (D1,) with the rows at ``positions`` (N,) int64.
 
         Raises:
-            ValueError: a position outside 0 to I - 1.
+            ValueError: a position is outside 0 to I - 1.
             StoreError: the store's file was cut off.
         """
         if not len(positions):
@@ -182,9 +180,9 @@ class CandidateScorer:
             scores, outside = self._compiled(query, positions)
             if not outside:
                 return scores
-        places = positions.numpy()
-        if places.view(np.uint64).max() >= self._size:  # where -1 is the greatest of all
-            wrong = places[(places < 0) | (places >= self._size)][0]
+        rows_wanted = positions.numpy()
+        if rows_wanted.view(np.uint64).max() >= self._size:  # -1 is the greatest of all there
+            wrong = rows_wanted[(rows_wanted < 0) | (rows_wanted >= self._size)][0]
             raise ValueError(f"positions: {wrong} is not a row of this store, which has {self._size}")
         query = self.projection.query(query)
         if self._matrix.dtype != torch.float32:
@@ -195,7 +193,7 @@ class CandidateScorer:
         return self.projection.score(query, rows)
 
     def _buffer(self, count: int) -> Tensor:
-        """Memory of this thread, so that no request waits for pages to be mapped."""
+        """Returns this thread's buffer for rows, so that no request waits for pages to be mapped."""
         kept: Tensor | None = getattr(self._buffers, "rows", None)
         if kept is None or len(kept) < count:
             kept = self._buffers.rows = torch.empty(1 << (count - 1).bit_length(), self.store.width)

@@ -1,7 +1,4 @@
-"""What a :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer` is asked, what it answers, and what it refuses.
-
-Which items a request leaves to choose among: its filters as positions of the catalogue.
-"""
+"""Requests, answers and errors of a :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`, and a request's filters."""
 
 from __future__ import annotations
 
@@ -22,49 +19,49 @@ Source = Literal["live", "store", "redis"]
 
 
 class RequestError(ValueError):
-    """A request that cannot be answered as it is; ``field`` is the part of it that is wrong."""
+    """A request cannot be answered as it is; ``field`` names its wrong field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
 
 
-def check_id_type(field: str, one: Id, kind: str) -> None:
+def check_id_type(field: str, given: Id, kind: str) -> None:
     """Refuses an id of another type than ``kind``, ``int64`` or ``str``.
 
     Raises:
-        RequestError: naming the id.
+        RequestError: the message names the id.
     """
-    if isinstance(one, str) != (kind == "str"):
-        given, wanted = ("a string", "whole numbers") if isinstance(one, str) else ("a whole number", "strings")
-        raise RequestError(field, f"{str(one)[:100]!r} is {given}; ids here are {wanted}")
+    if isinstance(given, str) != (kind == "str"):
+        what, wanted = ("a string", "whole numbers") if isinstance(given, str) else ("a whole number", "strings")
+        raise RequestError(field, f"{str(given)[:100]!r} is {what}; ids here are {wanted}")
 
 
 class UnavailableError(RuntimeError):
-    """What the answer needs cannot be reached now; the same request may be answered later."""
+    """A store that the answer needs cannot be reached now; the same request may be answered later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendRequest:
-    """Which items for this user.
+    """Asks for the best items of a user.
 
     Args:
         user: raw features by column. The id alone where the bundle knows the users; features beside it take precedence
             over those that are known.
-        k: how many; 1 or more. Where fewer are left, all of them are answered.
+        k: number of items, 1 or more. Where fewer are left, all of them are answered.
         candidates: ids to choose among; the whole catalogue where not given.
-        retrieve: how many the index hands to the top NN, ``k`` at least; the scorer's own number where not given.
-        exclude: ids that are left out.
+        retrieve: number of items that the index hands to the top NN, at least ``k``; the scorer's where not given.
+        exclude: ids to leave out.
         allowed: ids that alone may be answered.
-        categories: only items of one of these.
-        exclude_seen: leave out what the user has taken, where the bundle knows it.
-        vector: ``live``: always run the user tower; ``auto``: take a stored vector where there is one and no feature is
+        categories: names of categories; only items of one of them are answered.
+        exclude_seen: leave out the items that the user has taken, where the bundle knows them.
+        vector: ``live`` always runs the user tower; ``auto`` takes a stored vector where there is one and no feature is
             given.
-        titles: answer titles too.
-        liked: how many of the items that the user liked to answer beside.
+        titles: answer the items' titles too.
+        liked: number of the user's liked items to answer too.
 
     Raises:
-        RequestError: k or retrieve below 1, or a list of candidates that is empty.
+        RequestError: ``k`` or ``retrieve`` below 1, or an empty list of candidates.
     """
 
     user: Mapping[str, Any]
@@ -87,17 +84,21 @@ class RecommendRequest:
         for name in ("candidates", "allowed"):
             given = getattr(self, name)
             if given is not None and not len(given):
-                raise RequestError(
-                    name, "the list is empty, so nothing could be answered; leave it out for the whole catalogue"
-                )
+                why = "the list is empty, so nothing could be answered; leave it out for the whole catalogue"
+                raise RequestError(name, why)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest:
-    """How much this user likes these items: ``user`` and ``vector`` as in :class:`RecommendRequest`, ``items`` ids, one or more.
+    """Asks for the model's logits of a user and some items.
+
+    Args:
+        user: see :class:`RecommendRequest`.
+        items: ids of one item or more.
+        vector: see :class:`RecommendRequest`.
 
     Raises:
-        RequestError: no items.
+        RequestError: ``items`` is empty.
     """
 
     user: Mapping[str, Any]
@@ -111,10 +112,14 @@ class ScoreRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedRequest:
-    """Outputs of the towers of one ``side`` for ``rows`` of raw features, one or more.
+    """Asks for the outputs of the query towers or of the candidate tower.
+
+    Args:
+        rows: raw features by column, of one row or more.
+        side: ``query`` or ``candidate``.
 
     Raises:
-        RequestError: no rows.
+        RequestError: ``rows`` is empty.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -127,12 +132,12 @@ class EmbedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ColdStart:
-    """What of the user was not in training.
+    """Says how much of a user was not in training.
 
     Args:
-        unknown_user: the id is not among the users that the bundle knows, or none was given.
+        unknown_user: whether the bundle does not know the user's id, or none was given.
         unknown_features: columns whose value took the out-of-vocabulary row.
-        vector: where the user's vector came from.
+        vector: source of the user's vector.
     """
 
     unknown_user: bool = False
@@ -142,18 +147,18 @@ class ColdStart:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """Ids, best first, of ``asked`` items or of as many as are left, with their scores: the model's logits.
+    """The best K items of a user, with the model's logits.
 
     Args:
-        items: (K,) ids.
-        scores: (K,).
-        asked: k of the request.
-        cold: what of the user was not in training.
-        unknown_items: ids of the request that the catalogue does not have. Candidates among them are scored as the
-            unknown item.
-        titles: (K,), where asked for and known.
-        liked: ids that the user liked, the latest first, where asked for and known.
-        liked_titles: their titles.
+        items: (K,) ids, the best first.
+        scores: (K,) logits.
+        asked: ``k`` of the request; K is smaller where fewer items are left.
+        cold: how much of the user was not in training.
+        unknown_items: ids of the request that the catalogue lacks. Candidates among them are scored as the unknown
+            item.
+        titles: (K,) titles, where asked for and known.
+        liked: ids of items that the user liked, the latest first, where asked for and known.
+        liked_titles: titles of the liked items.
         bundle: digest of the bundle that answered.
     """
 
@@ -170,7 +175,7 @@ class Recommendation:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """(N,) ``scores`` of the items that were asked for, in their order; the rest as in :class:`Recommendation`."""
+    """Logits of the N items of a request, in their order; for the other fields see :class:`Recommendation`."""
 
     scores: list[float]
     cold: ColdStart
@@ -180,7 +185,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Embedded:
-    """(B, D) ``vectors``, and for each row the columns whose value took the out-of-vocabulary row."""
+    """(B, D) outputs of towers, and for each row the columns whose value took the out-of-vocabulary row."""
 
     vectors: Tensor
     unknown_features: list[list[str]]
@@ -191,20 +196,20 @@ Request = RecommendRequest | ScoreRequest | EmbedRequest
 Answer = Recommendation | Scores | Embedded
 
 
-_NAMED = 5  # of many ids, so many are named in a message
+_NAMED = 5  # ids that a message names
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What the search of one request is bound to.
+    """Filters of one request, as positions of the catalogue.
 
     Args:
         candidates: (N,) positions to choose among, with all filters applied, -1 for an unknown item; None for the whole
             catalogue.
-        given: (N,) which of the request's candidates each is.
-        allowed: (I,) bool, or None for all; of no use beside ``candidates``.
-        excluded: positions, likewise.
-        unknown: ids of the request that the catalogue does not have.
+        given: (N,) index of each in the request's candidates.
+        allowed: (I,) bool, whether a position may be answered, or None for all; unused beside ``candidates``.
+        excluded: positions to leave out; unused beside ``candidates``.
+        unknown: ids of the request that the catalogue lacks.
     """
 
     candidates: Tensor | None
@@ -214,16 +219,16 @@ class Selection:
     unknown: list[Id]
 
 
-def selection(request: RecommendRequest, bundle: Bundle, place: int) -> Selection:
-    """The filters of a request by the user at ``place`` of the bundle's users, -1 for an unknown one.
+def selection(request: RecommendRequest, bundle: Bundle, row: int) -> Selection:
+    """Returns the filters of a request by the user in ``row`` of the bundle's users, -1 for an unknown one.
 
     Raises:
         RequestError: a category that no item has, a candidate given twice, or ids of another type than the catalogue's.
     """
     excluded, unknown = positions_of(bundle, "exclude", request.exclude)
     excluded = excluded[excluded >= 0] if unknown else excluded
-    if request.exclude_seen and bundle.users is not None and place >= 0:
-        seen = torch.from_numpy(bundle.users.seen(place))
+    if request.exclude_seen and bundle.users is not None and row >= 0:
+        seen = torch.from_numpy(bundle.users.seen(row))
         excluded = torch.cat([excluded, seen]) if len(excluded) else seen
     allowed = None
     if request.allowed is not None:
@@ -241,12 +246,12 @@ def selection(request: RecommendRequest, bundle: Bundle, place: int) -> Selectio
 
 
 def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = False) -> tuple[Tensor, list[Id]]:
-    """(N,) positions of ``ids``, -1 for those that the catalogue does not have or no more, and these ids.
+    """Returns (N,) positions of ids, -1 for ids that the catalogue lacks or has removed, and the list of these.
 
     Args:
-        bundle: whose catalogue.
-        field: of the request, for messages.
-        ids: all int or all str.
+        bundle: bundle with the catalogue.
+        field: field of the request, for messages.
+        ids: ids that are all int or all str.
         once: refuse an id that is given twice.
 
     Raises:
@@ -263,13 +268,18 @@ def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = 
     positions[(positions >= 0) & ~live[positions]] = -1
     if once and len(set(ids)) < len(ids):
         raise RequestError(field, f"{_twice(ids)} more than once; give each candidate once")
-    return torch.from_numpy(positions), [ids[at] for at in np.flatnonzero(positions < 0).tolist()]
+    return torch.from_numpy(positions), [ids[index] for index in np.flatnonzero(positions < 0).tolist()]
 
 
 def _twice(ids: Sequence[Id]) -> str:
+    """Names the ids that are given more than once, in the order of their second occurrence."""
     seen: set[Id] = set()
-    twice = dict.fromkeys(one for one in ids if one in seen or seen.add(one))  # type: ignore[func-returns-value]
-    named = ", ".join(repr(one) for one in list(twice)[:_NAMED])
+    twice: dict[Id, None] = {}
+    for each in ids:
+        if each in seen:
+            twice[each] = None
+        seen.add(each)
+    named = ", ".join(repr(each) for each in list(twice)[:_NAMED])
     return f"{named} and {len(twice) - _NAMED} others" if len(twice) > _NAMED else named
 
 
@@ -284,13 +294,13 @@ def _in_categories(bundle: Bundle, names: Sequence[str]) -> Tensor:
     for name in names:
         if name not in known:
             listed = ", ".join(known[:20]) or "none"
-            raise RequestError("categories", f"{name!r} is no category of this catalogue; it has {listed}")
+            raise RequestError("categories", f"{name!r} is not a category of this catalogue; it has {listed}")
     masks = [bundle.items.in_category(name) for name in names]
     return torch.stack(masks).any(dim=0) if len(masks) > 1 else masks[0]
 
 
 def _left(candidates: Tensor, allowed: Tensor | None, excluded: Tensor, size: int) -> Tensor:
-    """(N,) which of the candidates the filters leave. An unknown item is in no category and on no list of allowed ones."""
+    """Returns the indices of the candidates that the filters leave; an unknown item is never among allowed ones."""
     stays = torch.ones(size, dtype=torch.bool) if allowed is None else allowed.clone()
     stays[excluded] = False
     keep: NDArray[np.bool_] = np.where(candidates < 0, allowed is None, stays.numpy()[candidates])

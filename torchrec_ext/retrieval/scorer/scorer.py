@@ -1,7 +1,4 @@
-"""Scorer: requests to ranked ids, by a bundle's stored embeddings, its query tower and its top NN alone.
-
-ReadyBundle: one bundle, ready to rank, score and embed for users who have been found.
-"""
+"""Scorer: ranks ids for requests by a bundle's stored embeddings, query tower and top NN; the candidate tower rests."""
 
 from __future__ import annotations
 
@@ -50,16 +47,16 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class PendingRequest:
-    """A recommendation on its way: its place in the batch, for whom, and among what."""
+    """A recommendation that is being made: its index in the batch, its user and its filters."""
 
-    at: int
+    index: int
     request: RecommendRequest
     user: ResolvedUser
     selection: Selection
 
 
 class ReadyBundle:
-    """One bundle, ready: everything that an answer needs, none of which changes; see :class:`Scorer` for its arguments."""
+    """One bundle, ready to answer: all that an answer needs, which never changes; see :class:`Scorer` for arguments."""
 
     def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], stage: Stage, compile: Compile) -> None:  # noqa: A002
         self.bundle = bundle
@@ -73,44 +70,46 @@ class ReadyBundle:
         self.search_s = self._measured()
 
     def scores(self, request: ScoreRequest, user: ResolvedUser) -> Scores:
-        """The answer to one request."""
+        """Answers a request for scores."""
         positions, unknown = positions_of(self.bundle, "items", request.items)
         logits = self._logits(user.vector, positions)
         return Scores(scores=logits.tolist(), cold=user.cold, bundle=self.digest, unknown_items=unknown)
 
     def embed(self, request: EmbedRequest) -> Embedded:
-        """The answer to one request."""
-        bundle = self.bundle
+        """Answers a request for towers' outputs."""
         if request.side == "query":
             vectors, unknown = self.users.embed_rows(request.rows)
         else:
             vectors, unknown = self.users.embed_candidates(request.rows)
-        return Embedded(vectors=vectors, unknown_features=unknown, bundle=bundle.manifest.digest)
+        return Embedded(vectors=vectors, unknown_features=unknown, bundle=self.digest)
 
     def recommendations(self, wanted: Sequence[PendingRequest], retrieve: int) -> dict[int, Answer | Exception]:
-        """The answers by their places: one search for all that have no filter over the whole catalogue, one for each other."""
+        """Returns the answers by their indices.
+
+        Requests that may be answered with any item share one search; each of the others has one of its own.
+        """
         answers: dict[int, Answer | Exception] = {}
         groups: dict[int, list[PendingRequest]] = {}
-        for one in wanted:
-            if one.selection.candidates is not None:
-                answers[one.at] = guarded(self._ranked, one, one.selection.candidates)
+        for pending in wanted:
+            if pending.selection.candidates is not None:
+                answers[pending.index] = guarded(self._ranked, pending, pending.selection.candidates)
             else:
-                groups.setdefault(-1 if one.selection.allowed is None else one.at, []).append(one)
+                groups.setdefault(-1 if pending.selection.allowed is None else pending.index, []).append(pending)
         for group in groups.values():
-            width = [max(one.request.k, one.request.retrieve or retrieve) for one in group]
-            found = guarded(self._search, group, min(max(width), self.size))
-            for row, one in enumerate(group):
-                if isinstance(found, Exception):
-                    answers[one.at] = found
-                else:
-                    scores, positions = (part[row, : width[row]] for part in found)
-                    there = positions >= 0
-                    answers[one.at] = guarded(self._ranked, one, positions[there], scores[there])
+            widths = [max(pending.request.k, pending.request.retrieve or retrieve) for pending in group]
+            results = guarded(self._search, group, min(max(widths), self.size))
+            for row, pending in enumerate(group):
+                if isinstance(results, Exception):
+                    answers[pending.index] = results
+                    continue
+                scores, positions = (result[row, : widths[row]] for result in results)
+                exists = positions >= 0
+                answers[pending.index] = guarded(self._ranked, pending, positions[exists], scores[exists])
         return answers
 
     @torch.inference_mode()
     def _measured(self) -> float:
-        """Seconds that the search for one query takes this thread, the shorter of two: what it costs where nothing else runs."""
+        """Returns the thread's seconds for a search with one query, the shorter of two."""
         if not self.size:
             return 0.0
         query = torch.randn(1, self.bundle.query_width, generator=torch.Generator().manual_seed(0))
@@ -122,33 +121,34 @@ class ReadyBundle:
         return min(taken)
 
     def _search(self, group: Sequence[PendingRequest], k: int) -> tuple[Tensor, Tensor]:
-        chosen = [one.selection for one in group]
-        excluded = [part.excluded for part in chosen] if any(len(part.excluded) for part in chosen) else None
-        queries = torch.cat([one.user.vector for one in group])
-        scores, positions = self.index.search(queries, k, allowed=chosen[0].allowed, excluded=excluded)
+        filters = [pending.selection for pending in group]
+        excluded = [each.excluded for each in filters] if any(len(each.excluded) for each in filters) else None
+        queries = torch.cat([pending.user.vector for pending in group])
+        scores, positions = self.index.search(queries, k, allowed=filters[0].allowed, excluded=excluded)
         return scores, positions
 
-    def _ranked(self, one: PendingRequest, positions: Tensor, scores: Tensor | None = None) -> Recommendation:
-        """The best ``k`` of some positions; of equal scores the one before, which the index puts in the order of its own."""
+    def _ranked(self, pending: PendingRequest, positions: Tensor, scores: Tensor | None = None) -> Recommendation:
+        """Ranks positions and answers the best ``k``; equal scores keep their order, which the index has chosen."""
+        request = pending.request
         if scores is None or not self._final:
-            scores = self._logits(one.user.vector, positions)
-        best = scores.sort(descending=True, stable=True).indices[: one.request.k]
-        places, given = positions[best].numpy(), one.selection.given
-        if given is None or one.request.candidates is None:
-            items = self._ids(places)
-        else:  # by what the request calls them, since an unknown one has no position
-            items = [one.request.candidates[at] for at in given[best].tolist()]
-        liked = self._liked(one)
+            scores = self._logits(pending.user.vector, positions)
+        best = scores.sort(descending=True, stable=True).indices[: request.k]
+        ranked, given = positions[best].numpy(), pending.selection.given
+        if given is None or request.candidates is None:
+            items = self._ids(ranked)
+        else:  # the request's own ids, since an unknown item has no position
+            items = [request.candidates[index] for index in given[best].tolist()]
+        liked = self._liked(pending)
         return Recommendation(
             items=items,
             scores=scores[best].tolist(),
-            asked=one.request.k,
-            cold=one.user.cold,
+            asked=request.k,
+            cold=pending.user.cold,
             bundle=self.digest,
-            unknown_items=one.selection.unknown,
-            titles=self._titles(places) if one.request.titles else [],
+            unknown_items=pending.selection.unknown,
+            titles=self._titles(ranked) if request.titles else [],
             liked=self._ids(liked),
-            liked_titles=self.bundle.items.titles_of(liked) if one.request.titles else [],
+            liked_titles=self.bundle.items.titles_of(liked) if request.titles else [],
         )
 
     @cached_property
@@ -158,11 +158,11 @@ class ReadyBundle:
 
     @cached_property
     def _unknown(self) -> Tensor:
-        """(1, H) the unknown item as the store holds the others."""
+        """(1, H) projected row of the unknown item."""
         return self.bundle.projection.candidates(self.bundle.unknown_candidate[None])
 
     def _logits(self, vector: Tensor, positions: Tensor) -> Tensor:
-        """(N,) of a user's vector (1, Dq) and positions (N,), -1 for the unknown item."""
+        """Returns (N,) logits of a user's vector (1, Dq) with positions (N,), -1 for the unknown item."""
         known = positions >= 0
         if bool(known.all()):
             return self._score(vector[0], positions)
@@ -172,17 +172,18 @@ class ReadyBundle:
         return scores
 
     def _titles(self, positions: Int64) -> list[str]:
-        """Of positions (N,); nothing for an unknown item, and nothing at all where no item has one."""
+        """Returns titles of positions (N,), empty for an unknown item; an empty list where no item has one."""
         known = positions >= 0
-        titles = iter(self.bundle.items.titles_of(positions[known]))
-        found = [next(titles, "") if there else "" for there in known.tolist()]
-        return found if any(found) else []
+        texts = iter(self.bundle.items.titles_of(positions[known]))
+        titles = [next(texts, "") if exists else "" for exists in known.tolist()]
+        return titles if any(titles) else []
 
-    def _liked(self, one: PendingRequest) -> Int64:
-        users = self.bundle.users
-        if not one.request.liked or users is None or one.user.place < 0:
+    def _liked(self, pending: PendingRequest) -> Int64:
+        """Returns positions of the user's liked items that the request asks for, the latest first."""
+        users, count = self.bundle.users, pending.request.liked
+        if not count or users is None or pending.user.row < 0:
             return np.empty(0, np.int64)
-        return users.liked(one.user.place)[::-1][: one.request.liked]
+        return users.liked(pending.user.row)[::-1][:count]
 
     def _ids(self, positions: Int64) -> list[Id]:
         return self.bundle.store.ids.ids(positions).tolist()  # type: ignore[no-any-return]
@@ -195,8 +196,7 @@ def _first_stage(bundle: Bundle, stage: Stage) -> Index:
     if width != bundle.store.width:
         raise ValueError(
             f"stage={stage!r}: the query towers' outputs are {width} wide, the candidate tower's {bundle.store.width}: "
-            "there is "
-            "no product of both; take stage='exact'"
+            "there is no product of both; take stage='exact'"
         )
     return ExactIndex(bundle.store, stage)
 
@@ -204,7 +204,7 @@ def _first_stage(bundle: Bundle, stage: Stage) -> Index:
 def guarded(
     function: Callable[Given, Made], *arguments: Given.args, **options: Given.kwargs
 ) -> Made | RequestError | UnavailableError:
-    """What ``function`` returns, or the error that is this request's own; of a store that was cut off, that it is not there."""
+    """Returns the result of ``function``, or this request's own error; a store that was cut off is unavailable."""
     try:
         return function(*arguments, **options)
     except RequestError as error:
@@ -216,24 +216,23 @@ def guarded(
 class Scorer:
     """Answers requests with one bundle, and with another from the moment :meth:`swap` returns.
 
-    A request runs the query tower once (or takes a stored vector), searches the index for candidates under the
-    request's filters (or takes those that are given), and scores these by the top NN over their stored embeddings; the
-    candidate tower does not run. Several requests share one pass through the tower and one search. Any number of
-    threads may ask and swap: an answer is of one bundle throughout, whose digest it bears.
+    A request runs the query tower once (or takes a stored vector), searches the index for candidates under its filters
+    (or takes given ones), and scores these by the top NN over their stored embeddings; the candidate tower does not
+    run. Several requests share one pass through the tower and one search. Any number of threads may ask and swap: one
+    bundle makes the whole answer, which has its digest.
 
     Args:
-        bundle: what answers.
-        vectors: stored vectors of users, in the order in which they are asked.
-        retrieve: how many the first stage hands to the top NN where the request does not say.
-        stage: where a top NN scores, how candidates are found for it: ``exact`` asks the top NN about the whole
-            catalogue; ``dot`` and ``cosine`` rank the towers' outputs by that product first, which takes a fraction of
-            the time and misses what such a product does not see: :meth:`stage_recall` measures it. Other models are
-            searched by their own score.
-        compile: ``auto`` compiles the top NN, 10 s where its weights are new here; it pays for many candidates in one
-            request. See :class:`~torchrec_ext.retrieval.scorer.candidates.CandidateScorer`.
+        bundle: bundle that answers.
+        vectors: stores of users' vectors, in the order in which they are asked.
+        retrieve: number of candidates that the first stage hands to the top NN, where the request does not say.
+        stage: first stage of a model with a top NN: ``exact`` scores the whole catalogue by the top NN; ``dot`` and
+            ``cosine`` rank the towers' outputs by that product first, which takes a fraction of the time and misses
+            items, as :meth:`stage_recall` measures. Other models are searched by their own score.
+        compile: ``auto`` compiles the top NN, in 10 s where its weights are new on this machine; it pays for many
+            candidates in one request. See :class:`~torchrec_ext.retrieval.scorer.candidates.CandidateScorer`.
 
     Raises:
-        ValueError: retrieve below 1, or a stage of towers whose outputs have different widths.
+        ValueError: ``retrieve`` below 1, or a ``stage`` for towers whose outputs have different widths.
     """
 
     def __init__(
@@ -255,50 +254,55 @@ class Scorer:
 
     @property
     def bundle(self) -> Bundle:
-        """What answers now."""
+        """Bundle that answers now."""
         return self._ready.bundle
 
     def swap(self, bundle: Bundle) -> None:
-        """From now on answers with ``bundle``; what has begun ends with the one before."""
+        """Answers with ``bundle`` from now on; requests that have begun end with the one before."""
         self._ready = ReadyBundle(bundle, self._vectors, self._stage, self._compile)
 
     def search_s(self, request: Request) -> float:
-        """Seconds that a request's search over the whole catalogue takes, as measured when the bundle was taken; 0 without one."""
+        """Returns the seconds of a request's search of the whole catalogue, measured beforehand; 0 without one."""
         searches = isinstance(request, RecommendRequest) and request.candidates is None
         return self._ready.search_s if searches else 0.0
 
     def stage_recall(self, k: int = 10, users: int = 64) -> float | None:
-        """The share of the ``k`` best items by the model's own score that the first stage hands on, over some known users.
+        """Measures the share of the ``k`` best items by the model's own score that the first stage hands on.
 
-        None where nothing can be missed, or no user is known to measure it on.
+        Args:
+            k: number of best items.
+            users: number of known users that are asked for.
+
+        Returns:
+            The share, or None where nothing can be missed, or no user is known to measure it on.
         """
         ready, bundle = self._ready, self._ready.bundle
         if ready.index is bundle.index or bundle.users is None:
             return None
-        places = np.linspace(0, len(bundle.users) - 1, min(users, len(bundle.users))).astype(np.int64)
-        queries = bundle.embed_query(bundle.users.rows(places))
+        rows = np.linspace(0, len(bundle.users) - 1, min(users, len(bundle.users))).astype(np.int64)
+        queries = bundle.embed_query(bundle.users.rows(rows))
         best = bundle.index.search(queries, k)[1]
         handed_on = ready.index.search(queries, max(k, self.retrieve))[1]
         return float((best[:, :, None] == handed_on[:, None, :]).any(dim=2).float().mean())
 
     def recommend(self, request: RecommendRequest) -> Recommendation:
-        """The best items of one user.
+        """Returns the best items of one user.
 
         Raises:
             RequestError: the request cannot be answered as it is.
-            UnavailableError: the user's vector is stored where it cannot be reached, and its features are not known.
+            UnavailableError: the store of the user's vector is out of reach, and the user's features are not known.
         """
-        return cast(Recommendation, self._one(request))
+        return cast(Recommendation, self._answer(request))
 
     def score(self, request: ScoreRequest) -> Scores:
-        """The model's logits for one user and some items; raises as :meth:`recommend`."""
-        return cast(Scores, self._one(request))
+        """Returns the model's logits for one user and some items; raises as :meth:`recommend`."""
+        return cast(Scores, self._answer(request))
 
     def embed(self, request: EmbedRequest) -> Embedded:
-        """Outputs of towers; raises as :meth:`recommend`."""
-        return cast(Embedded, self._one(request))
+        """Returns outputs of towers; raises as :meth:`recommend`."""
+        return cast(Embedded, self._answer(request))
 
-    def _one(self, request: Request) -> Answer:
+    def _answer(self, request: Request) -> Answer:
         (answer,) = self.answer([request])
         if isinstance(answer, Exception):
             raise answer
@@ -306,25 +310,25 @@ class Scorer:
 
     @torch.inference_mode()
     def answer(self, requests: Sequence[Request]) -> list[Answer | Exception]:
-        """One answer to each, in order; a request that cannot be answered gets its error and troubles no other."""
+        """Returns one answer for each request, in order; one that cannot be answered gets its own error."""
         ready = self._ready
         answers: dict[int, Answer | Exception] = {}
-        asked = [(at, request) for at, request in enumerate(requests) if not isinstance(request, EmbedRequest)]
-        found = ready.users.find([request for _, request in asked])
+        asked = [(index, request) for index, request in enumerate(requests) if not isinstance(request, EmbedRequest)]
+        users = ready.users.find([request for _, request in asked])
         wanted: list[PendingRequest] = []
-        for (at, request), user in zip(asked, found, strict=True):
+        for (index, request), user in zip(asked, users, strict=True):
             if isinstance(user, Exception):
-                answers[at] = user
+                answers[index] = user
             elif isinstance(request, ScoreRequest):
-                answers[at] = guarded(ready.scores, request, user)
+                answers[index] = guarded(ready.scores, request, user)
             else:
-                chosen = guarded(selection, request, ready.bundle, user.place)
-                if isinstance(chosen, Exception):
-                    answers[at] = chosen
+                filters = guarded(selection, request, ready.bundle, user.row)
+                if isinstance(filters, Exception):
+                    answers[index] = filters
                 else:
-                    wanted.append(PendingRequest(at, request, user, chosen))
+                    wanted.append(PendingRequest(index, request, user, filters))
         answers |= ready.recommendations(wanted, self.retrieve)
-        for at, one in enumerate(requests):
-            if isinstance(one, EmbedRequest):
-                answers[at] = guarded(ready.embed, one)
-        return [answers[at] for at in range(len(requests))]
+        for index, each in enumerate(requests):
+            if isinstance(each, EmbedRequest):
+                answers[index] = guarded(ready.embed, each)
+        return [answers[index] for index in range(len(requests))]

@@ -1,4 +1,4 @@
-"""Stored vectors of users: a snapshot beside the bundle, or a Redis that others refresh and that may go away."""
+"""Stored vectors of users: a store in a folder, or a Redis that others refresh and that may be out of reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrec_ext.retrieval.store.versions import StoreError, current
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.store.store import EmbeddingStore
 
-Found = tuple[Tensor, NDArray[np.bool_]]
+VectorsAndMask = tuple[Tensor, NDArray[np.bool_]]
 RETRY_S = 1.0
 
 
@@ -27,15 +27,20 @@ class UserVectors(Protocol):
 
     source: Source
 
-    malformed: int  # values that were no vectors of the width asked for, so far
+    malformed: int  # values so far that were not vectors of the width
 
     @property
     def available(self) -> bool:
-        """Whether it could be reached when it was last asked."""
+        """Whether the store could be reached at the last attempt."""
         ...
 
     def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> tuple[Tensor, NDArray[np.bool_]]:
-        """(B, Dq) vectors and whether each is there, of those that the tower with digest ``tower`` made, Dq ``width`` where given.
+        """Returns (B, Dq) vectors of users and (B,) whether each exists.
+
+        Args:
+            ids: (B,) ids of users.
+            tower: digest of the tower that must have made the vectors.
+            width: Dq, where known.
 
         Raises:
             UnavailableError: the store cannot be reached.
@@ -44,7 +49,7 @@ class UserVectors(Protocol):
 
 
 class StoredVectors:
-    """The vectors of an :class:`~torchrec_ext.retrieval.store.store.EmbeddingStore` of users, of this tower alone."""
+    """Users' vectors in an :class:`~torchrec_ext.retrieval.store.store.EmbeddingStore` of one tower."""
 
     source: Source = "store"
     available = True
@@ -53,14 +58,14 @@ class StoredVectors:
     def __init__(self, store: EmbeddingStore) -> None:
         self._store = store
 
-    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> Found:
-        """(B, Dq) vectors, and whether each is there."""
+    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> VectorsAndMask:
+        """See :meth:`UserVectors.find`."""
         store = self._store
         if store.tower != tower or width not in (None, store.width):
             return torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
         try:
             positions = np.asarray(store.ids.positions(cast(Sequence[int], ids)))
-        except ValueError:  # of another type, so of nobody here
+        except ValueError:  # ids of another type are nobody's here
             return torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
         there = (positions >= 0) & np.asarray(store.live)[positions]
         vectors = torch.zeros(len(ids), store.width)
@@ -69,10 +74,10 @@ class StoredVectors:
 
 
 class FolderVectors:
-    """The current version of the store in a folder, of which a newer one is taken within a second.
+    """Users' vectors in the current version of a store; a newer version is taken within a second.
 
     Args:
-        folder: that ``rec.embed --tower query`` wrote.
+        folder: folder that ``rec.embed --tower query`` wrote.
         retry_s: seconds between two looks for a newer version.
 
     Raises:
@@ -96,14 +101,14 @@ class FolderVectors:
         """Digest of the tower that made the vectors."""
         return self._store.tower
 
-    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> Found:
-        """(B, Dq) vectors, and whether each is there."""
+    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> VectorsAndMask:
+        """See :meth:`UserVectors.find`."""
         if time.monotonic() >= self._next:
             self._look()
         return StoredVectors(self._store).find(ids, tower=tower, width=width)
 
     def _look(self) -> None:
-        """A version that is damaged or half removed leaves the one that is open."""
+        """Opens a newer version; where that is damaged or half removed, the open one stays."""
         self._next = time.monotonic() + self._retry_s
         try:
             if current(self._folder) != self._store.version:
@@ -114,24 +119,24 @@ class FolderVectors:
 
 
 class Remote(Protocol):
-    """A store of one tower's vectors by id, elsewhere; ``malformed`` counts values that were no such vectors."""
+    """A store elsewhere of one tower's vectors by id; ``malformed`` counts values that were not such vectors."""
 
     malformed: int
 
-    def find(self, ids: Sequence[int] | Sequence[str]) -> Found:
-        """(B, Dq) vectors, and whether each is there."""
+    def find(self, ids: Sequence[int] | Sequence[str]) -> VectorsAndMask:
+        """See :meth:`UserVectors.find`."""
         ...
 
 
 class RemoteVectors:
-    """A remote store behind a fuse: after a failure it is left alone for a while, so that requests do not wait for it one by one.
+    """Users' vectors in a remote store behind a circuit breaker, so that requests do not wait for it one by one.
 
     Args:
-        connect: from a tower's digest and the width of its vectors, where known, to the store of them; makes no
-            connection.
-        failures: the errors by which the store says that it is out of reach.
-        source: its name in answers.
-        retry_s: for how long it is left alone.
+        connect: function from a tower's digest and the width of its vectors, where known, to the store of them; it
+            makes no connection.
+        failures: errors that say that the store is out of reach.
+        source: name of the store in answers.
+        retry_s: seconds after a failure for which the store is not asked.
     """
 
     def __init__(
@@ -150,14 +155,14 @@ class RemoteVectors:
 
     @property
     def available(self) -> bool:
-        """Whether the last look found it."""
+        """Whether the store answered at the last attempt."""
         return self._until == 0.0
 
-    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> Found:
-        """See :class:`~torchrec_ext.retrieval.scorer.users.UserVectors`.
+    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> VectorsAndMask:
+        """See :class:`~torchrec_ext.retrieval.scorer.user_vectors.UserVectors`.
 
         Raises:
-            UnavailableError: it is out of reach, or was a moment ago.
+            UnavailableError: the store is out of reach, or was a moment ago.
         """
         if time.monotonic() < self._until:
             raise UnavailableError(
@@ -168,7 +173,7 @@ class RemoteVectors:
         store = self._stores[tower, width]
         before = store.malformed
         try:
-            found = store.find(cast(Sequence[int], ids))
+            result = store.find(cast(Sequence[int], ids))
         except self._failures as error:
             self._until = time.monotonic() + self._retry_s
             raise UnavailableError(
@@ -176,46 +181,46 @@ class RemoteVectors:
             ) from None
         self._until = 0.0
         self.malformed += store.malformed - before
-        return found
+        return result
 
 
 def user_vectors(folder: Path | None, redis: str | None, tower: str) -> list[UserVectors]:
-    """Where a server looks for users' vectors, in order: a Redis, which may be fresher, and a store in a folder.
+    """Returns the stores of users' vectors in the order in which a server asks them: a Redis, then a folder.
 
     Args:
-        folder: of the store, or None.
-        redis: its address, or None.
-        tower: digest of the query towers of the bundle that is served first.
+        folder: folder of a store, or None.
+        redis: address of a Redis, or None.
+        tower: digest of the query towers of the server's first bundle.
 
     Raises:
         ValueError: there is no store, it is of another tower, or the Redis has no address.
     """
-    found: list[UserVectors] = [*redis_vectors(redis)]
+    stores: list[UserVectors] = [*redis_vectors(redis)]
     if folder is not None:
         stored = FolderVectors(folder)
         if stored.tower != tower:
             raise ValueError(
                 f"--vectors {folder}: made by tower {stored.tower[:12] or '(none)'}, this bundle's query is by "
-                f"{tower[:12]}; embed "
-                f"the users with it: python -m torchx_apps.embed BUNDLE --tower query --out {folder} ..."
+                f"{tower[:12]}; embed the users with it: python -m torchx_apps.embed BUNDLE --tower query "
+                f"--out {folder} ..."
             )
-        found.append(stored)
-    return found
+        stores.append(stored)
+    return stores
 
 
 def redis_vectors(url: str | None) -> list[RemoteVectors]:
-    """The vectors of users in the Redis at ``url``, or none where there is no address.
+    """Returns the store of users' vectors in the Redis at ``url``, or an empty list for None.
 
     Raises:
-        ValueError: the package redis is missing, or the address is none.
+        ValueError: the package redis is missing, or the address is wrong.
     """
     if url is None:
         return []
     try:
-        import redis as _  # noqa: F401  (a clear word here, and not at the first request)
+        import redis as _  # noqa: F401  (a clear message here, and not at the first request)
     except ModuleNotFoundError as error:
         raise ValueError(f"--redis needs the package {error.name}: pip install 'torchrec-ext[retrieval]'") from None
     from torchrec_ext.retrieval.store.redis import RedisStore
 
-    RedisStore(url, tower="any").close()  # a wrong address is told now
+    RedisStore(url, tower="any").close()  # a wrong address is refused now
     return [RemoteVectors(lambda tower, width: RedisStore(url, tower=tower, width=width), (StoreError,))]

@@ -1,4 +1,4 @@
-"""The user of a request: features put together, the query tower run once for a batch of users, or a stored vector taken."""
+"""UserLookup: a request's user as a vector, stored or by the query tower, which runs once for a batch of users."""
 
 from __future__ import annotations
 
@@ -30,73 +30,72 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class ResolvedUser:
-    """A user: the vector (1, Dq), what was not in training, and the place among the bundle's users, -1 for an unknown one."""
+    """A user: vector (1, Dq), how much was not in training, and the row in the bundle's users, -1 if unknown."""
 
     vector: Tensor
     cold: ColdStart
-    place: int
+    row: int
 
 
 class UserLookup:
-    """Finds the users of a batch of requests, with one bundle."""
+    """Looks up the users of a batch of requests in one bundle and its stores of users' vectors."""
 
     def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors]) -> None:
         self._bundle, self._vectors = bundle, vectors
         self.key = bundle.users.key if bundle.users is not None else None
 
     def find(self, requests: Sequence[RecommendRequest | ScoreRequest]) -> list[ResolvedUser | Exception]:
-        """One user or error for each request."""
+        """Returns one user or error for each request."""
         if not requests:
             return []
-        found: dict[int, ResolvedUser | Exception] = {}
-        places = self._places(requests, found)
-        self._take_stored(requests, places, found)
-        live = [at for at in range(len(requests)) if at not in found]
-        found |= dict(
-            zip(live, self._embed([requests[at].user for at in live], [places[at] for at in live]), strict=True)
-        )
-        return [found[at] for at in range(len(requests))]
+        results: dict[int, ResolvedUser | Exception] = {}
+        rows = self._rows(requests, results)
+        self._take_stored(requests, rows, results)
+        live = [index for index in range(len(requests)) if index not in results]
+        embedded = self._embed([requests[index].user for index in live], [rows[index] for index in live])
+        results |= dict(zip(live, embedded, strict=True))
+        return [results[index] for index in range(len(requests))]
 
     def embed_rows(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
-        """(B, Dq) of rows of raw features, and for each the columns that took the out-of-vocabulary row.
+        """Returns (B, Dq) outputs for rows of raw features, and for each row the columns that are unknown.
 
         Raises:
-            RequestError: naming the row and the column.
+            RequestError: the message names the row and the column.
         """
-        places = [self._place(row, f"rows[{at}]") for at, row in enumerate(rows)]
-        columns = self._columns(rows, places, [f"rows[{at}]" for at in range(len(rows))])
+        known = [self._row(row, f"rows[{index}]") for index, row in enumerate(rows)]
+        columns = self._columns(rows, known, [f"rows[{index}]" for index in range(len(rows))])
         vectors, unknown = _run(self._bundle.embed_with_unknown, columns, "rows")
         return _finite(vectors, "rows"), _named(unknown, len(rows))
 
     def embed_candidates(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
-        """(B, Dc) of rows of an item's raw features; raises as :meth:`embed_rows`."""
+        """Returns (B, Dc) outputs for rows of an item's raw features; raises as :meth:`embed_rows`."""
         needed = self._bundle.candidate_columns
-        for at, row in enumerate(rows):
-            _check_finite(row, f"rows[{at}]")
-            _check_there(needed, [name for name in needed if name not in row], f"rows[{at}]")
+        for index, row in enumerate(rows):
+            _check_finite(row, f"rows[{index}]")
+            _check_there(needed, [name for name in needed if name not in row], f"rows[{index}]")
         columns = {name: [row[name] for row in rows] for name in needed}
         return _finite(_run(self._bundle.embed_candidates, columns, "rows"), "rows"), [[] for _ in rows]
 
-    def _places(
-        self, requests: Sequence[RecommendRequest | ScoreRequest], found: dict[int, ResolvedUser | Exception]
+    def _rows(
+        self, requests: Sequence[RecommendRequest | ScoreRequest], results: dict[int, ResolvedUser | Exception]
     ) -> list[int]:
-        places = []
-        for at, request in enumerate(requests):
-            places.append(-1)
+        """Returns each request's row in the bundle's users; errors go to ``results``."""
+        rows = [-1] * len(requests)
+        for index, request in enumerate(requests):
             try:
-                places[at] = self._place(request.user, "user")
+                rows[index] = self._row(request.user, "user")
             except RequestError as error:
-                found[at] = error
-        return places
+                results[index] = error
+        return rows
 
-    def _place(self, user: Mapping[str, Any], where: str) -> int:
+    def _row(self, user: Mapping[str, Any], where: str) -> int:
         users = self._bundle.users
         if users is None or users.key not in user:
             return -1
         given = user[users.key]
         if type(given) not in (int, str):
             raise RequestError(
-                f"{where}.{users.key}", f"{type(given).__name__} is no id; ids are whole numbers or strings"
+                f"{where}.{users.key}", f"{type(given).__name__} is not an id; ids are whole numbers or strings"
             )
         check_id_type(f"{where}.{users.key}", given, users.ids.kind)
         try:
@@ -107,78 +106,79 @@ class UserLookup:
     def _take_stored(
         self,
         requests: Sequence[RecommendRequest | ScoreRequest],
-        places: Sequence[int],
-        found: dict[int, ResolvedUser | Exception],
+        rows: Sequence[int],
+        results: dict[int, ResolvedUser | Exception],
     ) -> None:
-        """Fills in those whose vector is stored; a store out of reach is passed over while the features are known."""
+        """Fills in users whose vector is stored; a store out of reach is passed over where the features are known."""
         wanted = [
-            at
-            for at, request in enumerate(requests)
-            if at not in found and request.vector == "auto" and self.key is not None and set(request.user) == {self.key}
+            index
+            for index, request in enumerate(requests)
+            if index not in results and request.vector == "auto" and set(request.user) == {self.key}
         ]
         failed: UnavailableError | None = None
         for store in self._vectors if wanted else ():
-            ids = [requests[at].user[self.key] for at in wanted]  # type: ignore[index]
+            ids = [requests[index].user[self.key] for index in wanted]  # type: ignore[index]
             try:
                 vectors, there = store.find(ids, tower=self._bundle.query_digest, width=self._bundle.query_width)
             except UnavailableError as error:
                 failed = error
                 continue
-            for row in np.flatnonzero(there & vectors.isfinite().all(dim=1).numpy()).tolist():
-                cold = ColdStart(unknown_user=places[wanted[row]] < 0, vector=store.source)
-                found[wanted[row]] = ResolvedUser(vectors[row : row + 1], cold, places[wanted[row]])
-            wanted = [at for at in wanted if at not in found]
+            for number in np.flatnonzero(there & vectors.isfinite().all(dim=1).numpy()).tolist():
+                index = wanted[number]
+                cold = ColdStart(unknown_user=rows[index] < 0, vector=store.source)
+                results[index] = ResolvedUser(vectors[number : number + 1], cold, rows[index])
+            wanted = [index for index in wanted if index not in results]
         if failed is not None:
-            found |= {at: failed for at in wanted if places[at] < 0}
+            results |= {index: failed for index in wanted if rows[index] < 0}
 
-    def _embed(self, users: Sequence[Mapping[str, Any]], places: Sequence[int]) -> list[ResolvedUser | Exception]:
-        """All at once; where that fails one by one, so that each gets its own error."""
+    def _embed(self, users: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[ResolvedUser | Exception]:
+        """Embeds all users at once; where that fails, one by one, so that each gets its own error."""
         if not users:
             return []
         try:
-            columns = self._columns(users, places, ["user"] * len(users))
-            vectors, judged = _run(self._bundle.embed_with_unknown, columns, "user")
-            unknown = _named(judged, len(_finite(vectors, "user")))
+            columns = self._columns(users, rows, ["user"] * len(users))
+            vectors, masks = _run(self._bundle.embed_with_unknown, columns, "user")
+            unknown = _named(masks, len(_finite(vectors, "user")))
         except RequestError as error:
             if len(users) == 1:
                 return [error]
-            return [self._embed([user], [place])[0] for user, place in zip(users, places, strict=True)]
+            return [self._embed([user], [row])[0] for user, row in zip(users, rows, strict=True)]
         known = self._bundle.users is not None
         return [
             ResolvedUser(
-                vectors[row : row + 1],
-                ColdStart(unknown_user=known and place < 0, unknown_features=unknown[row]),
-                place,
+                vectors[index : index + 1],
+                ColdStart(unknown_user=known and row < 0, unknown_features=unknown[index]),
+                row,
             )
-            for row, place in enumerate(places)
+            for index, row in enumerate(rows)
         ]
 
     def _columns(
-        self, rows: Sequence[Mapping[str, Any]], places: Sequence[int], where: Sequence[str]
+        self, users: Sequence[Mapping[str, Any]], rows: Sequence[int], where: Sequence[str]
     ) -> dict[str, list[Any]]:
-        """The raw columns of the query towers: what the request says, over what is known of the user."""
+        """Returns the raw columns of the query towers: the request's values, over those known of the user."""
         needed = self._bundle.request_columns
         table = self._bundle.users
         known: dict[str, list[Any]] = {}
-        if table is not None and not all(
-            needed.keys() <= row.keys() for row in rows
-        ):  # nothing is read that no request leaves out
-            known = {name: list(column) for name, column in table.rows(np.asarray(places, np.int64)).items()}
-        columns: dict[str, list[Any]] = {name: known.get(name, [None] * len(rows)) for name in needed}
-        for at, row in enumerate(rows):
-            for name in row:
+        complete = all(needed.keys() <= user.keys() for user in users)
+        if table is not None and not complete:  # nothing is read where the requests have all columns
+            known = {name: list(column) for name, column in table.rows(np.asarray(rows, np.int64)).items()}
+        columns: dict[str, list[Any]] = {name: known.get(name, [None] * len(users)) for name in needed}
+        for index, user in enumerate(users):
+            for name in user:
                 if name in columns:
-                    columns[name][at] = row[name]
+                    columns[name][index] = user[name]
                 elif name != self.key:
-                    raise RequestError(f"{where[at]}.{name}", f"the model reads no such column{_nearest(name, needed)}")
-            _check_finite(row, where[at])
-            # What is known of nobody stands for a user who is an id and nothing else; beside features it would hide a
-            # mistake.
-            alone = table is not None and (places[at] >= 0 or set(row) == {self.key})
+                    why = f"the model reads no such column{_nearest(name, needed)}"
+                    raise RequestError(f"{where[index]}.{name}", why)
+            _check_finite(user, where[index])
+            # The features of an unknown user stand for a user who is an id and nothing else; beside features they would
+            # hide a mistake.
+            filled = table is not None and (rows[index] >= 0 or set(user) == {self.key})
             missing = [
-                name for name in needed if name not in row and name != self.key and not (alone and name in known)
+                name for name in needed if name not in user and name != self.key and not (filled and name in known)
             ]
-            _check_there(needed, missing, where[at])
+            _check_there(needed, missing, where[index])
         return columns
 
 
@@ -213,7 +213,7 @@ def _check_finite(row: Mapping[str, Any], where: str) -> None:
 
 
 def _named(unknown: Mapping[str, NDArray[np.bool_]], rows: int) -> list[list[str]]:
-    """For each row the columns that are unknown there."""
+    """Returns for each row the names of the columns that are unknown there."""
     named: list[list[str]] = [[] for _ in range(rows)]
     for name, mask in unknown.items():
         for row in np.flatnonzero(mask).tolist():

@@ -125,7 +125,7 @@ class EmbeddingStore:
         return rows if self.format.exact else decode(rows, None if self.scales is None else self.scales[start:stop])
 
     def check(self) -> None:
-        """Raises StoreError where the file of rows was cut off after it was opened: reading it would end the process."""
+        """Raises StoreError where the file of rows was cut off after opening: reading it would end the process."""
         size = os.fstat(self._descriptor.fileno()).st_size
         if size < self._bytes:
             raise StoreError(
