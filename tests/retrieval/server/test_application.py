@@ -91,8 +91,8 @@ def test_score_and_embed(running: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "told"),
     [
-        ("recommend", b"{", 400, "the body is no JSON"),
-        ("recommend", b"\xff\xfe{", 400, "the body is no JSON"),
+        ("recommend", b"{", 400, "the body is not JSON"),
+        ("recommend", b"\xff\xfe{", 400, "the body is not JSON"),
         ("recommend", b"[" * 5_000, 400, "no JSON"),
         ("recommend", [], 422, "the body: it is a list; send a JSON object"),
         ("recommend", {}, 422, "user: it is missing"),

@@ -45,7 +45,7 @@ def test_the_folder_of_a_run_leads_to_the_bundle_that_it_ended_with(tmp_path: Pa
     ("written", "told"),
     [
         (None, "there is no such file or folder"),
-        ("gone", "which is no folder"),
+        ("gone", "which is not a folder"),
         ("", "no such file"),
         ("\xff" * 9_000, "no folder"),
     ],

@@ -1,1 +1,1 @@
-"""export(): from a trained model, sharded or not, to a bundle."""
+"""export(): writes a trained model, sharded or not, as a bundle."""

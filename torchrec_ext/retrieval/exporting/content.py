@@ -1,6 +1,6 @@
-"""Parts: the files of a bundle, written one after the other on rank 0, each from those before it, and proven on the way.
+"""BundleContent: writes the files of a bundle on rank 0, each from those before it, and proves them on the way.
 
-What an export is given beside the model: the items that can be recommended, and what is known of users.
+Catalogue and NamedUsers are the data of an export: the items that can be recommended, and the known users.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from torchrec_ext.tensor_file import Shape, TensorWriter
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Catalogue:
-    """The items that can be recommended, I of them; their order is that of the positions.
+    """The I items that can be recommended, in the order of their positions.
 
     Args:
-        ids: (I,) int64 or str, what their owner calls them.
+        ids: (I,) int64 or str ids.
         features: I rows with the raw columns of the candidate tower.
-        titles: (I,) for display.
-        categories: (I,) lists of names to filter by.
-        trained: ids that stand in the training rows, each of which must be among ``ids``.
+        titles: (I,) titles for display, or None.
+        categories: (I,) lists of names to filter by, or None.
+        trained: ids in the training rows, each of which must be among ``ids``, or None.
     """
 
     ids: NDArray[Any]
@@ -74,8 +74,8 @@ class Catalogue:
 
     def __post_init__(self) -> None:
         sizes = {"features": len(self.features), "titles": self.titles, "categories": self.categories}
-        for name, found in sizes.items():
-            count = found if isinstance(found, int) else None if found is None else len(found)
+        for name, given in sizes.items():
+            count = given if isinstance(given, int) else None if given is None else len(given)
             if count is not None and count != len(self.ids):
                 raise BundleError(
                     f"catalogue: {count:,} {name} for {len(self.ids):,} ids; give one for each item, in their order"
@@ -86,15 +86,15 @@ class Catalogue:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NamedUsers:
-    """What is known of U users, so that a request may name one by id alone.
+    """U users with their features and items, so that a request may name one by id alone.
 
     Args:
-        key: the column of a request that holds the user's id, whether a tower reads it or not.
-        ids: (U,).
-        features: U rows with raw columns of the query towers; those of a request are put over them.
-        unknown: one row, for an id that is not among them.
-        seen: (U,) lists of the positions of items that each has taken.
-        liked: (U,) lists of the positions of items that each has liked, oldest first, for display.
+        key: column of a request that holds the user's id, whether a tower reads it or not.
+        ids: (U,) int64 or str ids.
+        features: U rows with raw columns of the query towers; a request's own values take precedence.
+        unknown: raw columns of a user whose id is not among ``ids``.
+        seen: (U,) lists of positions of items that a user has taken.
+        liked: (U,) lists of positions of items that a user has liked, oldest first, for display.
     """
 
     key: str
@@ -116,13 +116,13 @@ class NamedUsers:
 
 
 Progress = Callable[[str, int, int], None]
-INDEX_QUERIES = 1024  # by which an approximate index is tuned and measured, half each
-BLOCK_ROWS = 4096  # of the catalogue: blocks of one size, so that vectors do not depend on who computes them
+INDEX_QUERIES = 1024  # queries that tune and measure an approximate index, half each
+BLOCK_ROWS = 4096  # rows of the catalogue in a block: one size, so that vectors do not depend on who computes them
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """See :func:`torchrec_ext.retrieval.exporting.export.export`."""
+    """Formats of an export; see :func:`torchrec_ext.retrieval.exporting.export.export`."""
 
     store: Dtype = "fp32"
     index: Kind = "exact"
@@ -139,7 +139,10 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BundleContent:
-    """What a bundle is made of; the same on every rank. See :func:`~torchrec_ext.retrieval.exporting.export.export` for arguments."""
+    """Model, data and settings of an export, alike on every rank.
+
+    See :func:`~torchrec_ext.retrieval.exporting.export.export` for the arguments.
+    """
 
     live: LiveModel
     catalogue: Catalogue
@@ -159,13 +162,12 @@ class BundleContent:
         if missing:
             raise BundleError(
                 f"catalogue: {missing:,} ids of the training rows are not in it, {self._missing[0]} among them; every "
-                "id that was "
-                "trained must be servable: give the whole catalogue"
+                "id that was trained must be servable: give the whole catalogue"
             )
 
     @cached_property
     def ids(self) -> IdMap:
-        """Of the catalogue."""
+        """Map of the catalogue's ids to positions."""
         return IdMap.build(self.catalogue.ids)
 
     @cached_property
@@ -175,19 +177,19 @@ class BundleContent:
 
     @property
     def missing(self) -> int:
-        """Trained ids that the catalogue lacks."""
+        """Number of trained ids that the catalogue lacks."""
         return len(self._missing)
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Of the bundle."""
-        names = sorted({name for own in self.live.towers.values() for name in tables_of(own)})
+        """Architecture of the bundle."""
+        names = sorted({name for tower in self.live.towers.values() for name in tables_of(tower)})
         fields = [*self.queries.schema, *self.catalogue.features.schema]
         return Architecture(
             towers=self.live.towers,
             interaction=self.live.interaction,
             metric=self.live.metric,
-            tables={name: f"tables/{at:03}.safetensors" for at, name in enumerate(names)},
+            tables={name: f"tables/{number:03}.safetensors" for number, name in enumerate(names)},
             oov_ids=dict(self.oov_ids),
             unseen={name: list(rows) for name, rows in self.unseen.items()},
             types={field.name: _raw(field) for field in reversed(fields)},
@@ -195,11 +197,11 @@ class BundleContent:
 
     @cached_property
     def audit(self) -> audits.Audit:
-        """The pairs by which the bundle is compared with the model."""
+        """Pairs by which the bundle is compared with the model."""
         return audits.Audit.choose(self.queries, self.catalogue.features, self.ids)
 
     def columns(self, names: Sequence[str]) -> Columns:
-        """From raw rows to what these towers read."""
+        """Returns the reader of raw rows into the columns of some towers."""
         return raw_request_columns(self.architecture, towers_of(self.architecture, names, self.also), self.preprocessor)
 
     def write(
@@ -210,14 +212,14 @@ class BundleContent:
         dense: Mapping[str, Tensor],
         expected: Tensor,
     ) -> Manifest:
-        """Writes all of it into ``folder``, from weights to manifest.
+        """Writes every file of the bundle, from weights to manifest.
 
         Args:
-            folder: empty.
-            shapes: of the tables.
-            blocks: whole rows of the tables, one table after the other.
-            dense: the model's other weights.
-            expected: (P,) logits of the audit by the model.
+            folder: empty folder.
+            shapes: shape of each table by name.
+            blocks: table, first row and rows of each block, one table after the other.
+            dense: weights of the model that are in no table.
+            expected: (P,) logits of the model for the audit's pairs.
         """
         self._write_weights(folder, shapes, blocks, dense)
         self._write_tables(folder)
@@ -225,10 +227,11 @@ class BundleContent:
         query = open_encoder(folder, self.architecture, names, self.preprocessor, self.also)
         candidate = open_encoder(folder, self.architecture, [self.architecture.candidate], self.preprocessor, self.also)
         interaction = open_interaction(folder, self.architecture, self.also)
-        found, vectors = self.audit.of_towers(query, candidate, interaction)
+        logits, vectors = self.audit.of_towers(query, candidate, interaction)
         remedy = "the bundle would rank otherwise than the model; report it, with the architecture"
-        apart = audits.check_logits("the towers of the bundle and the model that was trained", found, expected, remedy)
-        self.audit.write(folder, found)
+        what = "the towers of the bundle and the model that was trained"
+        apart = audits.check_logits(what, logits, expected, remedy)
+        self.audit.write(folder, logits)
         files = file_digests(folder)
         store, stored = self._write_stores(folder, candidate, interaction, files, vectors)
         rows = np.linspace(0, len(self.queries) - 1, INDEX_QUERIES).round().astype(np.int64)
@@ -274,9 +277,9 @@ class BundleContent:
         (folder / "tables").mkdir()
         (folder / "towers").mkdir()
         total, done = sum(shapes[name].bytes for name in self.architecture.tables), 0
-        for name, own in groupby(blocks, key=itemgetter(0)):
+        for name, table in groupby(blocks, key=itemgetter(0)):
             with TensorWriter(folder / self.architecture.tables[name], {"weight": shapes[name]}) as out:
-                for _, row, rows in own:
+                for _, row, rows in table:
                     out.write("weight", row, rows)
                     done += rows.numel() * rows.element_size()
                     self.progress("tables", done, total)
@@ -294,29 +297,30 @@ class BundleContent:
         if self.catalogue.categories is not None:
             shown["categories"] = pa.array(self.catalogue.categories, type=pa.list_(pa.string()))
         write_table(folder / ITEMS, pa.table(shown))
-        if (users := self.users) is not None:
+        users = self.users
+        if users is not None:
             ids = IdMap.build(users.ids)
             write_users(folder / USERS, ids, users.features, users.unknown, users.seen, users.liked)
 
     def _write_stores(
         self, folder: Path, candidate: RowEncoder, interaction: nn.Module, files: Mapping[str, Any], vectors: Tensor
     ) -> tuple[EmbeddingStore, dict[str, Any]]:
-        """The vectors of the catalogue, and where it is narrower what the interaction makes of them."""
+        """Writes the catalogue's vectors, and their projected rows where the interaction has some."""
         tower = tower_digest(self.architecture, [self.architecture.candidate], files)
         store = write_store(folder / STORE, self._vectors(candidate), dtype=self.settings.store, tower=tower)
         positions = torch.from_numpy(self.audit.positions)
         lost = {"store_difference": audits.largest_difference(store.rows(positions), vectors)}
-        said = {STORE: _said(store)}
-        made = projection(interaction, candidate.width)
-        if made.projected:
+        entries = {STORE: _entry(store)}
+        split = projection(interaction, candidate.width)
+        if split.projected:
             digest = projection_digest(self.architecture, files)
-            blocks = ((ids, made.candidates(block)) for ids, block in self._vectors(candidate))
+            blocks = ((ids, split.candidates(block)) for ids, block in self._vectors(candidate))
             projected = write_store(folder / PROJECTED, blocks, dtype=self.settings.store, tower=digest)
             lost["projected_difference"] = audits.largest_difference(
-                projected.rows(positions), made.candidates(vectors)
+                projected.rows(positions), split.candidates(vectors)
             )
-            said[PROJECTED] = _said(projected)
-        return store, {**said, "audit": lost}
+            entries[PROJECTED] = _entry(projected)
+        return store, {**entries, "audit": lost}
 
     def _vectors(self, candidate: RowEncoder) -> Iterator[tuple[NDArray[Any], Tensor]]:
         ids, features = self.catalogue.ids, self.catalogue.features
@@ -329,13 +333,15 @@ class BundleContent:
             self.progress("vectors", min(start + BLOCK_ROWS, len(ids)), len(ids))
 
 
-def _said(store: EmbeddingStore) -> dict[str, Any]:
+def _entry(store: EmbeddingStore) -> dict[str, Any]:
+    """Returns the manifest's entry of a store."""
     return {"digest": store.digest, "dtype": store.dtype, "width": store.width, "tower": store.tower}
 
 
 def _raw(field: pa.Field) -> str:
-    if (found := raw_type(field.type)) is None:
+    kind = raw_type(field.type)
+    if kind is None:
         raise BundleError(
             f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
         )
-    return found
+    return kind

@@ -1,4 +1,4 @@
-"""export(): a trained model, sharded or not, to a bundle that is proven equal to it."""
+"""export(): writes a trained model, sharded or not, as a bundle that is proven equal to it."""
 
 from __future__ import annotations
 
@@ -46,43 +46,41 @@ def export(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Writes a bundle: the towers apart, the top NN, preprocessing, stored vectors, index, and the proof that they are the model's.
+    """Writes a bundle: towers, top NN, preprocessing, stored vectors, index, and the proof that they are the model's.
 
-    Where the model is sharded every rank calls it, with the same arguments. The digest depends on weights, data and
-    settings alone: not on ranks, plan or time. The folder is there as a whole or not at all, and an earlier one stays
-    as it was until then.
+    Where the model is sharded, every rank calls it with the same arguments. The digest depends on weights, data and
+    settings alone: not on ranks, plan or time. The folder is whole or not there, and an earlier one stays until then.
 
     Args:
-        model: a TowerModel or a NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
-        out: the folder to make.
-        catalogue: the items.
-        users: what is known of users.
+        model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
+        out: folder to make.
+        catalogue: items that can be recommended.
+        users: known users, or None.
         queries: rows of raw columns of the query towers for the audit; those of the users where not given.
         preprocessor: makes the model's columns from raw ones; without, raw columns are the model's own.
-        candidate: the tower of the candidates; the model's last where not given.
-        oov_ids: by feature the row for what was never seen; 0 where not given.
-        unseen: by feature, rows of its table that no training row has read: a request's id that is one of them takes
-            the row for what was never seen. For features whose ids are their rows; a ``preprocessor`` leaves such ids
+        candidate: name of the candidate tower; the model's last where not given.
+        oov_ids: out-of-vocabulary row of each feature; 0 where not given.
+        unseen: rows of a feature's table that no training row has read, by feature; a request's id that is one of them
+            takes the out-of-vocabulary row. For features whose ids are their rows; a ``preprocessor`` leaves such ids
             out of its vocabulary.
-        store: type of the stored vectors: ``fp32``, ``fp16`` or ``int8``.
+        store: row format of the stored vectors: ``fp32``, ``fp16`` or ``int8``.
         index: ``exact``, or one of FAISS's: ``flat``, ``ivf``, ``hnsw``, ``pq``, for a dot product or a cosine.
-        recall: that an approximate index must reach, measured against exact search.
-        also: classes of your own that the model holds, each ``Recorded``.
+        recall: recall that an approximate index must reach, measured against exact search.
+        also: further classes that the model holds, each ``Recorded``.
         details: JSON values for the certificate, such as the run and its figures.
         overwrite: replace an earlier bundle.
-        progress: called on rank 0 with what is being written, how much of it is, and how much there is.
+        progress: called on rank 0 with the name of what is being written, the amount so far, and the whole amount.
 
     Returns:
         The manifest, on every rank.
 
     Raises:
-        BundleError: the model cannot be exported, a part of the data does not fit, or the bundle does not give the
-            model's logits.
+        BundleError: the model cannot be exported, data do not fit, or the bundle does not give the model's logits.
         DataError: the folder is taken, or cannot be written.
     """
     ranks = ExportRanks()
     live = LiveModel(model, candidate=candidate, also=also)
-    parts = BundleContent(
+    content = BundleContent(
         live=live,
         catalogue=catalogue,
         users=users,
@@ -96,19 +94,19 @@ def export(
         progress=progress or (lambda *_: None),
     )
     with evaluating(model):
-        expected = parts.audit.of_model(live, parts.columns(live.names[:-1]), parts.columns([live.candidate]))
+        expected = content.audit.of_model(live, content.columns(live.names[:-1]), content.columns([live.candidate]))
         weights = LiveWeights(model, ranks)
         dense = weights.dense()
-        blocks = weights.blocks(parts.architecture.tables)
+        blocks = weights.blocks(content.architecture.tables)
         outcome: Any = None
         if ranks.rank == 0:
             try:
                 with whole_folder(Path(out), overwrite=overwrite, mark=NAME) as folder, one_thread():
-                    outcome = parts.write(folder, weights.tables, blocks, dense, expected)
+                    outcome = content.write(folder, weights.tables, blocks, dense, expected)
                     sync_tree(folder)
             except Exception as error:
                 outcome = error
-        for _ in blocks:  # the others send their rows, whatever becomes of them
+        for _ in blocks:  # the other ranks send their rows, even where rank 0 has failed
             pass
         outcome = ranks.gathered(outcome)[0]
     if isinstance(outcome, Exception):
@@ -127,7 +125,7 @@ def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation, and afterwards as it was."""
+    """Puts a model into evaluation mode for the time of the block."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -139,7 +137,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums are in one order, whatever the number of threads of the job: the same vectors to the last bit."""
+    """Runs torch with one thread in the block, so that sums are in one order and vectors equal to the last bit."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,7 +147,7 @@ def one_thread() -> Iterator[None]:
 
 
 BLOCK_BYTES = 32 * 2**20
-_PATIENCE = timedelta(hours=6)  # rank 0 writes a whole bundle meanwhile
+_PATIENCE = timedelta(hours=6)  # timeout of a collective, during which rank 0 writes a whole bundle
 
 
 class _Piece(NamedTuple):
@@ -163,7 +161,7 @@ class _Piece(NamedTuple):
 
 
 class ExportRanks:
-    """What the ranks of an export learn from each other; without a process group there is one.
+    """The ranks of an export, with a process group of their own; one rank without ``torch.distributed``.
 
     Every rank makes one and calls each method alike.
     """
@@ -174,7 +172,7 @@ class ExportRanks:
         self.group = dist.new_group(backend="gloo", timeout=_PATIENCE) if many else None
 
     def gathered(self, value: Any) -> list[Any]:
-        """The value of each rank."""
+        """Returns each rank's value, in rank order, on every rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -182,7 +180,7 @@ class ExportRanks:
         return values
 
     def moved(self, tensor: Tensor, source: int) -> Tensor:
-        """A tensor of ``source`` on rank 0; the others give one of the same shape, or are not asked."""
+        """Sends a tensor of rank ``source`` to rank 0, which passes one of the same shape and returns it filled."""
         if source == 0 or self.rank not in (0, source):
             return tensor
         if self.rank == 0:
@@ -193,14 +191,14 @@ class ExportRanks:
 
 
 class LiveWeights:
-    """The tables and dense weights of a model, whatever plan it has.
+    """Gathers tables, block by block so that none need fit into memory, and dense weights of a model on rank 0.
 
     Args:
-        model: from ``hybrid_parallel``, any DistributedModelParallel, or unsharded.
-        ranks: every rank makes one and iterates alike.
+        model: model from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
+        ranks: ranks of the export, all of which make one and iterate alike.
 
     Attributes:
-        tables: by name their whole shape, on every rank alike.
+        tables: whole shape of each table by name, alike on every rank.
     """
 
     def __init__(self, model: nn.Module, ranks: ExportRanks) -> None:
@@ -208,24 +206,24 @@ class LiveWeights:
         self._shards: dict[str, list[Shard]] = {}
         for shard in local_shards(model):
             self._shards.setdefault(shard.config.name, []).append(shard)
-        own = {name: [_piece(ranks.rank, shard) for shard in shards] for name, shards in self._shards.items()}
+        held = {name: [_piece(ranks.rank, shard) for shard in shards] for name, shards in self._shards.items()}
         kinds = {
             name: Shape((shards[0].config.num_embeddings, shards[0].config.embedding_dim), shards[0].tensor.dtype)
             for name, shards in self._shards.items()
         }
-        everyone = ranks.gathered((own, kinds))
+        everyone = ranks.gathered((held, kinds))
         self.tables: dict[str, Shape] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         for pieces, shapes in everyone:
             self.tables |= {name: shape for name, shape in shapes.items() if name not in self.tables}
-            for name, found in pieces.items():
-                self._pieces.setdefault(name, []).extend(found)
+            for name, more in pieces.items():
+                self._pieces.setdefault(name, []).extend(more)
         self.tables = dict(sorted(self.tables.items()))
-        self._pieces = {name: _once(name, found, self.tables[name]) for name, found in self._pieces.items()}
+        self._pieces = {name: _once(name, held, self.tables[name]) for name, held in self._pieces.items()}
         self._dense = _dense_of(model)
 
     def blocks(self, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
-        """(table, first row, whole rows), one table and block after the other; on other ranks than 0 the rows mean nothing."""
+        """Yields (table, first row, whole rows), one table and block after the other; rows are valid on rank 0."""
         for name in names:
             for row, rows in self._rows(name):
                 yield name, row, rows
@@ -240,25 +238,27 @@ class LiveWeights:
             for piece in self._pieces[name]:
                 first, last = max(start, piece.row), min(stop, piece.row + piece.rows)
                 if first < last:
-                    part = self._ranks.moved(self._part(name, piece, first, last), piece.rank)
+                    values = self._ranks.moved(self._values(name, piece, first, last), piece.rank)
                     if self._ranks.rank == 0:
-                        block[first - start : last - start, piece.column : piece.column + piece.columns] = part
+                        block[first - start : last - start, piece.column : piece.column + piece.columns] = values
             yield start, block
 
     def dense(self) -> dict[str, Tensor]:
-        """On rank 0 all weights and buffers that are in no table, by their names in the unsharded model; other ranks' too."""
+        """Returns, on rank 0, all weights and buffers that are in no table, by their names in the unsharded model."""
         known = self._ranks.gathered(sorted(self._dense))
         missing = {name for names in known for name in names} - set(known[0])
         holder = {name: next(rank for rank, names in enumerate(known) if name in names) for name in missing}
         sent = {name: self._dense[name] for name, rank in holder.items() if rank == self._ranks.rank}
-        found = self._ranks.gathered(sent)
-        return dict(sorted({**self._dense, **{name: value for each in found for name, value in each.items()}}.items()))
+        whole = dict(self._dense)
+        for weights in self._ranks.gathered(sent):
+            whole |= weights
+        return dict(sorted(whole.items()))
 
-    def _part(self, name: str, piece: _Piece, first: int, last: int) -> Tensor:
+    def _values(self, name: str, piece: _Piece, first: int, last: int) -> Tensor:
         if piece.rank != self._ranks.rank:
             return torch.empty(last - first, piece.columns, dtype=self.tables[name].dtype)
-        own = next(shard for shard in self._shards[name] if _piece(piece.rank, shard) == piece)
-        return own.tensor[first - piece.row : last - piece.row].detach().cpu().contiguous()
+        shard = next(shard for shard in self._shards[name] if _piece(piece.rank, shard) == piece)
+        return shard.tensor[first - piece.row : last - piece.row].detach().cpu().contiguous()
 
 
 def _piece(rank: int, shard: Shard) -> _Piece:
@@ -267,7 +267,7 @@ def _piece(rank: int, shard: Shard) -> _Piece:
 
 
 def _once(name: str, pieces: list[_Piece], shape: Shape) -> list[_Piece]:
-    """Each rectangle from the lowest rank that holds it."""
+    """Chooses each rectangle of a table from the lowest rank that holds it."""
     chosen: dict[tuple[int, ...], _Piece] = {}
     for piece in sorted(pieces):
         if piece.rows and piece.columns:

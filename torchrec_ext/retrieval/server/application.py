@@ -1,4 +1,4 @@
-"""The routes: recommend, score and embed; health, readiness and metrics; the page and the description of it all."""
+"""ASGI application of a worker: its routes, and a guard that checks host and token, counts, times and logs requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SAMPLE = 200  # users whose ids the page offers
 
 
 def application(queued: QueuedScorer) -> Guard:
-    """The ASGI application of one worker."""
+    """Returns the ASGI application of one worker."""
     endpoints = _Endpoints(queued)
     routes = [
         Route("/v1/recommend", endpoints.asking(parsing.recommend_request), methods=["POST"]),
@@ -59,7 +59,7 @@ class _Endpoints:
         self._queued = queued
 
     def asking(self, parse: Parser) -> Callable[[HttpRequest], Any]:
-        """The handler of requests that the scorer answers."""
+        """Returns the handler of requests that the scorer answers."""
         queued, limits = self._queued, self._queued.settings.limits
 
         async def handle(request: HttpRequest) -> Response:
@@ -71,10 +71,11 @@ class _Endpoints:
         return handle
 
     async def bundle(self, request: HttpRequest) -> Response:
-        """What is served, for people and the page; ids of users only where a token is asked for."""
+        """Describes the live bundle for people and the page; ids of users only where a token is asked for."""
         bundle, users = self._queued.scorer.bundle, self._queued.scorer.bundle.users
-        told = users is not None and self._queued.settings.token is not None
-        sample = [] if users is None or not told else users.ids.ids(range(min(_SAMPLE, len(users.ids)))).tolist()
+        sample = []
+        if users is not None and self._queued.settings.token is not None:
+            sample = users.ids.ids(range(min(_SAMPLE, len(users.ids)))).tolist()
         return json_response(
             {
                 "digest": bundle.manifest.digest,
@@ -91,11 +92,11 @@ class _Endpoints:
         )
 
     async def healthy(self, request: HttpRequest) -> Response:
-        """The process runs."""
+        """Says that the process runs."""
         return json_response({"status": "ok"})
 
     async def ready(self, request: HttpRequest) -> Response:
-        """Whether to send requests here, and what is served; with the token also why a bundle was refused, which names files."""
+        """Says whether to send requests here, and which bundle answers; why one was refused, with the token alone."""
         queued = self._queued
         refused = queued.refused
         if refused is not None and not queued.bears_token(request.headers.get("authorization", "")):
@@ -111,13 +112,13 @@ class _Endpoints:
         )
 
     async def metrics(self, request: HttpRequest) -> Response:
-        """Of all workers."""
+        """Returns the metrics of all workers."""
         self._queued.metrics.waiting.set(self._queued.waiting())
         page = await asyncio.get_running_loop().run_in_executor(None, self._queued.metrics.page)
         return Response(page, headers={"Content-Type": self._queued.metrics.content_type})
 
     async def description(self, request: HttpRequest) -> Response:
-        """OpenAPI of the bundle that is live."""
+        """Returns the OpenAPI description for the live bundle."""
         return json_response(openapi.document(self._queued.scorer.bundle, self._queued.settings))
 
 
@@ -131,7 +132,7 @@ def _static(name: str, kind: str) -> Callable[[HttpRequest], Any]:
 
 
 async def _content(request: HttpRequest, limits: Limits, deadline: float) -> bytes:
-    """The whole body, or a refusal as soon as it is too long; what follows is read past by uvicorn and kept by nobody."""
+    """Returns the whole body, or refuses it as soon as it is too long; uvicorn skips the rest."""
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(
@@ -165,7 +166,7 @@ def _too_long(limits: Limits) -> Refusal:
 
 
 def _never_ends(limits: Limits) -> Refusal:
-    """Of the caller's making, where :func:`too_late` is of the server's; what may still come of the body is not read past."""
+    """Returns the refusal of a body that is late, whose rest is not skipped; :func:`too_late` is the server's fault."""
     message = f"the body has not come within {limits.time_ms:g} ms, which is the limit; send it at once, and to its end"
     return over_limit("time_ms", limits.time_ms, message, status=408, headers={"Connection": "close"})
 
@@ -194,11 +195,11 @@ def _cold(cold: ColdStart) -> dict[str, Any]:
     return {"unknown_user": cold.unknown_user, "unknown_features": list(cold.unknown_features), "vector": cold.vector}
 
 
-_ALWAYS = ("/healthz", "/readyz", "/metrics")  # also while the service drains
+_ALWAYS = ("/healthz", "/readyz", "/metrics")  # paths that are answered while the worker drains, too
 _CLIENT_GONE = 499  # as nginx counts it; never sent
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
@@ -206,13 +207,12 @@ _RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEAD
 
 
 class Guard:
-    """An ASGI application around another.
+    """ASGI application around another: admits requests, turns errors into answers, counts, times and logs.
 
     Args:
-        app: what answers.
-        queued: whose state, token, metrics and log.
-        routes: paths that there are; others are counted and logged as one, so that nothing a caller typed stands in a
-            log.
+        app: application that answers.
+        queued: state, token, metrics and log of the worker.
+        routes: known paths; all others are counted and logged as one, so that no log has a caller's text.
     """
 
     def __init__(self, app: ASGIApp, queued: QueuedScorer, routes: frozenset[str]) -> None:
@@ -253,15 +253,15 @@ class Guard:
             self._note(scope["method"], path, status, time.perf_counter() - start)
 
     def _admit(self, path: str, headers: Headers) -> None:
-        """Raises the refusal of a request that must not come through."""
+        """Raises the refusal of a request with a wrong host or token, or while the worker drains."""
         named, allowed = _host(headers.get("host", "")), self._queued.settings.allowed_hosts
         if not any(
-            one in ("*", named) or (one.startswith("*.") and named.endswith(one[1:])) for one in map(str.lower, allowed)
+            host in ("*", named) or (host.startswith("*.") and named.endswith(host[1:]))
+            for host in map(str.lower, allowed)
         ):
             message = (
                 f"the header Host names {named[:100]!r}, and this server answers to {', '.join(allowed)}; ask under "
-                "such a name, "
-                "or start it with --allowed_hosts"
+                "such a name, or start it with --allowed_hosts"
             )
             raise Refusal(400, "host", message)
         if self._queued.draining and path not in _ALWAYS:
@@ -283,12 +283,12 @@ class Guard:
         if isinstance(error, Refusal):
             return error
         if isinstance(error, HTTPException):
-            message = {
+            messages = {
                 404: "there is no such page; see /openapi.json",
                 405: "not with this method; see the header Allow",
             }
-            told = message.get(error.status_code, str(error.detail))
-            return Refusal(error.status_code, "http", told, headers=error.headers)
+            message = messages.get(error.status_code, str(error.detail))
+            return Refusal(error.status_code, "http", message, headers=error.headers)
         self._queued.log("error", **where(error))
         return Refusal(500, "internal", "an error of the server, which its log names; the request is not at fault")
 
@@ -308,7 +308,7 @@ class Guard:
 
 
 def _host(header: str) -> str:
-    """The name or address in a header Host, without its port; an IPv6 address without its brackets.
+    """Returns the name or address in a header Host, without port; an IPv6 address without brackets.
 
     Example:
         >>> _host("recs.example.com:8000"), _host("[::1]:8000"), _host("[::1")

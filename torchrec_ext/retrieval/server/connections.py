@@ -1,4 +1,4 @@
-"""Connections: what a client may take before anything is known of it: bytes of a header, time in silence, and a connection."""
+"""Connections: limits of an unknown client: bytes of a request's head, seconds of silence, number of connections."""
 
 from __future__ import annotations
 
@@ -11,85 +11,85 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 
-ADMITTED = "admitted"  # in the state of a request's scope: it bore the token, or none is asked for
+ADMITTED = "admitted"  # key in the state of a request's scope: it had the token, or none is asked for
 
 
 class Connections:
-    """The connections of one worker, held to its limits before and after the token is asked for.
+    """Holds the connections of one worker to its limits, before and after the token is asked for.
 
-    A head beyond ``header_bytes`` is answered with 431. A connection whose first byte, or the rest of a head, does not
-    come within ``header_ms`` is closed, and so is one that leaves its answer unread for so long. Where one more than
-    ``connections`` is opened, the one that has been without a request longest is closed, first among those of which no
-    request was admitted yet; where all have a request under way, the new one is answered with 503.
+    A head beyond ``header_bytes`` is answered with 431. A connection is closed where its first byte, or the rest of a
+    head, does not come within ``header_ms``, and where its answer stays unread for so long. Where one more than
+    ``connections`` is opened, the one that has been idle longest is closed, first among those without an admitted
+    request; where all have a request under way, the new one is answered with 503.
 
     Args:
-        limits: of the service.
-        closed: is told why a connection was closed, in one word; see ``serve_connections_closed`` in the metrics.
+        limits: limits of the server.
+        closed: called with the reason for closing a connection, one word; see ``serve_connections_closed``.
     """
 
     def __init__(self, limits: Limits, closed: Callable[[str], None]) -> None:
         self.limits, self.closed = limits, closed
-        self._unknown: dict[BoundedProtocol, None] = {}  # without a request now; the longest so first
-        self._known: dict[BoundedProtocol, None] = {}
+        self._unknown: dict[BoundedProtocol, None] = {}  # idle, without an admitted request; the longest idle first
+        self._known: dict[BoundedProtocol, None] = {}  # idle, with one
 
     def protocol(self) -> type[BoundedProtocol]:
-        """What uvicorn makes for every connection, its argument ``http``."""
+        """Returns the class that uvicorn makes for every connection: its argument ``http``."""
         return type("BoundedProtocol", (BoundedProtocol,), {"worker": self})
 
-    def opened(self, one: BoundedProtocol) -> None:
-        """Makes room for it, or closes it."""
-        if len(one.connections) > self.limits.connections:
+    def opened(self, connection: BoundedProtocol) -> None:
+        """Makes room for a new connection, or closes it."""
+        if len(connection.connections) > self.limits.connections:
             longest = next(iter(self._unknown), None) or next(iter(self._known), None)
             if longest is None:
-                one.answer(_busy(self.limits), "connections")
-                one.transport.close()
+                connection.answer(_busy(self.limits), "connections")
+                connection.transport.close()
                 return
             self.busy(longest)
             longest.close("connections")
-        self._unknown[one] = None
+        self._unknown[connection] = None
 
-    def busy(self, one: BoundedProtocol) -> None:
-        """It has a request under way, or is gone."""
-        self._unknown.pop(one, None)
-        self._known.pop(one, None)
+    def busy(self, connection: BoundedProtocol) -> None:
+        """Notes that a connection has a request under way, or is gone."""
+        self._unknown.pop(connection, None)
+        self._known.pop(connection, None)
 
-    def idle(self, one: BoundedProtocol, admitted: bool) -> None:
-        """It has been answered."""
-        (self._known if admitted else self._unknown)[one] = None
+    def idle(self, connection: BoundedProtocol, admitted: bool) -> None:
+        """Notes that a connection's request has been answered."""
+        (self._known if admitted else self._unknown)[connection] = None
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 within :class:`Connections`; made by :meth:`Connections.protocol`."""
+    """uvicorn's HTTP/1.1 protocol within the limits of :class:`Connections`; see :meth:`Connections.protocol`."""
 
     worker: ClassVar[Connections]
     _timer: asyncio.TimerHandle | None = None
-    _stage: str | None = "head"  # what is awaited of a message: its head, its body, or nothing
+    _stage: str | None = "head"  # awaited piece of a message: its head, its body, or none
     _timed: tuple[int, str | None] = (0, None)  # the message and stage that the timer is for
     _messages = _calls = 0
-    _parsed = 0  # bytes of the head, or of trailers, that the parser has given out
-    _held = 0  # bytes that it has taken since
+    _parsed = 0  # bytes of the head, or of trailers, that the parser has handed on
+    _held = 0  # bytes that the parser has taken since
     _refused = _admitted = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """A client has connected."""
+        """Called when a client has connected."""
         super().connection_made(transport)
         self.worker.opened(self)
         self._time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone."""
+        """Called when the client has gone."""
         self.worker.busy(self)
         self._stage = None
         self._time()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser; what follows a head that was refused is dropped until the time is over."""
+        """Feeds the parser; bytes after a refused head are dropped until the time is over."""
         if self._refused:
             return
         calls, self._stage = self._calls, self._stage or "head"
         super().data_received(data)
-        # The parser copies a header that goes on with every piece that comes, and calls nobody before its end.
+        # The parser copies a growing header with every piece, and calls nobody before the header's end.
         self._held = 0 if self._calls != calls else self._held + len(data)
         if not self._refused and self._parsed + self._held > self.worker.limits.header_bytes:
             self._refuse()
@@ -97,69 +97,69 @@ class BoundedProtocol(HttpToolsProtocol):
             self._time()
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Called when a head begins."""
         self._messages, self._parsed, self._stage = self._messages + 1, 0, "head"
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the address."""
+        """Called for a piece of the address."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer after the body."""
+        """Called for a header, or a trailer after the body."""
         self._count(len(name) + len(value) + len(b": \r\n"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head ends."""
+        """Called when the head ends."""
         self._stage = "body"
         self.worker.busy(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body, which the application holds to its own limit."""
+        """Called for a piece of the body, which the application holds to its own limit."""
         self._calls += 1
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The message ends."""
+        """Called when the message ends."""
         self._calls += 1
         self._stage = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer has been given to the transport."""
+        """Called when the answer has been given to the transport."""
         self._admitted = self._admitted or ADMITTED in self.cycle.scope["state"]
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self.worker.idle(self, self._admitted)
 
     def send_400_response(self, msg: str) -> None:
-        """The parser has refused what came, or :meth:`_count` has."""
+        """Called when the parser, or :meth:`_count`, has refused the bytes."""
         if self._parsed > self.worker.limits.header_bytes:
             self._refuse()
         else:
             super().send_400_response(msg)
 
     def pause_writing(self) -> None:
-        """The client does not read what it asked for."""
+        """Called when the client does not read its answer."""
         super().pause_writing()
         self._stage = "answer"
         self._time()
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """Called when the client reads again."""
         super().resume_writing()
         if self._stage == "answer":
             self._stage = None
             self._time()
 
     def answer(self, refusal: Refusal, why: str) -> None:
-        """Writes an answer that no application gave."""
-        made = refusal.response()
-        lines = [STATUS_LINE[made.status_code], *(b"%s: %s\r\n" % header for header in made.raw_headers)]
-        self.transport.write(b"".join([*lines, b"connection: close\r\n\r\n", bytes(made.body)]))
+        """Writes an answer without the application."""
+        response = refusal.response()
+        lines = [STATUS_LINE[response.status_code], *(b"%s: %s\r\n" % header for header in response.raw_headers)]
+        self.transport.write(b"".join([*lines, b"connection: close\r\n\r\n", bytes(response.body)]))
         self.worker.closed(why)
 
     def close(self, why: str) -> None:
@@ -171,10 +171,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._calls += 1
         self._parsed += size
         if self._parsed > self.worker.limits.header_bytes:
-            raise ValueError("the head is too long")  # which the parser hands on as its own error
+            raise ValueError("the head is too long")  # the parser hands it on as its own error
 
     def _refuse(self) -> None:
-        """With an answer, which a client that is still sending would lose if the connection were closed at once."""
+        """Answers 431; a client that is still sending would lose that if the connection were closed at once."""
         self._refused = True
         if self.cycle is not None and not self.cycle.response_complete:
             self.close("header_bytes")
@@ -183,7 +183,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _time(self) -> None:
-        """Begins to wait for what must come next, unless it has begun to."""
+        """Starts the timer for the next piece of the message, unless it runs already."""
         if self._timed == (self._messages, self._stage):
             return
         self._timed = (self._messages, self._stage)
@@ -191,7 +191,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
         if self._stage is not None:
-            limits = self.worker.limits  # of a body the application says that it comes too late
+            limits = self.worker.limits  # a late body is answered by the application
             wait_ms = limits.header_ms + (limits.time_ms if self._stage == "body" else 0.0)
             self._timer = self.loop.call_later(wait_ms / 1e3, self.close, "silent")
 

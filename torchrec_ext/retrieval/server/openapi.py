@@ -1,4 +1,4 @@
-"""The OpenAPI description of the service, with the columns, ids and limits of the bundle that is live."""
+"""OpenAPI description of the server, with the columns, ids and limits of the live bundle."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _KINDS: dict[str, Schema] = {
     "string": {"type": "string"},
 }
 _STATUSES = {
-    "400": "The body is no JSON.",
+    "400": "The body is not JSON.",
     "401": "The token is missing or wrong.",
     "408": "The body has not come in time.",
     "413": "The body is too long, or a search of the whole catalogue takes longer than the time limit.",
     "415": "The body is of another type.",
     "422": "A field is wrong, or a limit is passed; the answer names it.",
     "429": "As many requests wait as may, or as can be answered in time. Come back after `Retry-After` seconds.",
-    "503": "No answer in time, something out of reach, or the server is about to end. Come back after `Retry-After` seconds.",
+    "503": "No answer in time, something out of reach, or the server is about to end. Come back after `Retry-After` "
+    "seconds.",
 }
 
 
 def document(bundle: Bundle, settings: ServerConfig) -> Schema:
-    """The description, OpenAPI 3.1."""
+    """Returns the OpenAPI 3.1 description of a server with ``bundle``."""
     limits = settings.limits
     digest = {"type": "string", "description": "Digest of the bundle that answered."}
     paths: Schema = {
@@ -119,7 +120,7 @@ def _embed(limits: Limits) -> Schema:
 
 
 def _user(bundle: Bundle) -> Schema:
-    """Raw features; where the bundle knows its users the id alone suffices."""
+    """Returns the schema of raw features; where the bundle knows its users the id alone suffices."""
     columns = {name: _column(kind) for name, kind in bundle.request_columns.items()}
     if bundle.users is None:
         return _object(columns, required=list(columns))

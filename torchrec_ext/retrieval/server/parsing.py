@@ -1,4 +1,4 @@
-"""JSON bodies to requests: every field by name, type and limit, without a Python loop over candidates."""
+"""Parses JSON bodies into requests and checks every field's name, type and limit, without a loop over candidates."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ _VECTOR = ("auto", "live")
 
 
 def read_object(content: bytes) -> Body:
-    """The JSON object of a body.
+    """Returns the JSON object of a body.
 
     Raises:
-        Refusal: 400, it is none.
+        Refusal: 400, the body is not JSON; 422, it is not an object.
     """
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise Refusal(400, "not_json", f"the body is no JSON: {why[:200]}; send a JSON object") from None
+        raise Refusal(400, "not_json", f"the body is not JSON: {why[:200]}; send a JSON object") from None
     if not isinstance(body, dict):
         raise Refusal(422, "invalid", f'the body: {_kind(body)}; send a JSON object, such as {{"user": {{...}}}}')
     return body
 
 
 def recommend_request(body: Body, limits: Limits) -> RecommendRequest:
-    """The request that ``body`` says.
+    """Returns the request in a body.
 
     Raises:
-        Refusal: 422, naming the field, the value and the rule, or the limit.
+        Refusal: 422, which names the field, the value and the rule, or the limit.
     """
     return _built(RecommendRequest, body, _RECOMMEND, limits)
 
 
 def score_request(body: Body, limits: Limits) -> ScoreRequest:
-    """As :func:`recommend_request`."""
+    """Returns the request in a body; raises as :func:`recommend_request`."""
     return _built(ScoreRequest, body, _SCORE, limits)
 
 
 def embed_request(body: Body, limits: Limits) -> EmbedRequest:
-    """As :func:`recommend_request`."""
+    """Returns the request in a body; raises as :func:`recommend_request`."""
     return _built(EmbedRequest, body, _EMBED, limits)
 
 
@@ -131,8 +131,8 @@ def _list(name: str, value: Any, most: int, limit: str, what: str) -> list[Any]:
 
 
 def _ids(name: str, value: Any, limits: Limits) -> list[Id]:
-    found = _list(name, value, limits.candidates, "candidates", "ids, all whole numbers or all strings")
-    kinds = set(map(type, found))
+    ids = _list(name, value, limits.candidates, "candidates", "ids, all whole numbers or all strings")
+    kinds = set(map(type, ids))
     if kinds - {int} and kinds - {str}:
         listed = " and ".join(
             sorted(_kind(kind()).removeprefix("it is ") if kind is not type(None) else "null" for kind in kinds)
@@ -140,26 +140,26 @@ def _ids(name: str, value: Any, limits: Limits) -> list[Id]:
         raise Refusal(
             422, "invalid", f"{name}: it holds {listed}; must be ids, all whole numbers or all strings", field=name
         )
-    if kinds == {int} and (max(found) >= _INT64 or min(found) < -_INT64):
+    if kinds == {int} and (max(ids) >= _INT64 or min(ids) < -_INT64):
         raise Refusal(422, "invalid", f"{name}: an id is beyond 64 bits; no id of a catalogue is", field=name)
-    return found
+    return ids
 
 
 def _names(name: str, value: Any, limits: Limits) -> list[str]:
-    found = _list(name, value, limits.candidates, "candidates", "names")
-    if set(map(type, found)) - {str}:
+    names = _list(name, value, limits.candidates, "candidates", "names")
+    if set(map(type, names)) - {str}:
         raise Refusal(422, "invalid", f"{name}: must be a list of strings", field=name)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
 def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
     if type(value) is not dict:
         raise _wrong(name, value, 'an object of features by column, such as {"user_id": 1}')
     for column, feature in value.items():
-        if len(column) > _NAME:  # or it is looked for among names like it, which takes as long as it is
-            told = f"{name}.{column[:_NAME]}"
+        if len(column) > _NAME:  # the search for similar names would take time that grows with its length
+            shown = f"{name}.{column[:_NAME]}"
             raise Refusal(
-                422, "invalid", f"{told}: a name of {len(column)} characters; the limit is {_NAME}", field=told
+                422, "invalid", f"{shown}: a name of {len(column)} characters; the limit is {_NAME}", field=shown
             )
         if type(feature) is dict or (type(feature) is list and set(map(type, feature)) & {dict, list}):
             raise Refusal(
@@ -169,8 +169,8 @@ def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
 
 
 def _rows(name: str, value: Any, limits: Limits) -> list[Mapping[str, Any]]:
-    found = _list(name, value, limits.rows, "rows", "objects")
-    return [_features(f"{name}[{at}]", row, limits) for at, row in enumerate(found)]
+    rows = _list(name, value, limits.rows, "rows", "objects")
+    return [_features(f"{name}[{index}]", row, limits) for index, row in enumerate(rows)]
 
 
 def _one_of(*words: str) -> Callable[[str, Any, Limits], str]:

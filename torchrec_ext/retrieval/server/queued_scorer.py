@@ -1,4 +1,4 @@
-"""Service: the scorer behind its queue, what is true of it now, and how a handler asks it."""
+"""QueuedScorer: a worker's scorer behind its queue, with the state of its bundle, metrics and log."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from torchrec_ext.retrieval.server.telemetry import Log, Metrics
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
-_TOLD_EVERY_S = 60.0  # what every request may bring is counted each time, and told once in so long
-_SLICES = 4  # of the time limit: for how long of it one batch may search, before others come in between
-_STAGE_RECALL = 0.5  # below it most of what the top NN would have put first is never scored
+_LOG_EVERY_S = 60.0  # events that every request may cause are counted each time, and logged this seldom
+_SLICES = 4  # one batch may search for a quarter of the time limit, before others come in between
+_STAGE_RECALL = 0.5  # below, most of the items that the top NN would have put first are never scored
 
 
 class QueuedScorer:
-    """One worker's.
+    """The scorer of one worker, which handlers ask through a bounded queue.
 
     Args:
-        settings: limits and the rest.
-        bundle: what it serves first.
+        settings: limits and the other settings of the server.
+        bundle: bundle that answers first.
         vectors: see :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`.
-        log: where events go.
+        log: receives events.
 
     Attributes:
-        draining: whether it is about to end and takes no more requests.
-        in_flight: requests that it has and has not answered.
-        refused: why the bundle that should be served now is not, or None.
+        draining: whether the worker is about to end and takes no more requests.
+        in_flight: requests that are not answered yet.
+        refused: reason why the newest bundle does not answer, or None.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class QueuedScorer:
         self.in_flight = 0
         self.refused: str | None = None
         self._malformed: dict[Source, int] = {store.source: 0 for store in vectors}
-        self._told = -_TOLD_EVERY_S
+        self._logged = -_LOG_EVERY_S
         self._batcher: MicroBatcher[Request, Answer] = MicroBatcher(
             self._answer,
             max_batch=settings.max_batch,
@@ -66,24 +66,24 @@ class QueuedScorer:
         )
 
     def bears_token(self, authorization: str) -> bool:
-        """Whether a header is that of a caller with the token; False where the service has none."""
+        """Returns whether a header has the token; False where the server asks for none."""
         token = self.settings.token
         expected = f"Bearer {token}".encode()
         return token is not None and hmac.compare_digest(authorization.encode("latin-1", "replace"), expected)
 
     def close(self) -> None:
-        """Answers what waits, then ends."""
+        """Answers the waiting requests, then ends the queue."""
         self._batcher.close()
 
     def swap(self, bundle: Bundle) -> None:
-        """Takes the place of the bundle before."""
+        """Answers with another bundle from now on."""
         self.scorer.swap(bundle)
         self.refused = None
         self.metrics.swaps.labels("loaded").inc()
         self.log_bundle()
 
     def log_bundle(self) -> None:
-        """A line on what is served, with what its first stage misses."""
+        """Logs the bundle that answers, with the recall of its first stage."""
         recall = self.scorer.stage_recall()
         measured = {} if recall is None else {"stage": self.settings.stage, "stage_recall_at_10": round(recall, 4)}
         self.log("bundle_loaded", digest=self.scorer.bundle.manifest.digest, **measured)
@@ -92,22 +92,22 @@ class QueuedScorer:
             self.log("stage_unsuitable", why=f"{recall:.0%} of the top NN's 10 best are handed on to it; {remedy}")
 
     def refuse(self, why: str) -> None:
-        """Goes on with the bundle that is live, and says why."""
+        """Goes on with the live bundle, and logs why another one is refused."""
         self.refused = why
         self.metrics.swaps.labels("refused").inc()
         self.log("bundle_refused", why=why, serving=self.scorer.bundle.manifest.digest)
 
     async def ask(self, request: Request, receive: Receive, deadline: float) -> Answer:
-        """The scorer's answer.
+        """Returns the scorer's answer.
 
         Args:
-            request: what is asked.
-            receive: of the connection; a client that goes away takes its request out of the queue.
-            deadline: of ``time.monotonic``.
+            request: request to answer.
+            receive: ASGI's receive of the connection; a client that goes away removes its request from the queue.
+            deadline: time of ``time.monotonic`` by which the answer must come.
 
         Raises:
             Refusal: 413, 422, 429 or 503.
-            ClientGoneError: nobody waits any more.
+            ClientGoneError: the client has gone.
         """
         limits = self.settings.limits
         self._admit(request)
@@ -141,16 +141,15 @@ class QueuedScorer:
         if search_ms > most:
             message = (
                 f"a search of all {len(self.scorer.bundle.store.ids):,} items takes {search_ms:,.0f} ms here, and the "
-                "limit is "
-                f"{most:g} ms; name `candidates`, or start the server with --stage dot, an approximate index or a "
-                "greater --time-ms"
+                f"limit is {most:g} ms; name `candidates`, or start the server with --stage dot, an approximate index "
+                "or a greater --time-ms"
             )
             raise over_limit("time_ms", most, message, status=413)
-        if search_ms and (waiting_ms := 1e3 * self._batcher.backlog_s) + search_ms > most:
+        waiting_ms = 1e3 * self._batcher.backlog_s if search_ms else 0.0
+        if search_ms and waiting_ms + search_ms > most:
             message = (
                 f"the searches before this one take {waiting_ms:,.0f} ms and it takes {search_ms:,.0f}, and the limit "
-                f"is {most:g} "
-                "ms; come back in a second, name `candidates`, or add workers"
+                f"is {most:g} ms; come back in a second, name `candidates`, or add workers"
             )
             raise over_limit("time_ms", most, message, status=429, retry=True)
 
@@ -159,7 +158,7 @@ class QueuedScorer:
         answers = self.scorer.answer(requests)
         self.metrics.batch.observe(len(requests))
         self.metrics.batch_seconds.observe(time.perf_counter() - start)
-        cold = sum(1 for one in answers if not isinstance(one, Exception | Embedded) and one.cold.unknown_user)
+        cold = sum(1 for each in answers if not isinstance(each, Exception | Embedded) and each.cold.unknown_user)
         if cold:
             self.metrics.cold.inc(cold)
         for store in self.vectors:
@@ -170,28 +169,28 @@ class QueuedScorer:
         if total > self._malformed[source]:
             self.metrics.malformed.labels(source).inc(total - self._malformed[source])
             self._malformed[source] = total
-            if time.monotonic() - self._told >= _TOLD_EVERY_S:
-                self._told = time.monotonic()
+            if time.monotonic() - self._logged >= _LOG_EVERY_S:
+                self._logged = time.monotonic()
                 why = "they are no vectors of this tower, and their users are served from features: embed these again"
                 self.log("vectors_malformed", source=source, so_far=total, why=why)
 
     def busy_s(self) -> float:
-        """Seconds that the batch in the scorer has taken so far."""
+        """Returns the seconds that the batch in the scorer has taken so far."""
         return self._batcher.busy_s
 
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Returns the number of requests in the queue."""
         return len(self._batcher)
 
 
 def too_late(time_ms: float) -> Refusal:
-    """The answer to a request that took longer than it may."""
+    """Returns the refusal of a request that took longer than it may."""
     message = f"no answer within {time_ms:g} ms, which is the limit; come back in a second, or ask for fewer items"
     return over_limit("time_ms", time_ms, message, status=503, retry=True)
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has gone; its body has been read."""
+    """Waits until the client has gone, after its body has been read."""
     message: Any = await receive()
     while message["type"] != "http.disconnect":
         message = await receive()

@@ -1,7 +1,4 @@
-"""JSON answers.
-
-Refusal: a request that is answered with a status of 400 or more, and the words of that answer.
-"""
+"""JSON answers, and Refusal: the answer with a status of 400 or more to a request that is refused."""
 
 from __future__ import annotations
 
@@ -11,13 +8,11 @@ from typing import Any
 
 from starlette.responses import Response
 
-_ENCODER = json.JSONEncoder(
-    allow_nan=False, separators=(",", ":")
-)  # ASCII, so that a lone surrogate in an id cannot fail
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ASCII: a lone surrogate in an id cannot fail
 
 
 def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """``content`` as compact JSON, never to be cached."""
+    """Returns a response of compact JSON that must not be cached."""
     return Response(
         _ENCODER.encode(content).encode("ascii"),
         status_code=status,
@@ -29,17 +24,17 @@ def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str]
 RETRY_AFTER_S = 1
 
 
-class Refusal(Exception):  # noqa: N818  (what callers are told is no error of ours)
+class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error of ours)
     """The answer to a request that is refused.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         code: one word for programs.
-        message: what is wrong and what helps, for people.
-        field: of the request, where one is wrong.
-        limit: its name and value, where one was passed.
+        message: problem and remedy, for people.
+        field: field of the request that is wrong, or None.
+        limit: name and value of the limit that was passed, or None.
         retry: whether the same request may be answered later.
-        headers: further ones.
+        headers: further headers.
     """
 
     def __init__(
@@ -65,7 +60,7 @@ class Refusal(Exception):  # noqa: N818  (what callers are told is no error of o
             self.headers["Retry-After"] = str(RETRY_AFTER_S)
 
     def response(self) -> Response:
-        """``{"error": {"code", "message", "field", "limit"}}``."""
+        """Returns the response ``{"error": {"code", "message", "field", "limit"}}``."""
         return json_response({"error": self.body}, status=self.status, headers=self.headers)
 
 
@@ -79,9 +74,9 @@ def over_limit(
     retry: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> Refusal:
-    """A limit of the service was passed."""
+    """Returns the refusal of a request that passes a limit of the server."""
     return Refusal(status, "over_limit", message, field=field, limit=(name, value), retry=retry, headers=headers)
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has gone, so that nobody waits for the answer."""

@@ -1,4 +1,4 @@
-"""How the service runs, and the limits that it holds its callers to."""
+"""Settings of the server, and the limits that it holds its callers to."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one caller may ask for. Beyond it the answer names the limit, its value and the remedy.
+    """Limits of a caller; an answer beyond one has the given status and names the limit, its value and the remedy.
 
     Args:
-        body_bytes: of a request; 413.
+        body_bytes: bytes of a request's body; 413.
         k: items of an answer; 422.
         candidates: ids in each list of a request, and items that an index may hand to the top NN; 422.
-        rows: of one request to embed; 422.
-        queue: requests that may wait in a worker; 429. So are searches of the whole catalogue that, with those before
-            them, take longer than ``time_ms``; 413 where one alone does.
-        time_ms: from a request's head to its answer; 408 where its body has not come by then, else 503.
-        header_bytes: of a request's address and headers; 431.
-        header_ms: for a connection's first byte, for the rest of a request's head, and for an answer to be read; then
-            it is closed.
-        connections: of a worker at a time; see :class:`~torchrec_ext.retrieval.server.connections.Connections`.
+        rows: rows of one request to embed; 422.
+        queue: requests that may wait in a worker; 429. Searches of the whole catalogue that, with those before them,
+            take longer than ``time_ms`` are refused likewise; 413 where one alone does.
+        time_ms: milliseconds from a request's head to its answer; 408 where its body is late, otherwise 503.
+        header_bytes: bytes of a request's address and headers; 431.
+        header_ms: milliseconds for a connection's first byte, for the rest of a request's head, and for an answer to be
+            read; then the connection is closed.
+        connections: connections of a worker; see :class:`~torchrec_ext.retrieval.server.connections.Connections`.
 
     Raises:
         ValueError: a limit below 1.
@@ -46,34 +46,34 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """One service.
+    """Settings of one server.
 
     Args:
-        bundle: a bundle's folder or that of a run which ended with one, a symbolic link to it, or a text file that
-            holds its path. It is looked at every ``watch_s``: when it leads to another bundle, that is loaded beside
-            the live one and takes its place.
-        workers: processes; 1 or more. Each has an interpreter of its own, all map the same files.
-        threads: of torch in a worker.
-        limits: on what callers ask for.
-        retrieve: how many items the first stage hands to the top NN where the request does not say.
-        stage: how it finds them; see :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`.
-        compile: the top NN; likewise.
+        bundle: folder of a bundle or of a run that ended with one, a symbolic link to it, or a text file with its path.
+            Every ``watch_s`` it is looked up: where it leads to another bundle, that is loaded beside the live one and
+            takes its place.
+        workers: number of processes, 1 or more. Each has an interpreter of its own; all map the same files.
+        threads: torch's threads in a worker.
+        limits: limits of callers.
+        retrieve: number of items that the first stage hands to the top NN, where the request does not say.
+        stage: first stage; see :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`.
+        compile: whether the top NN is compiled; see :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`.
         max_batch: requests that a worker answers together.
-        max_wait_ms: how long a request waits for company; see
+        max_wait_ms: milliseconds for which a request waits for others; see
             :class:`~torchrec_ext.retrieval.scorer.batching.MicroBatcher`.
-        token: what callers must bear, or None; not empty.
-        allowed_hosts: what the header Host may name, with or without a port: names, addresses, ``*.example.com``, or
-            ``*`` for all. A page that a browser of this machine has open elsewhere reaches a loopback address under a
-            name of its own.
+        token: token that callers must send, or None; not empty.
+        allowed_hosts: hosts that the header Host may name, with or without a port: names, addresses,
+            ``*.example.com``, or ``*`` for all. A foreign page in a browser on this machine reaches a loopback address
+            under the page's own name, and is refused by this.
         vectors: folder of a store with users' vectors, as ``rec.embed --tower query`` writes one, or None.
         redis: address of a Redis that holds users' vectors, such as ``redis://host:6379/0``, or None.
         watch_s: seconds between two looks at ``bundle``.
-        drain_s: seconds for which a worker that was told to end still answers new requests with 503, so that who
-            balances the load can notice.
-        drain_limit_s: seconds after which it ends whatever is in flight.
-        hang_s: seconds without a sign of life of a worker, or with one batch, after which another takes its place; more
+        drain_s: seconds for which a worker that is about to end still answers new requests with 503, so that a load
+            balancer notices.
+        drain_limit_s: seconds after which a worker ends, whatever is in flight.
+        hang_s: seconds without a heartbeat of a worker, or with one batch, after which another takes its place; more
             than ``limits.time_ms``, beyond which no batch is begun.
-        start_s: seconds within which a worker must have loaded the bundle and answer, else another takes its place.
+        start_s: seconds within which a worker must have loaded the bundle and answer; otherwise it is replaced.
         log_requests: log a line for each request, and not only for events.
 
     Raises:
@@ -125,8 +125,7 @@ class ServerConfig:
         if time_ms >= 1e3 * self.hang_s:
             raise ValueError(
                 f"hang_s={self.hang_s:g}: must be more than the {time_ms / 1e3:g} s of time_ms={time_ms:g}, or a "
-                "worker is "
-                "replaced that would have answered in time; give a greater --hang, or a smaller --time-ms"
+                "worker is replaced that would have answered in time; give a greater --hang, or a smaller --time-ms"
             )
         if self.token is not None and not self.token.strip():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Supervisor: binds the socket, keeps the workers alive, hands signals on, and ends when they have drained. It imports no torch."""
+"""Supervisor: binds the socket, keeps workers alive, forwards signals, ends when they have drained. No torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from torchrec_ext.retrieval.server.worker import ALIVE, FAILED, run_worker
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
 _TICK_S = 0.2
 _LONGEST_PAUSE_S = 30.0
-_STARTING_S = 2.0  # for a worker that has not begun to answer to end on SIGTERM
+_STARTING_S = 2.0  # seconds in which a worker that does not answer yet must end on SIGTERM
 _CUT_OFF = (
     "a file of the bundle was cut off while it was served (SIGBUS); put it right, and from now on write bundles to new "
-    "folders and "
-    "point the server there"
+    "folders and point the server there"
 )
 _REASONS = {
     errno.EADDRINUSE: "it is in use",
@@ -36,7 +35,7 @@ _REASONS = {
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on which several processes can accept; port 0 takes a free one.
+    """Returns a socket on which several processes can accept; port 0 takes a free one.
 
     Raises:
         ValueError: the port is in use or may not be used, or there is no such address here.
@@ -58,18 +57,18 @@ class _Worker:
     digest: str = ""
     failed: str = ""
     started: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)  # when it last gave a sign of life
-    hung: bool = False  # and was killed for it
-    again: float | None = None  # when the one in its place starts, once it has ended
+    heard: float = field(default_factory=time.monotonic)  # time of the last heartbeat
+    hung: bool = False  # whether it was killed because it hung
+    again: float | None = None  # time at which its successor starts, once it has ended
 
 
 class Supervisor:
-    """The workers of one service.
+    """Starts and replaces the workers of one server.
 
     Args:
-        settings: of the service.
-        listening: see :func:`listen`.
-        log: where events go; see :class:`~torchrec_ext.retrieval.server.telemetry.Log`.
+        settings: settings of the server.
+        listening: socket from :func:`listen`.
+        log: receives events; see :class:`~torchrec_ext.retrieval.server.telemetry.Log`.
     """
 
     def __init__(self, settings: ServerConfig, listening: socket.socket, log: Callable[..., None]) -> None:
@@ -79,16 +78,16 @@ class Supervisor:
         self._pause_s = 0.0
 
     def run(self, ready: Callable[[str], None]) -> int:
-        """Serves until SIGTERM or SIGINT.
+        """Runs the workers until SIGTERM or SIGINT.
 
         Args:
-            ready: is called once, with the digest of the bundle, when all workers answer.
+            ready: called once, with the digest of the bundle, when all workers answer.
 
         Returns:
-            0 when every worker drained and ended well, 1 when not.
+            0 where every worker drained and ended well, otherwise 1.
 
         Raises:
-            ValueError: a worker could not begin, and why: a bundle that is refused, a package that is missing.
+            ValueError: a worker could not begin, with the reason: a refused bundle, a missing package.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._signals.append(number))
@@ -113,16 +112,16 @@ class Supervisor:
         return _Worker(process, ours)
 
     def _begun(self) -> bool:
-        """Waits until all answer, and replaces those that hang; False where a signal came first."""
+        """Waits until all workers answer, and replaces those that hang; returns False where a signal came first."""
         while not all(worker.digest for worker in self._workers):
             if self._asked_to_end():
                 return False
-            for place, worker in enumerate(self._workers):
-                ended = not worker.process.is_alive()  # asked first: what it said before it ended can still be read
+            for index, worker in enumerate(self._workers):
+                ended = not worker.process.is_alive()  # asked first: its last messages can still be read
                 self._hear(worker)
                 self._end_if_hanging(worker)
                 if worker.hung:
-                    self._replace(place, worker)
+                    self._replace(index, worker)
                 elif worker.failed or ended:
                     raise ValueError(
                         worker.failed or f"a worker ended with status {worker.process.exitcode} before it could answer"
@@ -130,7 +129,7 @@ class Supervisor:
         return True
 
     def _hear(self, worker: _Worker, patience_s: float = _TICK_S) -> None:
-        """What a worker says of itself."""
+        """Reads a worker's messages: ready, failed, heartbeat."""
         try:
             while worker.pipe.poll(0.0 if worker.digest or worker.failed else patience_s):
                 kind, text = worker.pipe.recv()
@@ -141,18 +140,21 @@ class Supervisor:
             worker.process.join(1.0)
 
     def _keep(self) -> None:
-        """Until a signal: a worker that ended is replaced, at once where it had lived, else ever later."""
+        """Replaces workers that end, until a signal: at once where one had lived, otherwise after growing pauses."""
         while not self._asked_to_end():
             alive = [worker.process.sentinel for worker in self._workers if worker.process.is_alive()]
-            wait(alive, timeout=_TICK_S) if alive else time.sleep(_TICK_S)
-            for place, worker in enumerate(self._workers):
+            if alive:
+                wait(alive, timeout=_TICK_S)
+            else:
+                time.sleep(_TICK_S)
+            for index, worker in enumerate(self._workers):
                 self._hear(worker, 0.0)
                 self._end_if_hanging(worker)
                 if not worker.process.is_alive():
-                    self._replace(place, worker)
+                    self._replace(index, worker)
 
     def _end_if_hanging(self, worker: _Worker) -> None:
-        """By SIGKILL: what hangs, or was stopped, handles no other signal."""
+        """Kills a worker that hangs, by SIGKILL, since it handles no other signal."""
         now = time.monotonic()
         silent_s, starting = now - worker.heard, not worker.digest
         hangs = silent_s > self._settings.hang_s or (starting and now - worker.started > self._settings.start_s)
@@ -162,14 +164,13 @@ class Supervisor:
             worker.process.join()
             worker.hung = True
 
-    def _replace(self, place: int, worker: _Worker) -> None:
+    def _replace(self, index: int, worker: _Worker) -> None:
         from torchrec_ext.retrieval.server.telemetry import forget_worker
 
         now = time.monotonic()
         if worker.again is None:
-            self._pause_s = (
-                0.0 if now - worker.started > _LONGEST_PAUSE_S else min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
-            )
+            lived = now - worker.started > _LONGEST_PAUSE_S
+            self._pause_s = 0.0 if lived else min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
             worker.again = now + self._pause_s
             status = worker.process.exitcode
             why = worker.failed or (_CUT_OFF if status == -signal.SIGBUS else None)
@@ -177,25 +178,24 @@ class Supervisor:
             forget_worker(worker.process.pid or 0)
         if now >= worker.again:
             worker.pipe.close()
-            self._workers[place] = self._start()
+            self._workers[index] = self._start()
 
     def _asked_to_end(self) -> bool:
         while signal.SIGHUP in self._signals:
             self._signals.remove(signal.SIGHUP)
-            self._tell(signal.SIGHUP)
+            self._send_signal(signal.SIGHUP)
         return bool(self._signals)
 
-    def _tell(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         for worker in self._workers:
-            if worker.process.is_alive() and (
-                worker.digest or number != signal.SIGHUP
-            ):  # before that SIGHUP would end it
+            takes_it = worker.digest or number != signal.SIGHUP  # SIGHUP ends a worker that does not answer yet
+            if worker.process.is_alive() and takes_it:
                 os.kill(worker.process.pid or 0, number)
 
     def _end(self) -> int:
         """Lets the workers drain; a second signal ends them at once."""
         asked = len(self._signals)
-        self._tell(signal.SIGTERM)
+        self._send_signal(signal.SIGTERM)
         begun = time.monotonic()
         end = begun + self._settings.drain_limit_s + 10
         while any(worker.process.is_alive() for worker in self._workers):
@@ -214,5 +214,5 @@ class Supervisor:
 
 
 def say(line: str) -> None:
-    """One line on standard output, at once."""
+    """Prints a line to standard output, at once."""
     print(line, file=sys.stdout, flush=True)

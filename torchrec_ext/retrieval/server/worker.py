@@ -1,7 +1,7 @@
-"""One worker: a process with an interpreter of its own that answers on a socket which all workers share.
+"""One worker: a process with an interpreter of its own that answers on the socket which all workers share.
 
-Watching where the bundle is: another one is loaded beside the live one and takes its place; a broken one is told and
-left.
+The supervisor imports this file without torch, so torch and Starlette are imported in functions. Watcher looks where
+the bundle is: a new one is loaded beside the live one and takes its place, a broken one is reported and left.
 """
 
 from __future__ import annotations
@@ -30,22 +30,28 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 
 READY, FAILED, ALIVE = "ready", "failed", "alive"
-# How long one thread may keep the others from running Python; by default 5 ms, which a request that arrives would wait
-# for the Python of the one before it.
+# A thread may keep others from running Python for so long; Python's 5 ms would delay a request that arrives while the
+# one before it runs.
 _SWITCH_S = 5e-4
-_OWN_FILES = 256  # of a worker: two bundles while one takes the other's place, Redis, metrics and logs
-_BEATS = 10  # signs of life in the time after which a worker counts as hanging
+_OWN_FILES = 256  # open files of a worker: two bundles during a swap, Redis, metrics and logs
+_BEATS = 10  # heartbeats in the time after which a worker counts as hanging
 
 
 def run_worker(settings: ServerConfig, listening: socket.socket, parent: Connection) -> None:
-    """Loads the bundle, says so to the parent, and answers until SIGTERM; ends the process with 0, or with 1 where it cannot begin.
+    """Loads the bundle, reports that to the parent, and answers until SIGTERM.
 
-    SIGHUP looks for another bundle at once. SIGINT is the parent's affair: a terminal sends it to all.
+    The process ends with 0, or with 1 where it cannot begin. SIGHUP looks for another bundle at once. SIGINT, which a
+    terminal sends to all processes, is left to the parent.
+
+    Args:
+        settings: settings of the server.
+        listening: socket that all workers share.
+        parent: pipe to the supervisor.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it over
     failed: str | None = None
-    with _signs_of_life(parent, settings.hang_s / _BEATS):
+    with _heartbeats(parent, settings.hang_s / _BEATS):
         try:
             queued, watch = _prepared(settings)
         except Exception as error:
@@ -64,8 +70,8 @@ def run_worker(settings: ServerConfig, listening: socket.socket, parent: Connect
 
 
 @contextlib.contextmanager
-def _signs_of_life(parent: Connection, every_s: float) -> Iterator[None]:
-    """By a thread, until the loop that answers gives them: a process that was stopped gives none."""
+def _heartbeats(parent: Connection, every_s: float) -> Iterator[None]:
+    """Sends heartbeats from a thread until the event loop takes over; a stopped process sends none."""
     ending = threading.Event()
 
     def beat() -> None:
@@ -79,14 +85,14 @@ def _signs_of_life(parent: Connection, every_s: float) -> Iterator[None]:
         yield
     finally:
         ending.set()
-        beating.join()  # since the pipe is not for two threads at a time
+        beating.join()  # the pipe is not for two threads at a time
 
 
 def _prepared(settings: ServerConfig) -> tuple[QueuedScorer, Any]:
     import torch
-    import uvicorn  # noqa: F401  before the collector is told what stays
+    import uvicorn  # noqa: F401  before the garbage collector freezes what is imported
 
-    logging.getLogger("torch").setLevel(logging.ERROR)  # what it tells its own developers when TorchRec is imported
+    logging.getLogger("torch").setLevel(logging.ERROR)  # silences warnings to its developers when TorchRec is imported
 
     import torchrec_ext.retrieval.server.application  # noqa: F401
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -94,43 +100,42 @@ def _prepared(settings: ServerConfig) -> tuple[QueuedScorer, Any]:
     from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
     from torchrec_ext.retrieval.server.telemetry import resident_bytes
 
-    # What is imported stays. To look through it for garbage takes the collector 0.2 s, in which no request is answered;
-    # of bundles, which come and go, it looks through what is made from here on.
+    # Imported modules stay. To search them for garbage takes the collector 0.2 s, in which no request is answered; it
+    # still searches the objects that are made from here on, such as bundles, which come and go.
     gc.collect()
     gc.freeze()
     allow_files(settings.limits.connections)
     torch.set_num_threads(settings.threads)
     sys.setswitchinterval(_SWITCH_S)
-    born_of = os.getppid()
+    first_parent = os.getppid()
     watcher: Watcher
 
     def tick() -> None:
         queued.metrics.memory.set(resident_bytes())
         queued.metrics.waiting.set(queued.waiting())
-        if os.getppid() != born_of:  # killed, so that it could not say goodbye
+        if os.getppid() != first_parent:  # the supervisor was killed
             os.kill(os.getpid(), signal.SIGTERM)
 
-    served = identity(settings.bundle)  # before loading, so that a pointer that moves on meanwhile is seen
+    loaded = identity(settings.bundle)  # before loading, so that a pointer that moves on meanwhile is noticed
     bundle = Bundle.load(bundle_folder(settings.bundle))
     queued = QueuedScorer(settings, bundle, vectors=user_vectors(settings.vectors, settings.redis, bundle.query_digest))
-    watcher = Watcher(settings.bundle, Bundle.load, queued.swap, queued.refuse, tick, settings.watch_s, served)
+    watcher = Watcher(settings.bundle, Bundle.load, queued.swap, queued.refuse, tick, settings.watch_s, loaded)
     signal.signal(signal.SIGHUP, lambda *_: watcher.look())
     return queued, watcher
 
 
 def allow_files(connections: int) -> None:
-    """Lets this process open so many connections and its own files.
+    """Raises this process's limit of open files, so that it can hold a number of connections.
 
     Raises:
-        ValueError: its hard limit is lower.
+        ValueError: the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _OWN_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ValueError(
             f"--max-connections {connections}: a process here may open {hard} files, {_OWN_FILES} of which a worker "
-            "keeps for "
-            f"itself; give {max(1, hard - _OWN_FILES)} or fewer, or raise the limit (ulimit -Hn)"
+            f"keeps for itself; give {max(1, hard - _OWN_FILES)} or fewer, or raise the limit (ulimit -Hn)"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -142,9 +147,9 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
     settings = queued.settings
 
     class Server(uvicorn.Server):
-        """Drains before it ends, and ends with 0."""
+        """uvicorn's server, which drains before it ends, and ends with 0."""
 
-        _told: float | None = None
+        _draining_since: float | None = None
         _beat = 0.0
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -152,21 +157,21 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
             parent.send((READY, queued.scorer.bundle.manifest.digest))
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self._told is None:
-                self._told = time.monotonic()
+            if self._draining_since is None:
+                self._draining_since = time.monotonic()
                 queued.draining = True
                 queued.log("draining", in_flight=queued.in_flight)
 
         async def on_tick(self, counter: int) -> bool:
-            self._tell_alive()
-            if self._told is not None:
-                passed = time.monotonic() - self._told
+            self._send_heartbeat()
+            if self._draining_since is not None:
+                passed = time.monotonic() - self._draining_since
                 done = passed >= settings.drain_s and not queued.in_flight
                 self.should_exit = done or passed >= settings.drain_limit_s
             return bool(await super().on_tick(counter))
 
-        def _tell_alive(self) -> None:
-            """From the loop that answers, and not while a batch hangs: who hears nothing of it replaces this process."""
+        def _send_heartbeat(self) -> None:
+            """Sends a heartbeat, but not while a batch hangs; the supervisor replaces a silent worker."""
             now = time.monotonic()
             if now - self._beat >= settings.hang_s / _BEATS and queued.busy_s() < settings.hang_s:
                 self._beat = now
@@ -177,7 +182,7 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
 
 
 def uvicorn_config(queued: QueuedScorer) -> Any:
-    """How uvicorn runs a service."""
+    """Returns uvicorn's configuration for a worker."""
     import uvicorn
 
     from torchrec_ext.retrieval.server.application import application
@@ -189,7 +194,7 @@ def uvicorn_config(queued: QueuedScorer) -> Any:
         lifespan="off",
         ws="none",
         log_config=None,
-        log_level="error",  # or each request that is no HTTP writes a line
+        log_level="error",  # otherwise each request that is not HTTP writes a line
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -200,25 +205,25 @@ def uvicorn_config(queued: QueuedScorer) -> Any:
 
 Identity = tuple[object, ...]
 _LONGEST_POINTER = 4096
-_OF_A_RUN = "bundle"  # what torchx_apps.jobs.training calls the bundle that a run ends with
+_OF_A_RUN = "bundle"  # name, from torchx_apps.jobs.training, of the bundle that a run ends with
 
 
 def bundle_folder(pointer: Path) -> Path:
-    """The folder that ``pointer`` leads to: itself, through links, or what is written in it; of a run's folder the bundle in it.
+    """Returns the bundle's folder for a folder, a link to one, a text file with its path, or a run's folder.
 
     Raises:
-        ValueError: it leads to no folder.
+        ValueError: ``pointer`` leads to no folder.
     """
     target = pointer
     if pointer.is_file():
         with pointer.open("rb") as file:
             written = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
         target = pointer.parent / written if written else pointer
-    if not os.path.isdir(target):  # of a name that no file can have it is False
+    if not os.path.isdir(target):  # also False for a name that no file can have
         what = (
             "there is no such file or folder"
             if target == pointer
-            else f"it names {str(target)[:200]!r}, which is no folder"
+            else f"it names {str(target)[:200]!r}, which is not a folder"
         )
         raise ValueError(
             f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path"
@@ -228,7 +233,7 @@ def bundle_folder(pointer: Path) -> Path:
 
 
 def identity(pointer: Path) -> Identity:
-    """Changes whenever another bundle, or a change inside it, would be found; never raises."""
+    """Returns a value that changes with the bundle that ``pointer`` leads to, and with its files; never raises."""
     try:
         folder = bundle_folder(pointer)
         seen = []
@@ -245,48 +250,47 @@ def identity(pointer: Path) -> Identity:
 class Watcher(threading.Thread):
     """Looks at ``pointer`` every ``every_s`` seconds, and at once after :meth:`look`.
 
-    A change is acted on when it has stood for one look more, so that what is being written is not read half.
+    A change is acted on when the next look finds it unchanged, so that a bundle that is being written is not read half.
 
     Args:
         pointer: see :func:`bundle_folder`.
-        load: from a folder to its bundle; what it raises is the reason why the folder is refused.
-        serve: is given a bundle that was loaded; what it raises is the reason why that one is not served.
-        refuse: is told why one was not.
-        tick: is called at every look; an OSError of it is passed over.
+        load: loads the bundle of a folder; an exception is the reason for refusing the folder.
+        swap: takes a loaded bundle; an exception is the reason for refusing the bundle.
+        refuse: called with the reason where a bundle is refused.
+        tick: called at every look; its OSErrors are ignored.
         every_s: seconds between two looks.
-        served: the identity of what is served already, taken before that was loaded; what ``pointer`` has now where not
-            given.
+        loaded: :func:`identity` of the bundle that answers, from before it was loaded; the current one where not given.
     """
 
     def __init__(
         self,
         pointer: Path,
         load: Callable[[Path], Bundle],
-        serve: Callable[[Bundle], None],
+        swap: Callable[[Bundle], None],
         refuse: Callable[[str], None],
         tick: Callable[[], None],
         every_s: float,
-        served: Identity | None = None,
+        loaded: Identity | None = None,
     ) -> None:
         super().__init__(name="bundle-watcher", daemon=True)
         self._pointer, self._every_s, self._tick = pointer, every_s, tick
-        self._load, self._serve, self._refuse = load, serve, refuse
+        self._load, self._swap, self._refuse = load, swap, refuse
         self._wake = threading.Event()
         self._ending = False
-        self._acted = identity(pointer) if served is None else served
+        self._acted = identity(pointer) if loaded is None else loaded
 
     def look(self) -> None:
-        """Looks now, also at what was refused before."""
+        """Looks now, and tries again a bundle that was refused before."""
         self._acted = ()
         self._wake.set()
 
     def end(self) -> None:
-        """Looks no more."""
+        """Ends the thread."""
         self._ending = True
         self._wake.set()
 
     def run(self) -> None:
-        """Until :meth:`end`."""
+        """Looks until :meth:`end`."""
         before = self._acted
         while True:
             self._wake.wait(self._every_s)
@@ -294,9 +298,7 @@ class Watcher(threading.Thread):
             self._wake.clear()
             if self._ending:
                 return
-            with contextlib.suppress(
-                OSError
-            ):  # of files there may be none left for a moment; the next look tries again
+            with contextlib.suppress(OSError):  # such as too many open files for a moment
                 self._tick()
             now = identity(self._pointer)
             if now != self._acted and (now == before or at_once):
@@ -306,6 +308,6 @@ class Watcher(threading.Thread):
 
     def _act(self) -> None:
         try:
-            self._serve(self._load(bundle_folder(self._pointer)))
+            self._swap(self._load(bundle_folder(self._pointer)))
         except Exception as error:
             self._refuse(f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error))
