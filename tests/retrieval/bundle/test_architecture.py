@@ -1,4 +1,4 @@
-"""A module is what its description says, for every class of the list; and a description can do no more than name these."""
+"""A module equals the one that its description rebuilds, for every class of the list; others cannot be named."""
 
 import json
 from collections.abc import Callable

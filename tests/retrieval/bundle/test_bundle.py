@@ -1,4 +1,4 @@
-"""A bundle gives the model's logits, and none is loaded of which a part was changed, cut, renamed, cast or taken from elsewhere."""
+"""A bundle gives the model's logits; none is loaded whose files were changed, cut, renamed, cast or exchanged."""
 
 from __future__ import annotations
 

@@ -71,16 +71,16 @@ def test_an_empty_list_of_one_row_is_zeros() -> None:
 def test_attention_weights_and_lent_tables_are_left_to_the_tower() -> None:
     attention = Tower([EmbeddingConfig(name="t", feature_names=["t"], num_embeddings=5, embedding_dim=4)], (4,))
     weighted = Tower([table("taken")], (4,), weights={"taken": "ages"})
-    lent = Tower([table("user"), table("taken")], (4,))
-    lent.release_tables(["taken"])
-    assert not any(map(is_plain, (attention, weighted, lent, torch.nn.Linear(2, 2))))
+    shared = Tower([table("user"), table("taken")], (4,))
+    shared.release_tables(["taken"])
+    assert not any(map(is_plain, (attention, weighted, shared, torch.nn.Linear(2, 2))))
 
 
 def test_a_bundle_embeds_as_its_towers_do(tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path / "bundle")
-    side = bundle._query
+    encoder = bundle._query
     assert bundle.users is not None
-    read = side.read(bundle.users.rows(range(-1, len(bundle.users))))
+    read = encoder.read(bundle.users.rows(range(-1, len(bundle.users))))
     with torch.no_grad():
-        expected = torch.cat(side.model.outputs(side.batch(read)), dim=1)
-    torch.testing.assert_close(side.vectors(read), expected, rtol=0, atol=1e-6)
+        expected = torch.cat(encoder.model.outputs(encoder.batch(read)), dim=1)
+    torch.testing.assert_close(encoder.vectors(read), expected, rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""A request's raw rows become what the rows of the training files became: with the preprocessor in the bundle, and nothing else."""
+"""A request's raw rows become what the rows of the training files became, by the preprocessor in the bundle alone."""
 
 from __future__ import annotations
 

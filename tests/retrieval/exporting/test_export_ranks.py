@@ -30,8 +30,8 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data
 
 def plans(world_size: int) -> dict[str, PlanConfig]:
     """By name; on several ranks also towers on ranks of their own."""
-    found = {kind: PlanConfig(sharding=kind) for kind in SHARDINGS}  # type: ignore[arg-type]
-    return found if world_size == 1 else {**found, "towers apart": PlanConfig(towers="user:0,item:1")}
+    configs = {kind: PlanConfig(sharding=kind) for kind in SHARDINGS}  # type: ignore[arg-type]
+    return configs if world_size == 1 else {**configs, "towers apart": PlanConfig(towers="user:0,item:1")}
 
 
 def exported(runtime: Runtime, folder: Path) -> dict[str, str]:

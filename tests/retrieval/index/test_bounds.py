@@ -83,17 +83,17 @@ def test_the_greatest_are_among_the_candidates(metric: str, rows_of: str) -> Non
     assert index._bounds is not None
     computed: list[int] = []
 
-    def gathered(places: NDArray[np.int64]) -> NDArray[np.float32]:
-        computed.extend(places.tolist())
-        return index._gathered(places)
+    def gathered(positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        computed.extend(positions.tolist())
+        return index._gathered(positions)
 
     for query, row in zip(index._prepared(queries), scores, strict=True):
         computed.clear()
-        (found,) = index._bounds.greatest(query[None].numpy(), 10, gathered)
+        (result,) = index._bounds.greatest(query[None].numpy(), 10, gathered)
         assert len(computed) == len(set(computed)) <= 3_000 // bounds._SHARE + 200
-        if found is not None:
+        if result is not None:
             assert set(row.topk(10).indices.tolist()) <= set(computed)
-        assert found is not None or rows_of not in ("normal", "heavy")
+        assert result is not None or rows_of not in ("normal", "heavy")
     expected = torch.stack([row.topk(10).values for row in scores]).float()
     assert torch.allclose(index.search(queries, 10)[0], expected, rtol=1e-4, atol=1e-30)
 
@@ -104,10 +104,10 @@ def test_bounds_of_codes_hold_every_score() -> None:
     rows = torch.randn(500, 64, generator=generator) * 10 ** torch.randn(500, 1, generator=generator)
     made = ScoreBounds.of_rows(rows.split(123), (500, 64))
     for query in torch.randn(20, 64, generator=generator):
-        own = bounds._Query(query.numpy(), 10, made._greatest, made._slack, 500)
+        coded = bounds._Query(query.numpy(), 10, made._greatest, made._slack, 500)
         scale = float(query.double().abs().max()) / 127
-        near = (made.codes.double() @ torch.from_numpy(own.codes)) * made._scales * scale
-        reach = torch.from_numpy(own.of_errors * made._errors + own.of_norms * made._norms) * scale
+        near = (made.codes.double() @ torch.from_numpy(coded.codes)) * made._scales * scale
+        reach = torch.from_numpy(coded.of_errors * made._errors + coded.of_norms * made._norms) * scale
         distance = (near - rows.double() @ query.double()).abs()
         assert bool((distance <= reach).all())
         assert float((reach / rows.norm(dim=1)).max()) < 0.05 * float(query.norm())

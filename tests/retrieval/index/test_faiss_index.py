@@ -1,4 +1,4 @@
-"""FAISS's indexes: the recall that the build says is what they find, scores are exact ones, filters leave nothing short."""
+"""FAISS's indexes reach the recall that their build measured, with exact scores, and K results under filters."""
 
 import sys
 from pathlib import Path
@@ -109,7 +109,7 @@ def test_lifted_vectors_are_found_filtered_scored_and_saved_as_others(kind: str,
 
 
 def test_vectors_are_lifted_where_that_is_cheaper() -> None:
-    """Of many norms a list by products has the long ones together; around centres, and of a cosine, there is nothing to gain."""
+    """Lifting pays where norms differ widely; around centres of like norm, and for a cosine, nothing is gained."""
     rows = of_many_norms(3_000)
     assert FaissIndex.build(rows, "dot", kind="ivf", recall=0.9, k=20).lifted
     assert not FaissIndex.build(rows, "cosine", kind="ivf", recall=0.9, k=20).lifted

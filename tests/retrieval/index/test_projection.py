@@ -1,4 +1,4 @@
-"""The projection: scored from stored halves as the whole interaction scores, in whatever shape, activation and normalisation."""
+"""A projection scores stored halves as the whole interaction does, in every shape, activation and normalisation."""
 
 import pytest
 import torch

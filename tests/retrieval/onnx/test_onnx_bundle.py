@@ -152,8 +152,8 @@ def test_weights_attention_fp16_and_a_table_of_two_towers_are_equal(tmp_path: Pa
         "hour": [user % 24 for user in range(len(lengths))],
     }
     bundle = of(tmp_path, model, columns)
-    said = export_bundle(bundle, tmp_path / "onnx")
-    assert {name: [each["name"] for each in own["inputs"]] for name, own in said["towers"].items()} == {
+    description = export_bundle(bundle, tmp_path / "onnx")
+    assert {name: [each["name"] for each in own["inputs"]] for name, own in description["towers"].items()} == {
         "user": ["genres", "shares", "user_id", "history", "age"],
         "context": ["history", "hour"],
         "item": ["item_id", "price"],
@@ -192,8 +192,8 @@ def test_refused(made: tuple[Bundle, Path], tmp_path: Path, monkeypatch: pytest.
         export_bundle(bundle, folder)
     with pytest.raises(ValueError, match="in it, or around it; choose a folder beside it"):
         export_bundle(bundle, bundle.folder / "onnx")
-    said = export_bundle(bundle, tmp_path / "part", skip=["user", "top"])
-    assert list(said["towers"]) == list(said["differences"]) == ["item"]
+    description = export_bundle(bundle, tmp_path / "part", skip=["user", "top"])
+    assert list(description["towers"]) == list(description["differences"]) == ["item"]
     assert "Left out: top, user." in (tmp_path / "part" / "README.md").read_text()
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ValueError, match=r"needs the package onnxscript: pip install 'torchrec-ext\[onnx\]'"):

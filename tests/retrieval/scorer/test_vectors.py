@@ -1,4 +1,4 @@
-"""Users' vectors in a folder: a newer version is taken, a damaged one not, and those of another tower are refused at the start."""
+"""Users' vectors in a folder: a newer version is taken, a damaged one not; another tower's are refused at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service in processes of its own, as its users start it."""
+"""A server in processes of its own, as its users start it."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def launched(log: Path, *flags: str, begun: Callable[[int], object] = id, **envi
     try:
         begun(process.pid)
         assert process.stdout is not None
-        said = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/", said)
-        assert found, log.read_text()
-        yield Launched(process, int(found[1]), said, log)
+        line = process.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:(\d+)/", line)
+        assert address, log.read_text()
+        yield Launched(process, int(address[1]), line, log)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -72,9 +72,11 @@ def launched(log: Path, *flags: str, begun: Callable[[int], object] = id, **envi
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """What ``condition`` returns as soon as it is true."""
+    """Returns the result of ``condition`` as soon as it is true."""
     end = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
+    result = condition()
+    while not result:
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.05)
-    return found
+        result = condition()
+    return result

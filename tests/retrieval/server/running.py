@@ -1,4 +1,4 @@
-"""A service in this process on a free port of loopback, and a client that keeps its connection."""
+"""A server in this process on a free port of loopback, and a client that keeps its connection."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Running:
 
 @contextmanager
 def running_server(bundle: Bundle, *, vectors: Sequence[UserVectors] = (), **settings: Any) -> Iterator[Running]:
-    """A service of ``bundle`` until the block ends."""
+    """Runs a server with ``bundle`` until the block ends."""
     log = io.StringIO()
     queued = QueuedScorer(ServerConfig(bundle=Path("unused"), **settings), bundle, vectors=vectors, log=Log(log))
     listening = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The HTTP service over a bundle in memory: answers, refusals that say which limit, health, metrics, logs without users."""
+"""The HTTP server over a bundle in memory: answers, refusals that name limits, health, metrics, logs without users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service against its own description: whatever schemathesis makes of it, nothing is a 5xx."""
+"""The server against its own description: whatever schemathesis makes of it, nothing is a 5xx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in headless Chromium: what a user liked, what is recommended, the certificate; and what it says when it cannot."""
+"""The page in headless Chromium: a user's liked and recommended items, the certificate, and its messages on errors."""
 
 from __future__ import annotations
 

@@ -85,9 +85,8 @@ def test_refused(server: RedisServer) -> None:
         "redis://:se?cret@host:x",
         "redis://host:x?password=a@secret",
     ):
-        with pytest.raises(
-            ValueError, match=r"url='(http|redis)://[a-z./0:]*': is not the address of a Redis"
-        ) as error:
+        message = r"url='(http|redis)://[a-z./0:]*': is not the address of a Redis"
+        with pytest.raises(ValueError, match=message) as error:
             RedisStore(url, tower="t")
         assert "cret" not in str(error.value)
     with pytest.raises(ValueError, match=r"vectors: shape \(1, 2\) for 2 ids"):
@@ -97,50 +96,50 @@ def test_refused(server: RedisServer) -> None:
 
 
 def test_a_server_that_goes_away_is_told_at_once_and_one_that_comes_back_is_used_again(tmp_path: Path) -> None:
-    own = RedisServer(tmp_path)
-    mine = RedisStore(own.url.replace("//", "//user:secret@"), tower="t", timeout_s=5.0)
+    server = RedisServer(tmp_path)
+    mine = RedisStore(server.url.replace("//", "//user:secret@"), tower="t", timeout_s=5.0)
     with pytest.raises(StoreUnreachable, match="does not answer") as error:
         mine.find([1])  # before it was ever there
     assert "secret" not in str(error.value)
-    mine = RedisStore(own.url, tower="t", timeout_s=5.0)
-    own.start()
+    mine = RedisStore(server.url, tower="t", timeout_s=5.0)
+    server.start()
     try:
         for round_number in range(2):
             mine.put([1], torch.full((1, 2), float(round_number)))
             assert mine.find([1])[0].tolist() == [[float(round_number)] * 2]
-            own.stop()
+            server.stop()
             with pytest.raises(StoreUnreachable):
                 mine.find([1])
             with pytest.raises(ConnectionError):
                 mine.put([1], torch.ones(1, 2))
-            own.start()
+            server.start()
             assert not mine.find([1])[1].any()  # empty, as it came back, and by the same object
     finally:
-        own.stop()
+        server.stop()
 
 
 def test_a_wrong_password_is_not_told_as_a_server_that_is_away(tmp_path: Path) -> None:
-    own = RedisServer(tmp_path)
-    own.start()
+    server = RedisServer(tmp_path)
+    server.start()
     try:
-        admin = RedisStore(own.url, tower="t", timeout_s=5.0)
+        admin = RedisStore(server.url, tower="t", timeout_s=5.0)
         admin._redis.config_set("requirepass", "right")
         with pytest.raises(StoreError, match="refuses: ") as error:
-            RedisStore(own.url.replace("//", "//:wrong@"), tower="t", timeout_s=5.0).find([1])
+            RedisStore(server.url.replace("//", "//:wrong@"), tower="t", timeout_s=5.0).find([1])
         assert not isinstance(error.value, StoreUnreachable)
         assert "wrong@" not in str(error.value)
-        assert not RedisStore(own.url.replace("//", "//:right@"), tower="t", timeout_s=5.0).find([1])[1].any()
+        assert not RedisStore(server.url.replace("//", "//:right@"), tower="t", timeout_s=5.0).find([1])[1].any()
     finally:
-        own.stop()
+        server.stop()
 
 
 def test_a_server_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:
-    own = RedisServer(tmp_path)
-    own.start()
+    server = RedisServer(tmp_path)
+    server.start()
     try:
-        mine = RedisStore(own.url, tower="t", timeout_s=0.1)
-        own.process.send_signal(19)  # type: ignore[union-attr]  # SIGSTOP
+        mine = RedisStore(server.url, tower="t", timeout_s=0.1)
+        server.process.send_signal(19)  # type: ignore[union-attr]  # SIGSTOP
         with pytest.raises(StoreUnreachable, match="Timeout"):
             mine.find([1])
     finally:
-        own.stop()
+        server.stop()

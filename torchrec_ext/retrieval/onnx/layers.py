@@ -148,26 +148,26 @@ def write_onnx(
 
 
 def open_onnx(path: Path | str) -> Callable[[Mapping[str, NDArray[Any]]], NDArray[Any]]:
-    """The file in ONNX Runtime, on the CPU: from inputs by name to its output.
+    """Opens an ONNX file on the CPU; returns a function from inputs by name to the output.
 
     Raises:
-        ExportError: now or when called: the runtime does not take the file, or the inputs.
+        ExportError: ONNX Runtime refuses the file, or later the inputs.
     """
     import onnxruntime
 
-    def told(action: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def checked(action: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
             return action(*arguments, **options)
-        except Exception as error:  # of onnxruntime's own kinds, which have no common one
+        except Exception as error:  # onnxruntime's exceptions have no common class
             raise ExportError(f"'{path}': ONNX Runtime refuses it: {str(error).strip()[:300]}") from error
 
-    session = told(onnxruntime.InferenceSession, str(path), providers=["CPUExecutionProvider"])
-    return lambda given: told(session.run, None, dict(given))[0]
+    session = checked(onnxruntime.InferenceSession, str(path), providers=["CPUExecutionProvider"])
+    return lambda given: checked(session.run, None, dict(given))[0]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch's exporter says of packages that it can do without, and of how it names axes."""
+    """Silences the exporter's warnings about optional packages and names of axes."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -184,10 +184,10 @@ def _difference(
 ) -> float:
     with torch.inference_mode():
         expected = module(*given.values()).numpy()
-    found = run({name: value.numpy() for name, value in given.items()})
-    if found.shape != expected.shape or not np.allclose(found, expected, rtol=tolerance, atol=tolerance):
-        raise ExportError(f"'{path}': ONNX Runtime answers {found.ravel()[:3]}, the network {expected.ravel()[:3]}")
-    return float(np.abs(found - expected).max())
+    outputs = run({name: value.numpy() for name, value in given.items()})
+    if outputs.shape != expected.shape or not np.allclose(outputs, expected, rtol=tolerance, atol=tolerance):
+        raise ExportError(f"'{path}': ONNX Runtime answers {outputs.ravel()[:3]}, the network {expected.ravel()[:3]}")
+    return float(np.abs(outputs - expected).max())
 
 
 def require_onnx() -> None:
@@ -200,7 +200,7 @@ def require_onnx() -> None:
 
 
 PAD = -1
-# Whose computation is known here; those of sequence encoders and of classes of your own are not.
+# Classes whose computation is known here; sequence encoders and further classes are not.
 EXPORTABLE = (Tower.__name__, NCFTower.__name__)
 
 
@@ -355,15 +355,15 @@ def _known(ids: Tensor, feature: SparseFeature) -> Tensor:
 
 
 def _attended(pool: AttentionPooling, rows: Tensor, there: Tensor) -> Tensor:
-    """As :class:`AttentionPooling`, of (B, L, D) padded."""
+    """Returns (B, D) pooled rows as :class:`AttentionPooling` does, from padded rows (B, L, D)."""
     scores = pool.score(rows).squeeze(-1).masked_fill(~there, -torch.inf)
     weights = torch.where(there, torch.exp(scores - scores.amax(dim=1, keepdim=True)), 0.0)
     return (weights[..., None] * rows).sum(dim=1) / weights.sum(dim=1).clamp(min=1)[:, None]
 
 
 def _padded(values: Tensor, bags: Jagged, filler: float) -> Tensor:
-    """(B, L) of the values of bags, L the longest and at least 1."""
+    """Returns the values of bags padded to (B, L), L the longest and at least 1."""
     assert bags.lengths is not None, "a list was read with its lengths"
     lengths = bags.lengths.long()
-    places = torch.arange(max(int(lengths.max()) if len(lengths) else 0, 1))[None] < lengths[:, None]
-    return torch.full(places.shape, filler, dtype=values.dtype).masked_scatter(places, values)
+    inside = torch.arange(max(int(lengths.max()) if len(lengths) else 0, 1))[None] < lengths[:, None]
+    return torch.full(inside.shape, filler, dtype=values.dtype).masked_scatter(inside, values)

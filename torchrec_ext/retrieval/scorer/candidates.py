@@ -93,8 +93,8 @@ def _package(program: ExportedProgram, folder: Path) -> Path:
     path = folder / f"{_key(program)}.pt2"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            made = torch._inductor.aoti_compile_and_package(program, package_path=f"{temporary}/scores.pt2")
-            os.replace(made, path)
+            package = torch._inductor.aoti_compile_and_package(program, package_path=f"{temporary}/scores.pt2")
+            os.replace(package, path)
     return path
 
 
