@@ -109,8 +109,7 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
         if full or any(word in str(error).lower() for word in _FULL):
             raise DataError(
                 f"{shown}: the disk is full ({_free(out)}); free space, or choose another disk (TMPDIR for the "
-                "second); nothing "
-                f"partial was left ({error})"
+                f"second); nothing partial was left ({error})"
             ) from error
         if writing and isinstance(error, OSError):
             raise DataError(

@@ -141,8 +141,7 @@ first.
 _RAW = "Ids are what the bundle's own columns hold: {query} of a query, {candidate} of a candidate."
 _CODES = (
     "Ids and numbers are what the bundle's `preprocessor/` makes of the raw columns ({query} of a query, {candidate} "
-    "of a "
-    "candidate): its JSON names the steps, its parquet files hold the codes of words."
+    "of a candidate): its JSON names the steps, its parquet files hold the codes of words."
 )
 _PROGRAM = """
 Recommend to the first example's user, in this folder:
