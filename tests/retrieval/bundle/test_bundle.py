@@ -185,7 +185,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda b: change(b, "manifest.json", lambda m: m.update(format=99)),
         r"format 99.*reads 1",
     ),
-    "manifest: no JSON": (lambda b: (b / "manifest.json").write_text("{"), r"manifest\.json: is not a JSON file"),
+    "manifest: not JSON": (lambda b: (b / "manifest.json").write_text("{"), r"manifest\.json: is not a JSON file"),
     "manifest: of a checkpoint": (
         lambda b: (b / "manifest.json").write_text('{"format": 1, "content": {}, "files": {}}'),
         r"belongs to something other than a bundle, such as a checkpoint",

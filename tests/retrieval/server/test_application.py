@@ -93,7 +93,7 @@ def test_score_and_embed(running: Running) -> None:
     [
         ("recommend", b"{", 400, "the body is not JSON"),
         ("recommend", b"\xff\xfe{", 400, "the body is not JSON"),
-        ("recommend", b"[" * 5_000, 400, "no JSON"),
+        ("recommend", b"[" * 5_000, 400, "not JSON"),
         ("recommend", [], 422, "the body: it is a list; send a JSON object"),
         ("recommend", {}, 422, "user: it is missing"),
         ("recommend", {"user": 7}, 422, "user: it is a whole number; must be an object of features"),

@@ -42,18 +42,18 @@ def test_the_folder_of_a_run_leads_to_the_bundle_that_it_ended_with(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "message"),
     [
         (None, "there is no such file or folder"),
         ("gone", "which is not a folder"),
         ("", "no such file"),
-        ("\xff" * 9_000, "no folder"),
+        ("\xff" * 9_000, "not a folder"),
     ],
 )
-def test_what_leads_nowhere_is_told(tmp_path: Path, written: str | None, told: str) -> None:
+def test_what_leads_nowhere_is_told(tmp_path: Path, written: str | None, message: str) -> None:
     if written is not None:
         (tmp_path / "pointer").write_text(written)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         bundle_folder(tmp_path / "pointer")
     assert len(identity(tmp_path / "pointer")) == 1
 

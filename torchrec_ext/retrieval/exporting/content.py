@@ -237,34 +237,43 @@ class BundleContent:
         rows = np.linspace(0, len(self.queries) - 1, INDEX_QUERIES).round().astype(np.int64)
         asked = query.embed(self.queries.take(pa.array(rows)).to_pydict())
         index = build_index(folder, self.settings.index, self.settings.recall, self.live.metric, store, asked)
-        manifest = Manifest(
-            content={
-                "files": file_digests(folder, known=files),
-                "query": names,
-                "candidate": self.architecture.candidate,
-                "metric": self.architecture.metric,
-                "towers": {
-                    "query": tower_digest(self.architecture, names, files),
-                    "candidate": tower_digest(self.architecture, [self.architecture.candidate], files),
-                },
-                **stored,
-                "index": index,
-                "users": None if self.users is None else {"key": self.users.key, "count": len(self.users.ids)},
-                "coverage": {
-                    "items": len(self.ids),
-                    "trained": None if self.catalogue.trained is None else len(np.unique(self.catalogue.trained)),
-                    "missing": self.missing,
-                },
-            },
-            certificate={
-                "parity": {"pairs": len(expected), "greatest_difference": apart, "allowed": audits.tolerance(expected)},
-                "versions": {name: version(name) for name in ("torch", "torchrec", "torchrec-ext")},
-                "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                **self.details,
-            },
-        )
+        parity = {"pairs": len(expected), "greatest_difference": apart, "allowed": audits.tolerance(expected)}
+        certificate = {
+            "parity": parity,
+            "versions": {name: version(name) for name in ("torch", "torchrec", "torchrec-ext")},
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **self.details,
+        }
+        listed = {"files": file_digests(folder, known=files)}
+        content = {**listed, **self._towers(files), **stored, "index": index, **self._coverage()}
+        manifest = Manifest(content=content, certificate=certificate)
         manifest.save(folder)
         return manifest
+
+    def _towers(self, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the manifest's entries for the towers, whose files are listed in ``files``."""
+        architecture = self.architecture
+        return {
+            "query": architecture.query,
+            "candidate": architecture.candidate,
+            "metric": architecture.metric,
+            "towers": {
+                "query": tower_digest(architecture, architecture.query, files),
+                "candidate": tower_digest(architecture, [architecture.candidate], files),
+            },
+        }
+
+    def _coverage(self) -> dict[str, Any]:
+        """Returns the manifest's entries for users and items."""
+        trained = self.catalogue.trained
+        return {
+            "users": None if self.users is None else {"key": self.users.key, "count": len(self.users.ids)},
+            "coverage": {
+                "items": len(self.ids),
+                "trained": None if trained is None else len(np.unique(trained)),
+                "missing": self.missing,
+            },
+        }
 
     def _write_weights(
         self,
