@@ -1,1 +1,1 @@
-"""Bundle: a folder with all that serves a trained model, and the proof that it is that model."""
+"""Bundle: a folder with all that answers for a trained model, and the proof that it is that model."""

@@ -28,7 +28,7 @@ _ANEW = "export the bundle again, or copy the whole folder anew"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Manifest of a bundle.
+    """A bundle's manifest: its content under a digest, and its certificate under a seal.
 
     Args:
         content: ``files`` with the size and SHA-256 of each, ``towers`` with the digest of each, ``query`` and

@@ -371,7 +371,7 @@ def _bytes(source: EmbeddingStore | Tensor) -> int:
 
 
 def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Fills ``out`` (Q, N)."""
+    """Fills ``out`` (Q, N) with the products of queries (Q, D) and rows (N, D)."""
     if (
         len(queries) == 1
     ):  # numpy's product with a vector runs at the speed of the memory; torch's took 1.5 times as long

@@ -37,7 +37,7 @@ def faiss_module() -> Any:
 
 
 class FaissKind:
-    """How one of FAISS's indexes is made and searched. This one compares a query with every vector.
+    """Makes and searches FAISS's flat index, which compares a query with every vector.
 
     A subclass, with a line in :data:`FAISS_KINDS`, is another value of ``index``.
 

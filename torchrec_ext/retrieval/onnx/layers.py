@@ -206,7 +206,7 @@ EXPORTABLE = (Tower.__name__, NCFTower.__name__)
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a tower.
+    """Name, shape and meaning of a tower's input.
 
     Args:
         name: name of the column.

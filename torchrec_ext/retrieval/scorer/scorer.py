@@ -1,4 +1,4 @@
-"""Scorer: ranks ids for requests by a bundle's stored embeddings, query tower and top NN; the candidate tower rests."""
+"""Scorer: ranks ids for requests by a bundle's stored embeddings, query tower and top NN; no candidate tower runs."""
 
 from __future__ import annotations
 

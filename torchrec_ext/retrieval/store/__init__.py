@@ -1,1 +1,1 @@
-"""EmbeddingStore: vectors by id in versions that are replaced while they are read; RedisStore: the same in a Redis."""
+"""EmbeddingStore: vectors by id in versions that are replaced while they are read; RedisStore: vectors in a Redis."""

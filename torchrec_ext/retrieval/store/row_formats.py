@@ -42,7 +42,7 @@ class Loss:
 
 
 class RowFormat:
-    """How a store keeps the numbers of its rows: as they are, in 32 bits. A subclass is another value of ``--store``.
+    """Keeps a store's rows as they are, in 32 bits; a subclass is another format, and another value of ``--store``.
 
     Attributes:
         name: what manifests and commands call it.
