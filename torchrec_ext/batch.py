@@ -1,4 +1,4 @@
-"""TowerBatch: what a training step reads, in the shape that TorchRec's pipelines can copy and follow.
+"""TowerBatch: the input of a training step, in a form that TorchRec's pipelines can copy and trace.
 
 pack(): the one function that lays out a TowerBatch, whatever its rows come from.
 """
@@ -20,14 +20,14 @@ from typing_extensions import Self
 
 
 class _Fields(Pipelineable):
-    """Does to a dataclass what TorchRec's pipelines ask of an input, field by field; None stays None."""
+    """Gives a dataclass the methods that TorchRec's pipelines call on an input, field by field; None stays None."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """A copy on ``device``."""
+        """Returns a copy on ``device``."""
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
+        """Returns a copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._map(lambda part: part.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -44,12 +44,12 @@ class _Fields(Pipelineable):
 
 @dataclass
 class SharedRows(_Fields):
-    """Q rows that several rows of a batch share, such as a user beside each of its 1 + N candidates: towers over them run once.
+    """Q rows that several rows of a batch share, such as a user with 1 + N candidates, so that its tower runs once.
 
     Args:
-        sparse: the shared towers' keys, stride Q.
-        dense: (Q, Fd) float32, the shared towers' dense columns.
-        index: (B,) int64, the shared row of each row of the batch.
+        sparse: bags of the shared towers' features, stride Q.
+        dense: dense columns of the shared towers, (Q, Fd) float32.
+        index: shared row of each row of the batch, (B,) int64.
     """
 
     sparse: KeyedJaggedTensor
@@ -57,7 +57,7 @@ class SharedRows(_Fields):
     index: Tensor
 
     def spread(self, rows: Tensor) -> Tensor:
-        """(B, ...) from (Q, ...): of each row of the batch the shared one."""
+        """Returns the shared row of each row of the batch: (B, ...) from (Q, ...)."""
         return rows.index_select(0, self.index)  # not rows[index], whose backward adds number by number
 
 
@@ -69,25 +69,25 @@ class TowerBatch(_Fields):
     input dist only of modules whose input it can follow by ``getattr`` from the batch.
 
     Args:
-        sparse: F keys, stride B.
-        dense: (B, Fd) float32; Fd may be 0.
-        labels: (B,) float32.
-        weights: (B,) float32; 0 marks a padding row, which no loss and no metric counts.
-        total_weight: () float32, the sum of ``weights`` over all ranks divided by R. Dividing the weighted loss by it
-            makes the mean of the ranks' losses the mean over the global batch, however unevenly padding is spread.
-        log_q: (B,) float32 log-probability with which the row's candidate was sampled, or None.
-        shared: the features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None
-            without such.
-        joint: stride Q + B, the bags of tables that a shared tower and another both read, each looked up once: see
-            :class:`torchrec_ext.schema.features.Joint`. None without such.
-        weighted: stride Q + B likewise, the bags of tables that pool by weights, with a weight for each id. None
-            without such.
-        targets: (B, T - 1) float32, the labels of the second and further tasks. None for one task.
-        users: (B,) int64, the user of each row, and
-        items: (B,) int64, the item of each row, as they were sampled: id dropout changes what is looked up and not
-            these. 0 for padding. For losses that compare rows; None where the schema names no such column.
-        queries: the rows from the first on that have a query; those after them are candidates alone. Where it is given,
-            as by a loader, the batches of all ranks are of one size; None: every row has a query, and ranks may differ.
+        sparse: bags of F features, stride B.
+        dense: dense columns, (B, Fd) float32; Fd may be 0.
+        labels: labels, (B,) float32.
+        weights: weights of the rows, (B,) float32; 0 marks a padding row, which no loss and no metric counts.
+        total_weight: sum of ``weights`` over all ranks divided by R, () float32. Dividing the weighted loss by it makes
+            the mean of the ranks' losses the mean over the global batch, however unevenly padding is spread.
+        log_q: log-probability with which each row's candidate was sampled, (B,) float32, or None.
+        shared: features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None without
+            shared towers.
+        joint: bags of tables that a shared tower and another both read, each looked up once, stride Q + B, see
+            :class:`torchrec_ext.schema.features.Joint`; None without such tables.
+        weighted: bags of tables that pool by weights, with a weight for each id, stride Q + B; None without such
+            tables.
+        targets: labels of the second and further tasks, (B, T - 1) float32; None for one task.
+        users: user of each row, (B,) int64, as sampled: id dropout changes the look-up and not this. 0 for padding.
+            Losses that compare rows read it; None where the schema names no such column.
+        items: item of each row, (B,) int64, sampled likewise.
+        queries: number of first rows that have a query; the rows after them are candidates alone. If given, as by a
+            loader, the batches of all ranks have one size; None: every row has a query, and ranks may differ.
     """
 
     sparse: KeyedJaggedTensor
@@ -109,20 +109,20 @@ class TowerBatch(_Fields):
 
     @property
     def shared_weights(self) -> Tensor | None:
-        """(Q,) float32, by shared row the sum of the weights of the rows that read it; None without shared rows."""
+        """Returns the sum of the weights of the rows that read each shared row, (Q,) float32; None without any."""
         if self.shared is None:
             return None
         return self.weights.new_zeros(self.shared.dense.shape[0]).index_add(0, self.shared.index, self.weights)
 
     def ids(self, name: str) -> Tensor:
-        """(B,) int64, or (Q,) of a shared feature: the first id of each bag of a feature, 0 of an empty bag."""
+        """Returns the first id of each bag of a feature, 0 for an empty bag: (B,) int64, or (Q,) if it is shared."""
         ids: Tensor = self.bags(name).to_padded_dense(1)[:, 0].long()
         return ids
 
     def bags(self, name: str) -> JaggedTensor:
-        """The bags of one feature wherever it stands: B of them, of a shared one Q.
+        """Returns the bags of one feature, in whichever field it is: B of them, or Q if the feature is shared.
 
-        Waits for the device where they are in ``joint`` or ``weighted``.
+        The call waits for the device where the bags are in ``joint`` or ``weighted``.
         """
         for part in (self.weighted, self.joint):
             for key in part.keys() if part is not None else []:
@@ -316,33 +316,33 @@ class ResumableLoader(Protocol):
 
 
 class Resident(Protocol):
-    """Rows in memory or on a device, of which a batch is made by torch ops alone."""
+    """Rows in memory or on a device, from which torch ops alone make a batch."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The rows."""
+        """The tensors that hold the rows."""
 
     def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
-        """The batch of a step; all shapes follow from those of the arguments.
+        """Makes the batch of a step; all shapes follow from those of the arguments.
 
         Args:
-            tensors: the rows, or what stands for them while a step is captured.
-            drawn: see :class:`DrawnStep`.
+            tensors: the rows, or tensors that stand for them while a step is captured.
+            drawn: tensors of a :class:`DrawnStep`.
         """
 
 
 @dataclass
 class DrawnStep:
-    """One step before its batch is made: a captured step makes it inside, where nothing is copied twice.
+    """A step whose batch is not made yet: a captured step makes it inside, where nothing is copied twice.
 
     Args:
-        tensors: the numbers of its rows and what was drawn for them, of the same shapes in all steps.
-        source: makes the batch.
+        tensors: indices of the step's rows and what was drawn for them, of the same shapes in all steps.
+        source: rows that make the batch.
     """
 
     tensors: tuple[Tensor, ...]
     source: Resident
 
     def batch(self) -> TowerBatch:
-        """The batch."""
+        """Makes the batch."""
         return self.source.assemble(self.source.tensors, self.tensors)

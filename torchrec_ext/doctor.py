@@ -2,11 +2,10 @@
 
 Exit status 0 when healthy, 1 when not. `--install` repairs it, `--json` answers for machines. Needs no torch to run.
 
-Installs the triple into the running interpreter's environment; `python -m torchrec_ext.doctor --install` calls it.
-
-The one hard part is torch without CUDA. The public registry's torch is the CUDA build on every Linux, gigabytes of it,
-so on a CPU machine it is never asked for. Instead, in this order: `torch==2.13.0+cpu` from wherever the user's pip
-looks (a folder of wheels, a mirror), then uv, which knows PyTorch's own CPU index by itself, and then a clear error.
+install() brings torch, fbgemm and torchrec into the running interpreter's environment. Its one hard part is torch
+without CUDA. The public registry's torch is the CUDA build on every Linux, gigabytes of it, so on a CPU machine it is
+never requested. Instead it takes `torch==2.13.0+cpu` from wherever the user's pip looks (a folder of wheels, a mirror),
+or else from uv, which knows PyTorch's own CPU index by itself, or else ends with a clear error.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
 class InstallError(RuntimeError):
-    """An installation that cannot go on; the message says what the user can do."""
+    """The installation cannot go on; the message says what the user can do."""
 
 
 class CommandError(InstallError):
-    """A command that failed; the message is the part of its output that says why."""
+    """A command failed; the message is the part of its output that says why."""
 
 
 def run_quietly(command: Sequence[str], env: dict[str, str] | None = None) -> None:
     """Runs a command, silently when it succeeds.
 
     Raises:
-        CommandError: it failed, or is not there.
+        CommandError: the command failed, or does not exist.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=False)
@@ -56,7 +55,7 @@ def run_quietly(command: Sequence[str], env: dict[str, str] | None = None) -> No
 
 
 def reason(output: str) -> str:
-    r"""The lines of pip's or uv's output that say why it failed, without warnings and progress.
+    r"""Returns the lines of pip's or uv's output that say why it failed, without warnings and progress.
 
     Example:
         >>> reason("WARNING: Location is ignored\nERROR: No matching distribution found for torch==2.13.0+cpu\n")
@@ -72,12 +71,12 @@ def reason(output: str) -> str:
 
 
 def install(variant: Variant, editable: str | None = None, say: Say = print) -> None:
-    """Brings the environment to the triple of `variant`; what is right already stays as it is.
+    """Installs the triple of `variant` into the environment; packages that are right already stay as they are.
 
     Args:
         variant: the builds to install.
-        editable: a folder with extras to install in place beside the triple, such as ``.[dev]``.
-        say: takes one line for each step.
+        editable: folder with extras to install in place beside the triple, such as ``.[dev]``.
+        say: receives a line for each step.
 
     Raises:
         InstallError: a step failed; the message says why and what to do.
@@ -98,7 +97,7 @@ def install(variant: Variant, editable: str | None = None, say: Say = print) -> 
 
 
 def _with_torch(variant: Variant, rest: list[str], *, torch_in_place: bool, say: Say) -> None:
-    """One pip call for torch and all the rest, because each call costs seconds."""
+    """Installs torch and all the rest by one pip call, because each call costs seconds."""
     if variant == "cpu" and not torch_in_place:
         try:
             what = f"torch {stack.TORCH}+cpu as your pip finds it, and what goes with it"
@@ -131,7 +130,7 @@ def _fetch_uv(folder: Path, say: Say) -> str:
 
 
 def no_torch(pip_said: str, uv_said: str) -> str:
-    """The message when neither pip nor uv could get a CPU build of torch."""
+    """Returns the message for the case that neither pip nor uv could get a CPU build of torch."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     wheel = f"torch-{stack.TORCH}+cpu-{tag}-{tag}-manylinux_2_28_{platform.machine()}.whl"
     return (
@@ -147,7 +146,7 @@ def no_torch(pip_said: str, uv_said: str) -> str:
 
 
 def _remove_intruders(found: stack.Installed, variant: Variant, say: Say) -> None:
-    """Takes out what pip would leave in the way: the other fbgemm, in the same folder, and torch of the other build."""
+    """Uninstalls what pip would leave in the way: the other fbgemm, in the same folder, and the other torch build."""
     other = stack.FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
     names = [other, stack.FBGEMM_NAME[variant]] if other in found.versions else []
     if found.torch_build not in (None, variant):
@@ -197,7 +196,7 @@ RIGHT_ANSWER = [8.0, 10.0]
 
 @dataclass(frozen=True, kw_only=True)
 class PackageStatus:
-    """One line of the report: a distribution as found, and as expected."""
+    """One line of the report: a distribution's installed and expected version."""
 
     name: str
     found: str
@@ -206,7 +205,7 @@ class PackageStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All that the doctor found; `healthy` when there is no problem."""
+    """The doctor's findings; `healthy` when there is no problem."""
 
     python: str
     interpreter: str
@@ -228,10 +227,10 @@ class Diagnosis:
 
 
 def diagnose(*, really_import: bool = True) -> Diagnosis:
-    """Looks at the interpreter, the packages and the machine.
+    """Examines the interpreter, the packages and the machine.
 
     Args:
-        really_import: also import the triple in a process of its own and look two rows up; takes seconds.
+        really_import: import the triple in a separate process too and look two rows up, which takes seconds.
     """
     found, machine = stack.installed(), stack.machine_variant()
     variant = stack.wanted_variant(found, machine)
@@ -260,7 +259,7 @@ def diagnose(*, really_import: bool = True) -> Diagnosis:
 
 
 def probe(variant: Variant) -> float | Problem:
-    """Imports the triple in a process of its own and looks two rows up; the seconds it took, or what went wrong."""
+    """Imports the triple in a separate process and looks two rows up; returns the seconds it took, or what failed."""
     done = subprocess.run(
         [sys.executable, "-m", "torchrec_ext.probe"],
         # pip installs without bytecode (install.py): the first import writes what is needed of it, 15 s once, 5 s ever
@@ -322,12 +321,12 @@ def _notes(variant: Variant, machine: Variant) -> list[str]:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that torch.compile would call, or None."""
+    """Returns the C++ compiler that torch.compile would call, or None."""
     return next(filter(None, map(shutil.which, filter(None, [os.environ.get("CXX"), "g++", "clang++", "c++"]))), None)
 
 
 def text(seen: Diagnosis) -> str:
-    """The report for people."""
+    """Returns the report for people."""
     rows = [
         ("python", f"{seen.python}  {seen.interpreter}"),
         ("variant", f"{seen.variant}  on {', '.join(seen.devices)}"),

@@ -1,6 +1,6 @@
-"""`python -m torchrec_ext.probe`: really imports the triple, looks two rows up, and prints what torch sees as one JSON line.
+"""`python -m torchrec_ext.probe`: imports the triple, looks two rows up, and prints what torch sees as one JSON line.
 
-A process of its own, because a mixed triple may end it without an exception.
+It runs as a separate process, because a mixed triple may end it without an exception.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pinned triple torch, fbgemm and torchrec: which builds belong together, what is installed, and the line that repairs it.
+"""The pinned triple torch, fbgemm and torchrec: the builds that belong together, what is installed, how to repair it.
 
 Standard library only: this module must answer before torch can be imported, and above all when it cannot. The three are
 compiled against each other (torch 2.13 = fbgemm 1.8 = torchrec 1.8); any other mix dies inside a shared object with
@@ -38,7 +38,7 @@ class Requirement:
 
     @property
     def pin(self) -> str:
-        """The requirement as pip takes it.
+        """The requirement in the form that pip takes.
 
         Example:
             >>> Requirement(name="torchrec", version="1.8.0").pin
@@ -49,7 +49,7 @@ class Requirement:
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """What the metadata of this environment says, without importing anything."""
+    """The installed builds as this environment's metadata has them; nothing is imported."""
 
     versions: Mapping[str, str]
     torch_build: Variant | None = None
@@ -57,7 +57,7 @@ class Installed:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One mismatch: what it is about, what was found, what is expected, and the one line that repairs it."""
+    """One mismatch: its subject, the installed and the expected build, and the one line that repairs it."""
 
     what: str
     found: str
@@ -65,12 +65,12 @@ class Problem:
     repair: str
 
     def __str__(self) -> str:
-        """Two lines: the mismatch, then the repair."""
+        """Returns two lines: the mismatch, then the repair."""
         return f"{self.what}: found {self.found}, expected {self.expected}\n    repair: {self.repair}"
 
 
 def requirements(variant: Variant) -> tuple[Requirement, ...]:
-    """The whole stack for one variant, in the order in which it can be installed."""
+    """Returns the whole stack for one variant, in the order in which it can be installed."""
     triple = {"torch": TORCH, FBGEMM_NAME[variant]: FBGEMM, "torchrec": TORCHREC}
     return tuple(Requirement(name=name, version=version) for name, version in (triple | dict(NEEDS)).items())
 
@@ -109,7 +109,7 @@ def torch_build(version: str, requires: list[str]) -> Variant:
 
 
 def gpu_nodes(dev: Path = Path("/dev")) -> list[str]:
-    """The NVIDIA devices this machine (or container) was given; under WSL, where there are no such nodes, the shared one."""
+    """Returns the NVIDIA device nodes of this machine or container; under WSL, which has none, the shared one."""
     nodes = sorted(str(path) for path in dev.glob("nvidia[0-9]*"))
     if not nodes and (dev / "dxg").exists() and shutil.which("nvidia-smi"):
         return [str(dev / "dxg")]
@@ -117,7 +117,7 @@ def gpu_nodes(dev: Path = Path("/dev")) -> list[str]:
 
 
 def asked_variant() -> Variant | None:
-    """The variant named by TORCHREC_EXT_VARIANT, or None when it is not set.
+    """Returns the variant named by TORCHREC_EXT_VARIANT, or None when it is not set.
 
     Raises:
         ValueError: the variable holds anything but cpu or cuda.
@@ -132,9 +132,9 @@ def asked_variant() -> Variant | None:
 
 
 def wanted_variant(found: Installed, machine: Variant) -> Variant:
-    """The variant to hold the environment to.
+    """Returns the variant that the environment should have.
 
-    That is the one asked for, else the one installed if torch and fbgemm agree on it, else the machine's. CUDA builds
+    It is the requested one, else the installed one if torch and fbgemm agree on it, else the machine's. CUDA builds
     work on a login node without a GPU, and CPU builds on a machine with one: only a mix is broken.
     """
     if asked := asked_variant():
@@ -146,7 +146,7 @@ def wanted_variant(found: Installed, machine: Variant) -> Variant:
 
 
 def machine_variant() -> Variant:
-    """The variant that fits the hardware: cuda when an NVIDIA device is in sight."""
+    """Returns the variant that fits the hardware: cuda when there is an NVIDIA device."""
     return "cuda" if gpu_nodes() else "cpu"
 
 
@@ -155,8 +155,8 @@ def problems(found: Installed, variant: Variant, python: str = "python") -> tupl
 
     Args:
         found: the environment's metadata, see `installed`.
-        variant: the builds to hold it to, see `wanted_variant`.
-        python: the interpreter as the repair lines name it.
+        variant: the expected builds, see `wanted_variant`.
+        python: name of the interpreter in the repair lines.
     """
     torch, fbgemm, *rest = requirements(variant)
     candidates = [_torch_problem(found, torch, variant, python), _fbgemm_problem(found, fbgemm, variant, python)]
@@ -203,13 +203,13 @@ def _plain_problem(found: Installed, need: Requirement, python: str, *, by_docto
 
 
 def doctor_line(python: str) -> str:
-    """The command that repairs everything, in an order and from sources that work."""
+    """Returns the command that repairs everything, in an order and from sources that work."""
     asked = asked_variant()
     return (f"TORCHREC_EXT_VARIANT={asked} " if asked else "") + f"{python} -m torchrec_ext.doctor --install"
 
 
 def interpreter() -> str:
-    """The running interpreter as a user in this folder would type it."""
+    """Returns the running interpreter as a user in this folder would type it."""
     here = Path(sys.executable)
     return shlex.quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
 
@@ -231,7 +231,7 @@ def require() -> None:
 
 
 def message(wrong: tuple[Problem, ...], variant: Variant, python: str) -> str:
-    """The message of `require`: every mismatch with its repair, and the one command that repairs them all."""
+    """Returns the message of `require`: every mismatch with its repair, and the one command that repairs them all."""
     triple = ", ".join(need.pin for need in requirements(variant)[:3])
     lines = [f"torchrec_ext needs {triple}, built for each other; this environment differs:"]
     lines += [f"  {problem}" for problem in wrong]

@@ -33,31 +33,31 @@ _NAMES = {
 
 
 class Shape(NamedTuple):
-    """What a tensor of a file is: its shape and type."""
+    """The shape and type of a tensor in a file."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, of all of it where it has no rows."""
+        """Bytes of one row; of the whole tensor where it has no rows."""
         return int(torch.Size(self.size[1:]).numel()) * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the whole tensor."""
         return int(torch.Size(self.size).numel()) * self.dtype.itemsize
 
 
 class TensorWriter:
-    """A file that is there as a whole, or not at all.
+    """Writes a file that appears as a whole, or not at all.
 
     Args:
-        file: its name.
-        tensors: what it holds, by name.
+        file: path of the file.
+        tensors: shapes and types of its tensors, by name.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: the file cannot be written; nothing is left of it.
     """
 
     def __init__(self, file: Path, tensors: Mapping[str, Shape]) -> None:
@@ -74,7 +74,7 @@ class TensorWriter:
         return self
 
     def write(self, name: str, row: int, block: Tensor) -> None:
-        """Whole rows of a tensor from ``row`` onwards, or all of one that has no rows."""
+        """Writes whole rows of a tensor from ``row`` onwards, or all of one that has no rows."""
         shape = self._tensors[name]
         self._stream.seek(self._starts[name] + row * shape.row_bytes)
         self._stream.write(_raw(block.to(shape.dtype)))

@@ -1,8 +1,8 @@
-"""Train several networks in one job: `torchx run rec.train.networks`, or on one rank `python -m torchx_apps.train_networks`.
+"""Train several networks in one job: `torchx run rec.train.networks`, or `python -m torchx_apps.train_networks`.
 
 The members are all combinations of `--vary optimizer.dense_lr=1e-3,3e-3 --vary train.seed=0,1,2`, or those that are
 listed, such as `--member narrow:model.tower_widths=64,32 --member wide:model.tower_widths=256,64`. This file is the
-outer shell: command line in, exit code out, one error told once. What training does stands in `networks`.
+outer shell: command line in, exit code out, each error printed once. The training itself is in `networks`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and turns whatever happens into an exit code.
 
     Args:
-        argv: the flags; the command line when None.
+        argv: flags; those of the command line when None.
 
     Returns:
-        0 when a member was trained, 1 when none was or a mistake was made, 130 after Ctrl-C, 143 after SIGTERM, by when
-        all that are stacked have been saved.
+        0 when a member was trained, 1 when none was or a flag was wrong, 130 after Ctrl-C, 143 after SIGTERM, when all
+        stacked members have been saved.
     """
     return exit_code(_train, argv)
 
@@ -76,7 +76,7 @@ def _config(options: argparse.Namespace) -> NetworksConfig:
 
 
 def listing(members: Sequence[MemberJob], groups: Sequence[RankGroup]) -> str:
-    """The members, what sets them apart, and the ranks that train each."""
+    """Returns a table of the members, the settings in which they differ, and the ranks that train each."""
     from tabulate import tabulate
 
     keys = differing(members)

@@ -116,7 +116,7 @@ class CompiledStep:
     def run(
         self, shape: tuple[object, ...], batches: Sequence[TowerBatch], peers: Tensor | None = None, weight: float = 1.0
     ) -> Losses:
-        """Moves all members by one step on the batches of :meth:`read`, which returned ``shape``; see :meth:`__call__`."""
+        """Moves all members by one step on the batches for which :meth:`read` returned ``shape``."""
         self.compile(shape, batches, peers, weight)
         inputs = self._stack.inputs(batches, peers, weight, look_up=False)
         self._optimizer.begin_step()

@@ -1,4 +1,4 @@
-"""Several processes on one GPU: whether NVIDIA's Multi-Process Service lets them run at the same time, and how to start it."""
+"""gpu_sharing(): whether NVIDIA's Multi-Process Service lets processes on one GPU run at the same time."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _PIPES = "/tmp/nvidia-mps"  # the daemon's own default
 
 
 def mps_is_running(environ: Mapping[str, str]) -> bool:
-    """Whether the control daemon's pipe is where this process would look for it."""
+    """Whether the pipe of the MPS control daemon is where this process looks for it."""
     return (Path(environ.get("CUDA_MPS_PIPE_DIRECTORY") or _PIPES) / "control").exists()
 
 
 def gpu_sharing(device: torch.device, processes: int, environ: Mapping[str, str]) -> str | None:
-    """What to know where several processes share a GPU; None on the CPU, and where each has one of its own.
+    """Returns a note for the user where several processes share a GPU; None on the CPU, and where each has its own.
 
     Without MPS the kernels of two processes never run at the same time: the GPU goes from one to the other. With it
     they do, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE limits the share of the multiprocessors that one process takes.
 
     Args:
-        device: of this process.
-        processes: that share it.
-        environ: of this process.
+        device: device of this process.
+        processes: number of processes that share the device.
+        environ: environment of this process.
 
     Example:
         >>> gpu_sharing(torch.device("cpu"), 2, {})
         >>> gpu_sharing(torch.device("cuda", 0), 2, {"CUDA_MPS_PIPE_DIRECTORY": "/nowhere"})  # doctest: +ELLIPSIS
-        'note: 2 processes share cuda:0 without MPS (looked in CUDA_MPS_PIPE_DIRECTORY=/nowhere): their kernels take turns. ...'
+        'note: 2 processes share cuda:0 without MPS (looked in CUDA_MPS_PIPE_DIRECTORY=/nowhere): their kernels ...'
     """
     if device.type != "cuda" or processes < 2:
         return None

@@ -1,6 +1,6 @@
 """trace(): forward and backward of K members as one graph of kernels, by vmap over a skeleton.
 
-Rewrites of a traced step: what vmap and autograd spell out in many kernels over whole matrices, said in few.
+rewrite(): replaces the many kernels over whole matrices that vmap and autograd produce by few.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _aten = torch.ops.aten
 
 
 def rewrite(graph: GraphModule) -> GraphModule:
-    """``graph`` with the same results from fewer kernels; changed in place.
+    """Changes ``graph`` in place so that fewer kernels give the same results, and returns it.
 
-    Columns that are laid side by side and cut apart again are left where they are; the gradient of a cut is no longer a
-    matrix of zeros for each piece and their sum; rows are picked and their gradients added row by row, not number by
-    number; a bias is added inside the product. Every node keeps the ``val`` of its meta, which tells its shape.
+    Columns that are joined and cut apart again stay where they are; the gradient of a cut is no longer a sum of one
+    matrix of zeros for each piece; rows are picked and their gradients added row by row, not number by number; a bias
+    is added inside the product. Every node keeps the ``val`` of its meta, which tells its shape.
     """
     for change in (
         _cut,
@@ -51,7 +51,7 @@ def _shape(node: Any) -> list[int]:
 
 
 def _replace(node: Any, target: Any, *args: Any) -> None:
-    """Puts ``target(*args)`` in the place of ``node``."""
+    """Replaces ``node`` by ``target(*args)``."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(target, args)
     made.meta = dict(node.meta)
@@ -66,7 +66,7 @@ def _insert(before: Node, target: Any, *args: Any) -> Node:
 
 
 def _same(node: Any) -> None:
-    """Views of the same shape, aliases, and factors of 1."""
+    """Removes views of the same shape, aliases, and factors of 1."""
     views = (_aten.view.default, _aten.expand.default, _aten._unsafe_view.default)
     if (
         node.target in (_aten.alias.default, _aten.detach.default)
@@ -82,7 +82,7 @@ def _same(node: Any) -> None:
 
 
 def _cut(node: Any) -> None:
-    """A piece of what is cut into pieces is a slice of it."""
+    """Replaces a piece of a split by a slice."""
     if node.target is not operator.getitem or node.args[0].target is not _aten.split_with_sizes.default:
         return
     source, sizes, *dims = node.args[0].args
@@ -91,7 +91,7 @@ def _cut(node: Any) -> None:
 
 
 def _joined_gradients(node: Any) -> None:
-    """A sum of the gradients of all pieces of a matrix is these side by side."""
+    """Replaces the sum of the padded gradients of all pieces of a matrix by their concatenation."""
     if node.target is not _aten.add.Tensor:
         return
     leaves: list[Any] = list(_leaves(node))
@@ -116,7 +116,7 @@ def _leaves(node: Any) -> Iterable[Node]:
 
 
 def _cut_of_joined(node: Any) -> None:
-    """Columns cut from columns side by side are these; none of width 0 are joined."""
+    """Replaces columns cut from a concatenation by their source, and leaves out parts of width 0."""
     if node.target is _aten.cat.default:
         dim = node.args[1] if len(node.args) > 1 else 0
         parts = [part for part in node.args[0] if _shape(part)[dim]]
@@ -146,7 +146,7 @@ def _cut_of_joined(node: Any) -> None:
 
 
 def _picked_by(indices: Any) -> Any:
-    """The index of ``[arange over members, index]`` or ``[None, index]``, else None."""
+    """Returns the index of ``[arange over members, index]`` or ``[None, index]``, else None."""
     if len(indices) != 2 or not isinstance(indices[1], Node):
         return None
     first = indices[0]
@@ -161,7 +161,7 @@ def _picked_by(indices: Any) -> Any:
 
 
 def _moved(before: Node, indices: Any, rows: int) -> Node:
-    """(K x B,) the index of each member moved to its own ``rows``; made once for all who need it."""
+    """Returns (K x B,), each member's index moved to its own ``rows``; all users share one node."""
     members, index = indices
     made: dict[int, Node] = index.meta.setdefault("moved", {})
     if rows not in made:
@@ -212,22 +212,22 @@ def _bias_inside(node: Any) -> None:
 
 
 def _outer(node: Any) -> None:
-    """A product over an axis of one element is no sum."""
+    """Replaces a matrix product over an axis of one element by an elementwise one."""
     if node.target is _aten.bmm.default and _shape(node.args[0])[2] == 1:
         _replace(node, _aten.mul.Tensor, *node.args)
 
 
 class Inputs(NamedTuple):
-    """What a step of K members reads, member after member in the first axis.
+    """The tensors that a step of K members reads, member after member in the first axis.
 
     Args:
-        dense: weights, in the order of the skeleton's.
-        paths: of the collections.
-        pooled: the pooled bags of each collection.
-        fields: the tensors of the batches by name; without a first axis where ``shared``.
-        noise: of each dropout layer; none where no member has any.
-        peers: (K, P, B) logits of stale peers and the (K,) weight of codistillation; none without.
-        shared: one batch for all.
+        dense: dense weights, in the order of the skeleton's.
+        paths: paths of the collections.
+        pooled: pooled bags of each collection.
+        fields: tensors of the batches by name; without the first axis where ``shared``.
+        noise: noise of each dropout layer; empty where no member has dropout.
+        peers: logits of stale peers, (K, P, B), and weight of codistillation, (K,); empty without peers.
+        shared: whether all members read one batch.
     """
 
     dense: list[Tensor]
@@ -239,29 +239,29 @@ class Inputs(NamedTuple):
     shared: bool
 
     def flat(self) -> list[Tensor]:
-        """All tensors, in order."""
+        """Returns all tensors, in order."""
         pooled = [tensor for own in self.pooled for tensor in own]
         return [*self.dense, *pooled, *self.rest()]
 
     def rest(self) -> list[Tensor]:
-        """Those that are neither weights nor look-ups."""
+        """Returns the tensors that are neither weights nor look-ups."""
         return [*self.fields.values(), *self.noise, *self.peers]
 
     def shapes(self) -> tuple[object, ...]:
-        """What a graph is made for."""
+        """Returns the shapes that a graph is made for."""
         fields = [(name, value.shape) for name, value in self.fields.items()]
         return (self.shared, *fields, bool(self.noise), *(tensor.shape for tensor in self.peers))
 
 
 def trace(skeleton: Skeleton, inputs: Inputs) -> GraphModule:
-    """A graph from ``inputs.flat()`` to loss (K,), logits (K, B), and the gradient of each dense weight and pooled bag."""
+    """Traces ``inputs.flat()`` to loss (K,), logits (K, B), and the gradient of each dense weight and pooled bag."""
     graph = make_fx(_step(skeleton, inputs), tracing_mode="fake")(*inputs.flat())
     graph.graph.eliminate_dead_code()
     return rewrite(graph)
 
 
 def trace_logits(skeleton: Skeleton, inputs: Inputs) -> GraphModule:
-    """A graph from ``inputs.flat()`` to the logits (K, B) in evaluation."""
+    """Traces ``inputs.flat()`` to the logits (K, B) in evaluation."""
     skeleton.learner.eval()
     try:
         graph = make_fx(_logits(skeleton, inputs), tracing_mode="fake")(*inputs.flat())
@@ -275,7 +275,7 @@ Loss = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Te
 
 
 def _loss(skeleton: Skeleton, inputs: Inputs) -> Loss:
-    """Of one member: from its parts of ``inputs`` to loss and logits."""
+    """Returns a function of one member's parts of ``inputs`` that computes loss and logits."""
     counts = [len(own) for own in inputs.pooled]
 
     def loss(

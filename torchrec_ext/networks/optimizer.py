@@ -1,4 +1,4 @@
-"""StackedOptimizer: each member of a stack moved by its own optimizer settings, members that agree in one call."""
+"""StackedOptimizer: moves each member of a stack by its own optimizer settings, members that agree in one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Schedules = tuple[Schedule, Schedule]  # of the tables and of the dense layers, 
 
 
 class _Weights(NamedTuple):
-    """Weights of all members, and their gradient: member k's are the k-th of K parts of the first axis."""
+    """Weights of all members and their gradient; member k's are the k-th of K equal parts of the first axis."""
 
     name: str
     value: Tensor
@@ -26,7 +26,7 @@ class _Weights(NamedTuple):
 
 
 class StackedWeights(NamedTuple):
-    """What one entry of an optimizer moves: the weights ``name`` of the members in ``members``, which lie together."""
+    """The weights ``name`` of ``members``, adjacent in memory, which one entry of an optimizer moves."""
 
     name: str
     members: tuple[str, ...]
@@ -35,7 +35,7 @@ class StackedWeights(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """How weights move: by which optimizer, and how its rate changes over so many steps."""
+    """The optimizer of some weights, and the schedule of its rate over ``steps`` steps."""
 
     choice: Choice
     schedule: Schedule
@@ -45,18 +45,17 @@ class _Rule(NamedTuple):
 class StackedOptimizer:
     """The optimizers of a stack's members, each with its own learning rates, decays and limit of the gradient's norm.
 
-    What each learns is what :func:`hybrid_parallel` would have it learn alone on one rank. All weights of members with
+    Each member learns what it would learn alone on one rank under :func:`hybrid_parallel`. All weights of members with
     one setting move in one fused call; K settings are K calls.
 
     Args:
-        stack: whose weights move.
-        configs: by member.
-        schedules: by member, how the rates of its tables and dense layers change; constant where not given.
-        steps: by member, of its whole run, for the schedules.
+        stack: the stack whose weights move.
+        configs: optimizer settings of each member.
+        schedules: schedules of each member's tables and dense layers; constant rates where not given.
+        steps: number of steps of each member's whole run, for the schedules.
 
     Raises:
-        StackError: members with another kind of optimizer for the same weights, which one stack cannot hold; or a
-            member without a config.
+        StackError: members have different kinds of optimizer for the same weights, or a member has no config.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class StackedOptimizer:
         return _Rule(choice, schedule, self._steps.get(member, 0) if schedule.changes else 0)
 
     def _in_the_norm(self, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
-        """As alone: what a kernel moves in its backward is outside of the limited norm."""
+        """Weights whose gradients are clipped; as in a single run, tables updated inside the backward are excluded."""
         kinds = {name: choice.kind for name, choice in choices[self._stack.members[0]].items()}
         found = _whole(self._stack)
         device = self._stack.flat.device.type
@@ -138,7 +137,7 @@ class StackedOptimizer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Makes the state that the first step would make, for a checkpoint to write into: by one without rates and gradients."""
+        """Makes the state that the first step would make, for a checkpoint to fill, by a step without gradients."""
         for optimizer in self._optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             kept = [parameter.grad for parameter in held], [group["lr"] for group in optimizer.param_groups]
@@ -155,11 +154,11 @@ class StackedOptimizer:
                     optimizer.state[parameter]["step"].zero_()
 
     def go_on(self, steps: int) -> None:
-        """Schedules go on after so many steps."""
+        """Continues the schedules after so many steps."""
         self._step = steps
 
     def entries(self) -> list[tuple[dict[str, Any], StackedWeights, dict[str, Tensor]]]:
-        """What is moved: the settings by which, which weights, and their state."""
+        """Returns each group of settings with the weights that it moves and their state."""
         return [(group, moved, self._owner(moved.parameter).state[moved.parameter]) for group, moved in self._moved]
 
     @property
@@ -169,7 +168,7 @@ class StackedOptimizer:
 
     @property
     def limits(self) -> list[float]:
-        """The greatest norm of each member's gradient; 0 for no limit."""
+        """The greatest gradient norm of each member; 0 for no limit."""
         return [self._configs[member].clip_norm for member in self._stack.members]
 
     @property
@@ -179,7 +178,7 @@ class StackedOptimizer:
 
     @property
     def limited_tables(self) -> list[str]:
-        """Tables whose gradient counts for that norm, as ``PATH.TABLE``; dense layers always do."""
+        """The tables whose gradients count for the limited norm, as ``PATH.TABLE``; dense layers always do."""
         return [weights.name for weights in self._inside if weights.is_table]
 
     def _clip(self, limits: Sequence[float]) -> None:
@@ -191,13 +190,13 @@ class StackedOptimizer:
             grad.mul_(factors)
 
     def rates(self, member: str) -> dict[str, float]:
-        """The learning rates of one member now, as a record shows them."""
+        """Returns the present learning rates of one member, as a record shows them."""
         own = [(moved.is_table, group["lr"]) for group, moved in self._moved if member in moved.members]
         found = {"tables_lr": [lr for table, lr in own if table], "dense_lr": [lr for table, lr in own if not table]}
         return {name: rates[0] for name, rates in found.items() if rates}
 
     def kept(self, stack: Stack) -> StackedOptimizer:
-        """The same for a stack of some of the members, which go on where they are."""
+        """Returns an optimizer for a stack of some of the members, with their state and position."""
         own = {member: self._configs[member] for member in stack.members}
         made = StackedOptimizer(stack, own, schedules=self._schedules, steps=self._steps)
         made._step = self._step
@@ -231,7 +230,7 @@ class StackedOptimizer:
 
 
 def _choices(stack: Stack, member: str, config: OptimizerConfig) -> dict[str, Choice]:
-    """The optimizer of each table and dense parameter, by the names that the stack has for them."""
+    """Returns the optimizer of each table and dense parameter, by the stack's names."""
     network = stack.networks[member]
     tables = {f"{path}.{table.name}": table.name for path, own in stack.tables.items() for table in own.tables}
     by_table = config.for_tables(network)
@@ -250,7 +249,7 @@ def _whole(stack: Stack) -> list[_Weights]:
 
 
 def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
-    """All dense weights as one where every member moves all of its own alike; else one by one."""
+    """Returns all dense weights as one where each member has one setting for all of them; else one by one."""
     *tables, dense = _whole(stack)
     if all(len({choices[member][name] for name in stack.dense}) <= 1 for member in stack.members):
         return [*tables, *([dense._replace(name=next(iter(stack.dense)))] if stack.dense else [])]
@@ -259,7 +258,7 @@ def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[
 
 
 def _runs(weights: _Weights, own: Mapping[str, _Rule]) -> list[tuple[StackedWeights, _Rule]]:
-    """The weights of all members at once where they agree and lie together, else member by member."""
+    """Returns one entry for all members where they agree and are adjacent in memory, else one for each."""
     members = tuple(own)
     if len(set(own.values())) == 1 and weights.value.is_contiguous():
         return [(_entry(weights.name, members, weights.value, weights.grad, weights.is_table), own[members[0]])]

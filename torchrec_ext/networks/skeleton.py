@@ -1,6 +1,6 @@
-"""Skeleton: a network without its weights, whose tables and dropout are told what they hold, so that K can run as one.
+"""Skeleton: a network that takes weights, look-ups and dropout noise from outside, so that K networks run as one.
 
-Whether networks have one shape, and where they differ first: what a stack asks before it lays their weights together.
+first_difference(): whether networks have one shape, and else where they differ first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StackError(ValueError):
 
 
 class JaggedStandIn:
-    """Stands for one KeyedJaggedTensor of a batch: a network may hand it to a collection, and read nothing of it."""
+    """Stand-in for a KeyedJaggedTensor of a batch, which a network may pass to a collection but not read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,12 +44,12 @@ class JaggedStandIn:
 
 
 def jagged_of(batch: TowerBatch, name: str) -> KeyedJaggedTensor:
-    """The KeyedJaggedTensor that a :class:`JaggedStandIn` of that name stands for."""
+    """Returns the KeyedJaggedTensor that a :class:`JaggedStandIn` of that name stands for."""
     return batch.shared.sparse if name == "shared.sparse" else getattr(batch, name)  # type: ignore[union-attr]
 
 
 def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
-    """The tensors of a batch that are no ids, by name; those that it lacks are left out."""
+    """Returns the tensors of a batch other than ids, by name, without those that it lacks."""
     found = {name: getattr(batch, name) for name in _FIELDS}
     if batch.shared is not None:
         found |= {f"shared.{name}": getattr(batch.shared, name) for name in _SHARED}
@@ -57,14 +57,14 @@ def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
 
 
 class _MembersRows(SharedRows):
-    """Picks rows by an index, which vmap lays out for all members at once; of index_select it makes a loop over them."""
+    """Picks rows by indexing, which vmap runs for all members at once; index_select would become a loop."""
 
     def spread(self, rows: Tensor) -> Tensor:
         return rows[self.index]
 
 
 def batch_from_tensors(tensors: Mapping[str, Tensor]) -> TowerBatch:
-    """A batch of ``tensors``, its ids :class:`JaggedStandIn`s."""
+    """Builds a batch of ``tensors``, with a :class:`JaggedStandIn` for each of its KeyedJaggedTensors."""
     shared: Any = None
     if "shared.index" in tensors:
         shared = _MembersRows(JaggedStandIn("shared.sparse"), *(tensors[f"shared.{name}"] for name in _SHARED))
@@ -79,7 +79,7 @@ def batch_from_tensors(tensors: Mapping[str, Tensor]) -> TowerBatch:
 
 
 class _Tables(nn.Module):
-    """In the place of a collection: returns what it is told that the look-up gave."""
+    """Stand-in for an EmbeddingBagCollection that returns the pooled embeddings it was given."""
 
     def __init__(self, path: str, collection: EmbeddingBagCollection) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Tables(nn.Module):
 
 
 class _Dropout(nn.Module):
-    """In the place of a dropout layer: multiplies by the noise that the member's own generator drew."""
+    """Stand-in for a dropout layer that multiplies by the noise that the member's own generator drew."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _Dropout(nn.Module):
 
 
 class Learner(nn.Module):
-    """A network, and the loss that it learns by: its own, or with codistillation."""
+    """A network with the loss that it learns by: its own, or with codistillation."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Learner(nn.Module):
     def forward(
         self, batch: TowerBatch, peers: Tensor | None = None, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The loss, (), and the logits, (B,), detached; with ``weight`` times the codistillation of ``peers`` (P, B)."""
+        """Returns loss () and detached logits (B,), with ``weight`` times the codistillation of ``peers`` (P, B)."""
         if peers is None or weight is None:
             loss, output = self.network(batch)
             return loss, output.logits.detach()
@@ -139,11 +139,11 @@ class Skeleton:
     """A network of which the weights, the look-ups and the noise of dropout come from outside.
 
     Args:
-        network: one of a stack; its weights are not kept.
-        batch: one of its batches, from which it is seen what each collection reads and how wide each dropout layer is.
+        network: one network of a stack; its weights are not kept.
+        batch: one of its batches, which shows what each collection reads and in which order dropout layers run.
 
     Raises:
-        StackError: it has parts that cannot be stacked.
+        StackError: the network has parts that cannot be stacked.
     """
 
     def __init__(self, network: nn.Module, batch: TowerBatch) -> None:
@@ -170,7 +170,7 @@ class Skeleton:
         self.dropouts = self._probe(batch)
 
     def noise_shapes(self, batch: TowerBatch) -> list[torch.Size]:
-        """The shape that each of ``dropouts`` sees for one member's batch, such as an epoch's shorter last one."""
+        """Returns the shape of each dropout layer's input for one member's batch, such as an epoch's shorter last."""
         shapes = tuple(value.shape for value in tensors_of(batch).values())
         if shapes not in self._noise_shapes:
             self._noise_shapes[shapes] = [layer.shape for layer in self._probe(batch) if layer.shape is not None]
@@ -197,7 +197,7 @@ class Skeleton:
 
     @contextmanager
     def holding(self, pooled: Mapping[str, Sequence[Tensor]], noise: Sequence[Tensor]) -> Iterator[Learner]:
-        """The learner, whose look-ups give ``pooled`` by path, and whose dropout layers multiply by ``noise`` in their order."""
+        """Yields the learner with look-ups that return ``pooled``, by path, and dropout layers that apply ``noise``."""
         for path, table in self.tables.items():
             table.pooled = pooled[path]
         for layer, drawn in zip(self.dropouts, noise, strict=False):
@@ -217,14 +217,14 @@ _OF_A_TABLE = ("name", "num_embeddings", "embedding_dim", "feature_names", "pool
 
 
 class Layer(NamedTuple):
-    """A module of a network: where it is, and all that its computation depends on but its weights."""
+    """A module of a network: its path, and all that its computation depends on but its weights."""
 
     path: str
     facts: dict[str, Any]
 
 
 def layers(network: nn.Module) -> Iterator[Layer]:
-    """The modules of ``network`` in order, without dropout: its rate is a member's own business, 0 where it has none."""
+    """Yields the modules of ``network`` in order, without dropout layers, whose rates may differ between members."""
     inside: tuple[str, ...] = ()
     for path, module in network.named_modules():
         if isinstance(module, nn.Dropout) or path.startswith(inside or ("\0",)):
@@ -240,7 +240,7 @@ def layers(network: nn.Module) -> Iterator[Layer]:
 
 
 def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
-    """The first field in which one of the networks differs from the first of them; None where all have one shape.
+    """Names the first field in which a network differs from the first network; None where all have one shape.
 
     Example:
         >>> difference({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
@@ -261,7 +261,7 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
 
 
 def _fact(value: Any) -> Any:
-    """``value`` so that two of one content are equal; None for what is compared elsewhere, as modules and tensors are."""
+    """Returns a form of ``value`` that equals others of its content; None for modules, tensors and functions."""
     if isinstance(value, BaseEmbeddingConfig):
         return tuple(f"{name}={_shown(getattr(value, name))}" for name in _OF_A_TABLE if hasattr(value, name))
     if isinstance(value, functools.partial):

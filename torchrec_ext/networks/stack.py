@@ -1,8 +1,8 @@
-"""Stack: K networks of one shape as one, their tables laid below one another, their dense layers run as batched products.
+"""Stack: trains K networks of one shape as one, with their tables concatenated and their dense layers batched.
 
 StackedTables: the tables of K networks as one EmbeddingBagCollection with K times the rows, looked up together.
 
-What the process does with memory that a step gives back.
+keep_freed_memory(): has the process keep the memory that a step frees.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Bags(NamedTuple):
     weights: Tensor | None = None
 
     def pooled(self, table: Tensor, pooling: PoolingType) -> Tensor:
-        """(K x S, D)."""
+        """Returns the pooled bags, (K x S, D)."""
         if self.lengths is None:
             return table.index_select(0, self.ids)
         ends = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
@@ -47,7 +47,7 @@ class _Bags(NamedTuple):
         )
 
     def one_each(self) -> tuple[Tensor, Tensor | None] | None:
-        """An id for each bag, (K x S,), any for an empty one, and (K x S, 1) which are not empty; None for lists."""
+        """Returns one row per bag (K x S,), any for an empty one, and (K x S, 1) which are filled; None for lists."""
         if self.lengths is None:
             return self.ids, None
         if self.weights is not None or int(self.lengths.max()) > 1:
@@ -57,7 +57,7 @@ class _Bags(NamedTuple):
         return ids, self.lengths[:, None].float()
 
     def gradient(self, pooled: Tensor, pooling: PoolingType) -> Tensor:
-        """(n, D) of the row of each id, from that of the pooled bags (K x S, D)."""
+        """Returns the gradient of each id's row, (n, D), from that of the pooled bags (K x S, D)."""
         if self.lengths is None:
             return pooled
         if pooling == PoolingType.MEAN:
@@ -67,15 +67,15 @@ class _Bags(NamedTuple):
 
 
 class StackedTables(nn.Module):
-    """The collections that K networks have at one place, as one whose tables hold K times the rows, member after member.
+    """The collections at one path of K networks, as one whose tables hold K times the rows, member after member.
 
     The members' own collections go on holding the same weights: their parameters become views of the stacked ones.
 
     Args:
-        collections: one of each member, all of one shape.
+        collections: one collection of each member, all of one shape.
 
     Raises:
-        ValueError: a table that is not fp32.
+        ValueError: a table is not fp32.
     """
 
     def __init__(self, collections: Sequence[EmbeddingBagCollection]) -> None:
@@ -101,19 +101,19 @@ class StackedTables(nn.Module):
         self._looked: list[_Bags] = []
 
     def weight(self, table: EmbeddingBagConfig) -> nn.Parameter:
-        """(K x rows, D)."""
+        """Returns the stacked weight of a table, (K x rows, D)."""
         return self.collection.embedding_bags[table.name].weight  # type: ignore[no-any-return]
 
     def read(self, parts: Sequence[KeyedJaggedTensor]) -> None:
-        """Finds the rows that K members' batches with S bags each look up."""
+        """Finds the rows that the batches of K members look up, with S bags for each feature."""
         self._looked = self._read(parts)
 
     def forward(self) -> list[Tensor]:
-        """The pooled bags (K, S, D) of each of ``names``, of the rows that were read last."""
+        """Returns the pooled bags (K, S, D) of each of ``names``, of the rows that were read last."""
         return self._pooled(self._looked, [self.weight(table) for table in self.tables])
 
     def look_up(self, parts: Sequence[KeyedJaggedTensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """The same had the tables other ``weights``, without a gradient."""
+        """Returns the pooled bags as if the tables had other ``weights``; no gradient is accumulated for them."""
         return self._pooled(self._read(parts), weights)
 
     def _read(self, parts: Sequence[KeyedJaggedTensor]) -> list[_Bags]:
@@ -131,7 +131,7 @@ class StackedTables(nn.Module):
         ]
 
     def one_each(self) -> list[tuple[Tensor, Tensor | None]]:
-        """For each look-up that was read last its rows (K x S,), and where some bags are empty which are not, (K x S, 1).
+        """Returns the rows (K x S,) of each look-up read last, and which bags are filled, (K x S, 1), or None for all.
 
         Raises:
             StackError: a bag has more than one id, or an id has a weight.
@@ -147,7 +147,7 @@ class StackedTables(nn.Module):
 
     @torch.no_grad()
     def accumulate(self, gradients: Sequence[Tensor]) -> None:
-        """Sets the gradient of the tables from that of what :meth:`forward` returned last."""
+        """Sets the tables' gradient from the gradients of the bags that :meth:`forward` returned last."""
         found = iter(zip(self._looked, gradients, strict=True))
         for table in self.tables:
             gradient = self.weight(table).grad
@@ -158,7 +158,7 @@ class StackedTables(nn.Module):
 
 
 class _OneEach:
-    """Bags of one id each, (F, S) of each member: no offsets, and no look at what each feature has."""
+    """Bags of one id each, (F, S) of each member, which need no offsets."""
 
     def __init__(self, keys: list[str], values: Tensor, members: int) -> None:
         self._place = {key: at for at, key in enumerate(keys)}
@@ -173,7 +173,7 @@ class _OneEach:
 
 
 def _read_one_each(parts: Sequence[KeyedJaggedTensor], members: int) -> _OneEach | None:
-    """None where a bag has another number of ids than one, or ids have weights."""
+    """Reads bags of one id each; None where a bag has another number of ids, or ids have weights."""
     first = parts[0]
     same = all(part is first for part in parts)
     own = parts[:1] if same else parts
@@ -204,11 +204,11 @@ _SETTINGS = {-1: 256 << 20, -3: 32 << 20}
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc keep up to 256 MB of freed memory for the next step; whether it does.
+    """Makes glibc keep up to 256 MB of freed memory for the next step; returns whether it does.
 
     A stack's matrices are megabytes, which glibc hands back to the system when a step frees them: the next step then
-    faults in each page anew (1,100 of them in a step of 8 Contextual NCF networks, a tenth of its time). For the whole
-    process; with another C library, or another allocator such as jemalloc, nothing changes.
+    faults in each page again (1,100 of them in a step of 8 Contextual NCF networks, a tenth of its time). The setting
+    is the whole process's; with another C library or allocator, such as jemalloc, nothing changes.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -221,7 +221,7 @@ _CLOSE = 1e-4
 
 
 class Losses(NamedTuple):
-    """Of one step, member after member and detached: ``loss`` (K,), ``logits`` (K, B)."""
+    """The detached ``loss`` (K,) and ``logits`` (K, B) of one step, member after member."""
 
     loss: Tensor
     logits: Tensor
@@ -234,19 +234,19 @@ class Stack(nn.Module):
     over K times the rows, and one batched product for each layer (HFTA, Wang et al. 2021). Each member has its own
     rows, first weights, rate of dropout and generator for it; optimizers are :class:`StackedOptimizer`'s.
 
-    The members stay what they were: their parameters become views of the stacked ones, so that ``stack.networks["a"]``
-    is at any time the network as trained so far, to evaluate or to save. What runs is a graph of their forward and
-    backward, traced once for each shape of batch by ``vmap`` and ``make_fx`` and executed kernel by kernel, without
-    autograd; its first step is compared with the members' own forwards.
+    The members' parameters become views of the stacked ones, so that ``stack.networks["a"]`` is at any time the network
+    as trained so far, to evaluate or to save. A step runs a graph of the members' forward and backward, traced once for
+    each shape of batch by ``vmap`` and ``make_fx`` and executed kernel by kernel, without autograd; the losses of the
+    first step are compared with those of the members' own forwards.
 
     Args:
-        networks: by name, on one device: modules as :func:`torchrec_ext.train.loop.train` takes them, such as
-            TowerModels, whose rates of dropout alone may differ. Each has weights of its own.
-        seeds: of each member's dropout, by name: with it a member draws the noise that nn.Dropout draws alone on the
-            CPU after ``torch.manual_seed(seed)``. 0 where not given.
+        networks: networks by name, on one device: modules as :func:`torchrec_ext.train.loop.train` takes them, such as
+            TowerModels, of which only the dropout rates may differ. No two share weights.
+        seeds: seed of each member's dropout, by name, with which it draws the noise that nn.Dropout draws alone on the
+            CPU after ``torch.manual_seed(seed)``; 0 where not given.
 
     Raises:
-        StackError: networks of different shapes; says which field differs.
+        StackError: the networks have different shapes; the message says which field differs.
 
     Example::
 
@@ -281,15 +281,15 @@ class Stack(nn.Module):
 
     @property
     def members(self) -> list[str]:
-        """Their names."""
+        """The names of the members."""
         return list(self.networks)
 
     def state_of(self, member: str) -> dict[str, Tensor]:
-        """An ordinary state dict of one member: copies, under the names that the network alone has."""
+        """Returns an ordinary state dict of one member, copied, under the names that the network alone has."""
         return {name: value.clone() for name, value in self.networks[member].state_dict().items()}
 
     def without(self, members: Collection[str]) -> Stack:
-        """A stack of the others, with the weights and the generators of now; those that leave keep theirs as their own."""
+        """Returns a stack of the other members, with their weights and generators; those that leave keep copies."""
         kept = {name: network for name, network in self.networks.items() if name not in members}
         for name in members:
             for weight in self.networks[name].parameters():
@@ -299,15 +299,15 @@ class Stack(nn.Module):
         return stack
 
     def own_names(self, member: str) -> list[str]:
-        """The names that one member has for the dense weights, in the order of ``dense``, which has the first member's."""
+        """Returns one member's names of the dense weights, in the order of ``dense``, which has the first member's."""
         return [name for name, _ in _dense_parameters(self.networks[member])]
 
     def dense_grads(self) -> dict[str, Tensor]:
-        """By name the gradient of the dense weights, (K, ...)."""
+        """Returns the gradients of the dense weights by name, (K, ...) each."""
         return dict(zip(self.dense, self._dense_grads, strict=True))
 
     def _lay_tables_below_one_another(self) -> dict[str, StackedTables]:
-        """By the path that their collection has in every network."""
+        """Concatenates the members' tables, by the path that their collection has in every network."""
         first = next(iter(self.networks.values()))
         paths = [path for path, module in first.named_modules() if isinstance(module, EmbeddingBagCollection)]
         return {
@@ -315,7 +315,7 @@ class Stack(nn.Module):
         }
 
     def _lay_dense_together(self) -> None:
-        """One (K, P) matrix of all dense weights, a row for each member, and the gradient likewise: optimizers take it whole."""
+        """Makes one (K, P) matrix of all dense weights, a row for each member, and one of their gradients."""
         own = [_dense_parameters(network) for network in self.networks.values()]
         sizes = [weight.numel() for _, weight in own[0]]
         self.flat = torch.stack(
@@ -346,16 +346,16 @@ class Stack(nn.Module):
         return self.skeleton
 
     def backward(self, batches: Sequence[TowerBatch], *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
-        """The gradient of each member's loss on its own batch, in ``grad`` of the stacked weights.
+        """Computes each member's loss on its batch, and its gradient into ``grad`` of the stacked weights.
 
         Args:
-            batches: of each member, in order, all of one shape; one and the same batch for all is read once.
-            peers: (K, P, B) logits of each member's P stale peers for its rows, towards which :func:`codistillation`
+            batches: one batch for each member, in order, all of one shape; a batch given for all is read once.
+            peers: logits of each member's P stale peers for its rows, (K, P, B), towards which :func:`codistillation`
                 draws it.
-            weight: of that term.
+            weight: weight of the codistillation in the loss.
 
         Raises:
-            StackError: batches of different shapes, or networks that cannot be stacked after all.
+            StackError: the batches have different shapes, or the networks cannot be stacked after all.
         """
         inputs = self.inputs(batches, peers, weight)
         key = inputs.shapes()
@@ -373,7 +373,7 @@ class Stack(nn.Module):
 
     @torch.no_grad()
     def _prove(self, graph: GraphModule, inputs: Inputs, batches: Sequence[TowerBatch]) -> None:
-        """The first step's losses must be those that the members' own forwards give."""
+        """Checks that the first step's losses are those of the members' own forwards."""
         found = graph(*inputs.flat())[0].tolist()
         for (name, network), batch, loss in zip(self.networks.items(), batches, found, strict=True):
             own = float(network(batch)[0])
@@ -387,12 +387,12 @@ class Stack(nn.Module):
     def inputs(
         self, batches: Sequence[TowerBatch], peers: Tensor | None = None, weight: float = 1.0, *, look_up: bool = True
     ) -> Inputs:
-        """What a step on ``batches`` reads; arguments as of :meth:`backward`. The rows looked up are kept for their gradient.
+        """Returns the tensors that a step on ``batches`` reads; the rows looked up are kept for their gradient.
 
         Args:
-            batches: of each member.
-            peers: see there.
-            weight: see there.
+            batches: one batch for each member, see :meth:`backward`.
+            peers: logits of stale peers, see :meth:`backward`.
+            weight: weight of the codistillation.
             look_up: read the rows and look them up; else ``pooled`` is empty.
         """
         skeleton = self.skeleton or self._prepare(batches[0])
@@ -414,13 +414,13 @@ class Stack(nn.Module):
         )
 
     def read(self, batches: Sequence[TowerBatch]) -> None:
-        """Finds the rows that ``batches`` look up, whether :class:`StackedTables` or a compiled step does it."""
+        """Finds the rows that ``batches`` look up, for :class:`StackedTables` or a compiled step."""
         skeleton = self.skeleton or self._prepare(batches[0])
         for path, tables in self.tables.items():
             tables.read([jagged_of(batch, skeleton.tables[path].reads) for batch in batches])
 
     def _fields(self, batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
-        """The tensors of the batches below one another, those of one batch for all as they are."""
+        """Stacks the tensors of the batches, (K, ...); those of one batch for all stay as they are."""
         if len(batches) != len(self.networks):
             raise StackError(
                 f"{len(batches)} batches for {len(self.networks)} networks: give one for each, {self.members}"
@@ -439,7 +439,7 @@ class Stack(nn.Module):
         return tensors[0] if shared else {name: torch.stack([own[name] for own in tensors]) for name in tensors[0]}
 
     def _draw(self, skeleton: Skeleton, batch: TowerBatch) -> list[Tensor]:
-        """The noise of each dropout layer, (K, ...), as nn.Dropout draws it; nothing where no member has any."""
+        """Draws the noise of each dropout layer, (K, ...), as nn.Dropout does; none where no member has dropout."""
         if not any(rate for rates in self._rates for rate in rates):
             return []
         drawn = []

@@ -1,8 +1,8 @@
 """train_stack(): the loop of a stack, in which each member has its own epochs, evaluations, early stop and end.
 
-A member of a stack as a run of its own, so that its checkpoint is that of a network trained alone.
+MemberRun: a member as a run of its own, so that its checkpoint is that of a network trained alone.
 
-StalePeers: what the members of a stack predicted some steps ago, for codistillation.
+StalePeers: the predictions of a stack as it was some steps ago, for codistillation.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from torchrec_ext.train.step.choose import Compile
 
 @dataclass
 class MemberWindow:
-    """(3,) float64: the loss, the steps and the rows since the last record."""
+    """The sums of a member since its last record: loss, steps and rows, (3,) float64."""
 
     sums: Tensor
 
 
 @dataclass
 class MemberRun:
-    """What :class:`RunCheckpoints` saves and puts back of one member.
+    """The parts of one member that :class:`RunCheckpoints` saves and restores.
 
     Args:
         model: the network, whose weights are views of the stack's.
-        optimizer: its part of the stack's, see :func:`optimizer_of`.
-        loader: of its batches.
-        watch: of its early stop.
-        window: of its next record.
-        at: where it stands.
-        runtime: of one rank.
+        optimizer: the member's part of the stack's optimizer, see :func:`optimizer_of`.
+        loader: loader of its batches.
+        watch: state of its early stop.
+        window: sums of its next record.
+        at: position of the member in its run.
+        runtime: runtime of one rank.
     """
 
     model: nn.Module
@@ -65,17 +65,17 @@ class MemberRun:
     runtime: Runtime
 
     def settle(self) -> None:
-        """Nothing lags behind in a stack."""
+        """Does nothing, since a stack defers no work."""
 
 
 def is_over(at: Position, epochs: int) -> bool:
-    """Whether a member that stands there, of a run of so many epochs, has left the stack: after its last epoch or an early stop."""
+    """Whether a member at this position has left the stack, after the last of its epochs or an early stop."""
     return at.ended and (at.epoch + 1 >= epochs or any(record["kind"] == "stop" for record in at.history))
 
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Within it torch draws on the CPU from where ``generator`` stands, which stands where that ended after it."""
+    """Makes torch draw on the CPU from ``generator``'s state inside it, and advances ``generator`` by these draws."""
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(generator.get_state())
         yield
@@ -83,12 +83,12 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
 
 def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> KeyedOptimizer:
-    """One member's part of the stack's optimizers, under the names that it has alone; writing its state writes the stack's.
+    """Returns one member's part of a stack's optimizer, under the names that it has alone; state is shared, not copied.
 
     Args:
-        stack: of the member.
-        optimizer: after a step, or :meth:`StackedOptimizer.begin`.
-        member: its name.
+        stack: the stack that the member belongs to.
+        optimizer: the stack's optimizer, after a step or :meth:`StackedOptimizer.begin`.
+        member: name of the member.
     """
     network, own_names = stack.networks[member], dict(zip(stack.dense, stack.own_names(member), strict=True))
     params: dict[str, Tensor] = {}
@@ -104,7 +104,7 @@ def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> Keye
 
 
 def _parts(stack: Stack, moved: StackedWeights, held: dict[str, Tensor], place: int) -> dict[str, dict[str, Tensor]]:
-    """By name of a weight the state of the member at ``place`` of those that are moved together."""
+    """Returns the state of each weight, by name, of the member at ``place`` of those that are moved together."""
     count = len(moved.members)
     own = {slot: value.chunk(count)[place] if value.dim() else value for slot, value in held.items()}
     if moved.is_table:
@@ -129,8 +129,8 @@ class Codistillation:
     """Members learn from each other's slightly old predictions (Anil et al. 2018, algorithm 1).
 
     Args:
-        weight: of the term beside the loss of the labels; 0 for none.
-        burn_in: steps without it, in which the members become worth learning from.
+        weight: weight of the peers' term beside the loss of the labels; 0 for none.
+        burn_in: first steps without that term, in which the members become worth learning from.
         every: steps between two copies of all members; a copy costs the memory of the stack once more, and each step
             with peers one more forward.
     """
@@ -149,14 +149,14 @@ class Codistillation:
 
 
 class StalePeers:
-    """A stack as it was, whose members predict for each other.
+    """A copy of a stack as it was some steps ago, whose members predict for each other.
 
     Args:
-        stack: of two members or more that read one batch.
-        config: how often it is copied.
+        stack: two or more members that read one batch.
+        config: burn-in, and steps between two copies.
 
     Raises:
-        StackError: a stack of one member.
+        StackError: the stack has one member.
     """
 
     def __init__(self, stack: Stack, config: Codistillation) -> None:
@@ -173,7 +173,7 @@ class StalePeers:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Takes the members as they are now."""
+        """Copies the members' weights as they are now."""
         self._dense = [value.detach().clone() for value in self._stack.dense.values()]
         self._tables = {
             path: [own.weight(table).detach().clone() for table in own.tables]
@@ -181,14 +181,14 @@ class StalePeers:
         }
 
     def logits(self, batches: Sequence[TowerBatch], step: int) -> Tensor | None:
-        """(K, K - 1, B) of each member's peers for its rows; None before the burn-in is over.
+        """Returns the logits of each member's peers for its rows, (K, K - 1, B); None before the burn-in is over.
 
         Args:
-            batches: one and the same for each member.
-            step: counted from 0 over the run.
+            batches: one batch, given once for each member.
+            step: number of the step, counted from 0 over the run.
 
         Raises:
-            StackError: members with batches of their own.
+            StackError: the members read different batches.
         """
         if any(batch is not batches[0] for batch in batches):
             raise StackError(
@@ -223,13 +223,13 @@ class Member:
     """One network of a stack and how it is trained.
 
     Args:
-        network: unsharded, its tables in memory.
-        loader: its batches; members with one loader read it once.
-        optimizer: of its weights.
-        train: its epochs, schedules, evaluations and early stop.
-        seed: of its dropout.
-        checkpoints: saves it as a run of its own, and says where it begins; of all members at the same steps, or of
-            none.
+        network: unsharded network, its tables in memory.
+        loader: batches of the network; members with one loader read it once.
+        optimizer: optimizer settings of its weights.
+        train: epochs, schedules, evaluations, early stop and compilation; the last is the same for all members.
+        seed: seed of its dropout.
+        checkpoints: saves it as a run of its own, and says where it begins; all members save at the same steps, or
+            none does.
     """
 
     network: nn.Module
@@ -249,28 +249,27 @@ def train_stack(
     stop: Callable[[], bool] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[Record]]:
-    """Trains networks of one shape as one stack; the networks of ``members`` have learned when it returns.
+    """Trains networks of one shape as one stack; the networks of ``members`` are trained in place.
 
-    A member leaves when its epochs are over, when it stops early, and when its loss is no number: the others go on,
+    A member leaves when its epochs are over, when it stops early, and when its loss is not finite: the others go on,
     faster.
 
     Args:
-        members: by name.
-        evaluate: from a name to the figures of that member as it is, after the epochs that its ``train.eval_every``
-            says.
+        members: networks by name, and how each is trained.
+        evaluate: takes a name and returns the present figures of that member; called after the epochs that its
+            ``train.eval_every`` says.
         log: called with a name and a record of that member.
-        codistillation: how members learn from each other, where they do. After a resume the peers are those of that
-            step.
-        stop: asked after each step; where it says yes, all members are saved, and the run ends.
-        say: receives the line that says whether steps are compiled, see :class:`StackSteps`.
+        codistillation: how members learn from each other, if they do. After a resume the peers are those of that step.
+        stop: called after each step; where it returns True, all members are saved, and the run ends.
+        say: receives the lines that say whether steps are compiled, see :class:`StackSteps`.
 
     Returns:
-        The records of each member, as :func:`torchrec_ext.train.loop.train` makes them; the last of one whose loss is
-        no number has the kind ``error``, and nothing was written by that step.
+        The records of each member, as :func:`torchrec_ext.train.loop.train` makes them; the last of a member whose loss
+        is not finite has the kind ``error``, and nothing was written by that step.
 
     Raises:
-        StackError: networks of different shapes, or loaders of which one has more steps than another.
-        RunStoppedError: ``stop`` said so.
+        StackError: the networks have different shapes, or their loaders different numbers of steps.
+        RunStoppedError: ``stop`` returned True.
     """
     try:
         run = _Run(members, evaluate, log, codistillation or Codistillation(), stop, say)
@@ -340,7 +339,7 @@ class _Run:
         )
 
     def epoch(self) -> None:
-        """What is left of it."""
+        """Trains the rest of the epoch."""
         loaders = list({id(self._members[name].loader): self._members[name].loader for name in self.active}.values())
         if not self.at.done:
             for loader in loaders:
@@ -358,7 +357,7 @@ class _Run:
         self.at.begin(self.at.epoch + 1)
 
     def restore_best(self) -> None:
-        """Each member goes back to the weights of its best evaluation, where its early stop watched for it."""
+        """Restores the weights of each member's best evaluation, where its early stop watched for it."""
         for name, member in self._members.items():
             steps = [record["step"] for record in self.history[name] if record["kind"] != "error"]
             best = self._watches[name].better_than(max(steps, default=0))
@@ -381,7 +380,7 @@ class _Run:
                 )
 
     def _restore(self) -> None:
-        """All members stand where their checkpoints say; at the beginning where there are none."""
+        """Restores all members from their checkpoints, if there are any."""
         self._optimizer.begin()
         stand = {name: self._restore_one(name, checkpoints) for name, checkpoints in self._saved()}
         for name, record in ((name, record) for name, own in stand.items() for record in own.history):
@@ -417,7 +416,7 @@ class _Run:
         return at
 
     def _saved(self) -> list[tuple[str, RunCheckpoints]]:
-        """Of the members that are left."""
+        """The checkpoints of the members that are left, by name."""
         found = ((name, self._members[name].checkpoints) for name in self.active)
         return [(name, checkpoints) for name, checkpoints in found if checkpoints is not None]
 
@@ -438,7 +437,7 @@ class _Run:
                 how(checkpoints, self._as_run(name))
 
     def _train(self, epoch: int, batches: Mapping[str, TowerBatch], window: _Window) -> bool:
-        """One step of all; False when no member is left."""
+        """Makes one step of all members; False when no member is left."""
         there = {id(batch): batch.to(self._stack.flat.device) for batch in batches.values()}
         losses = self._move([there[id(batches[name])] for name in self.active])
         while not torch.isfinite(losses).all():
@@ -538,11 +537,11 @@ class _Window:
         self._starts = dict.fromkeys(names, time.perf_counter())
 
     def sums(self, name: str) -> Tensor:
-        """Loss, steps and rows, as a checkpoint keeps them."""
+        """Returns a member's loss, steps and rows, (3,) float64, as a checkpoint keeps them."""
         return torch.tensor(self._sums[name], dtype=torch.float64)
 
     def put(self, name: str, sums: Tensor) -> None:
-        """Goes on from there."""
+        """Restores a member's sums."""
         total, steps, rows = sums.tolist()
         self._sums[name] = total, int(steps), int(rows)
 

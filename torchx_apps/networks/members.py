@@ -1,6 +1,6 @@
-"""Members: the networks of one job, from a grid (`--vary key=a,b`) or a list (`--member name:key=value`) over one recipe.
+"""members_of(): the networks of one job, from a grid (`--vary key=a,b`) or a list (`--member name:key=value`).
 
-Rank groups: which ranks train which members, and how a group of ranks becomes a world of its own.
+place(): the ranks that train each member; World: how a group of ranks becomes a world of its own.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ class MemberJob:
 
 
 def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_rows: bool = False) -> list[MemberJob]:
-    """The networks of a job.
+    """Returns the networks of a job.
 
     Args:
         base: the recipe as changed by ``--set``.
-        vary: ``key=a,b,c`` each; the members are all combinations. Values that have commas themselves are separated by
+        vary: grid, ``key=a,b,c`` each; the members are all combinations. Values that contain commas are separated by
             ``|``.
-        listed: ``name:key=value,key=value`` each, one member more.
+        listed: further members, ``name:key=value,key=value`` each.
         own_rows: each member reads its rows in the order of its own ``train.seed``. Else all read the order and the
-            negatives of the recipe's seed, so that one loader serves them, and ``train.seed`` moves first weights and
-            dropout; a member that changes ``loader.seed`` has its own in any case.
+            negatives of the recipe's seed, so that one loader serves them, and ``train.seed`` changes first weights and
+            dropout; a member that changes ``loader.seed`` has its own order in any case.
 
     Raises:
-        ValueError: an unknown key or a wrong value, by flag; no member, one that is there twice, or a name that two
-            have.
+        ValueError: a key is unknown or a value wrong, named by flag; there is no member, two are one network, or two
+            have one name.
 
     Example:
         >>> from torchx_apps.cli.command_line import load_recipe
-        >>> [m.name for m in members_of(load_recipe("two_tower"), ["optimizer.dense_lr=1e-3,3e-3", "train.seed=0,1"], [])]
+        >>> vary = ["optimizer.dense_lr=1e-3,3e-3", "train.seed=0,1"]
+        >>> [member.name for member in members_of(load_recipe("two_tower"), vary, [])]
         ['dense_lr=1e-3_seed=0', 'dense_lr=1e-3_seed=1', 'dense_lr=3e-3_seed=0', 'dense_lr=3e-3_seed=1']
         >>> members_of(load_recipe("two_tower"), ["optimizer.dense_l=1e-3"], [])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
@@ -85,7 +86,7 @@ def _grid(vary: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _grid_name(changes: Sequence[str], vary: Sequence[str]) -> str:
-    """By the last part of each key, or the whole key where two end alike."""
+    """Makes a member's name of the last part of each key, or the whole key where two end alike."""
     keys = [change.partition("=")[0] for change in changes]
     last = Counter(key.rpartition(".")[2] for key in keys)
     parts = []
@@ -134,12 +135,12 @@ def _check(members: Sequence[MemberJob]) -> None:
 
 
 def differing(members: Sequence[MemberJob]) -> list[str]:
-    """The keys that some member changes, in the order of their first use."""
+    """Returns the keys that some member changes, in the order of their first use."""
     return list(dict.fromkeys(change.partition("=")[0] for member in members for change in member.changes))
 
 
 def setting(member: MemberJob, key: str) -> str:
-    """The value that a member has for a key, as it was given or as the recipe has it."""
+    """Returns a member's value for a key, as it was given or as the recipe has it."""
     given = {change.partition("=")[0]: change.partition("=")[2] for change in member.changes}
     if key in given:
         return given[key]
@@ -150,10 +151,10 @@ def setting(member: MemberJob, key: str) -> str:
 
 
 def named(names: Sequence[str], pattern: str, flag: str) -> list[str]:
-    """The members that a name, or a pattern with * and ?, stands for.
+    """Returns the members that a name, or a pattern with * and ?, stands for.
 
     Raises:
-        ValueError: none; it names the nearest.
+        ValueError: there is none; the message names the nearest.
     """
     expression = re.compile("".join(".*" if c == "*" else "." if c == "?" else re.escape(c) for c in pattern))
     found = [name for name in names if expression.fullmatch(name)]
@@ -170,24 +171,24 @@ _TIMEOUT_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Members that are trained by the same ranks: of one rank together, as far as they can be stacked; of several, in turn."""
+    """Members trained by the same ranks: on one rank together as far as they can be stacked, on several in turn."""
 
     members: tuple[str, ...]
     ranks: tuple[int, ...]
 
 
 def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankGroup]:
-    """Which ranks train which members.
+    """Assigns members to groups of ranks.
 
     Args:
-        names: of the members.
-        world_size: R.
+        names: names of the members.
+        world_size: number of ranks, R.
         groups: ``a:0-1,b:2``: members (a name, a pattern with * and ?, or several with + between) and ranks (``0-1``,
             ``2`` or ``0+2``). Where not given, members are dealt to the ranks in their order, as evenly as can be; with
             more ranks than members each has as many ranks as the others, or one more.
 
     Raises:
-        ValueError: a member or rank that is not there, that is placed twice or not at all.
+        ValueError: a member or rank does not exist, is in two groups, or in none.
 
     Example:
         >>> place(["a", "b", "c"], 2)
@@ -228,7 +229,7 @@ def _dealt(names: Sequence[str], world_size: int) -> list[RankGroup]:
 
 
 def _share(things: Sequence[Any], part: int, parts: int) -> tuple[Any, ...]:
-    """A part of ``things`` in their order; the first parts have one more where they do not go round."""
+    """Returns one of ``parts`` parts of ``things`` in their order; the first parts have one more, if any have."""
     size, more = divmod(len(things), parts)
     start = part * size + min(part, more)
     return tuple(things[start : start + size + (part < more)])
@@ -253,15 +254,15 @@ def _check_of_rank_groups(groups: Sequence[RankGroup], names: Sequence[str], wor
 
 
 def group_of(groups: Sequence[RankGroup], rank: int) -> RankGroup:
-    """The group of a rank."""
+    """Returns the group of a rank."""
     return next(group for group in groups if rank in group.ranks)
 
 
 class World:
-    """The ranks of the whole job, of which each group is later a world of its own: they talk by a store alone.
+    """All ranks of the job, which exchange texts through a store; each group becomes a torch world of its own later.
 
     Args:
-        environ: as torchrun set it; without RANK there is one rank.
+        environ: environment that torchrun set; without RANK there is one rank.
     """
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -281,13 +282,13 @@ class World:
         self._gathers = 0
 
     def narrow(self, group: RankGroup, name: str) -> None:
-        """Lets this process's next ``Runtime.start`` join the ranks of ``group`` alone.
+        """Makes this process's next ``Runtime.start`` join the ranks of ``group`` alone.
 
-        The environment that torchrun gave is made that of a job of these ranks, which meet at a port of their own.
+        The environment that torchrun set becomes that of a job of these ranks, which meet at a port of their own.
 
         Args:
-            group: this rank's.
-            name: of the world; no two of a job have one.
+            group: group of this rank.
+            name: name of the new world, unique in the job.
         """
         if self.size == 1:
             return
@@ -313,20 +314,20 @@ class World:
         self._environ.update(_of_local_ranks(self._gpus, [int(said[rank][2]) for rank in beside]))
 
     def widen(self) -> None:
-        """Gives this process back its rank in the whole job, by which an error names it."""
+        """Restores this process's rank in the whole job, by which an error names it."""
         if self.size > 1:
             self._environ["RANK"] = str(self.rank)
 
     def tell(self, key: str, text: str) -> None:
-        """Leaves a text for the other ranks."""
+        """Stores a text for the other ranks."""
         self._store.set(key, text)
 
     def told(self, keys: Sequence[str]) -> list[str]:
-        """The texts that ranks left, when all are there; a rank that fails ends the job, and this wait with it."""
+        """Waits for the texts of all keys and returns them; a rank that fails ends the job, and this wait with it."""
         return [self._told(key) for key in keys]
 
     def gathered(self, value: Any) -> list[Any]:
-        """The values of all ranks in rank order, of what JSON holds; all ranks call it together."""
+        """Returns the values of all ranks, which JSON can hold, in rank order; all ranks call it together."""
         self._gathers += 1
         self.tell(f"gathered/{self._gathers}/{self.rank}", json.dumps(value))
         return [
@@ -341,21 +342,21 @@ class World:
 
 
 def _address(environ: Mapping[str, str]) -> str:
-    """Where other ranks of the job reach this host: on one host, as the job itself says."""
+    """Returns the address at which other ranks reach this host: on one host, as the job itself says."""
     if environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"):
         return environ.get("MASTER_ADDR", "127.0.0.1")
     return socket.getfqdn()
 
 
 def _of_local_ranks(gpus: int, local_ranks: Sequence[int]) -> dict[str, str]:
-    """What tells ``Runtime.start`` the GPU of each of a group's ranks on one host.
+    """Returns the variables that tell ``Runtime.start`` the GPU of each of a group's ranks on one host.
 
     CUDA_VISIBLE_DEVICES would change nothing: fbgemm's import has initialised CUDA. With more processes than GPUs,
     groups of one rank share them in turn; for others there is nothing to choose.
 
     Args:
-        gpus: that this host's processes see.
-        local_ranks: of the group, each among all processes of the host.
+        gpus: number of GPUs that this host's processes see.
+        local_ranks: ranks of the group among all processes of the host.
 
     Example:
         >>> _of_local_ranks(3, [1, 2]), _of_local_ranks(2, [3]), _of_local_ranks(2, [1, 2]), _of_local_ranks(0, [0])

@@ -1,9 +1,9 @@
-"""run(): several networks in one job. Members of one shape on one rank are stacked, others are trained in turn, groups at once.
+"""run_networks(): trains several networks in one job.
 
-Who reads: all members of a rank that ask for the same rows take the batches of one loader, each batch built once and
-handed to all as one object. Ranks read for themselves, each from its own copy of the set: a batch from memory takes
-longer to hand over than to build (4 ms against 1.1: benchmarks/networks.py, row `one-reader`), and sharing one would
-make each network wait for the slowest.
+Members of one shape on one rank are stacked, others are trained in turn, and groups of ranks train at once. All members
+of a rank that ask for the same rows take the batches of one loader, each batch built once. Ranks read for themselves,
+each from its own copy of the set: a batch from memory takes longer to send than to build (4 ms against 1.1:
+benchmarks/networks.py, row `one-reader`), and a shared one would make each network wait for the slowest.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def run_networks(
     """Trains the members on the ranks of their groups; rank 0 prints the table and writes it.
 
     Args:
-        members: of all groups.
-        groups: which ranks train which.
+        members: members of all groups.
+        groups: groups of ranks with their members.
         world: the ranks of the job.
-        config: how.
-        run_dir: with a folder for each member.
+        config: settings of the job.
+        run_dir: folder of the job, with a folder for each member; made where not given.
 
     Returns:
         Whether any member was trained to its end.
@@ -68,7 +68,7 @@ def run_networks(
 
 
 def _begin(recipe: str, run_dir: Path | None, config: NetworksConfig, world: World) -> tuple[Path, NetworksConfig]:
-    """The folder of the job, which says of which launch it is, and how all ranks begin in it: rank 0 tells them."""
+    """Makes the job's folder on rank 0, and returns it and the settings with which all ranks begin."""
     world.tell(f"restarted/{world.rank}", "yes" if restarted() else "")
     if world.rank == 0:
         counted = any(world.told([f"restarted/{rank}" for rank in range(world.size)]))
@@ -84,7 +84,7 @@ def _begin(recipe: str, run_dir: Path | None, config: NetworksConfig, world: Wor
 
 
 def _in_its_own_folder(member: MemberJob) -> MemberJob:
-    """Each network's checkpoints by themselves, also where one folder is given for all."""
+    """Gives each network a folder of checkpoints of its own, even where one folder is given for all."""
     saved = member.job.checkpoint
     if not saved.folder:
         return member
@@ -93,7 +93,7 @@ def _in_its_own_folder(member: MemberJob) -> MemberJob:
 
 
 class _Group:
-    """The members of one rank group, as this rank trains them."""
+    """Trains the members of one rank group on this rank."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Group:
         return found
 
     def _ended(self) -> list[Result]:
-        """The members that an earlier attempt has trained to their end; the first rank looks for all of the group."""
+        """Results of members that an earlier attempt has trained to the end; the group's first rank looks them up."""
         if self._config.resume == "never":
             return []
         key = f"ended/{self._number}"
@@ -160,7 +160,7 @@ class _Group:
             return results
 
     def _stacks(self, built: Sequence[Built]) -> list[list[Built]]:
-        """Members of one shape, two or more; or the last of a stack of which the others have ended before."""
+        """Returns groups of two or more members of one shape, and last members of a stack that is resumed."""
         stacks: list[list[Built]] = []
         for one in built:
             reasons = [apart(stack[0], one) for stack in stacks]

@@ -1,6 +1,6 @@
-"""StackedMembers: members of one shape on one rank, trained as one stack, each with its run folder, checkpoints and figures.
+"""StackedMembers: trains members of one shape on one rank as a stack, each with run folder, checkpoints and figures.
 
-Which members of a job can be one stack: build() makes their networks, apart() says why two of them cannot be stacked.
+build() makes the networks of a job's members; apart() says why two of them cannot be stacked.
 
 NetworksConfig: how the members of a job of several networks are trained.
 """
@@ -62,7 +62,7 @@ class Built:
 
 
 def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
-    """Their networks with the weights of their seeds; members with the same data share one copy of it."""
+    """Builds the members' networks with the weights of their seeds; members with the same data share one copy of it."""
     tasks: dict[Any, Task] = {}
     built = []
     for member in members:
@@ -82,7 +82,7 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
 
 
 def why_alone(job: Job) -> str | None:
-    """What of the settings no stack has."""
+    """Names the first setting that no stack supports; None where there is none."""
     if NEGATIVES[job.loader.sampling].refreshed and job.loader.negatives:
         return f"loader.sampling={job.loader.sampling} asks one model for its hardest items, and a stack has several"
     for group, names in _OF_ONE_NETWORK.items():
@@ -95,7 +95,7 @@ def why_alone(job: Job) -> str | None:
 
 
 def apart(first: Built, other: Built) -> str | None:
-    """Why two members cannot be one stack."""
+    """Says why two members cannot be in one stack; None where they can."""
     one, two = first.job, other.job
     pairs: list[tuple[str, Any, Any]] = [
         (f"loader.{name}", getattr(one.loader, name), getattr(two.loader, name)) for name in _ROWS
@@ -116,7 +116,7 @@ def apart(first: Built, other: Built) -> str | None:
 
 
 def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
-    """One loader for all members whose rows and negatives are the same."""
+    """Returns each member's loader, one for all members whose rows and negatives are the same."""
     made: dict[Any, Loader] = {}
     found: dict[str, Loader] = {}
     for one in built:
@@ -129,7 +129,7 @@ def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworksConfig:
-    """How the members are trained.
+    """Says how the members of a job are trained.
 
     Args:
         stack: ``auto``: members of one shape on one rank are stacked, others trained in turn; ``require``: members that
@@ -137,7 +137,7 @@ class NetworksConfig:
         codistillation: how stacked members learn from each other.
         weights: write each stacked member's state dict into its folder as ``weights.pt``.
         resume: ``auto``: members that have ended stay as they are, and the others go on where all of a stack were last
-            saved; ``never``: all begin anew.
+            saved; ``never``: all start from the beginning.
     """
 
     stack: str = "auto"
@@ -163,7 +163,7 @@ STACK_FILE = "stack.json"  # in the run folder of each member of a stack: who th
 
 
 class _Unsharded:
-    """A network in the place of the DistributedModelParallel that a evaluator asks."""
+    """Stand-in for the DistributedModelParallel of an Evaluator, around an unsharded network."""
 
     def __init__(self, network: nn.Module) -> None:
         self.module = network
@@ -173,7 +173,7 @@ class _Unsharded:
 
 
 class StackedMembers:
-    """Members of one shape on one rank."""
+    """Trains members of one shape on one rank as a stack."""
 
     def __init__(self, built: Sequence[Built], runtime: Runtime, config: NetworksConfig, root: Path) -> None:
         self._built = {one.member.name: one for one in built}
@@ -186,11 +186,11 @@ class StackedMembers:
         return one.task.evaluator(one.schema, _Unsharded(one.network), self._runtime)  # type: ignore[arg-type]
 
     def train(self) -> list[Result]:
-        """All of them to their ends, from where they were last saved if so configured.
+        """Trains all members to their ends, from where they were last saved if so configured.
 
         Raises:
-            StackError: they cannot be stacked after all, which the first step shows.
-            RunStoppedError: after SIGTERM; all are saved.
+            StackError: the members cannot be stacked after all, as the first step shows.
+            RunStoppedError: SIGTERM ended the run; all members are saved.
         """
         loaders = loaders_of(list(self._built.values()), self._runtime)
         first = next(iter(self._built.values()))
@@ -224,7 +224,7 @@ class StackedMembers:
         return [self._finish(name, history[name], seconds) for name in self._built]
 
     def _begin(self) -> dict[str, str]:
-        """By member the checkpoint to begin from: of the newest step at which all were saved."""
+        """Returns each member's checkpoint to begin from, of the newest step at which all were saved."""
         if self._config.resume == "never":
             return {}
         folders = {
@@ -293,7 +293,7 @@ class StackedMembers:
 
 
 def _described(job: Job) -> dict[str, Any]:
-    """Every setting of a job, so that `rec.train.hybrid` with the same trains the same."""
+    """Returns every setting of a job, with which `rec.train.hybrid` trains the same."""
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
     return config | {
         name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))

@@ -136,7 +136,7 @@ def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Tensor:
 
 @dataclass
 class RowState:
-    """A number per row that an optimizer keeps for each part into which the columns are split, such as row-wise Adagrad's sum.
+    """An optimizer's number per row for each part into which columns are split, such as row-wise Adagrad's sum.
 
     Args:
         widths: number of columns of each part, in order.

@@ -1,4 +1,4 @@
-"""Figures of a model, over the rows of all ranks: ranking the whole catalogue or given candidates, coverage, classification."""
+"""Figures of a model over the rows of all ranks: ranking of catalogue or candidates, coverage, classification."""
 
 from torchrec_ext.train.metrics.catalogue import Coverage, Question, catalogue_ranks, popularity_ranks, ranks_of
 from torchrec_ext.train.metrics.classification import (

@@ -1,6 +1,6 @@
-"""Ranking the whole catalogue, a block of queries at a time: a score is compared with the target's, and nothing is sorted.
+"""catalogue_ranks(): ranks the whole catalogue, a block of queries at a time, by comparing scores, without sorting.
 
-Catalogue coverage: the share of all items that are recommended to anyone.
+Coverage: the share of all items that are recommended to anyone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embe
 
 
 class Coverage:
-    """Which items stand in at least one query's list of the k best; exact over any number of updates, in a byte per item.
+    """The share of items that are in some query's list of the k best; exact over all updates, in a byte per item.
 
-    Where candidates tie about the last place of a list, torch.topk chooses.
+    Where candidates tie for the last place of a list, torch.topk chooses.
 
     Args:
-        num_items: I, rows of the catalogue.
+        num_items: number of rows of the catalogue, I.
         k: length of a list.
-        not_items: rows that cannot be recommended and so need not be.
+        not_items: rows that are not items, and so count neither way.
 
     Example:
         >>> shown = Coverage(5, k=2)
@@ -44,14 +44,14 @@ class Coverage:
         self._not_items = list(not_items)
 
     def update(self, scores: Tensor) -> None:
-        """Adds the best of each row of ``scores`` (B, I), in which -inf is never shown."""
+        """Adds the k best items of each row of ``scores`` (B, I), of which -inf is never recommended."""
         if scores.shape[1] != len(self._shown):
             raise ValueError(f"scores: {scores.shape[1]} columns, must be num_items={len(self._shown)}")
         best = scores.topk(min(self._k, scores.shape[1]), sorted=False)
         self._shown[best.indices[best.values > -torch.inf].cpu()] = 1
 
     def compute(self, runtime: Runtime) -> dict[str, float]:
-        """``coverage@k`` over the queries of all ranks; every rank must call it."""
+        """Returns ``coverage@k`` over the queries of all ranks; every rank must call it."""
         shown = self._shown.to(runtime.device, copy=True)
         if runtime.world_size > 1:
             dist.all_reduce(shown, dist.ReduceOp.MAX)
@@ -72,16 +72,15 @@ class Question:
     """Held-out interactions to rank the catalogue for, of U queries; the same on every rank.
 
     Args:
-        targets: (T,) the items that should be found: one for each query in order, T = U, unless ``target_rows`` says
-            otherwise.
-        seen_rows: (P,) and
-        seen_items: (P,) pairs (query, item) that are left out of the ranking of that query, but for its targets.
+        targets: items that should be found, (T,): one for each query in order, T = U, unless ``target_rows`` is given.
+        seen_rows: query of each pair that is left out of the ranking, (P,).
+        seen_items: item of each such pair, (P,); a query's targets are ranked nevertheless.
         not_items: ids that are never ranked, such as the out-of-vocabulary row.
-        target_rows: (T,) int64 the query of each target, ascending, where queries have several: each of 0 to U - 1 at
+        target_rows: query of each target, (T,) int64, ascending, where queries have several: each of 0 to U - 1 at
             least once.
 
     Raises:
-        ValueError: parts of unequal length, a number below 0, target_rows with a gap or out of order, a target given
+        ValueError: lengths differ, a number is below 0, target_rows has a gap or is out of order, or a target is given
             twice.
     """
 
@@ -105,13 +104,13 @@ class Question:
 
     @cached_property
     def queries(self) -> int:
-        """U."""
+        """The number of queries, U."""
         if self.target_rows is None:
             return len(self.targets)
         return int(self.target_rows[-1]) + 1 if len(self.target_rows) else 0
 
     def targets_of(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Rows, counted from ``start``, and items of the targets of queries ``start`` to ``stop``."""
+        """Returns rows, counted from ``start``, and items of the targets of queries ``start`` to ``stop``."""
         if self.target_rows is None:
             items = self.targets[start:stop]
             return torch.arange(len(items)), items
@@ -119,7 +118,7 @@ class Question:
         return self.target_rows[first:last] - start, self.targets[first:last]
 
     def seen_by(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Rows, counted from ``start``, and items of the pairs to leave out of queries ``start`` to ``stop``."""
+        """Returns rows, counted from ``start``, and items of the pairs that queries ``start`` to ``stop`` leave out."""
         rows, items = self._seen
         first, last = torch.searchsorted(rows, torch.tensor([start, stop])).tolist()
         return rows[first:last] - start, items[first:last]
@@ -134,10 +133,10 @@ class Question:
 
 
 def ranks_of(scores: Tensor, question: Question, start: int = 0) -> TargetRanks:
-    """Ranks of the targets of queries ``start`` to ``start + B`` by ``scores`` (B, I), in which what is left out becomes -inf.
+    """Ranks the targets of queries ``start`` to ``start + B`` by ``scores`` (B, I), which is changed.
 
     Raises:
-        ValueError: a score is NaN, a target's is infinite, or a target is no item.
+        ValueError: a score is NaN, a target's score is infinite, or a target is not an item.
     """
     stop = start + len(scores)
     rows, items = (part.to(scores.device) for part in question.targets_of(start, stop))
@@ -155,7 +154,7 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0) -> TargetRanks:
 
 
 def _compare(scores: Tensor, rows: Tensor, wanted: Tensor, *, alone: bool) -> tuple[Tensor, Tensor]:
-    """For each target how many scores of its row are greater, and how many others are equal."""
+    """Counts, for each target, the scores of its row that are greater, and the others that are equal."""
     if alone:
         return _count(torch.gt, scores, wanted[:, None]), _count(torch.eq, scores, wanted[:, None]) - 1
     parts = [  # a row is copied for each of its targets, no more of them at a time than there are scores
@@ -167,7 +166,7 @@ def _compare(scores: Tensor, rows: Tensor, wanted: Tensor, *, alone: bool) -> tu
 
 
 def _count(compare: Callable[..., Tensor], scores: Tensor, wanted: Tensor) -> Tensor:
-    """(B,) how many of each row compare so. Comparing into floats and adding those takes a sixth of the time of adding bools."""
+    """Counts the scores of each row that compare so, (B,); summing floats takes a sixth of the time of bools."""
     if scores.shape[1] >= 2**24:  # from there on a float32 cannot count
         return compare(scores, wanted).sum(1)
     return compare(scores, wanted, out=torch.empty_like(scores, dtype=torch.float32)).sum(1).long()
@@ -188,20 +187,20 @@ def catalogue_ranks(
 
     Both towers run once per row, spread over the ranks; then each rank scores its own queries against the whole
     catalogue, a block of pairs at a time, never a whole U x I matrix: beside the outputs of the item tower (I x D) it
-    holds 2**17 scores, or one query's where the catalogue is larger. Scores are compared as they are: items with equal
-    vectors tie, or differ in the last bit by their place in the matrix product, whichever of them is the target.
+    holds 2**17 scores, or one query's where the catalogue is larger. Scores are compared unrounded: items with equal
+    vectors tie, or differ in the last bit by their index in the matrix product, whichever of them is the target.
 
     Args:
-        model: the model, under DistributedModelParallel its ``module``.
-        runtime: this process's place in the job.
-        queries: for each :class:`Share` of the queries in :func:`own_share` the batch of its rows, and its ``keep``.
-        candidates: batches of the items 0 to I - 1, likewise.
-        question: targets and what to leave out.
-        towers: names of the query's tower, or its several in the model's order, and last of the candidates'.
-        coverage: is shown each list of best items, if given.
+        model: the model; under DistributedModelParallel its ``module``.
+        runtime: rank and device of this process.
+        queries: the batch and ``keep`` of each :class:`PaddedRows` of the queries in :func:`own_share`.
+        candidates: the batch and ``keep`` of each :class:`PaddedRows` of the items 0 to I - 1.
+        question: targets, and items to leave out.
+        towers: names of the query's towers, in the model's order, and last of the candidates' tower.
+        coverage: updated with each list of best items, if given.
 
     Raises:
-        ValueError: a score that is no number; batches of more or fewer queries than the question has.
+        ValueError: a score is NaN, or the batches have another number of queries than the question.
     """
     items = embed_all(model, towers[-1], candidates, runtime)
     own = torch.cat(embed_own(model, towers[:-1], queries, runtime), dim=1)
@@ -222,7 +221,7 @@ def catalogue_ranks(
 
 
 def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
-    """Ranks of the targets where every query is ranked by ``popularity`` (I,), on the same candidates: what a model must beat."""
+    """Ranks the targets by ``popularity`` (I,) for every query, on the same candidates: the baseline of a model."""
     parts, block = [], max(1, PAIRS_PER_BLOCK // len(popularity))
     for start in range(0, question.queries, block):
         scores = popularity.float().repeat(min(block, question.queries - start), 1)
@@ -233,7 +232,7 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
 
 
 def _check_scores(scores: Tensor, wanted: Tensor, start: int) -> None:
-    """NaN is neither better nor worse than anything, so it would count as worse and flatter the model."""
+    """Refuses NaN, which is neither better nor worse than anything, so that it would count as worse."""
     if not torch.isfinite(wanted).all() or torch.isnan(scores.sum()):
         bad = torch.isnan(scores).nonzero()
         what = (

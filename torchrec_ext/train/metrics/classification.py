@@ -1,10 +1,10 @@
 """AUC, log loss, normalised entropy and calibration of logits: exact, or streaming in memory of 4 MiB.
 
-A row counts by its weight, as in the losses; rows of weight 0 are padding. Ours because torchmetrics 1.0.3 puts logits
-through a float32 sigmoid, after which all above 17 tie, and adds areas in float32; because torchrec's AUC has no ties
-and its window forgets; and because torchrec's log loss is in bits, of probabilities clamped at 1e-12.
+A row counts by its weight, as in the losses; rows of weight 0 are padding. They replace torchmetrics 1.0.3, which puts
+logits through a float32 sigmoid, after which all above 17 tie, and adds areas in float32; and torchrec, whose AUC has
+no ties, whose window forgets, and whose log loss is in bits, of probabilities clamped at 1e-12.
 
-Grouped AUC: how well the rows of each user, or of each session, are ordered among themselves.
+grouped_auc(): how well the rows of each user, or of each session, are ordered among themselves.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ BITS = 18  # sign, exponent and 9 bits after the point: a bin is at most a 512th
 
 
 def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> float:
-    """Exact area under the ROC curve over the rows of all ranks; a tie counts half; NaN where the rows are of one class.
+    """Returns the exact area under the ROC curve over the rows of all ranks; a tie counts half; NaN for one class.
 
     Every rank must call it, with as many rows as it has, and holds some 150 bytes for each row of all ranks while it
     sorts.
 
     Args:
-        logits: (B,) or probabilities; only their order counts.
-        labels: (B,) 0 to 1; a label between counts as so much of either class.
-        weights: (B,) 0 or more.
-        runtime: this process's place in the job.
+        logits: logits or probabilities, (B,); only their order counts.
+        labels: labels, (B,), 0 to 1; a label in between counts in part for either class.
+        weights: weights, (B,), 0 or more.
+        runtime: rank and device of this process.
 
     Raises:
-        ValueError: shapes that differ, a logit that is not finite, a label outside 0 to 1, a weight below 0.
+        ValueError: shapes differ, a logit is not finite, a label is outside 0 to 1, or a weight is below 0.
     """
     rows = gather_uneven_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
     values, places = torch.unique(rows[:, 0], return_inverse=True)
@@ -46,19 +46,20 @@ def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> fl
 
 
 def classification_metrics(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> dict[str, float]:
-    """``auc`` (exact), ``log_loss``, ``ne``, ``calibration`` of the rows of all ranks; arguments and memory as for :func:`auc`."""
+    """Returns exact ``auc``, ``log_loss``, ``ne``, ``calibration`` of all ranks' rows; arguments as for :func:`auc`."""
     others = ClassificationMetrics(logits.device)
     others.update(logits, labels, weights)
     return {"auc": auc(logits, labels, weights, runtime), **others.sums(runtime)}
 
 
 class ClassificationMetrics:
-    """The same over any number of updates and all ranks, in 4 MiB; all exact but the AUC, whose greatest error is told.
+    """Classification figures over any number of updates and all ranks, in 4 MiB; all but the AUC are exact.
 
-    For the AUC logits are cut to 10 significant bits: logits that then are equal count as tied.
+    For the AUC logits are cut to 10 significant bits, and logits that are then equal count as tied; ``auc_error``
+    bounds the difference.
 
     Args:
-        device: where the sums live; the CPU where not given.
+        device: device of the sums; the CPU where not given.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -74,15 +75,15 @@ class ClassificationMetrics:
         self._classes.index_add_(1, _bins(logits), classes)
 
     def compute(self, runtime: Runtime) -> dict[str, float]:
-        """``auc``, ``auc_error`` and what :meth:`sums` returns; every rank must call it.
+        """Returns ``auc``, ``auc_error`` and the figures of :meth:`sums`; every rank must call it.
 
-        The exact AUC of all rows is at most ``auc_error`` away: the half of the share of pairs that fell into one bin.
+        The exact AUC of all rows is at most ``auc_error`` away: half the share of pairs that fell into one bin.
         """
         area, error = _area(_all_ranks(self._classes, runtime))
         return {"auc": area, "auc_error": error, **self.sums(runtime)}
 
     def sums(self, runtime: Runtime) -> dict[str, float]:
-        """``log_loss`` in nats, ``ne``, ``calibration``; every rank must call it.
+        """Returns ``log_loss`` in nats, ``ne`` and ``calibration``; every rank must call it.
 
         ``ne`` is the log loss divided by that of always predicting the mean label (He et al. 2014), ``calibration`` the
         mean prediction divided by the mean label. NaN where there are no rows, or all are of one class.
@@ -100,7 +101,7 @@ class ClassificationMetrics:
 
 
 def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
-    """Rows of weight above 0 in float64, checked."""
+    """Checks the rows, and returns those of weight above 0 in float64."""
     if logits.dim() != 1 or not logits.shape == labels.shape == weights.shape:
         shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in _named(logits, labels, weights))
         raise ValueError(f"{shapes}: must all be (B,), one for each row")
@@ -122,12 +123,12 @@ def _named(logits: Tensor, labels: Tensor, weights: Tensor) -> list[tuple[str, T
 
 
 def by_class(labels: Tensor, weights: Tensor) -> Tensor:
-    """(2, B) the weight of each row as a positive, and as a negative."""
+    """Returns the weight of each row as a positive, and as a negative, (2, B)."""
     return torch.stack([weights * labels, weights * (1 - labels)])
 
 
 def _area(classes: Tensor) -> tuple[float, float]:
-    """Share of the pairs that are in order, ties half; half the share of ties. ``classes`` (2, V): weights by ascending value."""
+    """Returns the share of pairs in order, ties half, and half the share of ties; ``classes`` (2, V) ascend."""
     positive, negative = classes
     pairs = float(positive.sum() * negative.sum())
     if not pairs:
@@ -137,7 +138,7 @@ def _area(classes: Tensor) -> tuple[float, float]:
 
 
 def _bins(logits: Tensor) -> Tensor:
-    """(B,) int64 0 to 2**BITS - 1 in the order of the logits: the first bits of a float32, turned where it is below 0."""
+    """Returns bins 0 to 2**BITS - 1, (B,) int64, in the order of the logits: the first bits of each float32."""
     bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0, because -0.0 is the same number as 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     bins: Tensor = (ordered >> (32 - BITS)).long() + 2 ** (BITS - 1)
@@ -145,7 +146,7 @@ def _bins(logits: Tensor) -> Tensor:
 
 
 def _all_ranks(sums: Tensor, runtime: Runtime) -> Tensor:
-    """The sum over ranks; the tensor itself stays this rank's."""
+    """Returns the sum over ranks; the tensor itself stays this rank's."""
     if runtime.world_size == 1:
         return sums
     total = sums.to(runtime.device, copy=True)
@@ -162,21 +163,21 @@ class GroupedAuc(NamedTuple):
 
 
 def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor, runtime: Runtime) -> GroupedAuc:
-    """Exact mean over groups of the AUC within each, weighted by the group's weight (Zhu et al. 2017, "GAUC").
+    """Returns the mean over groups of the exact AUC within each, weighted by the group (Zhu et al. 2017, "GAUC").
 
-    Ours because torchrec's GAUC weighs all groups alike, orders ties by their place, and needs each group whole in one
-    batch. A group may lie on several ranks. Every rank must call it, and holds some 200 bytes for each row of all ranks
-    while it sorts.
+    It replaces torchrec's GAUC, which weighs all groups alike, orders ties by their index, and needs each group whole
+    in one batch. A group may be spread over several ranks. Every rank must call it, and holds some 200 bytes for each
+    row of all ranks while it sorts.
 
     Args:
-        logits: (B,), as for :func:`auc`.
-        labels: (B,) likewise.
-        weights: (B,) likewise.
-        groups: (B,) int64 the group of each row, such as its user.
-        runtime: this process's place in the job.
+        logits: logits or probabilities, (B,).
+        labels: labels, (B,), 0 to 1.
+        weights: weights, (B,), 0 or more.
+        groups: group of each row, such as its user, (B,) int64.
+        runtime: rank and device of this process.
 
     Returns:
-        The value, NaN where every group is of one class; how many groups counted, and how many were skipped.
+        The value, NaN where every group has rows of one class only; the number of groups counted, and skipped.
     """
     if groups.shape != logits.shape or groups.is_floating_point():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""watched(): the blocks of an evaluation, between which it tells how far it is, foresees its cost, and stops where asked to."""
+"""watched(): the blocks of an evaluation, between which it shows progress, predicts its cost, and stops on request."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class EvaluationStoppedError(Exception):
 
 
 class EvaluationWatch:
-    """What looks at an evaluation between its blocks; every rank has one.
+    """Watches an evaluation between its blocks; every rank has one.
 
     Args:
-        runtime: this process's place in the job.
-        stop: whether this rank was asked to stop.
-        say: is told on rank 0 what a user should read.
+        runtime: rank and device of this process.
+        stop: returns whether this rank was asked to stop.
+        say: receives, on rank 0, lines for the user.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class EvaluationWatch:
         self._runtime, self._stop, self._say = runtime, stop, say
 
     def over(self, blocks: Iterable[Block], total: int, cheaper: str) -> Iterator[Block]:
-        """See :func:`watched`."""
+        """Yields the blocks of an evaluation, and watches it in between; see :func:`watched`."""
         left, missing = iter(blocks), object()
         start = said = time.perf_counter()
         looked, every, foreseen = 0, 1, False
@@ -60,7 +60,7 @@ class EvaluationWatch:
         yield from left
 
     def _look(self, seconds: float) -> float:
-        """The seconds that a block takes on the slowest rank."""
+        """Returns the seconds that a block takes on the slowest rank."""
         asked = self._stop is not None and self._stop()
         if self._runtime.world_size > 1:
             worst = torch.tensor([seconds, float(asked)], dtype=torch.float64, device=self._runtime.device)
@@ -80,7 +80,7 @@ _CURRENT: ContextVar[EvaluationWatch | None] = ContextVar("evaluation", default=
 
 @contextmanager
 def watching(watch: EvaluationWatch) -> Iterator[None]:
-    """Evaluations inside are watched by ``watch``, whoever makes them."""
+    """Makes ``watch`` watch all evaluations inside it."""
     before = _CURRENT.set(watch)
     try:
         yield
@@ -91,14 +91,14 @@ def watching(watch: EvaluationWatch) -> Iterator[None]:
 def watched(
     blocks: Iterable[Block], total: int, *, cheaper: str = "train.eval_every evaluates less often"
 ) -> Iterator[Block]:
-    """The blocks of this rank's share of an evaluation, looked at in between where the loop around it watches.
+    """Yields the blocks of this rank's share of an evaluation, which a loop's :class:`EvaluationWatch` may watch.
 
-    All ranks call it, and look together, about twice a second, whatever number of blocks each has.
+    All ranks call it, and agree about twice a second, whatever number of blocks each has.
 
     Args:
-        blocks: of this rank, ``total`` at most.
+        blocks: blocks of this rank, at most ``total``.
         total: the most blocks that any rank has, the same on every rank.
-        cheaper: what would make it cheaper, for a line about an evaluation of over a minute.
+        cheaper: advice that makes it cheaper, for a line about an evaluation of over a minute.
 
     Raises:
         EvaluationStoppedError: a rank was asked to stop.

@@ -1,9 +1,9 @@
-"""HR, recall, precision, NDCG and MRR from the places of the relevant items, ties broken without favour.
+"""HR, recall, precision, NDCG and MRR from the ranks of the relevant items, ties broken without favour.
 
-Ours because torchmetrics and torchrec sort the scores, which gives a tie to whoever stands first, loop over the queries
-in Python (torchmetrics) and keep every score they were ever shown; from places a figure is a sum that needs no memory.
+They replace torchmetrics and torchrec, which sort the scores, so that a tie goes to the first candidate, loop over the
+queries in Python (torchmetrics) and keep every score; from ranks a figure is a sum that needs no memory.
 
-Ranking among given candidates, such as the target and 99 negatives.
+candidate_ranks(): ranks among given candidates, such as the target and 99 negatives.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _DEFAULT: tuple[Figure, ...] = ("hr", "ndcg")
 
 
 class TargetRanks(NamedTuple):
-    """Where T relevant items stand: ``better`` (T,) candidates score higher, ``ties`` (T,) other candidates score the same.
+    """Ranks of T relevant items: ``better`` (T,) candidates score higher, ``ties`` (T,) others score the same.
 
-    ``queries`` (T,) says which query each belongs to, ascending; None: one for each query. A query's other relevant
-    items are candidates like all others.
+    ``queries`` (T,) is the query of each, ascending; None where each query has one. A query's other relevant items are
+    candidates like all others.
     """
 
     better: Tensor
@@ -38,7 +38,7 @@ class TargetRanks(NamedTuple):
 def ranking_metrics(
     ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT
 ) -> dict[str, float]:
-    """The mean over the queries of each figure at each k; see :func:`query_figures`.
+    """Returns the mean over the queries of each figure at each k; see :func:`query_figures`.
 
     Example:
         >>> ranking_metrics(Ranks(torch.tensor([0, 9, 10]), torch.tensor([0, 1, 0])))["hr@10"]
@@ -48,11 +48,11 @@ def ranking_metrics(
 
 
 class RankingMetrics:
-    """The same means over any number of updates and over all ranks, in memory for two numbers per figure.
+    """Means of ranking figures over any number of updates and all ranks, in memory for two numbers per figure.
 
     Args:
-        k: how many places are looked at.
-        names: of the figures.
+        k: number of first places, or several such numbers.
+        names: names of the figures.
     """
 
     def __init__(self, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT) -> None:
@@ -61,7 +61,7 @@ class RankingMetrics:
         self._sums = torch.zeros(1 + len(self._keys), dtype=torch.float64)
 
     def update(self, ranks: TargetRanks) -> None:
-        """Adds queries that no other update, of any rank, has or will have: a query's relevant items come in one update."""
+        """Adds queries that no other update of any rank contains; a query's relevant items come in one update."""
         figures = query_figures(ranks, self._k, self._names)
         count = len(next(iter(figures.values())))
         self._sums += torch.stack(
@@ -69,7 +69,7 @@ class RankingMetrics:
         )
 
     def compute(self, runtime: Runtime) -> dict[str, float]:
-        """The means over the queries of all ranks, NaN where there are none; every rank must call it."""
+        """Returns the means over the queries of all ranks, NaN where there are none; every rank must call it."""
         sums = self._sums.to(runtime.device, copy=True)
         if runtime.world_size > 1:
             dist.all_reduce(sums)
@@ -79,7 +79,7 @@ class RankingMetrics:
 def query_figures(
     ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT
 ) -> dict[str, Tensor]:
-    """(U,) float64 figures of each query, by ``name@k``.
+    """Returns the figures of each query, (U,) float64, by ``name@k``.
 
     ``hr``: whether a relevant item is among the first k. ``recall``: the share of the relevant items that are.
     ``precision``: the share of the first k that are relevant. ``ndcg``: the sum of 1 / log2(1 + place) over those,
@@ -90,12 +90,12 @@ def query_figures(
     probability, and the expectation is what counts.
 
     Args:
-        ranks: places of the relevant items.
-        k: one or several numbers of places, each 1 or more.
-        names: of the figures.
+        ranks: ranks of the relevant items.
+        k: one or several numbers of first places, each 1 or more.
+        names: names of the figures.
 
     Raises:
-        ValueError: a k below 1, or a name that is none of these.
+        ValueError: a k is below 1, or a name is none of these.
     """
     ks = [k] if isinstance(k, int) else list(k)
     _check(ks, names)
@@ -122,7 +122,7 @@ def query_figures(
 
 
 class _Places:
-    """What the figures are made of; U queries with T relevant items."""
+    """Ranks in the form that the figures need: U queries with T relevant items."""
 
     def __init__(self, better: Tensor, ties: Tensor, queries: Tensor, count: int) -> None:
         self._better, self._ties, self._queries = better, ties, queries
@@ -130,7 +130,7 @@ class _Places:
         self.relevant = self._zeros.long().index_add_(0, queries, torch.ones_like(queries))
 
     def expected(self, k: int) -> tuple[Tensor, Tensor]:
-        """(U,) how many relevant items are among the first k, and (U,) the sum of their discounts."""
+        """Returns the number of relevant items among the first k, (U,), and the sum of their discounts, (U,)."""
         first, last = self._better.clamp(max=k), (self._better + self._ties + 1).clamp(max=k)
         size = (self._ties + 1).double()
         discounts = _discounts(k, first.device)
@@ -138,10 +138,11 @@ class _Places:
         return hits, self._zeros.index_add(0, self._queries, (discounts[last] - discounts[first]) / size)
 
     def first(self, k: int) -> tuple[Tensor, Tensor]:
-        """(U,) probability that the first relevant item is among the first k, and (U,) the expectation of 1 / its place, or 0.
+        """Returns the probability that a relevant item is among the first k, and the expectation of 1 / its place.
 
-        It stands in the query's best group of candidates with one score: n of them, m relevant, after b better ones.
-        The group's first j are irrelevant with probability (n - m)/n x (n - m - 1)/(n - 1) x ...
+        The first relevant item is in the query's best group of candidates with one score that has any: n of them, m
+        relevant, after b better ones. The group's first j are irrelevant with probability (n - m)/n x (n - m - 1)/(n -
+        1) x ...
         """
         start = torch.full_like(self.relevant, torch.iinfo(torch.int64).max)
         start = start.scatter_reduce(0, self._queries, self._better, "amin")
@@ -159,7 +160,7 @@ class _Places:
 
 
 def _discounts(k: int, device: torch.device) -> Tensor:
-    """(k + 1,) the sum of 1 / log2(1 + place) over the first 0, 1, ... k places."""
+    """Returns the sums of 1 / log2(1 + place) over the first 0, 1, ... k places, (k + 1,)."""
     each = 1 / torch.log2(torch.arange(k, dtype=torch.float64, device=device) + 2)
     return torch.cat([each.new_zeros(1), each.cumsum(0)])
 
@@ -179,17 +180,17 @@ PAIRS_PER_BLOCK = 2**13  # each holds both towers' outputs: 4 MiB at width 64
 
 
 def ranks_among(scores: Tensor, ids: Tensor) -> TargetRanks:
-    """Where each row's first candidate stands among the row's others.
+    """Ranks each row's first candidate among the row's others.
 
-    An id counts once in a row, where it stands first: a target that is also among its own negatives, as for 156 of the
+    An id counts once in a row, at its first index: a target that is also among its own negatives, as for 156 of the
     6,040 users in the test file of He et al. 2017, does not tie with itself.
 
     Args:
-        scores: (U, 1 + N), of the target and its N candidates.
-        ids: (U, 1 + N) int64 items; below 0 where a row has fewer candidates.
+        scores: scores of the target and its N candidates, (U, 1 + N).
+        ids: items, (U, 1 + N) int64; below 0 where a row has fewer candidates.
 
     Raises:
-        ValueError: shapes that differ, a row without target, a score that is NaN, a target's that is infinite.
+        ValueError: shapes differ, a row has no target, a score is NaN, or a target's score is infinite.
 
     Example:
         >>> better, ties, _ = ranks_among(torch.tensor([[0.5, 0.9, 0.5, 0.5]]), torch.tensor([[7, 3, 7, 4]]))
@@ -218,16 +219,15 @@ def candidate_ranks(
     Both towers run once per row, as in :func:`catalogue_ranks`; the interaction runs over the pairs, 2**13 at a time.
 
     Args:
-        model: the model, under DistributedModelParallel its ``module``.
-        runtime: this process's place in the job.
-        queries: for each :class:`Share` of the U queries in :func:`own_share` the batch of its rows, and its ``keep``.
-        candidates: batches of the items 0 to I - 1, likewise.
-        ids: (U, 1 + N) as in :func:`ranks_among`, the same on every rank.
-        towers: as in :func:`catalogue_ranks`.
+        model: the model; under DistributedModelParallel its ``module``.
+        runtime: rank and device of this process.
+        queries: the batch and ``keep`` of each :class:`PaddedRows` of the U queries in :func:`own_share`.
+        candidates: the batch and ``keep`` of each :class:`PaddedRows` of the items 0 to I - 1.
+        ids: items, (U, 1 + N), see :func:`ranks_among`, the same on every rank.
+        towers: names of the towers, see :func:`catalogue_ranks`.
 
     Raises:
-        ValueError: a score that is no number, a row without target; batches of more or fewer queries than ``ids`` has
-            rows.
+        ValueError: a score is NaN, a row has no target, or the batches have another number of queries than ``ids``.
     """
     items = embed_all(model, towers[-1], candidates, runtime)
     own = embed_own(model, towers[:-1], queries, runtime)
@@ -243,7 +243,7 @@ def candidate_ranks(
 
 
 def gather_ranks(ranks: TargetRanks, runtime: Runtime) -> TargetRanks:
-    """The ranks of all ranks' queries, one relevant item each, in rank order; for scores that were made otherwise."""
+    """Gathers the ranks of all processes' queries, one relevant item each, in rank order."""
     better, ties = (
         gather_uneven_rows(torch.stack([ranks.better, ranks.ties], dim=1).to(runtime.device), runtime).cpu().unbind(1)
     )
@@ -251,7 +251,7 @@ def gather_ranks(ranks: TargetRanks, runtime: Runtime) -> TargetRanks:
 
 
 def _repeated(ids: Tensor) -> Tensor:
-    """(U, 1 + N) whether the id stands further left in its row."""
+    """Returns (U, 1 + N), whether the id is also further left in its row."""
     ordered, order = ids.sort(dim=1, stable=True)
     again = torch.zeros_like(ids, dtype=torch.bool)
     again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]

@@ -1,4 +1,4 @@
-"""Which rows a rank embeds, and how every rank gets the rows of all."""
+"""own_share(): the rows that a rank embeds; embed_all(): the embedded rows of all ranks, on every rank."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ Kept = tuple[TowerBatch, int]  # a batch and how many of its rows count
 
 
 class Interaction(Protocol):
-    """What ranking needs from an interaction module."""
+    """An interaction module, as ranking needs it."""
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(B, N) logits of every query, all towers' outputs but the last side by side, with every candidate."""
+        """Returns logits (B, N) of every query, its towers' outputs side by side, with every candidate."""
 
     def __call__(self, outputs: list[Tensor]) -> Tensor:
-        """(B,) logits of rows, from each tower's output (B, D)."""
+        """Returns logits of rows, (B,), from each tower's output (B, D)."""
 
 
 class Recommender(Protocol):
-    """What ranking needs from a model, e.g. a TowerModel."""
+    """A model, such as a TowerModel, as ranking needs it."""
 
     interaction: Interaction
 
     def embed(self, tower: str, batch: TowerBatch) -> Tensor:
-        """(B, D)."""
+        """Returns the outputs of a tower, (B, D)."""
 
 
 class PaddedRows(NamedTuple):
-    """Rows of one look-up, never none (a row-wise sharded look-up of no rows fails), of which the first ``keep`` count."""
+    """Rows of one look-up, of which the first ``keep`` count; never empty, as a sharded look-up of no rows fails."""
 
     rows: slice
     keep: int
 
 
 def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[PaddedRows]:
-    """This rank's rows of ``total`` (1 or more), a block at a time: as many look-ups on every rank.
+    """Returns this rank's rows of ``total`` (1 or more) in blocks, as many on every rank.
 
     Example:
         >>> own_share(5, Runtime(rank=1, world_size=2), block=2)
@@ -58,10 +58,10 @@ def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[PaddedRow
 
 
 def own_start(found: int, total: int, runtime: Runtime) -> int:
-    """The first of this rank's ``found`` rows of ``total``.
+    """Returns the first of this rank's ``found`` rows of ``total``.
 
     Raises:
-        ValueError: the rank's share is another number of rows.
+        ValueError: the rank's share has another number of rows.
     """
     share = -(-total // runtime.world_size)
     start = runtime.rank * share
@@ -76,13 +76,13 @@ def own_start(found: int, total: int, runtime: Runtime) -> int:
 
 @torch.no_grad()
 def embed_all(model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime) -> Tensor:
-    """(rows of all ranks, D), the outputs of one tower; ``batches`` as in :func:`catalogue_ranks`."""
+    """Returns one tower's outputs of all ranks' rows, (rows, D); ``batches`` as in :func:`catalogue_ranks`."""
     return gather_uneven_rows(embed_own(model, [tower], batches, runtime)[0], runtime)
 
 
 @torch.no_grad()
 def embed_own(model: Recommender, towers: Sequence[str], batches: Iterable[Kept], runtime: Runtime) -> list[Tensor]:
-    """(rows of this rank, D) of each tower; every rank looks up as many batches, because a look-up is collective."""
+    """Returns each tower's outputs of this rank's rows, (rows, D); all ranks look up as many batches, collectively."""
     parts: list[list[Tensor]] = [[] for _ in towers]
     for batch, keep in batches:
         there = batch.to(runtime.device)
@@ -92,7 +92,7 @@ def embed_own(model: Recommender, towers: Sequence[str], batches: Iterable[Kept]
 
 
 def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
-    """The (n_r, ...) rows of all ranks below one another, n_r differing between ranks."""
+    """Concatenates the rows (n_r, ...) of all ranks, whose number n_r may differ."""
     if runtime.world_size == 1:
         return rows
     sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(runtime.world_size)]

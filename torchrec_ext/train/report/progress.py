@@ -1,7 +1,6 @@
-"""What a run says of itself while it runs: mean loss and throughput since the last record, and a bar or a line for it.
+"""Progress: shows a run's mean loss and throughput since the last record, as a bar or in lines.
 
-RunFolder: what a run leaves on disk: its configuration, its metrics as JSON lines and TensorBoard events, a picture of
-them.
+RunFolder: the files of a run: its configuration, its metrics as JSON lines and TensorBoard events, and a picture.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _TOGETHER = 32  # steps whose losses and weights are summed at once
 
 
 class Window:
-    """Loss and rows since the last record, summed on the device so that no step waits for it."""
+    """The loss and rows since the last record, summed on the device so that no step waits for it."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -38,7 +37,7 @@ class Window:
 
     @property
     def sums(self) -> Tensor:
-        """(3,) float64 of this rank since the last record, for a checkpoint to keep; writing it goes on from there."""
+        """This rank's sums since the last record, (3,) float64, which a checkpoint keeps and restores."""
         self._take_up()
         return self._sums
 
@@ -48,7 +47,7 @@ class Window:
         self._start = time.perf_counter()
 
     def add(self, loss: Tensor, weights: Tensor) -> None:
-        """One step: its loss, (), and the (B,) weights of its rows."""
+        """Adds a step: its loss, (), and the weights of its rows, (B,)."""
         self._steps.append((loss.detach(), weights))
         if len(self._steps) == _TOGETHER:
             self._take_up()
@@ -62,7 +61,7 @@ class Window:
         self._sums += torch.stack([loss, loss.new_full((), len(losses)), rows.double()])
 
     def record(self, epoch: int, step: int) -> dict[str, Any]:
-        """The mean loss over ranks and steps, and rows of all ranks per second of this one."""
+        """Returns the mean loss over ranks and steps, and the rows of all ranks per second of this one."""
         own = self.sums
         ranks = [torch.zeros_like(own) for _ in range(self._runtime.world_size)]
         dist.all_gather(ranks, own)
@@ -96,12 +95,12 @@ class Progress:
         return self._steps == 1
 
     def advance(self) -> None:
-        """One step further."""
+        """Advances by one step."""
         self._steps += 1
         self._bar.update()
 
     def show(self, record: dict[str, Any]) -> None:
-        """The figures of a record."""
+        """Shows the figures of a record."""
         figures = ", ".join(
             f"{name} {_readable(name, value)}" for name, value in record.items() if isinstance(value, float)
         )
@@ -113,13 +112,13 @@ class Progress:
             print(f"epoch {record['epoch']}, step {record['step']} of {self._total}: {figures}", flush=True)
 
     def say(self, text: str) -> None:
-        """A line beside the bar; on rank 0 alone."""
+        """Prints a line beside the bar, on rank 0 alone."""
         if self._visible:
             tqdm.write(text)
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Closes the bar."""
         self._bar.close()
 
 
@@ -137,8 +136,8 @@ class RunFolder:
     """A folder that one rank writes.
 
     Args:
-        path: made where missing.
-        config: written to ``config.json``.
+        path: folder, created if missing.
+        config: settings that are written to ``config.json``.
         replace: write over another run in the folder, as a restarted rank does with its own.
 
     Raises:
@@ -163,7 +162,7 @@ class RunFolder:
         self._events = _tensorboard(path / "tensorboard")
 
     def log(self, record: Record) -> None:
-        """Appends one record to ``metrics.jsonl`` and its figures to TensorBoard; one of kind ``error`` is the last."""
+        """Appends a record to ``metrics.jsonl`` and its figures to TensorBoard; the kind ``error`` is the last."""
         self.records.append(record)
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
@@ -174,16 +173,16 @@ class RunFolder:
             self.close()
 
     def write(self, name: str, text: str) -> None:
-        """One more text file."""
+        """Writes a text file into the folder."""
         (self.path / name).write_text(text if text.endswith("\n") else text + "\n")
 
     def close(self, baselines: Mapping[str, float] | None = None, *, baseline_name: str = "popularity") -> Path:
         """Closes the files and draws ``training.png``.
 
         Args:
-            baselines: figures by name on the same held-out rows to draw as dashed lines, such as those of the
-                popularity ranking.
-            baseline_name: what these are.
+            baselines: figures by name on the same held-out rows, drawn as dashed lines, such as those of the popularity
+                ranking.
+            baseline_name: name of these figures in the legend.
         """
         self._metrics.close()
         self._events.close()
@@ -195,7 +194,7 @@ class RunFolder:
 def draw_training(
     records: list[Record], path: Path, baselines: Mapping[str, float], baseline_name: str = "popularity"
 ) -> None:
-    """Loss over steps on the left, one panel per evaluated figure beside it."""
+    """Draws the loss over steps, and beside it one panel per evaluated figure."""
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
     names = [name for name, value in (evaluations[-1] if evaluations else {}).items() if isinstance(value, float)]

@@ -1,9 +1,8 @@
 """StepTrace: torch.profiler over some steps of training, on every rank at once, gathered into a Timeline.
 
-Spans: what one rank did when, read from torch.profiler's trace, and how much of it was at the same time.
+RankSpans: the times at which one rank computed and exchanged, read from torch.profiler's trace.
 
-Timeline: the traces of all ranks on one clock: a Chrome trace with a lane for each, a picture, and how much ran at
-once.
+Timeline: the traces of all ranks on one clock: a Chrome trace with a row for each, a picture, and how much ran at once.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _COMPUTING = ("aten::", "fbgemm::")
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpans:
-    """What one rank did, in microseconds of one clock.
+    """The times at which one rank computed and exchanged, as intervals in microseconds of one clock.
 
     Args:
-        forward: by tower, its forward passes, waits included.
-        backward: by tower, its backward passes.
-        busy: while an operator computed; on a GPU while a kernel ran.
-        exchange: while a collective was under way, waits for other ranks included.
+        forward: forward passes of each tower, waits included.
+        backward: backward passes of each tower.
+        busy: intervals in which an operator computed; on a GPU, in which a kernel ran.
+        exchange: intervals in which a collective was under way, waits for other ranks included.
     """
 
     forward: Mapping[str, Sequence[Interval]]
@@ -54,7 +53,7 @@ class RankSpans:
     exchange: Sequence[Interval]
 
     def towers(self) -> dict[str, list[Interval]]:
-        """By tower, while it computed."""
+        """Returns the intervals in which each tower computed."""
         names = dict.fromkeys([*self.forward, *self.backward])
         return {
             name: both(self.busy, union([*self.forward.get(name, ()), *self.backward.get(name, ())])) for name in names
@@ -62,7 +61,7 @@ class RankSpans:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in intervals that are apart, in order.
+    """Merges intervals that overlap or touch; returns them in order.
 
     Example:
         >>> union([(3, 5), (0, 2), (1, 3)]), union([(0, 1), (4, 4)])
@@ -80,7 +79,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
-    """While ``count`` or more of the sets are in an interval of theirs; the intervals of each set are apart.
+    """Returns the times at which ``count`` or more sets have an interval; those of one set do not overlap.
 
     Example:
         >>> at_least(2, [[(0, 4)], [(1, 2), (3, 6)], [(5, 7)]])
@@ -98,23 +97,23 @@ def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
 
 
 def both(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """While both are in an interval."""
+    """Returns the times at which both have an interval."""
     return at_least(2, [one, other])
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Together, of intervals that are apart."""
+    """Returns the sum of the lengths of intervals that do not overlap."""
     return sum(stop - start for start, stop in intervals)
 
 
 def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
-    """What ran at the same time, as shares of 0 to 1.
+    """Returns how much ran at the same time, as shares of 0 to 1.
 
     Returns:
-        ``ranks_in_towers``: of the time in which some rank computed in a tower, that in which two ranks or more did.
-        ``towers_at_once``: of that time, that in which two different towers or more were computed, on whatever ranks.
-        ``exchange_hidden``: of the time in which an exchange of a rank was under way, that in which the rank computed.
-        Each only where there was something to divide by.
+        ``ranks_in_towers``: the share of the time in which some rank computed in a tower, in which two or more did.
+        ``towers_at_once``: the share of that time in which two different towers or more were computed, on any ranks.
+        ``exchange_hidden``: the share of the time of a rank's exchanges in which the rank computed. Shares of no time
+        are left out.
     """
     towers = [rank.towers() for rank in ranks]
     by_rank = [union(interval for own in rank.values() for interval in own) for rank in towers]
@@ -130,7 +129,7 @@ def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
 
 
 def read_spans(events: Iterable[Event], shift: float = 0.0) -> RankSpans:
-    """The spans in one rank's trace events, ``shift`` microseconds later.
+    """Reads the spans of one rank's trace events, moved by ``shift`` microseconds.
 
     A tower's backward is found by autograd's sequence numbers: a backward node has the number of the operator that made
     it. On a GPU the spans of a tower are those of the kernels that were launched in them.
@@ -172,7 +171,7 @@ def _later(intervals: Iterable[Interval], shift: float) -> list[Interval]:
 def _launched_in(
     intervals: Iterable[Interval], kernels: Iterable[Event], launched: Mapping[int, float]
 ) -> list[Interval]:
-    """While the kernels ran whose launch lies in the intervals."""
+    """Returns the times of the kernels that were launched in the intervals."""
     spans = union(intervals)
     starts = [start for start, _ in spans]
     found = []
@@ -185,7 +184,7 @@ def _launched_in(
 
 
 def _backward(done: Sequence[Event], calls: Sequence[Event]) -> dict[str, list[Interval]]:
-    """By tower, from its first backward node to its last of those that no other tower's interrupt."""
+    """Returns each tower's intervals from first to last backward node without another tower's in between."""
     made = _makers(done, calls)
     nodes = sorted((e for e in done if e["name"].startswith(_BACKWARD)), key=lambda event: float(event["ts"]))
     found: dict[str, list[Interval]] = {}
@@ -204,9 +203,9 @@ def _backward(done: Sequence[Event], calls: Sequence[Event]) -> dict[str, list[I
 
 
 def _makers(done: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
-    """By sequence number the tower in whose forward its operator ran, '' for none.
+    """Maps sequence numbers to the tower in whose forward the operator ran, '' for none.
 
-    Operators before it that make no node, and those around it, carry the number too: it is the last that begins.
+    Operators before it that make no node, and those around it, carry the number too: the last that begins counts.
     """
     order = sorted(calls, key=lambda event: float(event["ts"]))
     starts = [event["ts"] for event in order]
@@ -235,13 +234,13 @@ _EXCHANGE, _BUSY = "#8a8a8a", "#b9c4cf"
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """What torch.profiler wrote on one rank.
+    """The trace that torch.profiler wrote on one rank.
 
     Args:
-        host: where the rank ran.
+        host: name of the rank's host.
         trace: the Chrome trace.
         ahead_us: microseconds by which this rank's clock is ahead of rank 0's.
-        error_us: how far off that may be.
+        error_us: greatest error of ``ahead_us``, microseconds.
     """
 
     host: str
@@ -258,7 +257,7 @@ class Timeline:
 
     @cached_property
     def shifts(self) -> list[float]:
-        """By rank the microseconds to add to its trace's times: all then count on rank 0's clock from the earliest event on."""
+        """The microseconds to add to each rank's times, which then count on rank 0's clock from the earliest event."""
         bases = [rank.trace["baseTimeNanoseconds"] for rank in self.ranks]
         own = [(base - bases[0]) / 1e3 - rank.ahead_us for base, rank in zip(bases, self.ranks, strict=True)]
         first = min(
@@ -271,18 +270,18 @@ class Timeline:
 
     @cached_property
     def spans(self) -> list[RankSpans]:
-        """Of each rank."""
+        """The spans of each rank."""
         return [
             read_spans((event for event in rank.trace["traceEvents"] if _is_work(event)), shift)
             for rank, shift in zip(self.ranks, self.shifts, strict=True)
         ]
 
     def figures(self) -> dict[str, float]:
-        """What ran at the same time: see :func:`overlap`."""
+        """The shares of what ran at the same time, see :func:`overlap`."""
         return overlap(self.spans)
 
     def merged(self) -> dict[str, Any]:
-        """One Chrome trace: a process for each rank, with the towers' spans in a lane above its threads."""
+        """Returns one Chrome trace: a process for each rank, with the towers' spans in a row above its threads."""
         events: list[Event] = []
         for number, (rank, shift, spans) in enumerate(zip(self.ranks, self.shifts, self.spans, strict=True)):
             events += [
@@ -303,12 +302,12 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms", "clocks": clocks, "overlap": self.figures()}
 
     def write(self, folder: Path) -> None:
-        """``timeline.json`` for chrome://tracing or ui.perfetto.dev, and ``timeline.png``."""
+        """Writes ``timeline.json`` for chrome://tracing or ui.perfetto.dev, and ``timeline.png``."""
         (folder / JSON_NAME).write_text(json.dumps(self.merged()))
         self.draw(folder / PICTURE_NAME)
 
     def draw(self, path: Path) -> None:
-        """For each rank a band of the towers' forward, one of their backward and one of exchanges; light where they wait."""
+        """Draws for each rank a band of forwards, one of backwards and one of exchanges, light where they wait."""
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
@@ -337,7 +336,7 @@ class Timeline:
 
 
 def _is_work(event: Event) -> bool:
-    """Spans and arrows of threads and streams, without the profiler's own."""
+    """Whether an event is a span or arrow of a thread or stream, and not the profiler's own."""
     return event["ph"] in ("X", "s", "f") and event.get("cat") not in ("Trace", None)
 
 
@@ -360,7 +359,7 @@ def _span(name: str, rank: int, interval: Interval) -> Event:
 
 
 def _moved(event: Event, rank: int, shift: float) -> Event:
-    """Into the rank's process, its threads, on the one clock; arrows keep to their rank."""
+    """Moves an event to the rank's process and to the common clock; arrows stay within their rank."""
     if event["ph"] == "M":
         return {**event, "pid": rank}
     moved = {**event, "pid": rank, "ts": event["ts"] + shift}
@@ -381,9 +380,9 @@ class StepTrace:
     """Profiles ``steps`` steps after the first few, on all ranks: to profile one of two that exchange is a deadlock.
 
     Args:
-        model: its towers are the modules of its ``towers``, or, where it has none, its children.
-        runtime: this process's place in the job.
-        steps: how many.
+        model: model, whose towers are the modules of its ``towers``, or, where it has none, its children.
+        runtime: rank and device of this process.
+        steps: number of steps to profile.
         done: called on rank 0 with the timeline.
     """
 
@@ -397,7 +396,7 @@ class StepTrace:
         self._profile: Any = None
 
     def step(self) -> dict[str, float] | None:
-        """After each step; once, after the last one that is traced, the overlap figures, the same on every rank."""
+        """Takes note of a step; returns the overlap figures, the same on every rank, after the last traced one."""
         self._seen += 1
         if self._seen == self._first:
             self._start()
@@ -440,10 +439,10 @@ class StepTrace:
 
 
 def check_fits(traced: int, steps: int) -> None:
-    """Refuses to trace more steps than a run has after the first few, or than rank 0 can hold of all ranks.
+    """Checks the number of steps to trace.
 
     Raises:
-        ValueError: it is so.
+        ValueError: a run has fewer steps after the first few, or rank 0 cannot hold so many of all ranks.
     """
     if traced > MOST:
         raise ValueError(
@@ -457,13 +456,13 @@ def check_fits(traced: int, steps: int) -> None:
 
 
 def towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules whose spans a timeline shows, by name."""
+    """Returns the modules whose spans a timeline shows, with their names."""
     whole = get_unwrapped_module(model)
     return list(getattr(whole, "towers", whole).named_children())
 
 
 def _named_in_trace(name: str, tower: nn.Module) -> list[Any]:
-    """Hooks by which each forward of the tower is a span of its own."""
+    """Registers hooks by which each forward of the tower is a span of its own; returns their handles."""
     opened: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -477,11 +476,11 @@ def _named_in_trace(name: str, tower: nn.Module) -> list[Any]:
 
 
 def clock_ahead(runtime: Runtime) -> tuple[float, float]:
-    """Microseconds by which this rank's clock is ahead of rank 0's, and by how much that may be wrong.
+    """Returns the microseconds by which this rank's clock is ahead of rank 0's, and their greatest error.
 
     Each rank in turn answers rank 0 with its time, which is taken to have been in the middle between question and
-    answer; of several rounds the fastest counts, and half its length is the error. What is within the error counts as
-    0, since the ranks of a host have one clock.
+    answer; the fastest of several rounds counts, and half its length is the error. A difference within the error counts
+    as 0, since the ranks of a host have one clock.
     """
     best = [(0.0, 0.0)]
     for other in range(1, runtime.world_size):

@@ -6,9 +6,10 @@ bag. The matrices are the sharded model's own memory, so its state dict, checkpo
 captured step learned.
 
 Packer: a TowerBatch as a flat list of tensors whose shapes do not depend on its bags, and back. The inputs of a
-captured step must have the shapes that it was captured with. A feature with one id in each bag stays as it is; the ids of any
-other are padded to a capacity, so its part of the KeyedJaggedTensor is longer than its bags, whose lengths stay true. A
-feature has one id in each bag where its part has as many ids as there are bags: a capacity is never that number.
+captured step must have the shapes that it was captured with. A feature with one id in each bag stays as it is; the ids
+of any other are padded to a capacity, so its part of the KeyedJaggedTensor is longer than its bags, whose lengths stay
+true. A feature has one id in each bag where its part has as many ids as there are bags: a capacity is never that
+number.
 
 Capacities only grow, and at least to twice what outgrew them, so lists that grow over a run make few layouts, and a
 layout that was outgrown never comes back.
