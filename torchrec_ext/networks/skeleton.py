@@ -243,9 +243,9 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
     """Names the first field in which a network differs from the first network; None where all have one shape.
 
     Example:
-        >>> difference({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
+        >>> first_difference({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
         "out_features is 2 in 'a' and 3 in 'b'"
-        >>> difference({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
+        >>> first_difference({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
     """
     (first, reference), *others = ((name, list(layers(network))) for name, network in networks.items())
     for name, found in others:

@@ -41,7 +41,7 @@ def ranking_metrics(
     """Returns the mean over the queries of each figure at each k; see :func:`query_figures`.
 
     Example:
-        >>> ranking_metrics(Ranks(torch.tensor([0, 9, 10]), torch.tensor([0, 1, 0])))["hr@10"]
+        >>> ranking_metrics(TargetRanks(torch.tensor([0, 9, 10]), torch.tensor([0, 1, 0])))["hr@10"]
         0.5
     """
     return {name: float(values.mean()) for name, values in query_figures(ranks, k, names).items()}

@@ -46,7 +46,7 @@ def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[PaddedRow
 
     Example:
         >>> own_share(5, Runtime(rank=1, world_size=2), block=2)
-        [Share(rows=slice(3, 5, None), keep=2), Share(rows=slice(4, 5, None), keep=0)]
+        [PaddedRows(rows=slice(3, 5, None), keep=2), PaddedRows(rows=slice(4, 5, None), keep=0)]
     """
     share = -(-total // runtime.world_size)
     stop = min((runtime.rank + 1) * share, total)
