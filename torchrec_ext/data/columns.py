@@ -108,9 +108,9 @@ class Column:
         """The values of all rows, one row after the other: (B,), or (sum of lengths,) for a ragged column."""
         if self._values is None and self._windows is not None:
             lengths = self.lengths
-            places = (self._windows.starts - _offsets(lengths)[:-1]).repeat(lengths)
-            places += np.arange(len(places))
-            self._values = self._pool.take(places)
+            indices = (self._windows.starts - _offsets(lengths)[:-1]).repeat(lengths)
+            indices += np.arange(len(indices))
+            self._values = self._pool.take(indices)
         return self._pool if self._values is None else self._values
 
     @property
@@ -135,19 +135,19 @@ class Column:
         """Returns rows ``start`` to ``stop``, as views."""
         if self._windows is None:
             return Column(self._pool[start:stop])
-        return Column.from_windows(self._pool, Windows(*(places[start:stop] for places in self._windows)))
+        return Column.from_windows(self._pool, Windows(*(bounds[start:stop] for bounds in self._windows)))
 
     def take(self, indices: Int64) -> Column:
         """Returns the rows ``indices`` (B',), in that order; a row may be taken twice."""
         if self._windows is None:
             return Column(self._pool.take(indices))
-        return Column.from_windows(self._pool, Windows(*(places.take(indices) for places in self._windows)))
+        return Column.from_windows(self._pool, Windows(*(bounds.take(indices) for bounds in self._windows)))
 
     def repeat(self, times: int) -> Column:
         """Returns each row ``times`` times, one after the other: B * times rows."""
         if self._windows is None:
             return Column(self._pool.repeat(times))
-        return Column.from_windows(self._pool, Windows(*(places.repeat(times) for places in self._windows)))
+        return Column.from_windows(self._pool, Windows(*(bounds.repeat(times) for bounds in self._windows)))
 
 
 def _offsets(lengths: Array) -> Int64:
@@ -234,8 +234,8 @@ class PackedRows:
         self._pools = {name: column.pool for name, column in chunk.items() if column.ragged}
         vectors: dict[tuple[str, str], Array] = {}
         for name, column in chunk.items():
-            parts = {"values": column.pool} if column.windows is None else column.windows._asdict()
-            vectors |= {(name, part): values for part, values in parts.items()}
+            arrays = {"values": column.pool} if column.windows is None else column.windows._asdict()
+            vectors |= {(name, kind): values for kind, values in arrays.items()}
         self._packed = []
         for dtype in dict.fromkeys(values.dtype for values in vectors.values()):
             names = [name for name, values in vectors.items() if values.dtype == dtype]
@@ -246,7 +246,7 @@ class PackedRows:
         vectors: dict[tuple[str, str], Array] = {}
         for names, matrix in self._packed:
             vectors.update(zip(names, np.ascontiguousarray(matrix.take(indices, axis=0).T), strict=True))
-        columns = {name: Column(values) for (name, part), values in vectors.items() if part == "values"}
+        columns = {name: Column(values) for (name, kind), values in vectors.items() if kind == "values"}
         for name, pool in self._pools.items():
             columns[name] = Column.from_windows(pool, Windows(vectors[name, "starts"], vectors[name, "stops"]))
         return Chunk._of_equal(columns, len(indices))
@@ -285,9 +285,9 @@ def _matrix(
     lengths = column.lengths
     if (lengths != width).any():
         row = int((lengths != width).argmax())
-        said = f"{where}, " if where else ""
+        prefix = f"{where}, " if where else ""
         raise DataError(
-            f"{said}column '{name}', row {first + row}: {lengths[row]} numbers, must be {width} in each row, as the "
+            f"{prefix}column '{name}', row {first + row}: {lengths[row]} numbers, must be {width} in each row, as the "
             f"model's dense={{'{name}': {width}}} says"
         )
     return column.values.reshape(len(column), width)

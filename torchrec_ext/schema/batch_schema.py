@@ -235,27 +235,17 @@ class BatchSchema(BatchColumns):
         Raises:
             DataError: a column is missing, has another length or type, or holds an invalid value.
         """
-        own = ExpectedRows(labels.numel(), "B", rows)
-        queries = own
-        if index is not None:
-            if shared_rows is None:
-                raise ValueError("index without shared_rows: give the number of each of the Q shared rows too")
-            queries = ExpectedRows(shared_rows.numel(), "Q", shared_rows)
-            if isinstance(index, int):
-                check_repeats(index, own, queries)
-            else:
-                check_index(index, own, queries)
-            if rows is None:
-                own = ExpectedRows(own.size, "B", shared_rows, index)
+        row_names, queries = _expected_rows(labels.numel(), rows, index, shared_rows)
         if not isinstance(dense, Dense):
             dense = Dense(
-                self._matrix(dense or {}, self.row_dense, own), self._matrix(dense or {}, self.shared_dense, queries)
+                self._matrix(dense or {}, self.row_dense, row_names),
+                self._matrix(dense or {}, self.shared_dense, queries),
             )
         if self.shared and not isinstance(index, Tensor):
             index = torch.from_numpy(np.arange(queries.size).repeat(index or 1))
         columns = {
             feature.name: bags_of(
-                feature, self._column(sparse, feature.name), queries if feature.name in self.shared else own
+                feature, self._column(sparse, feature.name), queries if feature.name in self.shared else row_names
             )
             for feature in self.sparse
         }
@@ -269,12 +259,14 @@ class BatchSchema(BatchColumns):
         return pack(
             self.layout,
             fill,
-            dense=finite_matrix(self.row_dense, dense.rows, own),
-            labels=between("label", labels, own, self.label_range),
-            weights=torch.ones(own.size) if weights is None else between("weight", weights, own, (0.0, math.inf)),
-            total_weight=total_of(weights, total_weight, own.size),
-            log_q=None if log_q is None else finite("log_q", log_q, own),
-            targets=self._targets(targets, own),
+            dense=finite_matrix(self.row_dense, dense.rows, row_names),
+            labels=between("label", labels, row_names, self.label_range),
+            weights=torch.ones(row_names.size)
+            if weights is None
+            else between("weight", weights, row_names, (0.0, math.inf)),
+            total_weight=total_of(weights, total_weight, row_names.size),
+            log_q=None if log_q is None else finite("log_q", log_q, row_names),
+            targets=self._targets(targets, row_names),
             shared_dense=finite_matrix(self.shared_dense, dense.shared, queries) if self.shared else None,
             index=index if isinstance(index, Tensor) else None,
         )
@@ -298,7 +290,9 @@ class BatchSchema(BatchColumns):
         widths = {name: width for name, width in widths_of(names, dense).items() if name in dense}
         arrays = {name: array_of(name, dense[name], width, rows) for name, width in widths.items()}
         elements = {
-            f"{name}[{at}]": column for name, array in arrays.items() for at, column in enumerate(array.unbind(dim=1))
+            f"{name}[{index}]": column
+            for name, array in arrays.items()
+            for index, column in enumerate(array.unbind(dim=1))
         }
         columns = {**elements, **dense}
         return side_by_side(names, [self._column(columns, name) for name in names], rows)
@@ -312,20 +306,20 @@ class BatchSchema(BatchColumns):
             ``features`` itself, or with ``out_of_range="oov"`` a new one in which invalid ids are the out-of-vocabulary
             row.
         """
-        parts = features.to_dict()
-        sides = (set(self.layout.shared.keys if self.layout.shared else ()), set(self.layout.rows.keys))
-        missing = (sides[0] | sides[1]) - set(parts)
-        if missing and (missing == sides[0] | sides[1] or missing not in sides):
+        columns = features.to_dict()
+        kinds = (set(self.layout.shared.keys if self.layout.shared else ()), set(self.layout.rows.keys))
+        missing = (kinds[0] | kinds[1]) - set(columns)
+        if missing and (missing == kinds[0] | kinds[1] or missing not in kinds):
             lacking = [name for name in self.keys if name in missing]
             raise DataError(f"the KeyedJaggedTensor lacks {lacking}; it has the keys {features.keys()}")
         rows, replace = ExpectedRows(features.stride(), "B"), self.out_of_range == "oov"
         values = []
         for name in features.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
-            own, feature = parts[name].values(), self._by_name.get(name)
-            values.append(own.clone() if replace else own)
+            ids, feature = columns[name].values(), self._by_name.get(name)
+            values.append(ids.clone() if replace else ids)
             if feature:
-                weights = parts[name].weights_or_none() if feature.weights else None
-                bags = bags_of(feature, Jagged(values[-1], parts[name].lengths(), weights), rows)
+                weights = columns[name].weights_or_none() if feature.weights else None
+                bags = bags_of(feature, Jagged(values[-1], columns[name].lengths(), weights), rows)
                 check_ids(values[-1], [bags], replace=replace)
         if not replace:
             return features
@@ -340,3 +334,20 @@ class BatchSchema(BatchColumns):
         if name not in columns:
             raise self.missing(name, columns)
         return columns[name]
+
+
+def _expected_rows(
+    size: int, rows: Tensor | None, index: Tensor | int | None, shared_rows: Tensor | None
+) -> tuple[ExpectedRows, ExpectedRows]:
+    """Returns the B rows and the Q shared rows that columns must have; refuses an index that does not fit."""
+    expected = ExpectedRows(size, "B", rows)
+    if index is None:
+        return expected, expected
+    if shared_rows is None:
+        raise ValueError("index without shared_rows: give the number of each of the Q shared rows too")
+    queries = ExpectedRows(shared_rows.numel(), "Q", shared_rows)
+    if isinstance(index, int):
+        check_repeats(index, expected, queries)
+    else:
+        check_index(index, expected, queries)
+    return (ExpectedRows(size, "B", shared_rows, index) if rows is None else expected), queries

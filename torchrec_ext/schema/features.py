@@ -86,15 +86,15 @@ def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
     Raises:
         ValueError: two tables of one name differ in more than their features.
     """
-    found: dict[str, BaseEmbeddingConfig] = {}
+    by_name: dict[str, BaseEmbeddingConfig] = {}
     for table in tables:
-        first = found.setdefault(table.name, table)
+        first = by_name.setdefault(table.name, table)
         if first is not table:
             _check_same(first, table)
             names = list(dict.fromkeys([*first.feature_names, *table.feature_names]))
             kept = first if isinstance(first, EmbeddingConfig) else table
-            found[table.name] = dataclasses.replace(kept, feature_names=names)
-    return list(found.values())
+            by_name[table.name] = dataclasses.replace(kept, feature_names=names)
+    return list(by_name.values())
 
 
 def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None:
@@ -129,20 +129,22 @@ class Joints(NamedTuple):
 
 def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str], weights: Collection[str]) -> Joints:
     """Finds the tables that read features of both kinds, ``shared`` and others, or a feature with ``weights``."""
-    found = Joints({}, {})
+    result = Joints({}, {})
     for table in tables:
-        sides = [[name for name in table.feature_names if (name in shared) == side] for side in (True, False)]
-        pairs = [Joint(*pair) for pair in zip_longest(*sides)]
+        halves = [
+            [name for name in table.feature_names if (name in shared) == is_shared] for is_shared in (True, False)
+        ]
+        pairs = [Joint(*pair) for pair in zip_longest(*halves)]
         if not set(weights).isdisjoint(table.feature_names):
-            found.weighted[table.name] = pairs
-        elif all(sides):
-            found.plain[table.name] = pairs
-    return found
+            result.weighted[table.name] = pairs
+        elif all(halves):
+            result.plain[table.name] = pairs
+    return result
 
 
 def unique(keys: Mapping[str, list[Joint]]) -> tuple[Joint, ...]:
     """Returns the keys of all tables, each once."""
-    return tuple(dict.fromkeys(key for found in keys.values() for key in found))
+    return tuple(dict.fromkeys(key for pairs in keys.values() for key in pairs))
 
 
 def features_of(
@@ -164,14 +166,14 @@ def features_of(
     return tuple(
         SparseFeature(
             name=name,
-            tables=tuple(table.name for table in found),
-            num_embeddings=min(table.num_embeddings for table in found),
+            tables=tuple(table.name for table in reading),
+            num_embeddings=min(table.num_embeddings for table in reading),
             oov_id=oov_ids.get(name, 0),
-            keyed=any(table.name not in joint.plain and table.name not in joint.weighted for table in found),
+            keyed=any(table.name not in joint.plain and table.name not in joint.weighted for table in reading),
             weights=weights.get(name),
-            row_bytes=sum(table.embedding_dim * data_type_to_dtype(table.data_type).itemsize for table in found),
+            row_bytes=sum(table.embedding_dim * data_type_to_dtype(table.data_type).itemsize for table in reading),
         )
-        for name, found in readers.items()
+        for name, reading in readers.items()
     )
 
 
@@ -182,7 +184,7 @@ class Element(NamedTuple):
     """One number of an array column: the column's name, and the number's index in each row."""
 
     column: str
-    place: int
+    position: int
 
 
 def dense_names(dense: Sequence[str] | Mapping[str, int]) -> tuple[str, ...]:
@@ -215,10 +217,10 @@ def element_of(name: str) -> Element | None:
 
     Example:
         >>> element_of("profile[2]"), element_of("age")
-        (Element(column='profile', place=2), None)
+        (Element(column='profile', position=2), None)
     """
-    found = _ELEMENT.fullmatch(name)
-    return Element(found[1], int(found[2])) if found else None
+    match = _ELEMENT.fullmatch(name)
+    return Element(match[1], int(match[2])) if match else None
 
 
 def widths_of(names: Iterable[str], columns: Collection[str] = ()) -> dict[str, int]:
@@ -231,7 +233,7 @@ def widths_of(names: Iterable[str], columns: Collection[str] = ()) -> dict[str, 
     widths: dict[str, int] = {}
     for element in (element_of(name) for name in names if name not in columns):
         if element is not None:
-            widths[element.column] = max(widths.get(element.column, 0), element.place + 1)
+            widths[element.column] = max(widths.get(element.column, 0), element.position + 1)
     return widths
 
 
@@ -242,7 +244,7 @@ def source_columns(names: Iterable[str], columns: Collection[str] = ()) -> list[
         >>> source_columns(["age", "profile[0]", "profile[1]"])
         ['age', 'profile']
     """
-    found = [(name, element_of(name)) for name in names]
+    elements = [(name, element_of(name)) for name in names]
     return list(
-        dict.fromkeys(name if element is None or name in columns else element.column for name, element in found)
+        dict.fromkeys(name if element is None or name in columns else element.column for name, element in elements)
     )

@@ -80,14 +80,14 @@ def between(name: str, column: Tensor, rows: ExpectedRows, bounds: tuple[float, 
     column = _of_shape(name, column, rows)
     if not column.numel():
         return column
-    found = finite_range(column)
-    if found is None:
+    extremes = finite_range(column)
+    if extremes is None:
         row = int((~torch.isfinite(column)).nonzero()[0])
         raise DataError(
             f"column '{name}': value {float(column[row])} in {rows.name(row)} is not finite; fill or drop it where it "
             "is read"
         )
-    if bounds is not None and not bounds[0] <= found[0] <= found[1] <= bounds[1]:
+    if bounds is not None and not bounds[0] <= extremes[0] <= extremes[1] <= bounds[1]:
         row = int(((column < bounds[0]) | (column > bounds[1])).nonzero()[0])
         limits = f"{bounds[0]:g} or more" if math.isinf(bounds[1]) else f"from {bounds[0]:g} to {bounds[1]:g}"
         remedy = "; for other labels make the schema with label_range=None" if name == "label" else ""
@@ -107,23 +107,23 @@ def finite_range(values: Tensor) -> tuple[float, float] | None:
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def check_index(index: Tensor, own: ExpectedRows, queries: ExpectedRows) -> None:
+def check_index(index: Tensor, rows: ExpectedRows, queries: ExpectedRows) -> None:
     """Refuses an index that does not name a shared row for each row."""
-    fits = index.shape == (own.size,)
-    if fits and own.size:
+    fits = index.shape == (rows.size,)
+    if fits and rows.size:
         low, high = torch.aminmax(index)
         fits = int(low) >= 0 and int(high) < queries.size
     if not fits:
         raise DataError(
-            f"index of shape {tuple(index.shape)}: must be (B,) = ({own.size},), places from 0 to {queries.size - 1}"
+            f"index of shape {tuple(index.shape)}: must be (B,) = ({rows.size},), places from 0 to {queries.size - 1}"
         )
 
 
-def check_repeats(repeats: int, own: ExpectedRows, queries: ExpectedRows) -> None:
+def check_repeats(repeats: int, rows: ExpectedRows, queries: ExpectedRows) -> None:
     """Refuses a number of rows for each shared row that does not make all rows."""
-    if queries.size * repeats != own.size:
+    if queries.size * repeats != rows.size:
         raise DataError(
-            f"index={repeats} rows for each of {queries.size} shared rows: must be {own.shape} rows together"
+            f"index={repeats} rows for each of {queries.size} shared rows: must be {rows.shape} rows together"
         )
 
 
@@ -176,10 +176,10 @@ def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tens
         )
     weights = column.weights.float()
     if weights.numel() and finite_range(weights) is None:
-        at = (~torch.isfinite(weights)).nonzero()[0]
+        index = (~torch.isfinite(weights)).nonzero()[0]
         ones = column.lengths if column.lengths is not None else torch.ones(rows.size)
-        row = int(torch.searchsorted(ones.long().cumsum(0), at, right=True))
-        raise DataError(f"column '{feature.weights}': value {float(weights[at])} in {rows.name(row)} is not finite")
+        row = int(torch.searchsorted(ones.long().cumsum(0), index, right=True))
+        raise DataError(f"column '{feature.weights}': value {float(weights[index])} in {rows.name(row)} is not finite")
     return weights
 
 
@@ -273,5 +273,5 @@ def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: ExpectedRow
         )
 
 
-def _wrong_size(name: str, found: int, rows: ExpectedRows) -> DataError:
-    return DataError(f"feature '{name}': {found} rows, must be {rows.shape}; give one entry for each row")
+def _wrong_size(name: str, size: int, rows: ExpectedRows) -> DataError:
+    return DataError(f"feature '{name}': {size} rows, must be {rows.shape}; give one entry for each row")

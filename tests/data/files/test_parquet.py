@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_found_where_pages_have_checksums(tmp_path: Path) -> No
 def test_files_in_which_damage_is_not_found_are_told_once_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(checksums, "_told", set())
+    monkeypatch.setattr(checksums, "_warned", set())
     monkeypatch.delenv("RANK", raising=False)
     table = {"id": np.arange(1_000)}
     sums = [
@@ -141,7 +141,7 @@ def test_files_in_which_damage_is_not_found_are_told_once_with_the_remedy(
     assert ipc.startswith(f"{arrow[0]}: Arrow IPC, which has no checksums: ")
     assert "write_page_checksum=True" in parquet
     assert "\n" not in parquet
-    monkeypatch.setattr(checksums, "_told", set())
+    monkeypatch.setattr(checksums, "_warned", set())
     monkeypatch.setenv("RANK", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -71,10 +71,10 @@ def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> st
             if progress:
                 print(licence, file=sys.stderr)
             with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-                part = Path(folder) / target.name
-                _copy(source, part, progress)
-                verify(part, source)
-                part.replace(target)
+                unfinished = Path(folder) / target.name
+                _copy(source, unfinished, progress)
+                verify(unfinished, source)
+                unfinished.replace(target)
     except OSError as error:  # urllib's errors are OSErrors too
         return f"{source.url}: {getattr(error, 'reason', None) or error}"
     return None
@@ -82,19 +82,19 @@ def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> st
 
 def verify(path: Path, source: Download) -> None:
     """Raises DataError where ``path`` is not the published file."""
-    found = sha256(path)
-    if found != source.sha256:
+    digest = sha256(path)
+    if digest != source.sha256:
         raise DataError(
-            f"{path}: {path.stat().st_size:,} bytes with sha256 {found}, the publisher's file has {source.size:,} "
+            f"{path}: {path.stat().st_size:,} bytes with sha256 {digest}, the publisher's file has {source.size:,} "
             f"bytes with sha256 {source.sha256}; delete it and get it again from {source.url}"
         )
 
 
-def _copy(source: Download, part: Path, progress: bool) -> None:
+def _copy(source: Download, target: Path, progress: bool) -> None:
     with (
         urllib.request.urlopen(source.url, timeout=20) as stream,
-        part.open("wb") as out,
-        tqdm(total=source.size, unit="B", unit_scale=True, desc=part.name, disable=not progress) as bar,
+        target.open("wb") as out,
+        tqdm(total=source.size, unit="B", unit_scale=True, desc=target.name, disable=not progress) as bar,
     ):
         while block := stream.read(1 << 16):
             out.write(block)

@@ -51,12 +51,12 @@ class RowContext:
     def fit(cls, rows: Chunk) -> RowContext:
         """Fits vocabularies and scales to the columns of ``rows``, as :func:`read_context` returns them."""
         dense = {name: column.values for name, column in rows.items() if column.values.dtype.kind == "f"}
-        found = {
+        vocabularies = {
             name: np.unique(column.values, return_counts=True) for name, column in rows.items() if name not in dense
         }
         return cls(
             vocabularies={
-                name: Vocabulary(pa.array(values), pa.array(counts)) for name, (values, counts) in found.items()
+                name: Vocabulary(pa.array(values), pa.array(counts)) for name, (values, counts) in vocabularies.items()
             },
             scales={name: (float(values.mean()), float(values.std()) or 1.0) for name, values in dense.items()},
         )
@@ -83,11 +83,11 @@ class RowContext:
 
     def raw(self, rows: Chunk) -> dict[str, pa.Array]:
         """Maps ids and numbers back to the values that a file or a request would hold; null for the unknown."""
-        said = {name: self._words(name, rows[name]) for name in self.vocabularies if name in rows}
+        values = {name: self._words(name, rows[name]) for name in self.vocabularies if name in rows}
         for name, (mean, deviation) in self.scales.items():
             if name in rows:
-                said[name] = pa.array(rows[name].values.astype(np.float64) * deviation + mean)
-        return said
+                values[name] = pa.array(rows[name].values.astype(np.float64) * deviation + mean)
+        return values
 
     def raw_type(self, name: str) -> str:
         """Returns the type that a column has in a file or a request."""
@@ -99,7 +99,9 @@ class RowContext:
 
     def joined(self, other: RowContext) -> RowContext:
         """Returns one mapping of the columns of both, which must differ."""
-        return RowContext(**{part: {**own, **getattr(other, part)} for part, own in vars(self).items()})
+        return RowContext(
+            **{field_name: {**mapping, **getattr(other, field_name)} for field_name, mapping in vars(self).items()}
+        )
 
     def _words(self, name: str, column: Column) -> pa.Array:
         ids = column.values
@@ -124,9 +126,9 @@ def read_context(path: Path, names: Sequence[str], ids: Sequence[str]) -> Chunk:
     Raises:
         DataError: a column is missing, is one of ``ids``, or holds lists, nulls or a value that is not finite.
     """
-    if taken := [name for name in names if name in ids]:
+    if reserved := [name for name in names if name in ids]:
         raise DataError(
-            f"data.context names {taken}: {', '.join(ids)} have a meaning of their own; name other columns of "
+            f"data.context names {reserved}: {', '.join(ids)} have a meaning of their own; name other columns of "
             f"{path.name}"
         )
     chunk = read_parquet(path, list(names))
@@ -219,10 +221,8 @@ def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | 
             made[name], vocabularies[name] = _lists(ids, values, size)
             separators[name] = SEPARATOR
         else:
-            distinct, places = np.unique(
-                values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True
-            )
-            made[name], vocabularies[name] = _by_id(ids, places + 1, size), vocabulary_of(distinct)
+            distinct, codes = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
+            made[name], vocabularies[name] = _by_id(ids, codes + 1, size), vocabulary_of(distinct)
             if values.dtype.kind == "b":
                 types[name] = "bool"
     words = RowContext(vocabularies=vocabularies, scales=scales, separators=separators, types=types)
@@ -274,8 +274,8 @@ def _lists(ids: Int64, texts: Array, size: int) -> tuple[Column, Vocabulary]:
     for row, text in zip(ids.tolist(), texts, strict=True):
         words[row] = [word for word in str(text).split(SEPARATOR) if word]
     flat = np.array([word for row in words for word in row])
-    distinct, places = np.unique(flat, return_inverse=True)
-    return Column.from_lengths(places.astype(np.int64) + 1, np.array([len(row) for row in words])), vocabulary_of(
+    distinct, codes = np.unique(flat, return_inverse=True)
+    return Column.from_lengths(codes.astype(np.int64) + 1, np.array([len(row) for row in words])), vocabulary_of(
         distinct
     )
 

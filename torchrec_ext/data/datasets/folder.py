@@ -142,33 +142,20 @@ def from_folder(
             preprocessor in the folder writes for the unknown.
     """
     columns = columns or {}
-    negatives, part, evaluation, trained = None, None, Evaluation(), [TRAIN]
-    if context and ncf_files(folder) is not None:
-        raise DataError(
-            f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out"
-        )
-    if (folder / "inter.parquet").exists():
-        pairs = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp")
-        rows = _context([folder / "inter.parquet"], context)
-    else:
-        parts, negatives = _parts(folder)
-        rows = _context([folder / f"{_NAMES[part]}.parquet" for part in parts], context)
-        evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user") if negatives is None else Evaluation()
-        pairs, part = _joined(parts, validation=validation, seed=seed)
-        trained += [] if VALIDATION in parts else [VALIDATION]  # which is then taken from the rows of train.parquet
-    split = _split(pairs, part, history_length, seed)
+    pairs = _read_pairs(folder, context, validation=validation, seed=seed)
+    split = _split(pairs.rows, pairs.part, history_length, seed)
     if (folder / PREPROCESSOR).is_dir():
-        _check_placeholder(folder, pairs.take(split.rows[split.part == TRAIN]))
-    ids, ratings, split = _numbered(folder, pairs, split, trained, negatives)
+        _check_placeholder(folder, pairs.rows.take(split.rows[split.part == TRAIN]))
+    ids, ratings, split = _numbered(folder, pairs.rows, split, pairs.trained, pairs.negatives)
     users = _side(folder / "users.parquet", "user_id", ids.users, columns.get("users"))
     items = _side(folder / "items.parquet", "item_id", ids.items, columns.get("items"), taken=set(users[0]))
     catalogue = len(ids.items) - ids.outside
     numbers = np.arange(len(ids.items))
     features = items[0].with_columns({"item_id": Column(np.where(numbers < catalogue, numbers, 0))})
-    if taken := [word for word in context if word in users[0] or word in items[0]]:
+    if ambiguous := [word for word in context if word in users[0] or word in items[0]]:
         raise DataError(
-            f"{folder}: data.context names {taken}, which users.parquet or items.parquet has too; rename one of the "
-            "columns"
+            f"{folder}: data.context names {ambiguous}, which users.parquet or items.parquet has too; rename one of "
+            "the columns"
         )
     data = from_ratings(
         name=name,
@@ -190,11 +177,44 @@ def from_folder(
         outside=ids.outside,
         licence=licence,
         split=split,
-        evaluation=evaluation,
-        context=rows,
+        evaluation=pairs.evaluation,
+        context=pairs.context,
         sides=users[1].joined(items[1]),
     )
-    return data if negatives is None else _with_candidates(data, ids, negatives, seed)
+    return data if pairs.negatives is None else _with_candidates(data, ids, pairs.negatives, seed)
+
+
+class _Interactions(NamedTuple):
+    """The pairs in a folder.
+
+    ``rows`` hold the files' ids, ``context`` their context, and ``part`` the part of each, None where times decide;
+    ``trained`` names the parts that come from training rows, ``negatives`` the candidates of test items if given.
+    """
+
+    rows: Chunk
+    context: Chunk | None
+    part: NDArray[np.int8] | None
+    trained: Sequence[int]
+    negatives: Chunk | None
+    evaluation: Evaluation
+
+
+def _read_pairs(folder: Path, context: Sequence[str], *, validation: bool, seed: int) -> _Interactions:
+    """Reads the pairs in a folder, whatever its layout."""
+    if context and ncf_files(folder) is not None:
+        raise DataError(
+            f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out"
+        )
+    if (folder / "inter.parquet").exists():
+        rows = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp")
+        return _Interactions(rows, _context([folder / "inter.parquet"], context), None, [TRAIN], None, Evaluation())
+    parts, negatives = _parts(folder)
+    # Without a file of its own, validation is taken from the rows of train.parquet.
+    trained = [TRAIN] if VALIDATION in parts else [TRAIN, VALIDATION]
+    columns = _context([folder / f"{_NAMES[part]}.parquet" for part in parts], context)
+    evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user") if negatives is None else Evaluation()
+    rows, part = _joined(parts, validation=validation, seed=seed)
+    return _Interactions(rows, columns, part, trained, negatives, evaluation)
 
 
 class _Ids(NamedTuple):
@@ -243,8 +263,8 @@ def _numbered(
 def _rows_of(ids: Int64, values: Int64) -> Int64:
     """Returns (N,) the row that ``ids`` (rows,) gives each of ``values`` (N,), -1 where it gives none."""
     order = np.argsort(ids, kind="stable")
-    places = np.minimum(ids[order].searchsorted(values), len(ids) - 1)
-    return np.where(ids[order][places] == values, order[places], -1)
+    indices = np.minimum(ids[order].searchsorted(values), len(ids) - 1)
+    return np.where(ids[order][indices] == values, order[indices], -1)
 
 
 def _check_placeholder(folder: Path, trained: Chunk) -> None:
@@ -311,8 +331,10 @@ def _context(files: Sequence[Path], names: Sequence[str]) -> Chunk | None:
 
 def _read(path: Path, *names: str) -> Chunk:
     """Reads columns of whole numbers under our names."""
-    found = _names_in(path)
-    spelled = {name: next((word for word in _SPELLINGS.get(name, (name,)) if word in found), name) for name in names}
+    available = _names_in(path)
+    spelled = {
+        name: next((word for word in _SPELLINGS.get(name, (name,)) if word in available), name) for name in names
+    }
     chunk = read_parquet(path, dict.fromkeys(spelled.values(), "int"))
     values = {name: as_int64(str(path), word, chunk[word]) for name, word in spelled.items()}
     for name, column in values.items():
@@ -343,10 +365,10 @@ def _side(
     numbers = {key: Column(np.arange(len(ids)))}
     if not path.exists():
         return Chunk(numbers), RowContext(), None
-    found = _names_in(path)
-    spelled = next((word for word in _SPELLINGS[key] if word in found), key)
+    available = _names_in(path)
+    spelled = next((word for word in _SPELLINGS[key] if word in available), key)
     described = _ids_in(path, key)
-    table = read_parquet(path, None if columns is None else [*columns, *(["title"] if "title" in found else [])])
+    table = read_parquet(path, None if columns is None else [*columns, *(["title"] if "title" in available else [])])
     check_described(path, spelled, described, table)
     rows = _rows_of(ids, described)
     names = {name: f"item_{name}" if name in (taken or ()) else name for name in table if name != spelled}
@@ -397,6 +419,6 @@ def _by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64) -> Int64
         raise DataError(
             f"test negatives: user {ids[users[row]]}, who has a test item, has no row; write the candidates"
         )
-    places = starts[:, None] + np.arange(int((stops - starts).max()))
-    inside = places < stops[:, None]
-    return np.where(inside, items[np.where(inside, places, 0)], -1)
+    indices = starts[:, None] + np.arange(int((stops - starts).max()))
+    inside = indices < stops[:, None]
+    return np.where(inside, items[np.where(inside, indices, 0)], -1)

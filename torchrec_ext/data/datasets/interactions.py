@@ -93,11 +93,11 @@ def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int,
     count = before[past_last] - before[first]
     # A user's training items twice in a row: all of them but the one at place p are the count - 1 items from p + 1 on.
     start = 2 * before[first]
-    place = np.arange(len(rows)) - first
+    index = np.arange(len(rows)) - first
     pool = np.zeros(2 * int(training.sum()), dtype=np.int64)
     for copy in (0, 1):
-        pool[(start + place + copy * count)[training]] = item[training]
-    starts = np.where(training, start + place + 1, start)
+        pool[(start + index + copy * count)[training]] = item[training]
+    starts = np.where(training, start + index + 1, start)
     return Split(rows, part, Column.from_windows(pool, Windows(starts, starts + np.minimum(count - training, length))))
 
 
@@ -320,10 +320,10 @@ def from_ratings(
 
 
 def _part(split: Split, part: int, ratings: Chunk, users: Chunk, context: tuple[str, ...]) -> Chunk:
-    places = np.flatnonzero(split.part == part)
-    rows = split.rows[places]
+    indices = np.flatnonzero(split.part == part)
+    rows = split.rows[indices]
     columns = {name: ratings[name].take(rows) for name in ("item_id", "timestamp", *context) if name in ratings}
-    return users.take(ratings["user_id"].values[rows]).with_columns({"history": split.history.take(places), **columns})
+    return users.take(ratings["user_id"].values[rows]).with_columns({"history": split.history.take(indices), **columns})
 
 
 def _check_known(name: str, column: str, ids: Int64, size: int) -> None:

@@ -180,14 +180,14 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
         scales={name: _scale(chunks["train"][name].values) for name in dense},
     )
     made = {part: chunk.with_columns(words.transform(chunk)) for part, chunk in chunks.items()}
-    own = {name: size for name, size in sizes.items() if size}
-    made = {part: _untrained_unknown(chunk, made["train"], own) for part, chunk in made.items()}
+    sized = {name: size for name, size in sizes.items() if size}
+    made = {part: _untrained_unknown(chunk, made["train"], sized) for part, chunk in made.items()}
     return LabelledData(
         name=config.name,
         train=made["train"],
         validation=made["validation"],
         test=made["test"],
-        vocab={name: own[name] + 1 if name in own else words.vocab[name] for name in sparse},
+        vocab={name: sized[name] + 1 if name in sized else words.vocab[name] for name in sparse},
         context=tuple(name for name in sparse if name not in _NAMES.values()),
         dense=dense,
         licence=FRAPPE_LICENCE if config.name == "frappe" else None,

@@ -253,11 +253,17 @@ def from_zip(path: Path) -> Tables:
     titles = [split_title(title) for title in _texts(movies, 1)]
     return (
         Chunk(
-            {name: Column(_ints(ratings, at)) for at, name in enumerate(("user_id", "item_id", "rating", "timestamp"))}
+            {
+                name: Column(_ints(ratings, index))
+                for index, name in enumerate(("user_id", "item_id", "rating", "timestamp"))
+            }
         ),
         Chunk(
             {"user_id": Column(_ints(people, 0)), "age": Column(_ints(people, 1))}
-            | {name: Column(_texts(people, at)) for at, name in ((2, "gender"), (3, "occupation"), (4, "zip_code"))}
+            | {
+                name: Column(_texts(people, index))
+                for index, name in ((2, "gender"), (3, "occupation"), (4, "zip_code"))
+            }
         ),
         Chunk(
             {
@@ -284,12 +290,12 @@ def _check_fields(path: Path, name: str, rows: Sequence[Sequence[str]], wanted: 
             )
 
 
-def _ints(rows: Sequence[Sequence[str]], at: int) -> Int64:
-    return np.array([fields[at] for fields in rows]).astype(np.int64)
+def _ints(rows: Sequence[Sequence[str]], index: int) -> Int64:
+    return np.array([fields[index] for fields in rows]).astype(np.int64)
 
 
-def _texts(rows: Sequence[Sequence[str]], at: int) -> Array:
-    return np.array([fields[at] for fields in rows], dtype=object)
+def _texts(rows: Sequence[Sequence[str]], index: int) -> Array:
+    return np.array([fields[index] for fields in rows], dtype=object)
 
 
 def _rows(name: str, described: Int64, ids: Int64) -> Int64:
@@ -344,8 +350,8 @@ def _genres(item_ids: Int64, names: Array, size: int) -> Column:
 def _ids(values: Array, vocabulary: Sequence[str]) -> Int64:
     """Returns 1 + the index of each value in the vocabulary, 0 for a value that is not in it."""
     distinct, inverse = np.unique(values.astype(str), return_inverse=True)
-    places = {value: place for place, value in enumerate(vocabulary, start=1)}
-    return np.array([places.get(str(value), 0) for value in distinct], dtype=np.int64)[inverse]
+    rows = {value: row for row, value in enumerate(vocabulary, start=1)}
+    return np.array([rows.get(str(value), 0) for value in distinct], dtype=np.int64)[inverse]
 
 
 def _by_id(ids: Int64, values: Array, size: int) -> Column:
@@ -381,16 +387,16 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
     """
     table = read_parquet(file, {"user_id": "int", "item_id": "int", "split": "string"})
     many = int(max(ratings["item_id"].values.max(), table["item_id"].values.max())) + 1
-    wanted, found = (
+    wanted, given = (
         chunk["user_id"].values.astype(np.int64) * many + chunk["item_id"].values for chunk in (ratings, table)
     )
-    order = np.argsort(found)
-    places = order[np.minimum(found[order].searchsorted(wanted), len(found) - 1)]
-    if len(found) != len(wanted) or not np.array_equal(found[places], wanted):
+    order = np.argsort(given)
+    indices = order[np.minimum(given[order].searchsorted(wanted), len(given) - 1)]
+    if len(given) != len(wanted) or not np.array_equal(given[indices], wanted):
         raise DataError(
-            f"{file}: {len(found):,} pairs, which are not the {len(wanted):,} of the ratings, each once; get both anew"
+            f"{file}: {len(given):,} pairs, which are not the {len(wanted):,} of the ratings, each once; get both anew"
         )
-    part = np.array([_PARTS[str(name)] for name in table["split"].values], dtype=np.int8)[places]
+    part = np.array([_PARTS[str(name)] for name in table["split"].values], dtype=np.int8)[indices]
     split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length)
     return Protocol(ratings, split, Evaluation(figures=("recall", "ndcg"), by="user"))
 

@@ -82,9 +82,9 @@ class SequenceData:
         values = self.sequences.values
         bad = (values < 1) | (values > self.num_items)
         if bad.any():
-            place = int(bad.argmax())
+            index = int(bad.argmax())
             raise DataError(
-                f"set '{self.name}': item {values[place]} of {self._user(*self._at(place))} is not in the catalogue "
+                f"set '{self.name}': item {values[index]} of {self._user(*self._at(index))} is not in the catalogue "
                 f"(ids 1 to {self.num_items}; {int(bad.sum())} such ids); fix the data, or num_items"
             )
         if self.times is not None:
@@ -99,18 +99,18 @@ class SequenceData:
         falls = np.zeros(len(values), dtype=bool)
         falls[1:] = (values[1:] < values[:-1]) & (steps[1:] > 0)
         if falls.any():
-            place = int(falls.argmax())
+            index = int(falls.argmax())
             raise DataError(
-                f"set '{self.name}': time {values[place]} of {self._user(*self._at(place))} is before "
-                f"{values[place - 1]}, that of the item before it ({int(falls.sum())} such places); sort each user's "
+                f"set '{self.name}': time {values[index]} of {self._user(*self._at(index))} is before "
+                f"{values[index - 1]}, that of the item before it ({int(falls.sum())} such places); sort each user's "
                 "items by time"
             )
 
-    def _at(self, place: int) -> tuple[int, int]:
+    def _at(self, index: int) -> tuple[int, int]:
         """Returns the user's row and the step of an index in the values."""
         ends = np.cumsum(self.sequences.lengths)
-        user = int(ends.searchsorted(place, side="right"))
-        return user, place - int(ends[user] - self.sequences.lengths[user])
+        user = int(ends.searchsorted(index, side="right"))
+        return user, index - int(ends[user] - self.sequences.lengths[user])
 
     def _user(self, row: int, step: int | None = None) -> str:
         user = f"user {row if self.user_ids is None else self.user_ids[row]}"
@@ -293,11 +293,11 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
 
 def read_sequences(path: Path, *, name: str) -> SequenceData:
     """Reads the sequences in a file of the :data:`LAYOUT`; rows may have any order, ids be any numbers or text."""
-    found = list(pq.read_schema(path).names)
-    spelled = {role: next((word for word in words if word in found), "") for role, words in _SPELLINGS.items()}
+    available = list(pq.read_schema(path).names)
+    spelled = {role: next((word for word in words if word in available), "") for role, words in _SPELLINGS.items()}
     for role, words in _SPELLINGS.items():
         if not spelled[role]:
-            raise DataError(f"{path}: no column {' or '.join(words)}; the file has {', '.join(found)}")
+            raise DataError(f"{path}: no column {' or '.join(words)}; the file has {', '.join(available)}")
     rows = read_parquet(path, list(spelled.values()))
     for column in rows:
         if rows[column].ragged:
@@ -366,8 +366,8 @@ def _best(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
     left[np.nonzero(before)[0], steps[before]] = False
     first = left[rows, guesses].astype(np.int64)  # places that the guess takes
     gains = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, 12)))])
-    found = {}
+    figures = {}
     for name, upto in (("HR@1", np.arange(11.0).clip(max=1)), ("HR@10", np.arange(11.0)), ("NDCG@10", gains)):
         by_chance = (upto[-1] - upto[first]) / (left.sum(axis=1) - first)
-        found[name] = float(np.where(targets == guesses, upto[1], by_chance).mean())
-    return found
+        figures[name] = float(np.where(targets == guesses, upto[1], by_chance).mean())
+    return figures

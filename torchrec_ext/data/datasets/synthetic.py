@@ -81,8 +81,8 @@ def planted(
     rng = np.random.default_rng([seed, users, items, clusters, 1])
     taste, kind = _clusters(users, items, clusters, seed)
     user, item = _draw(rng, preferences)
-    own = taste[user] == kind[item]
-    ratings = _ratings(user, item, _times(rng, user), np.where(own, 5, 3))
+    matching = taste[user] == kind[item]
+    ratings = _ratings(user, item, _times(rng, user), np.where(matching, 5, 3))
     seen_as = np.where(rng.random(users) < 0.9, taste[1:], rng.integers(clusters, size=users)) + 1
     data = from_ratings(
         name="planted",

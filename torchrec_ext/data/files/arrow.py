@@ -109,10 +109,10 @@ def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
     """
     values, most = column.values, np.iinfo(np.int64).max
     if values.dtype == np.uint64 and len(values) and int(values.max()) > most:
-        at = int((values > most).argmax())
-        row = int(np.searchsorted(np.cumsum(column.lengths), at, side="right"))
+        index = int((values > most).argmax())
+        row = int(np.searchsorted(np.cumsum(column.lengths), index, side="right"))
         raise DataError(
-            f"{where}, column '{name}', row {first + row}: {values[at]} is beyond int64 (up to {most}; "
+            f"{where}, column '{name}', row {first + row}: {values[index]} is beyond int64 (up to {most}; "
             f"{int((values > most).sum())} such values in the rows read); write ids as int64, such as "
             "id % 2**63, or as text, and map them to rows by rec.data.preprocess"
         )

@@ -73,43 +73,43 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
         DataError: a path names nothing, or cannot be read.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found = [
+    files = [
         file for path in given for file in (_remote if "://" in os.fspath(path) else _local)(os.fspath(path), endings)
     ]
-    if not found:
+    if not files:
         raise DataError("no file was given; name at least one")
-    return found
+    return files
 
 
 def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
     try:
         names = sorted({name for match in _matches(path) for name in _below(match, endings)})
-        found = [DataFile(name, name, _partitions(name), None, _stamp(name)) for name in names]
+        files = [DataFile(name, name, _partitions(name), None, _stamp(name)) for name in names]
     except OSError as error:
         raise DataError(
             f"{error.filename or path}: cannot be read ({error.strerror or error}), and the rows there would be "
             "missing; give this user the right to read it, or name the files to read"
         ) from error
-    if not found:
+    if not files:
         rule = f"the folder has no file that ends in {' or '.join(endings)}" if os.path.isdir(path) else "no such file"
         raise DataError(f"{path}: {rule}; check the path")
-    return found
+    return files
 
 
 def _matches(path: str) -> list[str]:
     """Returns the paths that match; looks first for folders that may not be listed, which a glob silently skips."""
     if not glob.has_magic(path) or os.path.isfile(path):
         return [path]
-    parts = Path(path).parts
-    first = next(at for at, part in enumerate(parts) if glob.has_magic(part))
-    for at, part in enumerate(parts[first:], start=first):
-        inside = (part, "") if part == "**" else ("",)
-        for folder in glob.glob(os.path.join(".", *parts[:at], *inside), recursive=True):
-            if glob.has_magic(part):
+    segments = Path(path).parts
+    first = next(index for index, segment in enumerate(segments) if glob.has_magic(segment))
+    for index, segment in enumerate(segments[first:], start=first):
+        inside = (segment, "") if segment == "**" else ("",)
+        for folder in glob.glob(os.path.join(".", *segments[:index], *inside), recursive=True):
+            if glob.has_magic(segment):
                 os.scandir(folder).close()
             else:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    os.stat(os.path.join(folder, part))
+                    os.stat(os.path.join(folder, segment))
     return glob.glob(path, recursive=True)
 
 
@@ -169,21 +169,21 @@ def _listed(system: Any, root: str) -> Iterator[str]:
     if find not in (AbstractFileSystem.find, AsyncFileSystem._find):
         yield from system.find(root)
         return
-    for found in system.ls(root, detail=True) if system.isdir(root) else ():
-        if found["type"] == "directory":
-            yield from _listed(system, found["name"])
+    for entry in system.ls(root, detail=True) if system.isdir(root) else ():
+        if entry["type"] == "directory":
+            yield from _listed(system, entry["name"])
         else:
-            yield found["name"]
+            yield entry["name"]
 
 
 def _is_data(relative: str, endings: Sequence[str]) -> bool:
-    hidden = any(part.startswith(_HIDDEN) for part in relative.split("/"))
+    hidden = any(segment.startswith(_HIDDEN) for segment in relative.split("/"))
     return relative.endswith(tuple(endings)) and not hidden
 
 
 def _partitions(name: str) -> dict[str, str]:
-    parts = [part.split("=", 1) for part in name.split("/")[:-1] if "=" in part]
-    return {key: unquote(value) for key, value in parts}
+    pairs = [segment.split("=", 1) for segment in name.split("/")[:-1] if "=" in segment]
+    return {key: unquote(value) for key, value in pairs}
 
 
 def _stamp(path: str) -> tuple[int, int]:

@@ -55,7 +55,10 @@ def read_parquet(
         raise ValueError(f"columns asks for the kinds {wrong}; a kind is one of {', '.join(get_args(Kind))}")
     chunks = [_read_file(file, kinds, fill or {}) for file in files]
     chunk = Chunk(
-        {name: concatenate([_same_kind(name, files, chunks, at) for at in range(len(files))]) for name in chunks[0]}
+        {
+            name: concatenate([_same_kind(name, files, chunks, index) for index in range(len(files))])
+            for name in chunks[0]
+        }
     )
     if not chunk.num_rows:
         raise DataError(f"{', '.join(map(str, files))}: zero rows; write at least one, or leave the file out")
@@ -125,8 +128,8 @@ def _check_type(path: Path, schema: pa.Schema, name: str, wanted: Kind | None) -
         near = difflib.get_close_matches(name, schema.names, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "rename the column, or write it"
         raise DataError(f"{path}: column '{name}' is missing, the file has {schema.names}; {hint}")
-    found = kind_of(schema.field(name).type)
-    if found is None or (wanted and found not in _WANTED.get(wanted, {wanted})):
+    kind = kind_of(schema.field(name).type)
+    if kind is None or (wanted and kind not in _WANTED.get(wanted, {wanted})):
         rule = f"must be {wanted}" if wanted else f"must be one of {', '.join(get_args(Kind))}"
         raise DataError(f"{path}: column '{name}' is {schema.field(name).type}, {rule}; convert it where it is written")
 

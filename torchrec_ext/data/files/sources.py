@@ -64,8 +64,8 @@ class FileSource(ABC):
         self._schemas = [schema for schema, _ in opened]
         self._partitions = _partition_types(self.files)
         self.groups: Sequence[RowGroup] = tuple(
-            RowGroup(name=f"{file.name}: row group {number}", file=at, number=number, rows=rows)
-            for at, (file, (_, counts)) in enumerate(zip(self.files, opened, strict=True))
+            RowGroup(name=f"{file.name}: row group {number}", file=index, number=number, rows=rows)
+            for index, (file, (_, counts)) in enumerate(zip(self.files, opened, strict=True))
             for number, rows in enumerate(counts)
             if rows
         )
@@ -100,20 +100,20 @@ class FileSource(ABC):
         if self._column(name) != name:
             self._require(self._column(name), ARRAYS)
             return "float"
-        types = [self._type(at, name) for at in range(len(self.files))]
-        found = kind_of(types[0])
-        if found is None or found not in kinds:
+        types = [self._type(index, name) for index in range(len(self.files))]
+        kind = kind_of(types[0])
+        if kind is None or kind not in kinds:
             raise DataError(
                 f"{self.files[0].name}: column '{name}' is {types[0]}, must be {' or '.join(kinds)}; convert it where "
                 "it is written"
             )
-        other = next((at for at, dtype in enumerate(types) if dtype != types[0]), None)
+        other = next((index for index, dtype in enumerate(types) if dtype != types[0]), None)
         if other is not None:
             raise DataError(
                 f"{self.files[other].name}: column '{name}' is {types[other]}, in {self.files[0].name} it is "
                 f"{types[0]}; give files with the same types"
             )
-        return found
+        return kind
 
     def _column(self, name: str) -> str:
         """Returns the column in which ``name`` stands: an array column for its elements."""
@@ -121,10 +121,10 @@ class FileSource(ABC):
         known = element is None or name in self._partitions or name in self._schemas[0].names
         return name if known or element is None else element.column
 
-    def _type(self, at: int, name: str) -> pa.DataType:
+    def _type(self, index: int, name: str) -> pa.DataType:
         if name in self._partitions:
             return self._partitions[name]
-        schema = self._schemas[at]
+        schema = self._schemas[index]
         if name in schema.names:
             return schema.field(name).type
         near = difflib.get_close_matches(name, schema.names, n=1)
@@ -138,7 +138,7 @@ class FileSource(ABC):
             if near
             else "rename the column, or write it"
         )
-        raise DataError(f"{self.files[at].name}: column '{name}' is missing, the file has {schema.names}; {hint}")
+        raise DataError(f"{self.files[index].name}: column '{name}' is missing, the file has {schema.names}; {hint}")
 
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
         """See :meth:`Source.read`.
@@ -232,7 +232,7 @@ def _is_whole(text: str) -> bool:
 
 _CRC = 4  # the field of a page's header, after its type and its two sizes
 _HEADER = 64  # bytes that hold the fields up to it
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def warn_of_parquet(name: str, path: str | Path, metadata: pq.FileMetaData) -> None:
@@ -243,7 +243,7 @@ def warn_of_parquet(name: str, path: str | Path, metadata: pq.FileMetaData) -> N
         path: path of the file.
         metadata: footer of the file.
     """
-    if "parquet" not in _told and metadata.num_row_groups and metadata.num_columns:
+    if "parquet" not in _warned and metadata.num_row_groups and metadata.num_columns:
         column = metadata.row_group(0).column(0)
         start = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
         with open(path, "rb") as stream:
@@ -260,9 +260,9 @@ def warn_of_arrow(name: str) -> None:
 
 def _warn(kind: str, what: str) -> None:
     """Warns once for each kind of file and run, on the run's first rank."""
-    if kind in _told or os.environ.get("RANK", "0") != "0":
+    if kind in _warned or os.environ.get("RANK", "0") != "0":
         return
-    _told.add(kind)
+    _warned.add(kind)
     warnings.warn(
         f"{what}: a bit that flips on a disk or on its way is read as another value, and nobody is told; pyarrow "
         "writes parquet with checksums by write_page_checksum=True, as rec.data.preprocess does (.06 % of size), and "
@@ -278,15 +278,15 @@ def _has_checksum(header: bytes) -> bool:
         >>> [_has_checksum(bytes.fromhex(page)) for page in ("1504 1510 1522 15c2a60f 4c15", "1504 1510 1522 4c15")]
         [True, False]
     """
-    field, at = 0, 0
-    while at < len(header):
-        field += header[at] >> 4
-        if field >= _CRC or header[at] & 15 != 5:  # of a type other than i32: a header that is not as it should be
+    field, offset = 0, 0
+    while offset < len(header):
+        field += header[offset] >> 4
+        if field >= _CRC or header[offset] & 15 != 5:  # of a type other than i32: a header that is not as it should be
             return field == _CRC
-        at += 1
-        while at < len(header) and header[at] & 128:
-            at += 1
-        at += 1
+        offset += 1
+        while offset < len(header) and header[offset] & 128:
+            offset += 1
+        offset += 1
     return False
 
 
@@ -395,8 +395,10 @@ class ArrowSource(FileSource):
 
     def _reader(self, file: DataFile, names: Sequence[str] | None = None, schema: pa.Schema | None = None) -> Any:
         try:
-            places = None if names is None or schema is None else sorted(schema.get_field_index(name) for name in names)
-            options = pa.ipc.IpcReadOptions(included_fields=places, use_threads=False)
+            indices = (
+                None if names is None or schema is None else sorted(schema.get_field_index(name) for name in names)
+            )
+            options = pa.ipc.IpcReadOptions(included_fields=indices, use_threads=False)
             return pa.ipc.open_file(file.open() if file.remote else self._map(file.path), options=options)
         except Exception as error:
             raise _unreadable(file, b"ARROW1", "Arrow IPC", error) from error

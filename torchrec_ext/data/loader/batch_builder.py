@@ -35,13 +35,13 @@ class BatchBuilder:
         self.schema = schema
         self.items = with_elements(items, schema.dense) if items is not None else Chunk({})
         names = [*schema.keys, *schema.dense, *schema.weight_columns]
-        self._item_side = [name for name in names if name in self.items]
-        self._user_side = [name for name in names if name not in self.items]
+        self._item_names = [name for name in names if name in self.items]
+        self._user_names = [name for name in names if name not in self.items]
         self._once = frozenset(name for name in names if name in schema.shared)
 
     def user_batch(self, users: Chunk) -> TowerBatch:
         """Builds B rows with the user's features alone; labels are 0."""
-        users = with_elements(users, self._user_side)
+        users = with_elements(users, self._user_names)
         return self._assemble(self._user_columns(users, 1), users.num_rows, 1, {"labels": np.zeros(users.num_rows)})
 
     def item_batch(self, item_ids: Int64) -> TowerBatch:
@@ -75,8 +75,8 @@ class BatchBuilder:
             row_numbers: (B,) numbers by which an error message names the rows.
             padded_rows: number of users up to which rows of weight 0, with empty bags and zeros, are added.
         """
-        users = with_elements(users, self._user_side)
-        if candidates is None and self._item_side:
+        users = with_elements(users, self._user_names)
+        if candidates is None and self._item_names:
             candidates = users["item_id"].values[:, None]
         width = 1 if candidates is None else candidates.shape[1]
         size = users.num_rows * width
@@ -91,16 +91,18 @@ class BatchBuilder:
         if log_q is not None:
             vectors["log_q"] = log_q
         if targets is not None:
-            vectors |= {f"task {name}": targets[:, :, at] for at, name in enumerate(self.schema.tasks)}
+            vectors |= {f"task {name}": targets[:, :, index] for index, name in enumerate(self.schema.tasks)}
         return self._assemble(columns, users.num_rows, width, vectors, row_numbers, total_weight, padded_rows)
 
     def _user_columns(self, users: Chunk, times: int) -> dict[str, _Repeated]:
         once = self._once
-        return {name: _Repeated(users[name], 1 if name in once else times) for name in self._user_side if name in users}
+        return {
+            name: _Repeated(users[name], 1 if name in once else times) for name in self._user_names if name in users
+        }
 
     def _item_columns(self, item_ids: Int64, row_numbers: Int64 | None = None) -> dict[str, _Repeated]:
         item_ids = known_items(self.schema, self.items.num_rows, item_ids, row_numbers)
-        return {name: _Repeated(self.items[name].take(item_ids)) for name in self._item_side}
+        return {name: _Repeated(self.items[name].take(item_ids)) for name in self._item_names}
 
     def _assemble(
         self,
@@ -117,9 +119,9 @@ class BatchBuilder:
         Where none of the user's columns is there, or none of the item's, they are empty; one missing column is an
         error.
         """
-        for side in (self._user_side, self._item_side):
-            if not any(name in columns for name in side):
-                columns |= {name: self._nothing(name, users, width) for name in side}
+        for group in (self._user_names, self._item_names):
+            if not any(name in columns for name in group):
+                columns |= {name: self._nothing(name, users, width) for name in group}
         size = (padded_users or users) * width
         floats = {name: _float_tensor(values.reshape(-1), size) for name, values in vectors.items()}
         pad = (padded_users or users) - users
@@ -152,15 +154,15 @@ class BatchBuilder:
         if not names:
             return torch.empty(size, 0)
         matrix = np.zeros((size, len(names)), np.float32)
-        for at, name in enumerate(names):
+        for index, name in enumerate(names):
             if name not in columns:
                 raise self.schema.missing(name, columns)
             column, times = columns[name]
             values = _numbers(name, column)
             if times == 1:
-                matrix[: len(values), at] = values
+                matrix[: len(values), index] = values
             else:
-                matrix.reshape(-1, times, len(names))[: len(values), :, at] = values[:, None]
+                matrix.reshape(-1, times, len(names))[: len(values), :, index] = values[:, None]
         return torch.from_numpy(matrix)
 
     def _nothing(self, name: str, users: int, width: int) -> _Repeated:
@@ -219,9 +221,9 @@ def _repeat_rows(
 def _numbers(name: str, column: Column) -> Array:
     values = column.pool
     if column.ragged or values.dtype.kind not in "fiub":
-        found = "ragged" if column.ragged else str(values.dtype)
+        kind = "ragged" if column.ragged else str(values.dtype)
         raise DataError(
-            f"column '{name}' is {found}, must be one number per row; read it as a sparse feature, or convert it"
+            f"column '{name}' is {kind}, must be one number per row; read it as a sparse feature, or convert it"
         )
     return values
 

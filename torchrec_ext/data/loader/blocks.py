@@ -179,10 +179,10 @@ def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
         )
     values = chunk[column].values.astype(np.float32, copy=False)
     if not np.isfinite(values).all():
-        at = int((~np.isfinite(values)).argmax())
-        row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        index = int((~np.isfinite(values)).argmax())
+        row = int(np.searchsorted(np.cumsum(lengths), index, side="right"))
         raise DataError(
-            f"{group.name}, column '{column}', row {group.first + row}: value {values[at]} is not finite; "
+            f"{group.name}, column '{column}', row {group.first + row}: value {values[index]} is not finite; "
             "fill or drop it where it is written"
         )
     return Column.from_lengths(values, lengths)
@@ -203,8 +203,8 @@ class Memory:
         """Returns an uninitialised (columns, rows) matrix, and the buffer to :meth:`give` back for it."""
         size = columns * rows * dtype.itemsize
         with self._lock:
-            place = next((at for at, buffer in enumerate(self._free) if size <= buffer.size <= 2 * size), None)
-            buffer = None if place is None else self._free.pop(place)
+            index = next((number for number, buffer in enumerate(self._free) if size <= buffer.size <= 2 * size), None)
+            buffer = None if index is None else self._free.pop(index)
         if buffer is None:
             buffer = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
         return buffer[:size].view(dtype).reshape(columns, rows), buffer
@@ -267,8 +267,10 @@ class Assembler:
     ) -> None:
         self.schema = schema
         self._layout = layout
-        self._scalar = {name: at for at, name in enumerate(name for name in layout.features if name not in ragged)}
-        self._float = {name: at for at, name in enumerate(layout.floats)}
+        self._scalar = {
+            name: index for index, name in enumerate(name for name in layout.features if name not in ragged)
+        }
+        self._float = {name: index for index, name in enumerate(layout.floats)}
         self._label, self._weight = label, weight
 
     def batch(self, slices: Sequence[Slice], size: int, total_weight: float) -> TowerBatch:
@@ -300,14 +302,14 @@ class Assembler:
         if name not in self._scalar:
             return None
         ids = torch.zeros(size, dtype=torch.int64)
-        found = _joined_ids(slices, self._scalar[name])
-        ids.numpy()[: len(found)] = found
+        values = _joined_ids(slices, self._scalar[name])
+        ids.numpy()[: len(values)] = values
         return ids
 
     def chunk(self, slices: Sequence[Slice]) -> Chunk:
         """Returns all columns of the rows of ``slices``, for batches that add items to them."""
-        columns = {name: Column(_joined(slices, at)) for name, at in self._float.items()}
-        columns |= {name: Column(_joined_ids(slices, at)) for name, at in self._scalar.items()}
+        columns = {name: Column(_joined(slices, index)) for name, index in self._float.items()}
+        columns |= {name: Column(_joined_ids(slices, index)) for name, index in self._scalar.items()}
         ragged = [name for name in self._layout.ids if name not in self._scalar]
         return Chunk(columns | {name: _joined_ragged(slices, name) for name in ragged})
 
@@ -331,12 +333,12 @@ class Assembler:
 
     def _weights(self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]) -> Array:
         """Returns (sum of lengths,) the weight of each id of the keys' features; 1 where a feature has no weights."""
-        parts = [np.zeros(0, np.float32)]
+        arrays = [np.zeros(0, np.float32)]
         for name, total in zip(keys.features, totals, strict=True):
             feature = self.schema.feature(name or "")
             column = feature.weights if feature else None
-            parts += [_values(piece, column) for piece in slices] if column else [np.ones(total, np.float32)]
-        return np.concatenate(parts)
+            arrays += [_values(piece, column) for piece in slices] if column else [np.ones(total, np.float32)]
+        return np.concatenate(arrays)
 
     def _total(self, slices: Sequence[Slice], name: str | None, count: int) -> int:
         """Counts the ids of a feature with ``count`` rows; without a name there are none."""
@@ -347,18 +349,18 @@ class Assembler:
     def _fill(
         self, slices: Sequence[Slice], names: Sequence[str | None], values: Int64, lengths: Array, count: int
     ) -> None:
-        place = 0
+        start = 0
         for run in _runs(names, self._scalar):
             if run.first is not None:
                 width = len(run.names)
-                out = values[place : place + width * count].reshape(width, count)
-                for at, piece in _places(slices):
-                    _copy(piece.rows.scalars, run.first, piece, out[:, at : at + piece.stop - piece.start])
-                place += width * count
+                out = values[start : start + width * count].reshape(width, count)
+                for row, piece in _places(slices):
+                    _copy(piece.rows.scalars, run.first, piece, out[:, row : row + piece.stop - piece.start])
+                start += width * count
             elif run.names[0] is None:
                 lengths[run.at] = 0
             else:
-                place = _fill_ragged(slices, run.names[0], values, place, lengths[run.at])
+                start = _fill_ragged(slices, run.names[0], values, start, lengths[run.at])
 
     def _matrix(self, slices: Sequence[Slice], size: int, names: Sequence[str]) -> Tensor:
         dense = torch.zeros(size, len(names))
@@ -377,8 +379,8 @@ class Assembler:
         if name is None:
             vector[: _count(slices)] = 1
         else:
-            for at, piece in _places(slices):
-                vector.numpy()[at : at + piece.stop - piece.start] = piece.rows.floats[self._float[name]][
+            for row, piece in _places(slices):
+                vector.numpy()[row : row + piece.stop - piece.start] = piece.rows.floats[self._float[name]][
                     piece.start : piece.stop
                 ]
         return vector
@@ -392,21 +394,22 @@ class _Run(NamedTuple):
     names: list[str | None]
 
 
-def _runs(names: Sequence[str | None], places: Mapping[str, int]) -> Iterator[_Run]:
-    """Splits ``names`` into the longest runs that ``places`` numbers one after the other."""
+def _runs(names: Sequence[str | None], positions: Mapping[str, int]) -> Iterator[_Run]:
+    """Splits ``names`` into the longest runs that ``positions`` numbers one after the other."""
     numbered = [
-        (places[name] - at if name and name in places else -1 - at - len(places), at) for at, name in enumerate(names)
+        (positions[name] - index if name and name in positions else -1 - index - len(positions), index)
+        for index, name in enumerate(names)
     ]
     for _, run in groupby(numbered, key=lambda pair: pair[0]):
-        found = [at for _, at in run]
-        yield _Run(found[0], places.get(names[found[0]] or ""), [names[at] for at in found])
+        indices = [index for _, index in run]
+        yield _Run(indices[0], positions.get(names[indices[0]] or ""), [names[index] for index in indices])
 
 
 def _places(slices: Sequence[Slice]) -> Iterator[tuple[int, Slice]]:
-    at = 0
+    row = 0
     for piece in slices:
-        yield at, piece
-        at += piece.stop - piece.start
+        yield row, piece
+        row += piece.stop - piece.start
 
 
 def _count(slices: Sequence[Slice]) -> int:
@@ -427,24 +430,24 @@ def _values(piece: Slice, name: str) -> Array:
     return piece.rows.ragged[name].values[offsets[piece.start] : offsets[piece.stop]]
 
 
-def _fill_ragged(slices: Sequence[Slice], name: str, values: Int64, place: int, lengths: Array) -> int:
-    for at, piece in _places(slices):
-        mine = _values(piece, name)
-        values[place : place + mine.size] = mine
-        place += mine.size
-        lengths[at : at + piece.stop - piece.start] = np.diff(piece.rows.offsets[name][piece.start : piece.stop + 1])
-    return place
+def _fill_ragged(slices: Sequence[Slice], name: str, values: Int64, start: int, lengths: Array) -> int:
+    for row, piece in _places(slices):
+        ids = _values(piece, name)
+        values[start : start + ids.size] = ids
+        start += ids.size
+        lengths[row : row + piece.stop - piece.start] = np.diff(piece.rows.offsets[name][piece.start : piece.stop + 1])
+    return start
 
 
-def _joined(slices: Sequence[Slice], at: int) -> Array:
+def _joined(slices: Sequence[Slice], index: int) -> Array:
     return np.concatenate(
-        [piece.rows.floats[at][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.float32)]
+        [piece.rows.floats[index][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.float32)]
     )
 
 
-def _joined_ids(slices: Sequence[Slice], at: int) -> Array:
+def _joined_ids(slices: Sequence[Slice], index: int) -> Array:
     return np.concatenate(
-        [piece.rows.scalars[at][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.int64)]
+        [piece.rows.scalars[index][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.int64)]
     )
 
 

@@ -58,13 +58,13 @@ def identified(
         width: number of rows in the batch for each of ``rows``.
         candidates: item ids in the order of the batch; the items of ``rows`` where not given.
     """
-    found: dict[str, Int64] = {
+    columns: dict[str, Int64] = {
         name: rows.chunk[name].values.repeat(width) for name in schema.identities if name in rows.chunk
     }
     if candidates is not None:
-        found["item_id"] = candidates.reshape(-1)
+        columns["item_id"] = candidates.reshape(-1)
     users, items = (
-        _padded_ids(schema, name, found[name], len(batch)) if name in found else None
+        _padded_ids(schema, name, columns[name], len(batch)) if name in columns else None
         for name in (schema.query, schema.candidate)
     )
     return dataclasses.replace(batch, users=users, items=items, queries=len(batch) if schema.candidate else None)
@@ -123,8 +123,8 @@ class OwnCandidates:
         if not self._tasks:
             return None
         targets = np.zeros((len(rows.numbers), width, len(self._tasks)), dtype=np.float32)
-        for at, name in enumerate(self._tasks):
-            targets[:, 0, at] = rows.chunk[name].values
+        for index, name in enumerate(self._tasks):
+            targets[:, 0, index] = rows.chunk[name].values
         return targets
 
     def _candidates(self, rows: StepRows, epoch: int) -> tuple[Int64 | None, Array | None]:
@@ -186,14 +186,14 @@ class SharedCandidates:
                 columns[name] = [(chunk[name], queries), *self._no_user(name, len(drawn))]
         ids = np.concatenate([positives, extra])
         items = np.zeros(size, np.int64)
-        places = np.concatenate([np.arange(len(positives)), queries + np.arange(len(extra))])
-        items[places] = ids
+        indices = np.concatenate([np.arange(len(positives)), queries + np.arange(len(extra))])
+        items[indices] = ids
         batch = self._schema.assemble(
             {name: _jagged(sections) for name, sections in columns.items() if name in self._schema.keys},
             {name: _vector(sections) for name, sections in columns.items() if name in self._schema.dense},
             labels=_spread(_labels(chunk, self._config.label), size),
             weights=_spread(np.ones(len(positives)) if rows.weights is None else rows.weights, size),
-            log_q=_spread(self._candidates.log_q(ids), size, places),
+            log_q=_spread(self._candidates.log_q(ids), size, indices),
             total_weight=rows.total / self._share.world_size,
             index=torch.arange(size)
             if self._alone
@@ -213,22 +213,22 @@ def _labels(chunk: Chunk, label: str | None) -> Array:
 
 def _jagged(sections: Sections) -> Jagged:
     lengths = [np.zeros(size, np.int32) for _, size in sections]
-    for (column, _), own in zip(sections, lengths, strict=True):
+    for (column, _), section in zip(sections, lengths, strict=True):
         if column is not None:
-            own[: len(column)] = column.lengths
+            section[: len(column)] = column.lengths
     values = [column.values for column, _ in sections if column is not None]
     return Jagged(torch.from_numpy(np.concatenate(values)), torch.from_numpy(np.concatenate(lengths)))
 
 
 def _vector(sections: Sections) -> Tensor:
-    parts = [_spread(np.zeros(0) if column is None else column.values, size) for column, size in sections]
-    return torch.cat(parts)
+    vectors = [_spread(np.zeros(0) if column is None else column.values, size) for column, size in sections]
+    return torch.cat(vectors)
 
 
-def _spread(values: Array, size: int, places: Int64 | None = None) -> Tensor:
-    """Returns (size,) float32: the values at the indices ``places``, from 0 on where not given, and zeros elsewhere."""
+def _spread(values: Array, size: int, indices: Int64 | None = None) -> Tensor:
+    """Returns (size,) float32: the values at ``indices``, from 0 on where not given, and zeros elsewhere."""
     vector = torch.zeros(size)
-    vector.numpy()[np.arange(len(values)) if places is None else places] = values
+    vector.numpy()[np.arange(len(values)) if indices is None else indices] = values
     return vector
 
 

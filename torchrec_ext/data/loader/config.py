@@ -98,6 +98,9 @@ class LoaderConfig:
             raise ValueError(
                 f"loader.hard_share={self.hard_share}: must be above 0 and below 1, so that every item can be drawn"
             )
+        self._check_sampling()
+
+    def _check_sampling(self) -> None:
         sampler = NEGATIVES[self.sampling]
         if sampler.shared and (self.negatives or not self.shared_negatives):
             raise ValueError(

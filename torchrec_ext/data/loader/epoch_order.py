@@ -170,26 +170,28 @@ def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: i
     """Builds blocks of at least ``least`` rows from segments that end at every ``most`` rows of a row group."""
     blocks: list[Block] = []
     segments: list[Segment] = []
-    start = place = begin
-    at = int(np.searchsorted(starts, begin, side="right")) - 1
-    while place < end:
-        first, past_last = int(starts[at]), int(starts[at + 1])
-        stop = min(end, past_last, first + ((place - first) // most + 1) * most)
-        segments.append(Segment(int(order[at]), place - first, stop - first))
-        place, at = stop, at + (stop == past_last)
-        if place - start >= least or place == end:
+    start = position = begin
+    index = int(np.searchsorted(starts, begin, side="right")) - 1
+    while position < end:
+        first, past_last = int(starts[index]), int(starts[index + 1])
+        stop = min(end, past_last, first + ((position - first) // most + 1) * most)
+        segments.append(Segment(int(order[index]), position - first, stop - first))
+        position, index = stop, index + (stop == past_last)
+        if position - start >= least or position == end:
             blocks.append(
-                Block(lane=lane, number=len(blocks), start=start - begin, stop=place - begin, segments=tuple(segments))
+                Block(
+                    lane=lane, number=len(blocks), start=start - begin, stop=position - begin, segments=tuple(segments)
+                )
             )
-            segments, start = [], place
+            segments, start = [], position
     return blocks
 
 
 def _cut(blocks: Sequence[Block], start: int, stop: int, mine: bool) -> Iterator[Piece]:
-    at = max(bisect_right(blocks, start, key=lambda block: block.start) - 1, 0)
-    while at < len(blocks) and blocks[at].start < stop:
-        block = blocks[at]
+    index = max(bisect_right(blocks, start, key=lambda block: block.start) - 1, 0)
+    while index < len(blocks) and blocks[index].start < stop:
+        block = blocks[index]
         low, high = max(start, block.start), min(stop, block.stop)
         if low < high:
             yield Piece(block, low - block.start, high - block.start, mine)
-        at += 1
+        index += 1

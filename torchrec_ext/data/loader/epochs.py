@@ -169,14 +169,14 @@ class Epochs(ABC):
         Raises:
             ValueError: the state is that of another stream, so the remaining samples would not be those that are left.
         """
-        mine = self._stream()
+        stream = self._stream()
         different = {
-            name: (value, mine.get(name)) for name, value in state["stream"].items() if value != mine.get(name)
+            name: (value, stream.get(name)) for name, value in state["stream"].items() if value != stream.get(name)
         }
         if different:
-            parts = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in different.items())
+            changes = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in different.items())
             raise ValueError(
-                f"cannot resume in the middle of an epoch: {parts}; restore these settings, or start a new epoch"
+                f"cannot resume in the middle of an epoch: {changes}; restore these settings, or start a new epoch"
             )
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
         self._start = self._step

@@ -54,10 +54,10 @@ class LaneReader:
         ids, floats = self.layout.checked(dataclasses.replace(group, first=first, rows=chunk.num_rows), chunk)
         if segment.stop - segment.start == chunk.num_rows:
             return ids, floats
-        mine = slice(segment.start - first, segment.stop - first)
+        rows = slice(segment.start - first, segment.stop - first)
         return (
-            {name: column.slice(mine.start, mine.stop) for name, column in ids.items()},
-            {name: values[mine] for name, values in floats.items()},
+            {name: column.slice(rows.start, rows.stop) for name, column in ids.items()},
+            {name: values[rows] for name, values in floats.items()},
         )
 
     def _part(self, group: RowGroup, segment: Segment) -> Chunk:
@@ -103,7 +103,7 @@ def _ordered(
     memory: Memory,
     buffers: list[Array],
 ) -> Vectors:
-    whole = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in columns]
+    whole = [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in columns]
     if order is None:
         return whole
     matrix, buffer = memory.take(len(whole), len(order), np.dtype(dtype))
@@ -189,8 +189,8 @@ class Stream:
                 if key not in held:
                     held[key] = next(blocks)
             slices = [Slice(held[piece.block.lane, piece.block.number], piece.start, piece.stop) for piece in pieces]
-            mine = [part for part, piece in zip(slices, pieces, strict=True) if piece.mine]
-            yield BatchRows(mine, slices, min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size))
+            local = [rows for rows, piece in zip(slices, pieces, strict=True) if piece.mine]
+            yield BatchRows(local, slices, min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size))
 
     def _pieces(self, lanes: list[list[Block]], step: int) -> list[Piece]:
         return list(self.plan.pieces(lanes, step, self._rank, self._world_size, everyone=self._weight is not None))
@@ -209,8 +209,8 @@ class Stream:
                     )
 
     def _reader(self, lane: int) -> LaneReader:
-        mine = self._weight is None or self._reads(lane)
-        layout = self._layout if mine else self._layout.only(str(self._weight))
+        whole = self._weight is None or self._reads(lane)
+        layout = self._layout if whole else self._layout.only(str(self._weight))
         return LaneReader(self._source, layout, self.plan.part_rows)
 
     def _reads(self, lane: int) -> bool:

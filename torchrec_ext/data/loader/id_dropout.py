@@ -153,16 +153,16 @@ class _Part(NamedTuple):
 def _parts(batch: TowerBatch, schema: BatchSchema) -> dict[str, _Part]:
     """Returns the KeyedJaggedTensors of a batch by name: ``sparse``, ``shared``, ``joint`` and ``weighted``."""
     rows, keys = len(batch), batch.sparse.keys()
-    found = {"sparse": _part(batch.sparse, [[(name, False, rows)] for name in keys])}
+    parts = {"sparse": _part(batch.sparse, [[(name, False, rows)] for name in keys])}
     queries = 0
     if batch.shared is not None:
         shared = batch.shared.sparse
         queries, keys = shared.stride(), shared.keys()
-        found["shared"] = _part(shared, [[(name, True, queries)] for name in keys])
+        parts["shared"] = _part(shared, [[(name, True, queries)] for name in keys])
     for name, ids, pairs in (("joint", batch.joint, schema.joint), ("weighted", batch.weighted, schema.weighted)):
         if ids is not None:
-            found[name] = _part(ids, [[(pair.shared, True, queries), (pair.row, False, rows)] for pair in pairs])
-    return found
+            parts[name] = _part(ids, [[(pair.shared, True, queries), (pair.row, False, rows)] for pair in pairs])
+    return parts
 
 
 def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]) -> _Part:

@@ -73,22 +73,22 @@ class MemoryRows:
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """See :meth:`Batches.batches`."""
         order, size = order_of(self._config, self.num_rows, epoch), self._config.batch_size
-        steps = [order[at : at + size] for at in range(0, self.num_rows, size)]
+        steps = [order[start_row : start_row + size] for start_row in range(0, self.num_rows, size)]
         steps = steps[:-1] if self._config.drop_last and len(steps[-1]) < size else steps
         if self._observer:
             self._observer.begin(epoch)
-        for step, everyone in enumerate(steps):
+        for step, global_rows in enumerate(steps):
             if self._observer and self._items is not None:
-                self._observer.observe(self._items[everyone])
+                self._observer.observe(self._items[global_rows])
             if step >= start:
-                yield self._pairing.batch(self._mine(everyone), epoch, step)
+                yield self._pairing.batch(self._mine(global_rows), epoch, step)
         if self._observer:
             self._observer.end()
 
-    def _mine(self, everyone: Int64) -> StepRows:
-        rows = everyone[self._share.part(len(everyone))]
-        weights, total = None, float(len(everyone))
+    def _mine(self, global_rows: Int64) -> StepRows:
+        rows = global_rows[self._share.part(len(global_rows))]
+        weights, total = None, float(len(global_rows))
         if self._weights is not None:
             weights = self._weights[rows]
-            total = float(self._weights[everyone].sum(dtype=np.float64))
+            total = float(self._weights[global_rows].sum(dtype=np.float64))
         return StepRows(self._rows.take(rows), rows, weights, total)

@@ -50,8 +50,8 @@ class DeviceTable:
         self, ids: Mapping[str, Column], floats: Mapping[str, Array], num_rows: int, device: torch.device
     ) -> None:
         self.num_rows, self._device = num_rows, device
-        self._scalar = {name: at for at, name in enumerate(name for name in ids if not ids[name].ragged)}
-        self._float = {name: at for at, name in enumerate(floats)}
+        self._scalar = {name: index for index, name in enumerate(name for name in ids if not ids[name].ragged)}
+        self._float = {name: index for index, name in enumerate(floats)}
         self._ids = self._matrix([ids[name].values for name in self._scalar], torch.int64)
         self._numbers = self._matrix(list(floats.values()), torch.float32)
         self._ragged = {name: self._bag(column) for name, column in ids.items() if column.ragged}
@@ -77,14 +77,14 @@ class DeviceTable:
             totals: number of ids that the bags of each ragged column hold together; counting them would wait for the
                 device.
         """
-        found = {}
+        bags = {}
         matrix = self._ids.index_select(0, rows).t().contiguous()
         for name in names:
             if name in self._scalar:
-                found[name] = Jagged(matrix[self._scalar[name]], None)
+                bags[name] = Jagged(matrix[self._scalar[name]], None)
             elif name in self.ragged:
-                found[name] = _gathered(self._ragged[name], rows, totals[name])
-        return found
+                bags[name] = _gathered(self._ragged[name], rows, totals[name])
+        return bags
 
     def lengths(self, name: str, rows: Tensor) -> Tensor:
         """Returns (B,) int64 the number of ids of a ragged column in each of ``rows`` (B,)."""
@@ -93,7 +93,7 @@ class DeviceTable:
     def numbers(self, rows: Tensor) -> dict[str, Tensor]:
         """Returns each column of numbers by name, (B,) float32, in ``rows`` (B,)."""
         columns = self._numbers.index_select(0, rows)
-        return {name: columns[:, at] for name, at in self._float.items()}
+        return {name: columns[:, index] for name, index in self._float.items()}
 
     def _matrix(self, columns: list[Array], dtype: torch.dtype) -> Tensor:
         stacked = torch.from_numpy(np.stack(columns, axis=1)) if columns else torch.empty(self.num_rows, 0)
@@ -102,9 +102,9 @@ class DeviceTable:
     def _bag(self, column: Column) -> _Ragged:
         values, offsets = column.values, column.offsets
         assert offsets is not None
-        own = values if values.flags.writeable else values.copy()
-        places = torch.from_numpy(offsets).to(self._device)
-        return _Ragged(torch.from_numpy(own).to(self._device), places[:-1], places.diff().int())
+        writeable = values if values.flags.writeable else values.copy()
+        bounds = torch.from_numpy(offsets).to(self._device)
+        return _Ragged(torch.from_numpy(writeable).to(self._device), bounds[:-1], bounds.diff().int())
 
 
 def _gathered(column: _Ragged, rows: Tensor, total: int) -> Jagged:
@@ -178,26 +178,26 @@ class DeviceCandidates:
         if self._host is not None:
             drawn = self._host.draw(users.numpy(), rows.numpy(), epoch, self._count)
             ids, log_q = torch.from_numpy(drawn.ids), torch.from_numpy(drawn.log_q)
-            own = torch.from_numpy(self._host.log_q(users.numpy(), positives.clamp(min=1).numpy()))
+            positive_log_q = torch.from_numpy(self._host.log_q(users.numpy(), positives.clamp(min=1).numpy()))
         else:
             ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
-            own = self._sampler.log_q(users, positives.clamp(min=1))
-        return Drawn(torch.cat([positives[:, None], ids], dim=1), torch.cat([own[:, None], log_q], dim=1))
+            positive_log_q = self._sampler.log_q(users, positives.clamp(min=1))
+        return Drawn(torch.cat([positives[:, None], ids], dim=1), torch.cat([positive_log_q[:, None], log_q], dim=1))
 
     def lengths(self, rows: Tensor, epoch: int) -> dict[str, Tensor]:
         """Returns, for each ragged feature of the items, (B,) the number of ids of all candidates of a row."""
-        found: dict[str, list[Tensor]] = {name: [rows[:0]] for name in self.table.ragged}
-        for block in torch.split(rows, _BLOCK) if found else ():
+        blocks: dict[str, list[Tensor]] = {name: [rows[:0]] for name in self.table.ragged}
+        for block in torch.split(rows, _BLOCK) if blocks else ():
             ids = self.draw(block, epoch).ids
-            for name, parts in found.items():
+            for name, parts in blocks.items():
                 parts.append(self.table.lengths(name, ids.reshape(-1)).view(ids.shape).sum(dim=1))
-        return {name: torch.cat(parts) for name, parts in found.items()}
+        return {name: torch.cat(parts) for name, parts in blocks.items()}
 
 
 _STEPS_AHEAD = 64  # drawn at a time
 
 
-class _Place(NamedTuple):
+class _Tables(NamedTuple):
     """The tables from which a batch is gathered: its rows, and the features of its candidates."""
 
     rows: DeviceTable
@@ -241,7 +241,7 @@ class ResidentRows:
         where = RowGroup(name="the rows in memory", file=0, number=0, rows=rows.num_rows)
         self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
         self._width = 1 + config.negatives
-        self._place = _Place(self._table, candidates.table if candidates else None)
+        self._tables = _Tables(self._table, candidates.table if candidates else None)
 
     def fingerprint(self) -> dict[str, Any]:
         """See :meth:`Batches.fingerprint`."""
@@ -252,11 +252,11 @@ class ResidentRows:
         order, size = order_of(self._config, self.num_rows, epoch), self._config.batch_size
         count = self.num_rows // size if self._config.drop_last else -(-self.num_rows // size)
         numbers = torch.from_numpy(order).to(self._device)
-        everyone = [numbers[step * size : (step + 1) * size] for step in range(start, count)]
-        mine = [rows[self._share.part(len(rows))] for rows in everyone]
-        for rows, own, totals in zip(everyone, mine, self._totals(mine, epoch), strict=True):
-            drawn = self._candidates.draw(own, epoch) if self._candidates else None
-            yield self._batch(self._place, own, drawn, totals, self._total_weight(rows))
+        global_rows = [numbers[step * size : (step + 1) * size] for step in range(start, count)]
+        local_rows = [rows[self._share.part(len(rows))] for rows in global_rows]
+        for rows, local, totals in zip(global_rows, local_rows, self._totals(local_rows, epoch), strict=True):
+            drawn = self._candidates.draw(local, epoch) if self._candidates else None
+            yield self._batch(self._tables, local, drawn, totals, self._total_weight(rows))
 
     @property
     def fixed(self) -> bool:
@@ -277,58 +277,65 @@ class ResidentRows:
         numbers, full = torch.from_numpy(order).to(self._device), self.num_rows // size
         part = self._share.part(size)
         for first in range(start, full, _STEPS_AHEAD):
-            everyone = numbers[first * size : min(first + _STEPS_AHEAD, full) * size].view(-1, size)
-            mine = everyone[:, part].contiguous()
-            parts = [mine, torch.stack([self._total_weight(rows) for rows in everyone])]
+            global_rows = numbers[first * size : min(first + _STEPS_AHEAD, full) * size].view(-1, size)
+            local_rows = global_rows[:, part].contiguous()
+            columns = [local_rows, torch.stack([self._total_weight(rows) for rows in global_rows])]
             if self._candidates is not None:
-                found = self._candidates.draw(mine.view(-1), epoch)
-                parts += [drawn.view(*mine.shape, -1) for drawn in found if drawn is not None]
-            for step in zip(*(stacked.unbind() for stacked in parts), strict=True):
+                candidates = self._candidates.draw(local_rows.view(-1), epoch)
+                columns += [drawn.view(*local_rows.shape, -1) for drawn in candidates if drawn is not None]
+            for step in zip(*(stacked.unbind() for stacked in columns), strict=True):
                 yield DrawnStep(step, self)
         yield from self.batches(epoch, max(start, full))
 
     def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
         """See :class:`Resident`; ``drawn`` holds the rows' numbers, the global batch's weight, and the candidates."""
-        rows, total_weight, *found = drawn
+        rows, total_weight, *candidate_tensors = drawn
         items = self._candidates.table.over(*tensors[2:]) if self._candidates else None
-        candidates = Drawn(found[0], found[1] if len(found) > 1 else None) if found else None
-        return self._batch(_Place(self._table.over(*tensors[:2]), items), rows, candidates, {}, total_weight)
+        candidates = (
+            Drawn(candidate_tensors[0], candidate_tensors[1] if len(candidate_tensors) > 1 else None)
+            if candidate_tensors
+            else None
+        )
+        return self._batch(_Tables(self._table.over(*tensors[:2]), items), rows, candidates, {}, total_weight)
 
-    def _totals(self, mine: list[Tensor], epoch: int) -> list[dict[str, int]]:
+    def _totals(self, local_rows: list[Tensor], epoch: int) -> list[dict[str, int]]:
         """Returns, for each step, the number of ids that the bags of each ragged column of its batch hold."""
-        rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *mine])
+        rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *local_rows])
         by_row = {name: self._times(name) * self._table.lengths(name, rows) for name in self._table.ragged}
         if self._candidates is not None:
             by_row |= self._candidates.lengths(rows, epoch)
-        ends = np.cumsum([0, *(len(own) for own in mine)])
+        ends = np.cumsum([0, *(len(local) for local in local_rows)])
         sums = {name: np.cumsum([0, *lengths.cpu().numpy()])[ends] for name, lengths in by_row.items()}
-        return [{name: int(places[at + 1] - places[at]) for name, places in sums.items()} for at in range(len(mine))]
+        return [
+            {name: int(counts[step + 1] - counts[step]) for name, counts in sums.items()}
+            for step in range(len(local_rows))
+        ]
 
     def _times(self, name: str) -> int:
         """Returns how often a row's value of a column stands in the batch."""
         return 1 if name in self._schema.shared else self._width
 
-    def _total_weight(self, everyone: Tensor) -> Tensor:
+    def _total_weight(self, global_rows: Tensor) -> Tensor:
         """Returns the weight of the global batch divided by R, () on the device."""
         ranks = self._share.world_size
         if self._config.weight is None:
-            return torch.full((), len(everyone) * self._width / ranks, device=self._device)
-        return self._table.numbers(everyone)[self._config.weight].double().sum().float() * self._width / ranks
+            return torch.full((), len(global_rows) * self._width / ranks, device=self._device)
+        return self._table.numbers(global_rows)[self._config.weight].double().sum().float() * self._width / ranks
 
     def _batch(
-        self, place: _Place, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int], total_weight: Tensor
+        self, tables: _Tables, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int], total_weight: Tensor
     ) -> TowerBatch:
         users, width = self._share.rows(self._config.batch_size), self._width
-        bags, numbers, log_q = self._columns(place, rows, drawn, totals)
+        bags, numbers, log_q = self._columns(tables, rows, drawn, totals)
         shared_dense = index = None
         if self._schema.shared:
             shared_dense = self._dense(numbers, users, self._schema.shared_dense)
             index = torch.arange(users, device=self._device).repeat_interleave(width, output_size=users * width)
         labels, weights = (torch.zeros(users, width, device=self._device) for _ in range(2))
-        whose, which = self._identities(place, rows, drawn)
-        own = place.rows.numbers(rows)
-        labels[: len(rows), 0] = own[self._config.label] if self._config.label else 1.0
-        weights[: len(rows)] = own[self._config.weight][:, None] if self._config.weight else 1.0
+        whose, which = self._identities(tables, rows, drawn)
+        columns = tables.rows.numbers(rows)
+        labels[: len(rows), 0] = columns[self._config.label] if self._config.label else 1.0
+        weights[: len(rows)] = columns[self._config.weight][:, None] if self._config.weight else 1.0
         return pack(
             self._schema.layout,
             lambda keys, sizes: self._ids(bags, keys, sizes),
@@ -337,7 +344,7 @@ class ResidentRows:
             weights=weights.view(-1),
             total_weight=total_weight,
             log_q=log_q,
-            targets=self._targets(own, users) if self._schema.tasks else None,
+            targets=self._targets(columns, users) if self._schema.tasks else None,
             users=whose,
             items=which,
             queries=users * width if self._schema.candidate else None,
@@ -345,44 +352,44 @@ class ResidentRows:
             index=index,
         )
 
-    def _identities(self, place: _Place, rows: Tensor, drawn: Drawn | None) -> tuple[Tensor | None, Tensor | None]:
+    def _identities(self, tables: _Tables, rows: Tensor, drawn: Drawn | None) -> tuple[Tensor | None, Tensor | None]:
         """Returns (B,) the user and (B,) the item of each row, where the schema asks for them; 0 for padding."""
         size = self._share.rows(self._config.batch_size) * self._width
         repeated = (
             rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
         )
-        single = [name for name in self._schema.identities if name not in place.rows.ragged]
-        found = {name: bags.values for name, bags in place.rows.bags(repeated, single, {}).items()}
+        single = [name for name in self._schema.identities if name not in tables.rows.ragged]
+        columns = {name: bags.values for name, bags in tables.rows.bags(repeated, single, {}).items()}
         if drawn is not None:
-            found["item_id"] = drawn.ids.reshape(-1)
-        named = [found.get(name or "") for name in (self._schema.query, self._schema.candidate)]
+            columns["item_id"] = drawn.ids.reshape(-1)
+        named = [columns.get(name or "") for name in (self._schema.query, self._schema.candidate)]
         users, items = (None if ids is None else _padded(ids, size) for ids in named)
         return users, items
 
-    def _targets(self, own: Mapping[str, Tensor], users: int) -> Tensor:
+    def _targets(self, columns: Mapping[str, Tensor], users: int) -> Tensor:
         """Returns the labels of the further tasks, 0 for negatives and padding."""
         targets = torch.zeros(users, self._width, len(self._schema.tasks), device=self._device)
-        for at, name in enumerate(self._schema.tasks):
-            targets[: len(own[name]), 0, at] = own[name]
+        for index, name in enumerate(self._schema.tasks):
+            targets[: len(columns[name]), 0, index] = columns[name]
         return targets.flatten(0, 1)
 
     def _columns(
-        self, place: _Place, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int]
+        self, tables: _Tables, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int]
     ) -> tuple[dict[str, Jagged], dict[str, Tensor], Tensor | None]:
         """Gathers (bags, numbers, log_q) of the rows and of their candidates, before padding."""
         names, shared = [*self._schema.keys, *self._schema.weight_columns], self._schema.shared
         repeated = (
             rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
         )
-        bags = place.rows.bags(repeated, [name for name in names if name not in shared], totals)
-        bags |= place.rows.bags(rows, [name for name in names if name in shared], totals) if shared else {}
-        numbers = place.rows.numbers(repeated) | {
-            name: v for name, v in place.rows.numbers(rows).items() if name in shared
+        bags = tables.rows.bags(repeated, [name for name in names if name not in shared], totals)
+        bags |= tables.rows.bags(rows, [name for name in names if name in shared], totals) if shared else {}
+        numbers = tables.rows.numbers(repeated) | {
+            name: v for name, v in tables.rows.numbers(rows).items() if name in shared
         }
-        if drawn is None or place.items is None:
+        if drawn is None or tables.items is None:
             return bags, numbers, None
         ids = drawn.ids.reshape(-1)
-        bags, numbers = bags | place.items.bags(ids, names, totals), numbers | place.items.numbers(ids)
+        bags, numbers = bags | tables.items.bags(ids, names, totals), numbers | tables.items.numbers(ids)
         size = self._share.rows(self._config.batch_size) * self._width
         return bags, numbers, None if drawn.log_q is None else _padded(drawn.log_q.reshape(-1), size)
 
@@ -395,7 +402,9 @@ class ResidentRows:
         ids = concatenated(keys, sizes, columns, self._device)
         counts = [len(columns[name].values) if name else 0 for name in keys.features]
         halves = len(counts) // len(keys.keys) if counts else 1
-        return ids._replace(length_per_key=[sum(counts[at : at + halves]) for at in range(0, len(counts), halves)])
+        return ids._replace(
+            length_per_key=[sum(counts[first : first + halves]) for first in range(0, len(counts), halves)]
+        )
 
     def _dense(self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]) -> Tensor:
         if not names:
@@ -423,6 +432,6 @@ def read_all(
     layout.require(source)
     chunks = []
     for group in source.groups:
-        found, floats = layout.checked(group, source.read(group, layout.names))
-        chunks.append(found | {name: Column(values) for name, values in floats.items() if name not in found})
+        columns, floats = layout.checked(group, source.read(group, layout.names))
+        chunks.append(columns | {name: Column(values) for name, values in floats.items() if name not in columns})
     return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]})

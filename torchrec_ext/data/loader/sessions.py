@@ -80,22 +80,23 @@ class SessionLoader(Epochs):
             return np.arange(len(self._sequences))
         return np.random.Generator(np.random.PCG64([self.config.seed, epoch])).permutation(len(self._sequences))
 
-    def _batch(self, everyone: Int64, epoch: int, step: int) -> TowerBatch:
-        lengths = self._lengths[everyone]
-        mine = everyone[deal(lengths, self._share.world_size) == self._share.rank]
+    def _batch(self, global_rows: Int64, epoch: int, step: int) -> TowerBatch:
+        lengths = self._lengths[global_rows]
+        local_rows = global_rows[deal(lengths, self._share.world_size) == self._share.rank]
         size = self._share.rows(self._size)
         candidates = self._candidates(epoch, step)
         return self._schema.assemble(
             {
                 "session": Jagged(
-                    torch.from_numpy(self._sequences.take(mine).values), _padded(self._lengths[mine], size).int()
+                    torch.from_numpy(self._sequences.take(local_rows).values),
+                    _padded(self._lengths[local_rows], size).int(),
                 ),
                 "candidates": Jagged(torch.from_numpy(candidates), _spread(len(candidates), size)),
             },
             labels=torch.ones(size),
-            weights=(torch.arange(size) < len(mine)).float(),
+            weights=(torch.arange(size) < len(local_rows)).float(),
             total_weight=float((lengths - 1).sum()) / self._share.world_size,
-            rows=_padded(mine, size),
+            rows=_padded(local_rows, size),
         )
 
     def _candidates(self, epoch: int, step: int) -> Int64:
@@ -106,10 +107,10 @@ class SessionLoader(Epochs):
             generator = np.random.Generator(np.random.PCG64([self.config.seed, epoch, step, 1]))
             everything = generator.integers(1, self._num_items + 1, size=self._size * self.config.negatives)
         share = self._share.rows(len(everything))
-        mine = np.zeros(share, dtype=np.int64)
-        own = everything[self._share.rank * share : (self._share.rank + 1) * share]
-        mine[: len(own)] = own
-        return mine
+        padded = np.zeros(share, dtype=np.int64)
+        local = everything[self._share.rank * share : (self._share.rank + 1) * share]
+        padded[: len(local)] = local
+        return padded
 
 
 def deal(lengths: Int64, world_size: int) -> Int64:

@@ -78,8 +78,9 @@ class HardNegatives(TrainingSampler):
             DataError: the index returned an item that does not exist.
         """
         users = np.arange(self.easy.known.num_users) if users is None else users
-        parts = [self._best(users[at : at + block], index) for at in range(0, len(users), block)]
-        owners, items = (np.concatenate([part[side] for part in parts] or [users[:0]]) for side in (0, 1))
+        blocks = [self._best(users[start : start + block], index) for start in range(0, len(users), block)]
+        owners = np.concatenate([users[:0], *(owners for owners, _ in blocks)])
+        items = np.concatenate([users[:0], *(items for _, items in blocks)])
         self._hard = KnownPairs(self.easy.known.num_items, owners, items)
         self.refreshes += 1
 
@@ -90,8 +91,8 @@ class HardNegatives(TrainingSampler):
         counts = hard.known(users)
         kinds = uniform(stream(self.easy.seed, epoch, KIND), positions[:, None], np.arange(n))
         rows, draws = np.nonzero((kinds < self.share) & (counts > 0)[:, None])
-        places = uniform(stream(self.easy.seed, epoch, PLACE), positions[rows], draws) * counts[rows]
-        ids[rows, draws] = hard.nth_known(users[rows], np.minimum(places.astype(np.int64), counts[rows] - 1))
+        ranks = uniform(stream(self.easy.seed, epoch, PLACE), positions[rows], draws) * counts[rows]
+        ids[rows, draws] = hard.nth_known(users[rows], np.minimum(ranks.astype(np.int64), counts[rows] - 1))
         return NegativeSample(ids, self._log_q(hard, users[:, None], ids))
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
@@ -117,21 +118,21 @@ class HardNegatives(TrainingSampler):
 
     def _best(self, users: Int64, index: Index) -> tuple[Int64, Int64]:
         """Returns (owners, items) of up to K pairs per user."""
-        found = np.asarray(index(users), dtype=np.int64)
+        best = np.asarray(index(users), dtype=np.int64)
         num_items = self.easy.known.num_items
-        if found.ndim != 2 or len(found) != len(users):
+        if best.ndim != 2 or len(best) != len(users):
             raise DataError(
-                f"the index returned shape {found.shape} for {len(users)} users; it must return (B, K) items"
+                f"the index returned shape {best.shape} for {len(users)} users; it must return (B, K) items"
             )
-        if (found > num_items).any():
-            row, place = np.argwhere(found > num_items)[0]
+        if (best > num_items).any():
+            row, rank = np.argwhere(best > num_items)[0]
             raise DataError(
-                f"the index returned item {found[row, place]} for user {users[row]}; items are 1 to {num_items}: "
+                f"the index returned item {best[row, rank]} for user {users[row]}; items are 1 to {num_items}: "
                 "return the ids of the data, not places in the index, and 0 where there is none"
             )
-        good = (found > 0) & ~self.easy.known.contains(users[:, None], np.maximum(found, 0))
-        rows, places = np.nonzero(good & (np.cumsum(good, axis=1) <= self.k))
-        return users[rows], found[rows, places]
+        good = (best > 0) & ~self.easy.known.contains(users[:, None], np.maximum(best, 0))
+        rows, ranks = np.nonzero(good & (np.cumsum(good, axis=1) <= self.k))
+        return users[rows], best[rows, ranks]
 
 
 class ExactTopK:
@@ -165,5 +166,5 @@ class ExactTopK:
         scores[torch.from_numpy(rows).to(device), torch.from_numpy(taken).to(device)] = -torch.inf
         scores[:, 0] = -torch.inf
         best = scores.topk(self._k, dim=1)
-        found: Int64 = best.indices.masked_fill(best.values == -torch.inf, 0).cpu().numpy()
-        return found
+        items: Int64 = best.indices.masked_fill(best.values == -torch.inf, 0).cpu().numpy()
+        return items

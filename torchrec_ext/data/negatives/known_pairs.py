@@ -70,13 +70,13 @@ class KnownPairs:
         """The pairs as (users, items) in ascending order, each pair once."""
         return self._keys // self._width, self._keys % self._width
 
-    def place(self, users: Int64) -> Int64:
+    def row_of(self, users: Int64) -> Int64:
         """Returns the row of each user in a table of ``num_users`` + 1 rows, the last of which is for unknown users."""
         # A negative id is a large one without its sign: one pass in place of four.
-        places: Int64 = np.minimum(users.astype(np.int64, copy=False).view(np.uint64), np.uint64(self.num_users)).view(
+        rows: Int64 = np.minimum(users.astype(np.int64, copy=False).view(np.uint64), np.uint64(self.num_users)).view(
             np.int64
         )
-        return places
+        return rows
 
     def free(self, users: Int64) -> Int64:
         """Returns (B,) the number of items that each user has not taken.
@@ -84,46 +84,46 @@ class KnownPairs:
         Raises:
             DataError: a user has taken all items.
         """
-        free = self._free[self.place(users)]
+        free = self._free[self.row_of(users)]
         if not free.all():
-            at = int((free == 0).argmax())
+            index = int((free == 0).argmax())
             raise DataError(
-                f"user {users[at]} has taken all {self.num_items} items, so there is no negative for this user "
+                f"user {users[index]} has taken all {self.num_items} items, so there is no negative for this user "
                 f"({len(np.unique(users[free == 0]))} such users here); drop their rows, or set loader.negatives=0"
             )
         return free
 
     def log_free(self, users: Int64) -> NDArray[np.float64]:
         """Returns (B,) the log of the number of items that each user has not taken, -inf where it is 0."""
-        return self._log_free[self.place(users)]
+        return self._log_free[self.row_of(users)]
 
     def known(self, users: Int64) -> Int64:
         """Returns (B,) the number of items that each user has taken."""
-        return self.num_items - self._free[self.place(users)]
+        return self.num_items - self._free[self.row_of(users)]
 
     def contains(self, users: Int64, items: Int64) -> NDArray[np.bool_]:
         """Says whether each pair is known; ``users`` and ``items`` broadcast."""
-        keys = self.place(users) * self._width + items
+        keys = self.row_of(users) * self._width + items
         if self._bitmap is not None:
             return _bits(self._bitmap, keys)
-        found = self._filter.may_hold(keys)
-        maybe = np.nonzero(found)
+        known = self._filter.may_hold(keys)
+        maybe = np.nonzero(known)
         if len(self._keys):
             wanted = keys[maybe]
-            at = np.minimum(self._keys.searchsorted(wanted), len(self._keys) - 1)
-            found[maybe] = self._keys[at] == wanted
-        return found
+            index = np.minimum(self._keys.searchsorted(wanted), len(self._keys) - 1)
+            known[maybe] = self._keys[index] == wanted
+        return known
 
     def nth_free(self, users: Int64, ranks: Int64) -> Int64:
         """Returns (B,) the item number ``ranks`` (B,), from 0, of those that each of ``users`` (B,) has not taken."""
-        rows = self.place(users)
-        found = self._below.searchsorted(ranks + rows * self._width, side="right")
-        items: Int64 = ranks + 1 + found - self._starts[rows]
+        rows = self.row_of(users)
+        below = self._below.searchsorted(ranks + rows * self._width, side="right")
+        items: Int64 = ranks + 1 + below - self._starts[rows]
         return items
 
     def nth_known(self, users: Int64, ranks: Int64) -> Int64:
         """Returns (B,) the item number ``ranks`` (B,), from 0, of those that each of ``users`` (B,) has taken."""
-        items: Int64 = self._keys[self._starts[self.place(users)] + ranks] % self._width
+        items: Int64 = self._keys[self._starts[self.row_of(users)] + ranks] % self._width
         return items
 
     def of(self, users: Int64) -> tuple[Int64, Int64]:
@@ -151,17 +151,17 @@ class _Filter:
         return _bits(self._bitmap, self._places(keys))
 
     def _places(self, keys: Int64) -> Int64:
-        places: Int64 = (keys.astype(np.uint64) * _GOLDEN >> self._shift).astype(np.int64)  # Fibonacci hashing
-        return places
+        bits: Int64 = (keys.astype(np.uint64) * _GOLDEN >> self._shift).astype(np.int64)  # Fibonacci hashing
+        return bits
 
 
 def _check(num_items: int, users: Int64, items: Int64) -> None:
     bad = (items < 1) | (items > num_items) | (users < 0)
     if bad.any():
-        at = int(bad.argmax())
+        index = int(bad.argmax())
         raise DataError(
-            f"known pair {at} is user {users[at]}, item {items[at]}; users must be 0 or more, items 1 to {num_items}; "
-            "fix the pairs, or num_items"
+            f"known pair {index} is user {users[index]}, item {items[index]}; users must be 0 or more, items 1 to "
+            f"{num_items}; fix the pairs, or num_items"
         )
 
 
@@ -190,8 +190,8 @@ def bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
     return made
 
 
-def _bits(bitmap: NDArray[np.uint8], places: Int64) -> NDArray[np.bool_]:
-    return np.asarray(bitmap[places >> 3] >> (places & 7).astype(np.uint8) & 1, dtype=np.bool_)
+def _bits(bitmap: NDArray[np.uint8], indices: Int64) -> NDArray[np.bool_]:
+    return np.asarray(bitmap[indices >> 3] >> (indices & 7).astype(np.uint8) & 1, dtype=np.bool_)
 
 
 def _sorted_once(keys: Int64) -> Int64:

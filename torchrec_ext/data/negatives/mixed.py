@@ -114,13 +114,13 @@ class StreamingFrequency:
     def update(self, ids: Tensor) -> None:
         """Counts one batch of all ranks, (C,) int64 items; an item that occurs twice counts once, item 0 not at all."""
         self.step += 1
-        rate, places = self._settings["rate"], self._places(ids)
+        rate, buckets = self._settings["rate"], self._places(ids)
         # Equal places write equal values, so their order does not matter.
-        self.gap[self._rows, places] = (1 - rate) * self.gap[self._rows, places] + rate * (
-            self.step - self.last[self._rows, places]
+        self.gap[self._rows, buckets] = (1 - rate) * self.gap[self._rows, buckets] + rate * (
+            self.step - self.last[self._rows, buckets]
         )
-        self.last[self._rows, places] = torch.full_like(
-            places, self.step
+        self.last[self._rows, buckets] = torch.full_like(
+            buckets, self.step
         )  # a number of the host's would be copied first
 
     def log_q(self, ids: Tensor) -> Tensor:
@@ -139,11 +139,11 @@ class StreamingFrequency:
         """
         different = {name: value for name, value in state["settings"].items() if value != self._settings.get(name)}
         if different:
-            parts = ", ".join(
+            changes = ", ".join(
                 f"{name} was {value} and is {self._settings.get(name)}" for name, value in different.items()
             )
             raise ValueError(
-                f"the frequencies were estimated with other settings: {parts}; restore these, or start anew"
+                f"the frequencies were estimated with other settings: {changes}; restore these, or start anew"
             )
         self.last.copy_(state["last"])
         self.gap.copy_(state["gap"])

@@ -50,13 +50,13 @@ class DeviceKnownPairs:
         self.keys, self.starts, self.free, self.below = (torch.from_numpy(table).to(device) for table in tables[:4])
         self.bitmap = None if tables.bitmap is None else torch.from_numpy(tables.bitmap).to(device)
 
-    def place(self, users: Tensor) -> Tensor:
-        """See :meth:`KnownPairs.place`."""
+    def row_of(self, users: Tensor) -> Tensor:
+        """See :meth:`KnownPairs.row_of`."""
         return torch.where((users >= 0) & (users < self.num_users), users, self.num_users)
 
     def contains(self, users: Tensor, items: Tensor) -> Tensor:
         """Says whether each pair is known; ``users`` and ``items`` broadcast."""
-        keys = self.place(users) * self._width + items
+        keys = self.row_of(users) * self._width + items
         if self.bitmap is not None:
             return (self.bitmap[keys >> 3] >> (keys & 7).to(torch.uint8) & 1).bool()
         if not len(self.keys):
@@ -65,7 +65,7 @@ class DeviceKnownPairs:
 
     def nth_free(self, users: Tensor, ranks: Tensor) -> Tensor:
         """See :meth:`KnownPairs.nth_free`; ``users`` and ``ranks`` broadcast."""
-        rows = self.place(users)
+        rows = self.row_of(users)
         return ranks + 1 + torch.searchsorted(self.below, ranks + rows * self._width, right=True) - self.starts[rows]
 
 
@@ -115,11 +115,11 @@ class KnownItems(nn.Module):
             torch.arange(len(owners), device=rows.device) + (self.starts[rows] - counts.cumsum(0) + counts)[owners]
         ]
         ordered = items.sort().values
-        places = torch.searchsorted(ordered, taken)
-        there = ordered[places.clamp(max=len(ordered) - 1)] == taken
-        found = torch.zeros(len(ordered), len(rows), dtype=torch.bool, device=rows.device)
-        found[places[there], owners[there]] = True
-        return found.index_select(0, torch.searchsorted(ordered, items)).T.contiguous()
+        indices = torch.searchsorted(ordered, taken)
+        there = ordered[indices.clamp(max=len(ordered) - 1)] == taken
+        known = torch.zeros(len(ordered), len(rows), dtype=torch.bool, device=rows.device)
+        known[indices[there], owners[there]] = True
+        return known.index_select(0, torch.searchsorted(ordered, items)).T.contiguous()
 
 
 class DeviceNegatives(ABC):
@@ -156,7 +156,7 @@ class DeviceNegatives(ABC):
         first = self._propose(device_uniform(stream(self.seed, epoch, PROPOSED), positions, draws))
         second = self._from_rest(users, device_uniform(stream(self.seed, epoch, FROM_REST), positions, draws))
         ids = torch.where(self.known.contains(users, first), second, first)
-        ids = torch.where(self.known.free[self.known.place(users)] > 0, ids, 0)
+        ids = torch.where(self.known.free[self.known.row_of(users)] > 0, ids, 0)
         return DeviceSample(ids, self.log_q(users, ids))
 
     def _copied(self, table: NDArray[np.float64] | NDArray[np.float32] | Int64) -> Tensor:
@@ -169,14 +169,14 @@ class _Uniform(DeviceNegatives):
         self._log_q = self._copied(sampler.log_q_of)
 
     def log_q(self, users: Tensor, items: Tensor) -> Tensor:
-        log_q = self._log_q[self.known.place(users)]
+        log_q = self._log_q[self.known.row_of(users)]
         return torch.broadcast_tensors(log_q, items)[0]  # type: ignore[no-any-return, no-untyped-call]
 
     def _propose(self, numbers: Tensor) -> Tensor:
         return (numbers * self.known.num_items).long() + 1
 
     def _from_rest(self, users: Tensor, numbers: Tensor) -> Tensor:
-        free = self.known.free[self.known.place(users)]
+        free = self.known.free[self.known.row_of(users)]
         return self.known.nth_free(users, torch.minimum((numbers * free).long(), free - 1))
 
 
@@ -194,7 +194,7 @@ class _Popularity(DeviceNegatives):
         self._mass, self._total = self._copied(mass.mass), mass.total
 
     def log_q(self, users: Tensor, items: Tensor) -> Tensor:
-        return (self._log_p[items] - self._log_left[self.known.place(users)]).float()
+        return (self._log_p[items] - self._log_left[self.known.row_of(users)]).float()
 
     def _propose(self, numbers: Tensor) -> Tensor:
         scaled = numbers * self.known.num_items
@@ -202,12 +202,12 @@ class _Popularity(DeviceNegatives):
         return torch.where(scaled - slot < self._accept[slot], slot, self._alias[slot]) + 1
 
     def _from_rest(self, users: Tensor, numbers: Tensor) -> Tensor:
-        rows = self.known.place(users)
+        rows = self.known.row_of(users)
         mass = self._mass[rows]
         places = torch.minimum((numbers * mass).long(), mass - 1)
-        found = torch.searchsorted(self._below, places + rows * (self._total + 1), right=True)
+        below = torch.searchsorted(self._below, places + rows * (self._total + 1), right=True)
         return torch.searchsorted(
-            self._sums, places + self._before[found] - self._before[self.known.starts[rows]], right=True
+            self._sums, places + self._before[below] - self._before[self.known.starts[rows]], right=True
         )
 
 

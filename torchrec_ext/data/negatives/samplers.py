@@ -49,10 +49,10 @@ class FreeMass:
 
     def item_at(self, users: Int64, places: Int64) -> Int64:
         """Returns (B,) the free item of each of ``users`` (B,) at ``places`` (B,), 0 to the user's mass - 1."""
-        rows = self.known.place(users)
-        found = self.below.searchsorted(places + rows * (self.total + 1), side="right")
+        rows = self.known.row_of(users)
+        below = self.below.searchsorted(places + rows * (self.total + 1), side="right")
         items: Int64 = self.sums.searchsorted(
-            places + self.before[found] - self.before[self.starts[rows]], side="right"
+            places + self.before[below] - self.before[self.starts[rows]], side="right"
         )
         return items
 
@@ -224,7 +224,7 @@ class UniformNegatives(RejectionNegatives):
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
         log_q = np.empty(np.broadcast(users, items).shape, np.float32)
-        log_q[...] = self.log_q_of[self.known.place(users)]
+        log_q[...] = self.log_q_of[self.known.row_of(users)]
         return log_q
 
     def _propose(self, numbers: Float64) -> Int64:
@@ -279,7 +279,7 @@ class PopularityNegatives(RejectionNegatives):
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
-        log_q: Float32 = (self.log_p[items] - self.log_left[self.known.place(users)]).astype(np.float32)
+        log_q: Float32 = (self.log_p[items] - self.log_left[self.known.row_of(users)]).astype(np.float32)
         return log_q
 
     def _propose(self, numbers: Float64) -> Int64:
@@ -288,5 +288,5 @@ class PopularityNegatives(RejectionNegatives):
         return np.where(scaled - slot < self.accept[slot], slot, self.alias[slot]) + 1
 
     def _from_rest(self, users: Int64, numbers: Float64) -> Int64:
-        mass = self.free_mass.mass[self.known.place(users)]
+        mass = self.free_mass.mass[self.known.row_of(users)]
         return self.free_mass.item_at(users, np.minimum((numbers * mass).astype(np.int64), mass - 1))

@@ -50,8 +50,8 @@ class Vocabulary:
         ordered, ids = self._by_number
         if not len(ordered):
             return np.zeros(len(values), dtype=np.int64)
-        places = np.minimum(ordered.searchsorted(values), len(ordered) - 1)
-        return np.where(valid & (ordered[places] == values), ids[places], 0)
+        indices = np.minimum(ordered.searchsorted(values), len(ordered) - 1)
+        return np.where(valid & (ordered[indices] == values), ids[indices], 0)
 
     def table(self, value: str, id_: str) -> pa.Table:
         """Returns the vocabulary as a table of two columns, for a join."""
@@ -59,7 +59,7 @@ class Vocabulary:
 
     @cached_property
     def _by_text(self) -> dict[str, int]:
-        return {value: place for place, value in enumerate(self.values.to_pylist(), start=1)}
+        return {value: id_ for id_, value in enumerate(self.values.to_pylist(), start=1)}
 
     @cached_property
     def _by_number(self) -> tuple[Int64, Int64]:
@@ -111,16 +111,16 @@ class Categorify(Step):
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers, as many per row as there were values."""
         remedy = "bucket a number with Bucketize, or cast the column where it is written"
-        found = [types.need(self, name, IDS | ID_LISTS, remedy) for name in self.reads]
-        for name, kind in zip(self.reads, found, strict=True):
-            if element(kind) != element(found[0]):
+        kinds = [types.need(self, name, IDS | ID_LISTS, remedy) for name in self.reads]
+        for name, kind in zip(self.reads, kinds, strict=True):
+            if element(kind) != element(kinds[0]):
                 raise DataError(
                     f"{types.where}: column '{name}' is {kind}, but shares a vocabulary with '{self.column}', which "
-                    f"is {found[0]}; give both one type, or each its own Categorify"
+                    f"is {kinds[0]}; give both one type, or each its own Categorify"
                 )
         return {
             name: "list<int64>" if is_list_column(kind) else "int64"
-            for name, kind in zip(self.writes, found, strict=True)
+            for name, kind in zip(self.writes, kinds, strict=True)
         }
 
     def fit(self, table: Table, types: Types, run: StepContext) -> Vocabulary:
@@ -131,9 +131,9 @@ class Categorify(Step):
         if self.min_count > 1:
             counts = counts.filter(counts["count"] >= self.min_count)
         counts = counts.order_by(counts["count"].desc(), counts.value.asc())
-        found = run.engine.collect(counts.limit(self.max_size) if self.max_size else counts)
+        counted = run.engine.collect(counts.limit(self.max_size) if self.max_size else counts)
         kind = pa.int64() if element(types[self.column]) == "int64" else pa.string()
-        return Vocabulary(_one_piece(found["value"], kind), _one_piece(found["count"], pa.int64()))
+        return Vocabulary(_one_piece(counted["value"], kind), _one_piece(counted["count"], pa.int64()))
 
     def transform(self, table: Table, types: Types, state: Vocabulary, run: StepContext) -> Table:
         """Joins with the vocabulary."""
@@ -173,12 +173,12 @@ def _replace_elements(table: Table, name: str, output: str, vocabulary: Table, l
 
     elements = lists.select(__list__=lists[name]).distinct().mutate(__element__=lambda t: t["__list__"])
     elements = elements.unnest("__element__", offset="__place__")
-    found = elements.left_join(vocabulary, elements["__element__"] == vocabulary["__value__"])
-    found = found.select(
-        "__list__", __pair__=ibis.struct({"place": found["__place__"], "id": found["__id__"].fill_null(0)})
+    looked_up = elements.left_join(vocabulary, elements["__element__"] == vocabulary["__value__"])
+    looked_up = looked_up.select(
+        "__list__", __pair__=ibis.struct({"place": looked_up["__place__"], "id": looked_up["__id__"].fill_null(0)})
     )
     # Sorting pairs, since Spark cannot collect in an order.
-    ids = found.group_by("__list__").aggregate(__pairs__=found["__pair__"].collect())
+    ids = looked_up.group_by("__list__").aggregate(__pairs__=looked_up["__pair__"].collect())
     ids = ids.select("__list__", __ids__=ids["__pairs__"].sort().map(lambda pair: pair["id"]))
     joined = table.left_join(ids, table[name] == ids["__list__"])
     empty = ibis.literal([], type="array<int64>")
@@ -231,10 +231,10 @@ class HashBucket(ColumnStep):
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers, as many per row as there were values."""
-        found = types.need(
+        kind = types.need(
             self, self.column, IDS | ID_LISTS, "bucket a number with Bucketize, or cast it where it is written"
         )
-        return {self.writes[0]: "list<int64>" if is_list_column(found) else "int64"}
+        return {self.writes[0]: "list<int64>" if is_list_column(kind) else "int64"}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Hashes each value, or each element."""
@@ -249,9 +249,9 @@ class HashBucket(ColumnStep):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same hash."""
-        found = cells[self.column]
+        values = cells[self.column]
         return {
-            self.writes[0]: found.with_values(map_texts(found, lambda text: hashed_id(text, self.buckets, self.salt)))
+            self.writes[0]: values.with_values(map_texts(values, lambda text: hashed_id(text, self.buckets, self.salt)))
         }
 
     def vocab(self, state: State) -> Mapping[str, int]:
@@ -309,14 +309,14 @@ class Cross(Step):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same hash."""
-        parts = [cells[name] for name in self.columns]
-        valid = np.logical_and.reduce([part.valid for part in parts])
-        rows = zip(*(part.values.tolist() for part in parts), strict=True)
+        columns = [cells[name] for name in self.columns]
+        valid = np.logical_and.reduce([column.valid for column in columns])
+        rows = zip(*(column.values.tolist() for column in columns), strict=True)
         ids = [
             hashed_id("".join(md5(str(value)) for value in row), self.buckets, self.salt) if known else 0
             for row, known in zip(rows, valid.tolist(), strict=True)
         ]
-        return {self.writes[0]: parts[0].with_values(np.array(ids, dtype=np.int64))}
+        return {self.writes[0]: columns[0].with_values(np.array(ids, dtype=np.int64))}
 
     def vocab(self, state: State) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""

@@ -141,12 +141,12 @@ class Types(Mapping[str, str]):
         """
         if name not in self._types:
             raise missing_column(self.where, name, self._types)
-        found = self._types[name]
-        if found not in allowed:
+        kind = self._types[name]
+        if kind not in allowed:
             raise DataError(
-                f"{self.where}: column '{name}' is {found}, {step} takes {', '.join(sorted(allowed))}; {remedy}"
+                f"{self.where}: column '{name}' is {kind}, {step} takes {', '.join(sorted(allowed))}; {remedy}"
             )
-        return found
+        return kind
 
 
 Mask = NDArray[np.bool_]
@@ -281,11 +281,11 @@ def _typed(data: Sequence[Any], raw: str) -> pa.Array:
 def _stands_for(dtype: pa.DataType, raw: str) -> bool:
     if pa.types.is_null(dtype.value_type if pa.types.is_list(dtype) else dtype):
         return True
-    found = raw_type(dtype)
+    kind = raw_type(dtype)
     return (
-        found is not None
-        and is_list_column(found) == is_list_column(raw)
-        and element(found) in _TAKES.get(element(raw), TIMES | {"int64"})
+        kind is not None
+        and is_list_column(kind) == is_list_column(raw)
+        and element(kind) in _TAKES.get(element(raw), TIMES | {"int64"})
     )
 
 

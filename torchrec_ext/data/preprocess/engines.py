@@ -167,9 +167,11 @@ class DuckDB:
         """Opens files as a table with its rows in order."""
         for system in {id(file.remote): file.remote for file in files.files if file.remote is not None}.values():
             self.ibis.con.register_filesystem(system)
-        taken = sorted({"file_index", "file_row_number"} & set(files.schema))
-        if taken:
-            raise DataError(f"{files.where}: column '{taken[0]}': DuckDB has a column of that name itself; rename it")
+        clashing = sorted({"file_index", "file_row_number"} & set(files.schema))
+        if clashing:
+            raise DataError(
+                f"{files.where}: column '{clashing[0]}': DuckDB has a column of that name itself; rename it"
+            )
         # DuckDB takes every name for a pattern.
         names = ", ".join(_quoted(glob.escape(file.name), "'") for file in files.files)
         hive = any(file.partitions for file in files.files)
@@ -431,7 +433,8 @@ class Spark:
             return column.isNull() | f.isnan(column) | (f.abs(column) == float("inf"))
 
         counts = [
-            f.sum(bad(name, kind).cast("long")).alias(str(at)) for at, (name, kind) in enumerate(sink.columns.items())
+            f.sum(bad(name, kind).cast("long")).alias(str(index))
+            for index, (name, kind) in enumerate(sink.columns.items())
         ]
         row = written.agg(f.count(f.lit(1)), *counts).first()
         for name, count in zip(sink.columns, row[1:], strict=True):

@@ -72,7 +72,7 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
     Raises:
         DataError: a column is missing or has a type of which no feature can be made.
     """
-    found = {}
+    types = {}
     for name in names:
         if name not in schema:
             raise missing_column(where, name, schema.keys())
@@ -88,8 +88,8 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
                 f"{where}: column '{name}' is {schema[name]}, must be a bool, an integer of 64 signed bits, a float, "
                 "a string, a timestamp or a list of one of these; convert it where it is written"
             )
-        found[name] = kind
-    return found
+        types[name] = kind
+    return types
 
 
 @contextmanager
@@ -101,9 +101,9 @@ def blaming(files: Sequence[DataFile]) -> Iterator[None]:
         raise
     except Exception as error:
         for file in files:
-            if place := _damage(file):
+            if damage := _damage(file):
                 raise DataError(
-                    f"{file.name}: {place} cannot be read: the file is damaged; copy or write it again ({error})"
+                    f"{file.name}: {damage} cannot be read: the file is damaged; copy or write it again ({error})"
                 ) from error
         raise
 
@@ -129,16 +129,16 @@ def _schema(file: DataFile, footer: pq.FileMetaData) -> dict[str, pa.DataType]:
     return {**types, **{name: pa.string() for name in file.partitions if name not in types}}
 
 
-def _check_same(first: DataFile, wanted: Mapping[str, Any], file: DataFile, found: Mapping[str, Any]) -> None:
+def _check_same(first: DataFile, wanted: Mapping[str, Any], file: DataFile, actual: Mapping[str, Any]) -> None:
     for name, dtype in wanted.items():
-        if name not in found:
+        if name not in actual:
             raise DataError(
                 f"{file.name}: column '{name}' is missing, but {first.name} has it; give files with the same columns"
             )
-        same = found[name] == dtype or (raw_type(dtype) == raw_type(found[name]) == "string")
+        same = actual[name] == dtype or (raw_type(dtype) == raw_type(actual[name]) == "string")
         if not same:
             raise DataError(
-                f"{file.name}: column '{name}' is {found[name]}, in {first.name} it is {dtype}; give files with the "
+                f"{file.name}: column '{name}' is {actual[name]}, in {first.name} it is {dtype}; give files with the "
                 "same types"
             )
 

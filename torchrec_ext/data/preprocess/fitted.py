@@ -157,7 +157,7 @@ class FittedPreprocessor:
             cells.update(step.online(cells, types, state))
         for name in self.keep:
             cells.pop(name, None)
-        cells.update({name: _seconds(found, self.raw[name]) for name, found in kept.items()})
+        cells.update({name: _seconds(column, self.raw[name]) for name, column in kept.items()})
         return Chunk(
             {
                 name: _finished(name, cells[name], kind, self).column()
@@ -194,14 +194,14 @@ def stages(steps: Sequence[Step], where: str, raw: Mapping[str, str]) -> list[Ty
     Raises:
         DataError: a step cannot take a column's type.
     """
-    found = [Types(where, {name: working_type(kind) for name, kind in raw.items()})]
+    types = [Types(where, {name: working_type(kind) for name, kind in raw.items()})]
     for step in steps:
-        found.append(found[-1].with_columns(step.types(found[-1])))
-    return found
+        types.append(types[-1].with_columns(step.types(types[-1])))
+    return types
 
 
 def _check_sizes(cells: Mapping[str, Cells]) -> None:
-    sizes = {name: len(found.values if found.lengths is None else found.lengths) for name, found in cells.items()}
+    sizes = {name: len(column.values if column.lengths is None else column.lengths) for name, column in cells.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
@@ -225,8 +225,8 @@ def _finished(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor) ->
         if element(kind) == "float32":
             values = np.where(valid, values, 0.0).astype(np.float32)
     if not valid.all():
-        place = int((~valid).argmax())
-        row = place if cells.lengths is None else int(np.cumsum(cells.lengths).searchsorted(place, side="right"))
+        index = int((~valid).argmax())
+        row = index if cells.lengths is None else int(np.cumsum(cells.lengths).searchsorted(index, side="right"))
         raise DataError(
             f"column '{name}', row {row}: the result is missing: null, NaN or beyond float32; send a value, or have it "
             f"filled by the preprocessor: {fitted.remedies().get(name, 'fill it before')}"
@@ -277,11 +277,11 @@ def _applied(fitted: FittedPreprocessor, data: Opened, events: Table, engine: En
     # A column that a step replaces in place may be kept or ordered by under its own name, as it was.
     raw = {f"__raw_{name}__": data.table[name] for name in data.raw}
     table = data.table.mutate(**raw)
-    for at, step in enumerate(fitted.steps):
-        for predicate, column, rule in step.problems(table, fitted.types[at]):
+    for number, step in enumerate(fitted.steps):
+        for predicate, column, rule in step.problems(table, fitted.types[number]):
             _refuse(data, table, predicate, column, rule, engine)
-        table = chain.apply(at, table)
-        if at % _STAGE == _STAGE - 1:
+        table = chain.apply(number, table)
+        if number % _STAGE == _STAGE - 1:
             table = engine.stage(table)
     made = {name: _result(fitted, table, name, kind, engine) for name, kind in fitted.outputs.items()}
     row = {ROW: table[ROW]} if ROW in table.columns else {}
@@ -303,16 +303,14 @@ def _refuse(data: Opened, table: Table, predicate: Any, column: str, rule: str, 
     """Stops at a row that a step does not take."""
     bad = table.filter(predicate)
     order = [ROW] if ROW in table.columns else []
-    found = engine.collect(
+    rows = engine.collect(
         bad.select(column, *order).order_by(order).limit(1) if order else bad.select(column).limit(1)
     ).to_pylist()
-    if not found:
+    if not rows:
         return
-    place = f", row {found[0][ROW] % 2**40}" if order else ""
-    value = ascii(found[0][column])
-    raise DataError(
-        f"{data.where}: column '{column}'{place}: {value if len(value) < 80 else value[:77] + '...'}: {rule}"
-    )
+    row = f", row {rows[0][ROW] % 2**40}" if order else ""
+    value = ascii(rows[0][column])
+    raise DataError(f"{data.where}: column '{column}'{row}: {value if len(value) < 80 else value[:77] + '...'}: {rule}")
 
 
 def _ordering(data: Opened, table: Table, name: str) -> Any:

@@ -106,10 +106,10 @@ class History(Step):
         """Computes the same from the events in the request."""
         now, items, times = (cells[name] for name in (self.time, f"{self.output}_items", f"{self.output}_times"))
         _check_pairs(self.output, items, times)
-        parts = zip(
+        rows = zip(
             now.values.tolist(), now.valid.tolist(), items.rows(), times.rows(), _known(items, times), strict=True
         )
-        tails = [self._tail(*part) for part in parts]
+        tails = [self._tail(*fields) for fields in rows]
         values = [value for tail in tails for value in tail]
         return {
             self.output: Cells(
@@ -163,5 +163,5 @@ def _histories(moments: Table, events: Table, length: int) -> Table:
     upto = ibis.window(group_by=both.user, order_by=[both.time, both.event], preceding=None, following=0)
     counted = both.mutate(before=both.event.sum().over(upto))
     counted = counted.filter((counted.event == 0) & (counted.before > 0))
-    found = counted.inner_join(tails, [counted.user == tails.user, counted.before == tails.number])
-    return found.select(__user__=counted.user, __time__=counted.time, __tail__=tails.tail)
+    joined = counted.inner_join(tails, [counted.user == tails.user, counted.before == tails.number])
+    return joined.select(__user__=counted.user, __time__=counted.time, __tail__=tails.tail)

@@ -70,8 +70,8 @@ class Lists(ColumnStep):
         if self.separator is None:
             return column.filter(lambda value: value.notnull())
         # A pattern, since Spark knows no other way to split.
-        parts = column.re_split(re.escape(self.separator)).filter(lambda part: part != "")
-        return ibis.coalesce(parts, ibis.literal([], type="array<string>"))
+        elements = column.re_split(re.escape(self.separator)).filter(lambda element: element != "")
+        return ibis.coalesce(elements, ibis.literal([], type="array<string>"))
 
     def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
         """Returns the rows that are too long, where these are refused."""
@@ -84,12 +84,12 @@ class Lists(ColumnStep):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
-        found = cells[self.column] if self.separator is None else self._split(cells[self.column])
-        assert found.lengths is not None
-        row = np.repeat(np.arange(len(found.lengths)), found.lengths)[found.valid]
-        lengths = np.bincount(row, minlength=len(found.lengths)).astype(np.int64)
+        lists = cells[self.column] if self.separator is None else self._split(cells[self.column])
+        assert lists.lengths is not None
+        row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)[lists.valid]
+        lengths = np.bincount(row, minlength=len(lists.lengths)).astype(np.int64)
         kept = self._kept(lengths)
-        values = found.values[found.valid]
+        values = lists.values[lists.valid]
         if int(kept.sum()) < len(values):
             from_end = np.cumsum(lengths)[row] - np.arange(len(values))
             values = values[from_end <= kept[row]]
@@ -97,8 +97,10 @@ class Lists(ColumnStep):
 
     def _split(self, cells: Cells) -> Cells:
         pairs = zip(cells.values.tolist(), cells.valid.tolist(), strict=True)
-        parts = [[part for part in text.split(self.separator) if part] if known else [] for text, known in pairs]
-        values = np.array([part for row in parts for part in row], dtype=object)
+        parts = [
+            [element for element in text.split(self.separator) if element] if known else [] for text, known in pairs
+        ]
+        values = np.array([element for row in parts for element in row], dtype=object)
         lengths = np.array([len(row) for row in parts], dtype=np.int64)
         return Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths)
 

@@ -76,8 +76,8 @@ def quantiles_of(
     counts = counts.mutate(upto=upto)
     needs = [max(1, math.ceil(share * size)) for share in shares]
     places = engine.register(pa.table({"place": sorted(set(needs))}))
-    found = counts.inner_join(places, [counts.upto >= places.place, counts.upto - counts.n < places.place])
-    values_at = {row["place"]: float(row["x"]) for row in engine.collect(found.select("place", "x")).to_pylist()}
+    reached = counts.inner_join(places, [counts.upto >= places.place, counts.upto - counts.n < places.place])
+    values_at = {row["place"]: float(row["x"]) for row in engine.collect(reached.select("place", "x")).to_pylist()}
     return [values_at[need] for need in needs]
 
 
@@ -89,9 +89,9 @@ def most_common(step: Any, values: Values, where: str, engine: Engine) -> Any:
     """
     values = values.filter(values.x.notnull())
     counts = values.group_by("x").aggregate(n=lambda t: t.count())
-    found = engine.collect(counts.order_by(counts.n.desc(), counts.x.asc()).limit(1))["x"].to_pylist()
-    _some(step, len(found), where)
-    return found[0]
+    rows = engine.collect(counts.order_by(counts.n.desc(), counts.x.asc()).limit(1))["x"].to_pylist()
+    _some(step, len(rows), where)
+    return rows[0]
 
 
 def _some(step: Any, size: int, where: str) -> None:
@@ -154,9 +154,11 @@ class Bucketize(_NumberStep):
         """Fits the boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
-        shares = [Fraction(at, self.quantiles) for at in range(1, self.quantiles)]
-        found = quantiles_of(self, table.select(x=self._number(table, types, run)), shares, types.where, run.engine)
-        return {"boundaries": sorted(set(found))}
+        shares = [Fraction(bucket, self.quantiles) for bucket in range(1, self.quantiles)]
+        boundaries = quantiles_of(
+            self, table.select(x=self._number(table, types, run)), shares, types.where, run.engine
+        )
+        return {"boundaries": sorted(set(boundaries))}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Bisects the boundaries by nested conditions."""
@@ -296,20 +298,20 @@ class FillMissing(ColumnStep):
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns the column's own type; float for a mean or a median."""
         numeric = self.statistic in ("mean", "median")
-        found = types.need(
+        kind = types.need(
             self, self.column, NUMBERS if numeric else NUMBERS | {"string"}, "choose another value or statistic"
         )
-        fits: Any = {"string": str, "int64": int, "float64": (int, float)}[found]
+        fits: Any = {"string": str, "int64": int, "float64": (int, float)}[kind]
         if self.value is not None and (isinstance(self.value, bool) or not isinstance(self.value, fits)):
             raise DataError(
-                f"{types.where}: column '{self.column}' is {found}, {self} has value={self.value!r}; give a value of "
+                f"{types.where}: column '{self.column}' is {kind}, {self} has value={self.value!r}; give a value of "
                 "that type"
             )
-        if found == "int64" and isinstance(self.value, int) and not -(2**63) <= self.value < 2**63:
+        if kind == "int64" and isinstance(self.value, int) and not -(2**63) <= self.value < 2**63:
             raise DataError(
                 f"{types.where}: {self} has value={self.value}, which does not fit 64 bits; give a smaller one"
             )
-        return {self.writes[0]: "float64" if numeric else found}
+        return {self.writes[0]: "float64" if numeric else kind}
 
     def fit(self, table: Table, types: Types, run: StepContext) -> State:
         """Returns the value, or computes the statistic."""

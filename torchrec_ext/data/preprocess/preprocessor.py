@@ -106,8 +106,8 @@ class Preprocessor:
                 steps=self.steps, types=types, states=states, engine=opened, table=data.table, events=past.table
             )
             with past.blaming(), data.blaming():
-                for at, step in enumerate(self.steps):
+                for number, step in enumerate(self.steps):
                     if progress:
                         progress(str(step))
-                    states.append(step.fit(chain.before(at, step.fit_reads), types[at], chain.run(at)))
+                    states.append(step.fit(chain.before(number, step.fit_reads), types[number], chain.run(number)))
         return FittedPreprocessor(steps=tuple(self.steps), keep=tuple(self.keep), raw=data.raw, states=tuple(states))

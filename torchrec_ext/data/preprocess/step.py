@@ -140,24 +140,24 @@ class Chain:
     table: Table
     events: Table
 
-    def run(self, at: int) -> StepContext:
-        """Returns what step number ``at`` may use beside its table."""
-        return StepContext(engine=self.engine, events=self.events, column=lambda name: self.before(at, (name,)))
+    def run(self, number: int) -> StepContext:
+        """Returns what step number ``number`` may use beside its table."""
+        return StepContext(engine=self.engine, events=self.events, column=lambda name: self.before(number, (name,)))
 
-    def apply(self, at: int, table: Table) -> Table:
-        """Returns the table after step number ``at``."""
-        return self.steps[at].transform(table, self.types[at], self.states[at], self.run(at))
+    def apply(self, number: int, table: Table) -> Table:
+        """Returns the table after step number ``number``."""
+        return self.steps[number].transform(table, self.types[number], self.states[number], self.run(number))
 
-    def before(self, at: int, columns: Collection[str]) -> Table:
-        """Returns the rows before step number ``at``, with only those steps applied that ``columns`` come from."""
+    def before(self, number: int, columns: Collection[str]) -> Table:
+        """Returns the rows before step number ``number``, with only those steps applied that ``columns`` come from."""
         table = self.table
-        for index in ancestors(self.steps, at, columns):
+        for index in ancestors(self.steps, number, columns):
             table = self.apply(index, table)
         return table
 
 
-def ancestors(steps: Sequence[Step], at: int, columns: Collection[str]) -> list[int]:
-    """Returns the numbers of the steps before ``at`` that the columns come from.
+def ancestors(steps: Sequence[Step], number: int, columns: Collection[str]) -> list[int]:
+    """Returns the numbers of the steps before ``number`` that the columns come from.
 
     Example:
         >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize
@@ -167,7 +167,7 @@ def ancestors(steps: Sequence[Step], at: int, columns: Collection[str]) -> list[
     """
     needed = set(columns)
     chosen = []
-    for index in reversed(range(at)):
+    for index in reversed(range(number)):
         if needed & set(steps[index].writes):
             chosen.append(index)
             needed |= set(steps[index].reads)

@@ -41,7 +41,7 @@ def offsets_of(zone: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ((3600, 7200, 3600), '1980-04-06T01:00:00+00:00')
     """
     try:
-        found = zoneinfo.ZoneInfo(zone)
+        zone_info = zoneinfo.ZoneInfo(zone)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
         near = difflib.get_close_matches(zone, zoneinfo.available_timezones(), n=1)
         hint = (
@@ -53,11 +53,11 @@ def offsets_of(zone: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     begin = int(datetime.datetime(_FIRST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
     end = int(datetime.datetime(_LAST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
     starts: list[int] = []
-    offsets = [_offset(found, begin)]
+    offsets = [_offset(zone_info, begin)]
     for day in range(begin, end, _DAY):
-        after = _offset(found, day + _DAY)
+        after = _offset(zone_info, day + _DAY)
         if after != offsets[-1]:
-            starts.append(_change(found, day, day + _DAY))
+            starts.append(_change(zone_info, day, day + _DAY))
             offsets.append(after)
     return tuple(starts), tuple(offsets)
 
@@ -149,15 +149,15 @@ class TimeFeatures(Step):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
-        found = cells[self.column]
+        times = cells[self.column]
         per_second = PER_SECOND[types[self.column][10:-1] if types[self.column] in TIMES else self.unit]
-        second = found.values // per_second
-        known: Mask = found.valid & (second >= _FIRST) & (second < _LAST)
+        second = times.values // per_second
+        known: Mask = times.valid & (second >= _FIRST) & (second < _LAST)
         second = np.where(known, second, 0)
         offsets = np.array(state["offsets"], dtype=np.int64)
         local = second + offsets[np.searchsorted(np.array(state["starts"], dtype=np.int64), second, side="right")]
         return {
-            f"{self.column}_{feature}": found.with_values(np.where(known, _numbers(feature, local), 0))
+            f"{self.column}_{feature}": times.with_values(np.where(known, _numbers(feature, local), 0))
             for feature in self.features
         }
 
