@@ -257,7 +257,8 @@ class Bundle:
 def _check_weights(folder: Path, module: nn.Module) -> None:
     tables = {id(weight): name for name, _, weight in values_by_table(module)}
     for name, weight in module.state_dict(keep_vars=True).items():
-        if weight.is_floating_point() and (row := _not_finite(weight)) is not None:
+        row = _not_finite(weight) if weight.is_floating_point() else None
+        if row is not None:
             what = f"table '{tables[id(weight)]}'" if id(weight) in tables else f"weight '{name}'"
             raise BundleError(
                 f"{folder}: {what}, row {row}: holds NaN or infinity; export another checkpoint, or train with finite "
@@ -270,9 +271,11 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
         raise BundleError(
             f"{where}: {LIVE} says of none of its {len(store):,} items that it is live, or holds no yes or no; {_ANEW}"
         )
-    if store.scales is not None and (row := _not_finite(store.scales)) is not None:
+    row = None if store.scales is None else _not_finite(store.scales)
+    if row is not None:
         raise BundleError(f"{where / store.version / SCALES}: row {row}: NaN or infinity; {_ANEW}")
-    if store.matrix().is_floating_point() and (row := _not_finite(store.matrix())) is not None:
+    row = _not_finite(store.matrix()) if store.matrix().is_floating_point() else None
+    if row is not None:
         raise BundleError(
             f"{where}: the vector of item {store.ids.ids([row])[0]} (row {row}) holds NaN or infinity; {_ANEW}"
         )

@@ -364,9 +364,12 @@ class FaissIndex:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if float(reached(middle, 0).mean()) >= recall else (middle + 1, high)
-        while _at_least(each := reached(low, 1)) < recall and low + 1 < len(settings):
+        recalls = reached(low, 1)
+        while _at_least(recalls) < recall and low + 1 < len(settings):
             low += 1
-        if (measured := float(each.mean())) < recall:
+            recalls = reached(low, 1)
+        measured = float(recalls.mean())
+        if measured < recall:
             raise ValueError(
                 f"recall={recall}: {self.kind} reaches {measured:.4f} of the exact {self.k} at its widest setting, "
                 f"{settings[low]}; ask for less, or take another kind (flat and exact find all)"

@@ -153,7 +153,8 @@ class MicroBatcher(Generic[Asked, Answered]):
                     end = time.monotonic() + self._max_wait_s
                     full = lambda: len(self._waiting) >= self._max_batch or self._closing  # noqa: E731
                     self._change.wait_for(full, timeout=max(0.0, end - time.monotonic()))
-                if (batch := self._taken()) or (self._closing and not self._waiting):
+                batch = self._taken()
+                if batch or (self._closing and not self._waiting):
                     return batch
 
     def _taken(self) -> list[_Waiting[Asked, Answered]]:

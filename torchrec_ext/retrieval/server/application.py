@@ -1,4 +1,7 @@
-"""ASGI application of a worker: its routes, and a guard that checks host and token, counts, times and logs requests."""
+"""ASGI application of a worker: its routes, and a guard that checks host and token, counts, times and logs requests.
+
+worker.py imports this file late, since the supervisor starts without Starlette and torch.
+"""
 
 from __future__ import annotations
 

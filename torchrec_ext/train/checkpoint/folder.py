@@ -432,7 +432,8 @@ def newest_good(folder: CheckpointFolder, together: CheckpointRanks, say: Callab
     """
     for step in together.on_main(folder.steps):
         path = folder.path(step)
-        if (wrong := damage(path, together)) is None:
+        wrong = damage(path, together)
+        if wrong is None:
             return path
         if together.rank == 0:
             say(f"checkpoint step {step}: {wrong}; the one before it is used")
