@@ -1,4 +1,4 @@
-"""The doctor: healthy is 0, each mismatch is 1 with its repair line, and nothing a user can cause ends in a traceback."""
+"""The doctor: healthy is 0, each mismatch is 1 with its repair line, and no user's mistake ends in a traceback."""
 
 import json
 import subprocess
@@ -207,7 +207,10 @@ def test_another_failure_of_pip_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.unit
 def test_a_missing_network_is_named() -> None:
-    output = "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution found for x\n"
+    output = (
+        "WARNING: Retrying after connection broken by 'NewConnectionError'\n"
+        "ERROR: No matching distribution found for x\n"
+    )
     assert install.reason(output).splitlines()[0] == "No matching distribution found for x"
     assert "did not reach its package index; without a network give it a folder of wheels" in install.reason(output)
 

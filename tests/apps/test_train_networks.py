@@ -1,4 +1,4 @@
-"""Several networks in one job: members from flags, their ranks, the table with the best; a stacked member is as trained alone."""
+"""Several networks in one job: members, ranks, the table with the best; a stacked member equals one trained alone."""
 
 import contextlib
 import json

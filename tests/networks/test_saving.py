@@ -55,7 +55,7 @@ class Stream(Rows):
 def members(
     folder: Path, optimizers: tuple[OptimizerConfig, OptimizerConfig], resume: Mapping[str, int | None] = ANEW
 ) -> dict[str, Member]:
-    """Those of ``resume``, of one stream, with dropout, a schedule, an early stop; each from its checkpoint of a step."""
+    """Members that resume from a step's checkpoints, on one stream, with dropout, a schedule and an early stop."""
     rows, made = Stream(), {}
     for name, step in resume.items():
         at = "ab".index(name)
@@ -104,7 +104,7 @@ def without_speed(history: dict[str, list[Record]]) -> dict[str, list[Record]]:
     ],
 )
 def test_a_stack_that_was_stopped_equals_one_that_was_not(tmp_path: Path, optimizers: Any, stopped: int) -> None:
-    """Also in the middle of an epoch, and after a member has left: weights, optimizers, dropout, records, bit for bit."""
+    """Weights, optimizers, dropout and records agree bit for bit, in mid-epoch and after a member has left too."""
     whole = members(tmp_path / "whole", optimizers)
     history = train_stack(whole, evaluate=judge)
     assert history["b"][-1]["kind"] == "stop"
@@ -123,7 +123,7 @@ def test_a_stack_that_was_stopped_equals_one_that_was_not(tmp_path: Path, optimi
 
 
 def test_a_members_checkpoint_is_a_network_of_its_own(tmp_path: Path) -> None:
-    """It is published under the names that the network has alone, and loads into one that is alone, with its optimizers' state."""
+    """It is published under the network's own names, and loads into a network alone, with its optimizers' state."""
     made = members(tmp_path, (ADAM, OTHER))
     train_stack(made, evaluate=judge)
     for name, member in made.items():

@@ -1,4 +1,4 @@
-"""Member k of a stack equals the same network trained alone; what cannot be stacked is refused with the field that differs."""
+"""Member k of a stack equals the network trained alone; what cannot be stacked is refused by the differing field."""
 
 import copy
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The loop of a stack: own epochs, evaluations, early stops and ends; one loader read once; codistillation after a burn-in."""
+"""The loop of a stack: each member's epochs, evaluations and end; one loader read once; codistillation."""
 
 from collections.abc import Iterator
 from typing import Any

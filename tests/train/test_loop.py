@@ -42,7 +42,7 @@ class Batches:
 
 
 def recorded(runtime: Runtime) -> dict[str, Any]:
-    """Three epochs of 50 positives in steps of 16, neither a multiple of the other, evaluated after the second and the last."""
+    """Three epochs of 50 positives in steps of 16, neither a multiple of the other, evaluated after two and three."""
     data = checkerboard(users=10, items=14)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8), data)
     parallel, optimizer = hybrid_parallel(model, runtime)

@@ -1,4 +1,4 @@
-"""Whatever stands in a file: it is read, or refused in words; nothing of it runs, and nothing hangs or takes the memory."""
+"""A file of any content is read, or refused in words; none of it is run, and nothing hangs or takes the memory."""
 
 import contextlib
 import pickle

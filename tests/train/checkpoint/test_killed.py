@@ -1,4 +1,4 @@
-"""Killed by force at any moment and resumed on other ranks, a run has seen the same samples and ends with the same figures."""
+"""A run killed at any moment and resumed on other ranks has seen the same samples and ends with the same figures."""
 
 import contextlib
 import hashlib

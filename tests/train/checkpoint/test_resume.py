@@ -1,4 +1,4 @@
-"""A run that was stopped and goes on equals one that was not: on the same ranks bit for bit, on others sample for sample."""
+"""A stopped and resumed run equals one without a stop: bit for bit on the same ranks, else sample for sample."""
 
 import contextlib
 import hashlib
@@ -74,7 +74,7 @@ def run(
     batch_size: int = 16,
     saving: CheckpointConfig = CheckpointConfig(),  # noqa: B008  (frozen)
 ) -> dict[str, Any]:
-    """Trains, resumed from the newest checkpoint or a path; the last rank asks to stop after so many steps of this attempt."""
+    """Trains from the newest checkpoint or a path; the last rank asks to stop after so many steps of this attempt."""
     data = checkerboard(users=10, items=14)
     torch.manual_seed(3)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=dropout), data)
@@ -160,7 +160,7 @@ def test_stopped_and_resumed_equals_never_stopped_bit_for_bit(world_size: int, t
 
 
 def rolled_back(runtime: Runtime, folder: str, steps: list[int]) -> dict[str, Any]:
-    """A run to its end; gone on with from each of ``steps`` for a few steps; then from the newest checkpoint to the end."""
+    """Trains to the end; goes on from each of ``steps`` for a few steps; then from the newest checkpoint to the end."""
     saving = CheckpointConfig(steps=3, keep=4)
     length = run(runtime, folder, saving=saving)["steps"]
     kept, output = [CheckpointFolder(folder).steps()], io.StringIO()

@@ -1,4 +1,4 @@
-"""A run that goes back to an earlier step, is killed and restarted, ends as the same branch does that nobody has killed."""
+"""A run that goes back to an earlier step, is killed and restarted, ends as that branch does without a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that has grown begins with what was learned; what was learned is published as one file, as the unsharded model has it."""
+"""A model that has grown begins with what was learned; publish writes one file with the unsharded model's names."""
 
 from pathlib import Path
 from typing import Any

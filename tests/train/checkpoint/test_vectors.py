@@ -1,4 +1,4 @@
-"""Vectors from elsewhere come to stand in the rows of their ids, whatever the file and the shards; anything else is refused."""
+"""Vectors of a file are written to the rows of their ids, for each format and sharding; all else is refused."""
 
 from pathlib import Path
 from typing import Any

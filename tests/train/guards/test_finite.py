@@ -1,4 +1,4 @@
-"""A loss or gradient that is no number: which rank, step and column is told on every rank, and nothing is written by that step."""
+"""For a loss or gradient that is not finite every rank names rank, step and column; nothing is written by that step."""
 
 from typing import Any
 
@@ -23,14 +23,19 @@ NAN, INF = float("nan"), float("inf")
 
 
 IN_DATA = {
-    "label": "the label is nan in row 3 and 1 more of the batch on rank 1; nothing was written by this step; mend the column",
+    "label": (
+        "the label is nan in row 3 and 1 more of the batch on rank 1; nothing was written by this step; mend the column"
+    ),
     "dense "
     "column": "the dense column 'price' is inf in row 2 of the batch on rank 1; nothing was written by this step; mend",
     "weight": "the weight is nan in row 0 of the batch on rank 1; nothing was written by this step; mend the column",
 }
 IN_WEIGHTS = {
     "table": "table 'item_id' is not finite in row 7; nothing was written by this step; lower optimizer.tables_lr",
-    "layer": "the weights interaction.mlp.0.weight are not finite; nothing was written by this step; lower optimizer.tables_lr",
+    "layer": (
+        "the weights interaction.mlp.0.weight are not finite; nothing was written by this step; lower "
+        "optimizer.tables_lr"
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""A gradient that is no number on one rank reaches no table of any rank: the step is refused, or left out, as a whole."""
+"""A gradient that is not finite on one rank reaches no table of any rank: the whole step is refused or left out."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def made(runtime: Runtime, case: Case) -> Any:
 
 
 def spoil(model: nn.Module, step: int, where: str) -> None:
-    """From here on the ``step``-th backward has a gradient that is no number: of the ``vectors`` alone, or of a ``layer`` alone."""
+    """Makes the ``step``-th backward from here on have a gradient that is not finite, of ``vectors`` or a ``layer``."""
     calls: list[int] = []
 
     def spoilt(gradient: Tensor) -> Tensor:

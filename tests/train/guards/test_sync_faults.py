@@ -1,4 +1,4 @@
-"""train() under local SGD: faults of one rank end all with one message, evaluations see equal ranks, unequal loaders are told."""
+"""train() under local SGD: a rank's fault ends all with one message; evaluations see equal ranks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +40,7 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 def spoiled(runtime: Runtime, fault: str, sharding: str) -> dict[str, Any]:
-    """Rank 1 meets what is no number at step 4, in the midst of steps 2 to 6 that each rank takes alone; an epoch has 8."""
+    """Rank 1 gets a value that is not finite at step 4, within steps 2 to 6 that each rank takes alone, of 8."""
     parallel, optimizer = made(runtime, sharding, OptimizerConfig())
     loader = Batches(runtime, 8)
     if runtime.rank == 1 and fault == "label":
@@ -84,7 +84,7 @@ def test_a_gradient_that_is_no_number_on_one_rank_ends_all_and_names_it(two_rank
 
 
 def evaluated(runtime: Runtime) -> list[list[Tensor]]:
-    """What each rank holds whole when it is evaluated, and at the end, under an interval that no epoch's length divides."""
+    """Returns the replicated state of each rank at evaluations and at the end; no epoch's length is an interval."""
     parallel, optimizer = made(runtime, "data_parallel", ADAM)
     seen: list[list[Tensor]] = []
 

@@ -1,4 +1,4 @@
-"""A rank that makes no step says where it stands, a rank that waits for it says so later, and a busy one says nothing."""
+"""A rank without steps says where it stands, a rank that waits for it says so later, and a busy one says nothing."""
 
 import queue
 import threading

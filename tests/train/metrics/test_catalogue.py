@@ -251,7 +251,7 @@ def test_any_number_of_ranks_ranks_like_a_plain_loop(interaction: str, sharding:
 
 
 def test_the_figures_of_recbole_on_its_own_split() -> None:
-    """Full ranking of MovieLens 100K, many relevant items per user: EASE (Steck 2019) with L2 of 300, and popularity."""
+    """Ranks MovieLens 100K in full, many relevant items per user: EASE (Steck 2019) with L2 of 300, and popularity."""
     path = Path(os.environ.get("TORCHREC_EXT_DATA") or "") / "ml-100k" / "recbole_split.parquet"
     if not os.environ.get("TORCHREC_EXT_DATA") or not path.exists():
         pytest.skip("needs RecBole's split: set TORCHREC_EXT_DATA to a folder with ml-100k/recbole_split.parquet")

@@ -1,4 +1,4 @@
-"""Classification figures: by definition, on 2 ranks as on 1, streamed as at once, and as torchrec has them where it is right."""
+"""Classification figures: by definition, equal on 1 and 2 ranks and streamed, and torchrec's where it is right."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ def rows(count: int = 101, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def by_pairs(logits: Tensor, labels: Tensor, weights: Tensor) -> float:
-    """The definition: the share of pairs of a positive and a negative that are in order, by the product of their weights."""
+    """The definition: the share of pairs of a positive and a negative in order, by the product of their weights."""
     logits, labels, weights = logits.double(), labels.double(), weights.double()
     positive, negative = weights * labels, weights * (1 - labels)
     won = (logits[:, None] > logits).double() + (logits[:, None] == logits).double() / 2
@@ -133,7 +133,7 @@ def test_streamed_over_blocks_and_ranks_equals_exact_within_its_bins(world_size:
 
 @pytest.mark.unit
 def test_bins_follow_the_order_of_the_logits(device: torch.device) -> None:
-    """All numbers in the order of their bins: one bin apart, every pair is right; a bin is a 512th of its logits wide at most."""
+    """Numbers in the order of their bins: one bin apart, every pair is right; a bin is at most a 512th of a logit."""
     logits = torch.tensor([-3e38, -100.2, -100.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 1.002, 3e38], device=device)
     for cut in range(1, len(logits)):
         made = ClassificationMetrics(device)

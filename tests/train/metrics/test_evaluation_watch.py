@@ -1,4 +1,4 @@
-"""An evaluation that is watched tells how far it is and what would make it cheaper; where nobody watches nothing is said."""
+"""A watched evaluation says how far it is and what would make it cheaper; an unwatched one says nothing."""
 
 from __future__ import annotations
 

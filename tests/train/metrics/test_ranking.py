@@ -1,4 +1,4 @@
-"""Figures from places: by hand, ties against every order they may stand in, several relevant items by RecBole's rules."""
+"""Figures from ranks: by hand, ties against every order, several relevant items by RecBole's rules."""
 
 import itertools
 import math

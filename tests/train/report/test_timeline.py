@@ -49,7 +49,7 @@ def rank(
 
 @pytest.mark.unit
 def test_towers_on_ranks_of_their_own_overlap_as_far_as_their_spans_do() -> None:
-    """User 0 to 6 on rank 0, item 4 to 8 on rank 1: together 2 of 8; rank 1 computes only 1 of the 4 ms of its exchange."""
+    """User 0 to 6 on rank 0, item 4 to 8 on rank 1: together 2 of 8; rank 1 computes 1 of the 4 ms of its exchange."""
     ranks = [rank([(0, 10)], user=([(0, 4)], [(4, 6)])), rank([(0, 9)], [(8, 12)], item=([(4, 8)], []))]
     assert overlap(ranks) == {"ranks_in_towers": 2 / 8, "towers_at_once": 2 / 8, "exchange_hidden": 1 / 4}
 

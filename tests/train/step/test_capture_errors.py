@@ -119,7 +119,7 @@ def test_an_error_of_the_capture_alone_is_told_with_its_line_and_no_step_is_left
 
 
 def sometimes(size: int) -> nn.Module:
-    """A model of which batches of ``size`` rows give one parameter no gradient, so that it makes fewer steps than the others."""
+    """A model of which batches of ``size`` rows give one parameter no gradient, so that it makes fewer steps."""
     model = small_model(META)
     model.loss.scale = nn.Parameter(torch.ones(()))
 

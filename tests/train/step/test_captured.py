@@ -1,4 +1,4 @@
-"""A captured step trains what the sharded model trains: under every optimizer, on every shape, to the last name of the state."""
+"""A captured step trains as the sharded model: under every optimizer, on every shape, with every name of the state."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def stepped(model: nn.Module, optimizer: Any, batch: TowerBatch) -> Tensor:
 def differences(
     runtime: Runtime, kind: tuple[str, str, dict[str, Any]], engine: StepExecutor, count: int
 ) -> list[dict[str, float]]:
-    """After ``count`` steps, of tables moved whole and row by row: how far loss, weights and state are from the sharded model's."""
+    """Returns how far loss, weights and state are from the sharded model's after ``count`` steps, for both moves."""
     given = [batch.to(runtime.device) for batch in batches(count)]
     model, optimizer = sharded(runtime, *kind)
     losses, found = [stepped(model, optimizer, batch) for batch in given], []
@@ -134,7 +134,7 @@ def test_a_captured_step_learns_what_the_sharded_model_learns_under_every_optimi
 
 
 def check(kind: tuple[str, str, dict[str, Any]], ways: list[dict[str, float]]) -> None:
-    """Rows that catch up are within half a percent: eps counts where a gradient is near 0, and is taken as it was at its step."""
+    """Rows that catch up are within half a percent: eps counts where a gradient is near 0, as it was at its step."""
     always_whole = ("clip_norm" in kind[2] and kind[1] == "data_parallel") or "tables_l2" in kind[2]
     for rows, far in enumerate(ways):
         catches_up = kind[0] == "adam" and rows
@@ -454,7 +454,7 @@ def padded_batches(count: int) -> Iterator[TowerBatch]:
 
 
 def of_layers(runtime: Runtime) -> list[dict[str, float]]:
-    """Losses, weights and statistics of captured steps beside those of the sharded model, from the same random numbers."""
+    """Losses, weights and statistics of captured and of the sharded model's steps, from the same random numbers."""
     found, given = [], list(padded_batches(8))
     for make in (with_noise_and_statistics, over_a_batch):
         made = []

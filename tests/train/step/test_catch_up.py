@@ -1,4 +1,4 @@
-"""Rows that catch up in closed form end where dense Adam ends, however rarely they get a gradient, whatever the rates were."""
+"""Rows that catch up in closed form end where dense Adam ends, however rare their gradients and whatever the rates."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""TorchRec's semi-sync pipeline: a prediction sees tables that are one step old, never older, and ranks are equal throughout."""
+"""TorchRec's semi-sync pipeline: a prediction sees tables exactly one step old, and ranks are equal throughout."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ CASES = {"sgd, dense at once": ("sgd", False), "sgd, stashed": ("sgd", True), "a
 
 
 def one_step_old(kind: str, stash: bool) -> dict[str, Any]:
-    """The definition, in one process: look-ups from tables without the last update, their gradient applied to those with it."""
+    """The definition, in one process: look-ups in tables without the last update, their gradient applied after it."""
     model = small_model()
     initialise_tables(model, seed=7)
     tables = [p for name, p in model.named_parameters() if "embedding_bags" in name]

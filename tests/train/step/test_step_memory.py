@@ -1,4 +1,4 @@
-"""Rows that lag behind between captured steps are brought up to date in blocks, at the rates of the steps they skipped."""
+"""Rows that lag behind between captured steps are updated in blocks, at the rates of the steps they skipped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Largest(TorchDispatchMode):
 
 
 def settled(runtime: Runtime, block: int) -> tuple[dict[str, Tensor] | None, int]:
-    """Weights of tables moved row by row, brought up to date ``block`` rows at a time; the rows of the largest temporary."""
+    """Weights of tables moved row by row, updated ``block`` rows at a time; and the rows of the largest temporary."""
     model, optimizer = sharded(runtime, *KINDS[0])
     first, *rest = batches(12)
     stepped(model, optimizer, first)
@@ -97,7 +97,7 @@ def test_rows_that_are_seldom_read_end_where_dense_adam_ends_under_a_schedule() 
 
 
 def devices(runtime: Runtime) -> list[set[str]]:
-    """Where the inputs are that an engine is given, and then called with, for a memory on another device than the batches."""
+    """Devices of an engine's inputs, at the capture and at calls, for a memory on another device than the batches."""
     found: list[set[str]] = []
 
     def looking(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
