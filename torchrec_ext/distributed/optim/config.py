@@ -119,7 +119,8 @@ def move_rows(
 
 def adam_denominator(second: Tensor, steps: float, beta2: float, eps: float) -> Tensor:
     """The root of Adam's second moment, corrected for its first ``steps``, plus ``eps``; a new tensor."""
-    return (second / (1 - beta2**steps)).sqrt_().add_(eps)
+    corrected: Tensor = second / (1 - beta2**steps)
+    return corrected.sqrt_().add_(eps)
 
 
 def rows_with_gradient(grad: Tensor) -> Tensor:
