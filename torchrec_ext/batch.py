@@ -24,15 +24,15 @@ class _Fields(Pipelineable):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Returns a copy on ``device``."""
-        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Returns a copy in page-locked memory, from which copies to a GPU are asynchronous."""
-        return self._map(lambda part: part.pin_memory())
+        return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that ``stream`` still reads these tensors."""
-        self._map(lambda part: part.record_stream(stream))
+        self._map(lambda tensor: tensor.record_stream(stream))
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -124,20 +124,20 @@ class TowerBatch(_Fields):
 
         The call waits for the device where the bags are in ``joint`` or ``weighted``.
         """
-        for part in (self.weighted, self.joint):
-            for key in part.keys() if part is not None else []:
+        for bags in (self.weighted, self.joint):
+            for key in bags.keys() if bags is not None else []:
                 if name in key.split("|"):
-                    return self._half(part[key], first=key.split("|")[0] == name)  # type: ignore[index]
-        for part in (self.sparse, self.shared.sparse if self.shared else None):
-            if part is not None and name in part.keys():  # noqa: SIM118
-                return part[name]
+                    return self._half(bags[key], first=key.split("|")[0] == name)  # type: ignore[index]
+        for bags in (self.sparse, self.shared.sparse if self.shared else None):
+            if bags is not None and name in bags.keys():  # noqa: SIM118
+                return bags[name]
         raise KeyError(f"no feature '{name}' in the batch")
 
     def _half(self, bags: JaggedTensor, *, first: bool) -> JaggedTensor:
         lengths = bags.lengths()
         queries = lengths.numel() - len(self)
-        place = int(lengths[:queries].sum())
-        rows, ids = (slice(queries), slice(place)) if first else (slice(queries, None), slice(place, None))
+        end = int(lengths[:queries].sum())
+        rows, ids = (slice(queries), slice(end)) if first else (slice(queries, None), slice(end, None))
         weights = bags.weights_or_none()
         return JaggedTensor(
             bags.values()[ids], lengths=lengths[rows], weights=None if weights is None else weights[ids]

@@ -83,13 +83,13 @@ def install(variant: Variant, editable: str | None = None, say: Say = print) -> 
     """
     _check_platform(variant)
     _check_pip()
-    found = stack.installed()
-    wrong = stack.problems(found, variant)
+    current = stack.installed()
+    wrong = stack.problems(current, variant)
     extra = ["--editable", editable] if editable else []
     if not wrong and not extra:
         say("the triple is in place: nothing to install")
         return
-    _remove_intruders(found, variant, say)
+    _remove_intruders(current, variant, say)
     pins = [need.pin for need in stack.requirements(variant) if need.name not in ("torch", "torchrec")]
     _with_torch(variant, [*pins, *extra], torch_in_place=all(problem.what != "torch" for problem in wrong), say=say)
     # Without its dependencies: they name the CUDA build of fbgemm on every machine.
@@ -145,13 +145,13 @@ def no_torch(pip_said: str, uv_said: str) -> str:
     )
 
 
-def _remove_intruders(found: stack.Installed, variant: Variant, say: Say) -> None:
+def _remove_intruders(current: stack.Installed, variant: Variant, say: Say) -> None:
     """Uninstalls what pip would leave in the way: the other fbgemm, in the same folder, and the other torch build."""
     other = stack.FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
-    names = [other, stack.FBGEMM_NAME[variant]] if other in found.versions else []
-    if found.torch_build not in (None, variant):
+    names = [other, stack.FBGEMM_NAME[variant]] if other in current.versions else []
+    if current.torch_build not in (None, variant):
         names.append("torch")
-    if names := [name for name in names if name in found.versions]:
+    if names := [name for name in names if name in current.versions]:
         _step(say, f"taking out {', '.join(names)}", [*PIP, "uninstall", "--quiet", "--yes", *names])
 
 
@@ -232,9 +232,9 @@ def diagnose(*, really_import: bool = True) -> Diagnosis:
     Args:
         really_import: import the triple in a separate process too and look two rows up, which takes seconds.
     """
-    found, machine = stack.installed(), stack.machine_variant()
-    variant = stack.wanted_variant(found, machine)
-    problems = [*_python_problem(sys.version_info[:2]), *stack.problems(found, variant, stack.interpreter())]
+    current, machine = stack.installed(), stack.machine_variant()
+    variant = stack.wanted_variant(current, machine)
+    problems = [*_python_problem(sys.version_info[:2]), *stack.problems(current, variant, stack.interpreter())]
     seconds = None
     if really_import and not problems:
         outcome = probe(variant)
@@ -251,7 +251,7 @@ def diagnose(*, really_import: bool = True) -> Diagnosis:
         ranks=ranks,
         threads=max(1, cores // ranks),
         compiler=compiler(),
-        parts=_parts(found, variant),
+        parts=_parts(current, variant),
         problems=tuple(problems),
         notes=tuple(_notes(variant, machine)),
         import_seconds=seconds,
@@ -299,10 +299,10 @@ def _python_problem(version: tuple[int, int]) -> list[Problem]:
     return [Problem(what="python", found=f"{version[0]}.{version[1]}", expected=expected, repair=repair)]
 
 
-def _parts(found: stack.Installed, variant: Variant) -> tuple[PackageStatus, ...]:
+def _parts(current: stack.Installed, variant: Variant) -> tuple[PackageStatus, ...]:
     return tuple(
         PackageStatus(
-            name=need.name, found=found.versions.get(need.name, "nothing"), expected=need.version or "any version"
+            name=need.name, found=current.versions.get(need.name, "nothing"), expected=need.version or "any version"
         )
         for need in stack.requirements(variant)
     )

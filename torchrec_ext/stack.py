@@ -131,7 +131,7 @@ def asked_variant() -> Variant | None:
     return cast(Variant, value) if value else None
 
 
-def wanted_variant(found: Installed, machine: Variant) -> Variant:
+def wanted_variant(current: Installed, machine: Variant) -> Variant:
     """Returns the variant that the environment should have.
 
     It is the requested one, else the installed one if torch and fbgemm agree on it, else the machine's. CUDA builds
@@ -140,7 +140,7 @@ def wanted_variant(found: Installed, machine: Variant) -> Variant:
     if asked := asked_variant():
         return asked
     for variant, name in FBGEMM_NAME.items():
-        if found.torch_build == variant and set(found.versions) & set(FBGEMM_NAME.values()) == {name}:
+        if current.torch_build == variant and set(current.versions) & set(FBGEMM_NAME.values()) == {name}:
             return variant
     return machine
 
@@ -150,28 +150,28 @@ def machine_variant() -> Variant:
     return "cuda" if gpu_nodes() else "cpu"
 
 
-def problems(found: Installed, variant: Variant, python: str = "python") -> tuple[Problem, ...]:
+def problems(current: Installed, variant: Variant, python: str = "python") -> tuple[Problem, ...]:
     """Compares what is installed with the triple, in the order in which to repair it; empty when healthy.
 
     Args:
-        found: the environment's metadata, see `installed`.
+        current: the environment's metadata, see `installed`.
         variant: the expected builds, see `wanted_variant`.
         python: name of the interpreter in the repair lines.
     """
     torch, fbgemm, *rest = requirements(variant)
-    candidates = [_torch_problem(found, torch, variant, python), _fbgemm_problem(found, fbgemm, variant, python)]
+    candidates = [_torch_problem(current, torch, variant, python), _fbgemm_problem(current, fbgemm, variant, python)]
     for need in rest:
         # Installed before torch, these would pull the registry's torch: gigabytes of CUDA packages.
         by_doctor = candidates[0] is not None and need.name in NEEDS_THAT_PULL_TORCH
-        candidates.append(_plain_problem(found, need, python, by_doctor=by_doctor))
+        candidates.append(_plain_problem(current, need, python, by_doctor=by_doctor))
     return tuple(problem for problem in candidates if problem)
 
 
-def _torch_problem(found: Installed, torch: Requirement, variant: Variant, python: str) -> Problem | None:
-    version = found.versions.get("torch")
-    if version and version.partition("+")[0] == torch.version and found.torch_build == variant:
+def _torch_problem(current: Installed, torch: Requirement, variant: Variant, python: str) -> Problem | None:
+    version = current.versions.get("torch")
+    if version and version.partition("+")[0] == torch.version and current.torch_build == variant:
         return None
-    here = f"{version} ({_BUILD[found.torch_build]})" if version and found.torch_build else version or "nothing"
+    here = f"{version} ({_BUILD[current.torch_build]})" if version and current.torch_build else version or "nothing"
     # Never a plain `pip install torch`: on a CPU machine it takes the CUDA build, and beside a CPU build it does
     # nothing.
     return Problem(
@@ -179,19 +179,19 @@ def _torch_problem(found: Installed, torch: Requirement, variant: Variant, pytho
     )
 
 
-def _fbgemm_problem(found: Installed, fbgemm: Requirement, variant: Variant, python: str) -> Problem | None:
+def _fbgemm_problem(current: Installed, fbgemm: Requirement, variant: Variant, python: str) -> Problem | None:
     other = FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
-    if other not in found.versions:
-        return _plain_problem(found, fbgemm, python)
+    if other not in current.versions:
+        return _plain_problem(current, fbgemm, python)
     # Both unpack into the same folder `fbgemm_gpu`: removing one takes files of the other along.
     repair = f"{python} -m pip uninstall -y {other} && {python} -m pip install --force-reinstall --no-deps {fbgemm.pin}"
-    own = found.versions.get(fbgemm.name)
-    here = f"{other} {found.versions[other]}" + (f" laid over {fbgemm.name} {own}" if own else "")
+    version = current.versions.get(fbgemm.name)
+    here = f"{other} {current.versions[other]}" + (f" laid over {fbgemm.name} {version}" if version else "")
     return Problem(what=fbgemm.name, found=here, expected=f"{fbgemm.version} alone", repair=repair)
 
 
-def _plain_problem(found: Installed, need: Requirement, python: str, *, by_doctor: bool = False) -> Problem | None:
-    version = found.versions.get(need.name)
+def _plain_problem(current: Installed, need: Requirement, python: str, *, by_doctor: bool = False) -> Problem | None:
+    version = current.versions.get(need.name)
     if version and version != UNREADABLE and need.version in (None, version.partition("+")[0]):
         return None
     no_deps = "--no-deps " if need.name == "torchrec" else ""
@@ -224,9 +224,9 @@ def require() -> None:
     """
     if os.environ.get("TORCHREC_EXT_UNCHECKED") == "1":
         return
-    found = installed()
-    variant = wanted_variant(found, machine_variant())
-    if wrong := problems(found, variant, interpreter()):
+    current = installed()
+    variant = wanted_variant(current, machine_variant())
+    if wrong := problems(current, variant, interpreter()):
         raise ImportError(message(wrong, variant, interpreter()))
 
 

@@ -81,7 +81,9 @@ class CompiledStep:
     def __init__(self, stack: Stack, optimizer: StackedOptimizer, *, engine: StepExecutor | None = None) -> None:
         self._stack, self._optimizer = stack, optimizer
         tables = {
-            f"{path}.{table.name}": own.weight(table) for path, own in stack.tables.items() for table in own.tables
+            f"{path}.{table.name}": stacked.weight(table)
+            for path, stacked in stack.tables.items()
+            for table in stacked.tables
         }
         self._names = list(tables)
         self._weights = [*(weight.detach() for weight in tables.values()), stack.flat]
@@ -140,7 +142,7 @@ class CompiledStep:
         inputs = self._stack.inputs(batches, peers, weight, look_up=False)
         for generator, drawn in zip(generators, before, strict=True):
             generator.set_state(drawn)
-        state = [part for entry in self._entries for part in (*entry.state, *entry.steps)]
+        state = [tensor for entry in self._entries for tensor in (*entry.state, *entry.steps)]
         try:
             step = self._function(inputs._replace(pooled=self._pooled([ids for ids, _ in self._rows()])))
             memory = [*self._weights, *state, *self._rates, self._limits]
@@ -156,7 +158,7 @@ class CompiledStep:
         return set(self._functions)
 
     def _rows(self) -> list[tuple[Tensor, Tensor | None]]:
-        return [rows for own in self._stack.tables.values() for rows in own.one_each()]
+        return [rows for stacked in self._stack.tables.values() for rows in stacked.one_each()]
 
     def _inputs(self, inputs: Inputs) -> list[Tensor]:
         rows = self._rows()
@@ -168,10 +170,10 @@ class CompiledStep:
         return [
             [
                 torch.empty(members, len(next(rest)) // members, table.embedding_dim, device=ids[0].device)
-                for table in own.tables
+                for table in stacked.tables
                 for _ in table.feature_names
             ]
-            for own in self._stack.tables.values()
+            for stacked in self._stack.tables.values()
         ]
 
     def _entry(self, group: dict[str, Any], moved: StackedWeights, state: dict[str, Tensor]) -> _Entry:
@@ -195,7 +197,7 @@ class CompiledStep:
 
     def _function(self, inputs: Inputs) -> Callable[..., list[Tensor]]:
         graph = trace(self._stack.skeleton, inputs)  # type: ignore[arg-type]
-        tables = [table for own in self._stack.tables.values() for table in own.tables]
+        tables = [table for stacked in self._stack.tables.values() for table in stacked.tables]
         lookups = [(index, table.embedding_dim) for index, table in enumerate(tables) for _ in table.feature_names]
         shapes, members = [value.shape for value in self._stack.dense.values()], len(self._stack.members)
         sizes, weight_count, entries = [shape.numel() // members for shape in shapes], len(self._weights), self._entries
@@ -225,7 +227,7 @@ class CompiledStep:
                 grads = _limited(grads, [*limited, True], limits)
             finite = torch.isfinite(loss).all()
             for entry, (state, steps), rate in zip(entries, states, rates, strict=True):
-                weight, held = entry.of(weights[entry.index]), [entry.flat(part) for part in state]
+                weight, held = entry.of(weights[entry.index]), [entry.flat(tensor) for tensor in state]
                 made = steps[0] + 1 if steps else rate
                 grad = entry.of(grads[entry.index])
                 values, new = stepped(weight, grad, held, made, rate, entry.choice, table=entry.is_table)

@@ -35,8 +35,8 @@ def gpu_sharing(device: torch.device, processes: int, environ: Mapping[str, str]
         return None
     where = f"{processes} processes share {device}"
     if not mps_is_running(environ):
-        told = environ.get("CUDA_MPS_PIPE_DIRECTORY")
-        looked = f" (looked in CUDA_MPS_PIPE_DIRECTORY={told})" if told else ""
+        pipes = environ.get("CUDA_MPS_PIPE_DIRECTORY")
+        looked = f" (looked in CUDA_MPS_PIPE_DIRECTORY={pipes})" if pipes else ""
         return (
             f"note: {where} without MPS{looked}: their kernels take turns. Start it with `nvidia-cuda-mps-control -d` "
             "as the user "

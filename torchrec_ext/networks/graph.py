@@ -108,9 +108,9 @@ def _joined_gradients(node: Any) -> None:
 
 def _leaves(node: Any) -> Iterable[Node]:
     if node.op == "call_function" and node.target is _aten.add.Tensor and not node.kwargs:
-        for part in node.args[:2]:
-            if isinstance(part, Node):
-                yield from _leaves(part)
+        for term in node.args[:2]:
+            if isinstance(term, Node):
+                yield from _leaves(term)
     else:
         yield node
 
@@ -119,7 +119,7 @@ def _cut_of_joined(node: Any) -> None:
     """Replaces columns cut from a concatenation by their source, and leaves out parts of width 0."""
     if node.target is _aten.cat.default:
         dim = node.args[1] if len(node.args) > 1 else 0
-        parts = [part for part in node.args[0] if _shape(part)[dim]]
+        parts = [piece for piece in node.args[0] if _shape(piece)[dim]]
         if len(parts) == 1:
             node.replace_all_uses_with(parts[0])
         elif len(parts) < len(node.args[0]):
@@ -132,16 +132,16 @@ def _cut_of_joined(node: Any) -> None:
     if len(node.args) > 4 or (source.args[1] if len(source.args) > 1 else 0) != dim:
         return
     stop = min(stop, _shape(source)[dim])
-    place, taken = 0, []
-    for part in source.args[0]:
-        width = _shape(part)[dim]
-        if width and start >= place and stop <= place + width:
-            _replace(node, _aten.slice.Tensor, part, dim, start - place, stop - place)
+    offset, taken = 0, []
+    for piece in source.args[0]:
+        width = _shape(piece)[dim]
+        if width and start >= offset and stop <= offset + width:
+            _replace(node, _aten.slice.Tensor, piece, dim, start - offset, stop - offset)
             return
-        if width and start <= place and place + width <= stop:
-            taken.append(part)
-        place += width
-    if taken and sum(_shape(part)[dim] for part in taken) == stop - start:
+        if width and start <= offset and offset + width <= stop:
+            taken.append(piece)
+        offset += width
+    if taken and sum(_shape(piece)[dim] for piece in taken) == stop - start:
         _replace(node, _aten.cat.default, taken, dim)
 
 
@@ -240,7 +240,7 @@ class Inputs(NamedTuple):
 
     def flat(self) -> list[Tensor]:
         """Returns all tensors, in order."""
-        pooled = [tensor for own in self.pooled for tensor in own]
+        pooled = [tensor for bags in self.pooled for tensor in bags]
         return [*self.dense, *pooled, *self.rest()]
 
     def rest(self) -> list[Tensor]:
@@ -276,15 +276,15 @@ Loss = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Te
 
 def _loss(skeleton: Skeleton, inputs: Inputs) -> Loss:
     """Returns a function of one member's parts of ``inputs`` that computes loss and logits."""
-    counts = [len(own) for own in inputs.pooled]
+    counts = [len(bags) for bags in inputs.pooled]
 
     def loss(
-        weights: list[Tensor], pooled: list[Tensor], own: list[Tensor], noise: list[Tensor], peers: list[Tensor]
+        weights: list[Tensor], pooled: list[Tensor], fields: list[Tensor], noise: list[Tensor], peers: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         rest = iter(pooled)
         by_path = {path: [next(rest) for _ in range(count)] for path, count in zip(inputs.paths, counts, strict=True)}
         with skeleton.holding(by_path, noise) as learner:
-            batch = batch_from_tensors(dict(zip(inputs.fields, own, strict=True)))
+            batch = batch_from_tensors(dict(zip(inputs.fields, fields, strict=True)))
             named = dict(zip(skeleton.parameters, weights, strict=True))
             return functional_call(learner, named, (batch, *peers))  # type: ignore[no-any-return]
 

@@ -87,11 +87,11 @@ class StackedOptimizer:
         for weights in _weights(self._stack, choices):
             if first[weights.name].kind != kind:
                 continue
-            own = {
+            rules = {
                 member: self._rule(member, chosen[weights.name], weights.is_table) for member, chosen in choices.items()
             }
-            _check_kinds(weights.name, {member: rule.choice.kind for member, rule in own.items()})
-            for moved, rule in _runs(weights, own):
+            _check_kinds(weights.name, {member: rule.choice.kind for member, rule in rules.items()})
+            for moved, rule in _runs(weights, rules):
                 group = groups.setdefault(
                     (rule, moved.is_table), {"params": [], **rule.choice.unfused()[1], **rule._asdict()}
                 )
@@ -108,9 +108,11 @@ class StackedOptimizer:
     def _in_the_norm(self, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
         """Weights whose gradients are clipped; as in a single run, tables updated inside the backward are excluded."""
         kinds = {name: choice.kind for name, choice in choices[self._stack.members[0]].items()}
-        found = _whole(self._stack)
+        weights_of_all = _whole(self._stack)
         device = self._stack.flat.device.type
-        return [weights for weights in found if not (weights.is_table and has_kernel(kinds[weights.name], device))]
+        return [
+            weights for weights in weights_of_all if not (weights.is_table and has_kernel(kinds[weights.name], device))
+        ]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -191,23 +193,27 @@ class StackedOptimizer:
 
     def rates(self, member: str) -> dict[str, float]:
         """Returns the present learning rates of one member, as a record shows them."""
-        own = [(moved.is_table, group["lr"]) for group, moved in self._moved if member in moved.members]
-        found = {"tables_lr": [lr for table, lr in own if table], "dense_lr": [lr for table, lr in own if not table]}
-        return {name: rates[0] for name, rates in found.items() if rates}
+        entries = [(moved.is_table, group["lr"]) for group, moved in self._moved if member in moved.members]
+        by_kind = {
+            "tables_lr": [lr for table, lr in entries if table],
+            "dense_lr": [lr for table, lr in entries if not table],
+        }
+        return {name: rates[0] for name, rates in by_kind.items() if rates}
 
     def kept(self, stack: Stack) -> StackedOptimizer:
         """Returns an optimizer for a stack of some of the members, with their state and position."""
-        own = {member: self._configs[member] for member in stack.members}
-        made = StackedOptimizer(stack, own, schedules=self._schedules, steps=self._steps)
+        configs = {member: self._configs[member] for member in stack.members}
+        made = StackedOptimizer(stack, configs, schedules=self._schedules, steps=self._steps)
         made._step = self._step
         states: dict[tuple[str, str], dict[str, Tensor]] = {}
         for _, moved in self._moved:
             states |= {
-                (moved.name, member): part for member, part in zip(moved.members, self._state(moved), strict=True)
+                (moved.name, member): state_of_one
+                for member, state_of_one in zip(moved.members, self._state(moved), strict=True)
             }
         for _, moved in made._moved:
             parts = [states[moved.name, member] for member in moved.members]
-            state = {name: _together([part[name] for part in parts]) for name in parts[0]}
+            state = {name: _together([state_of_one[name] for state_of_one in parts]) for name in parts[0]}
             if state:
                 made._owner(moved.parameter).state[moved.parameter] = state
         return made
@@ -224,15 +230,15 @@ class StackedOptimizer:
         parts: list[dict[str, Tensor]] = [{} for _ in moved.members]
         for name, value in state.items():
             chunks = value.chunk(count) if value.dim() else [value] * count
-            for part, chunk in zip(parts, chunks, strict=True):
-                part[name] = chunk
+            for state_of_one, chunk in zip(parts, chunks, strict=True):
+                state_of_one[name] = chunk
         return parts
 
 
 def _choices(stack: Stack, member: str, config: OptimizerConfig) -> dict[str, Choice]:
     """Returns the optimizer of each table and dense parameter, by the stack's names."""
     network = stack.networks[member]
-    tables = {f"{path}.{table.name}": table.name for path, own in stack.tables.items() for table in own.tables}
+    tables = {f"{path}.{table.name}": table.name for path, stacked in stack.tables.items() for table in stacked.tables}
     by_table = config.for_tables(network)
     by_layer = config.for_layers(stack.own_names(member))
     dense = dict(zip(stack.dense, by_layer.values(), strict=True))
@@ -241,9 +247,9 @@ def _choices(stack: Stack, member: str, config: OptimizerConfig) -> dict[str, Ch
 
 def _whole(stack: Stack) -> list[_Weights]:
     tables = [
-        _Weights(f"{path}.{table.name}", own.weight(table).detach(), own.weight(table).grad, True)  # type: ignore[arg-type]
-        for path, own in stack.tables.items()
-        for table in own.tables
+        _Weights(f"{path}.{table.name}", stacked.weight(table).detach(), stacked.weight(table).grad, True)  # type: ignore[arg-type]
+        for path, stacked in stack.tables.items()
+        for table in stacked.tables
     ]
     return [*tables, _Weights("", stack.flat, stack.flat_grad, False)]
 
@@ -257,14 +263,14 @@ def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[
     return [*tables, *(_Weights(name, value.detach(), grads[name], False) for name, value in stack.dense.items())]
 
 
-def _runs(weights: _Weights, own: Mapping[str, _Rule]) -> list[tuple[StackedWeights, _Rule]]:
+def _runs(weights: _Weights, rules: Mapping[str, _Rule]) -> list[tuple[StackedWeights, _Rule]]:
     """Returns one entry for all members where they agree and are adjacent in memory, else one for each."""
-    members = tuple(own)
-    if len(set(own.values())) == 1 and weights.value.is_contiguous():
-        return [(_entry(weights.name, members, weights.value, weights.grad, weights.is_table), own[members[0]])]
+    members = tuple(rules)
+    if len(set(rules.values())) == 1 and weights.value.is_contiguous():
+        return [(_entry(weights.name, members, weights.value, weights.grad, weights.is_table), rules[members[0]])]
     parts = zip(members, weights.value.chunk(len(members)), weights.grad.chunk(len(members)), strict=True)
     return [
-        (_entry(weights.name, (member,), value, grad, weights.is_table), own[member]) for member, value, grad in parts
+        (_entry(weights.name, (member,), value, grad, weights.is_table), rules[member]) for member, value, grad in parts
     ]
 
 

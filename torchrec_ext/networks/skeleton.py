@@ -50,10 +50,10 @@ def jagged_of(batch: TowerBatch, name: str) -> KeyedJaggedTensor:
 
 def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
     """Returns the tensors of a batch other than ids, by name, without those that it lacks."""
-    found = {name: getattr(batch, name) for name in _FIELDS}
+    tensors = {name: getattr(batch, name) for name in _FIELDS}
     if batch.shared is not None:
-        found |= {f"shared.{name}": getattr(batch.shared, name) for name in _SHARED}
-    return {name: value for name, value in found.items() if value is not None}
+        tensors |= {f"shared.{name}": getattr(batch.shared, name) for name in _SHARED}
+    return {name: value for name, value in tensors.items() if value is not None}
 
 
 class _MembersRows(SharedRows):
@@ -68,13 +68,13 @@ def batch_from_tensors(tensors: Mapping[str, Tensor]) -> TowerBatch:
     shared: Any = None
     if "shared.index" in tensors:
         shared = _MembersRows(JaggedStandIn("shared.sparse"), *(tensors[f"shared.{name}"] for name in _SHARED))
-    own: dict[str, Any] = {name: tensors.get(name) for name in _FIELDS}
+    fields: dict[str, Any] = {name: tensors.get(name) for name in _FIELDS}
     return TowerBatch(
         sparse=JaggedStandIn("sparse"),
         shared=shared,
         joint=JaggedStandIn("joint"),
         weighted=JaggedStandIn("weighted"),
-        **own,
+        **fields,
     )
 
 
@@ -180,7 +180,7 @@ class Skeleton:
         """Runs the learner once on zeros; returns the dropout layers in the order in which they run."""
         tensors = tensors_of(batch)
         names = ["sparse", *(["shared.sparse"] if batch.shared is not None else []), "joint", "weighted"]
-        strides = {name: part.stride() for name in names if (part := jagged_of(batch, name)) is not None}
+        strides = {name: bags.stride() for name in names if (bags := jagged_of(batch, name)) is not None}
         for table in self.tables.values():
             table.strides, table.device, table.reads = strides, batch.dense.device, ""
         order: list[_Dropout] = []
@@ -235,8 +235,8 @@ def layers(network: nn.Module) -> Iterator[Layer]:
             yield Layer(path, {"tables": tuple(tables), **tables, "is_weighted": module.is_weighted()})
             continue
         shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters(recurse=False)}
-        own = {name: _fact(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-        yield Layer(path, {"layer": type(module).__qualname__, **own, **shapes})
+        facts = {name: _fact(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+        yield Layer(path, {"layer": type(module).__qualname__, **facts, **shapes})
 
 
 def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
@@ -248,15 +248,15 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
         >>> first_difference({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
     """
     (first, reference), *others = ((name, list(layers(network))) for name, network in networks.items())
-    for name, found in others:
-        for one, other in zip(reference, found, strict=False):
-            for field in [*one.facts, *other.facts]:
-                mine, theirs = one.facts.get(field, "absent"), other.facts.get(field, "absent")
+    for name, other_layers in others:
+        for layer, other in zip(reference, other_layers, strict=False):
+            for field in [*layer.facts, *other.facts]:
+                mine, theirs = layer.facts.get(field, "absent"), other.facts.get(field, "absent")
                 if mine != theirs:
-                    where = f"{one.path}: {field}" if one.path else field
+                    where = f"{layer.path}: {field}" if layer.path else field
                     return f"{where} is {mine} in '{first}' and {theirs} in '{name}'"
-        if len(reference) != len(found):
-            return f"'{first}' has {len(reference)} layers and '{name}' {len(found)}"
+        if len(reference) != len(other_layers):
+            return f"'{first}' has {len(reference)} layers and '{name}' {len(other_layers)}"
     return None
 
 

@@ -96,8 +96,8 @@ class StackedTables(nn.Module):
             weight = nn.Parameter(torch.cat([bag.weight.detach() for bag in bags]))
             weight.grad = torch.zeros_like(weight)
             self.collection.embedding_bags[table.name].weight = weight
-            for bag, own in zip(bags, weight.detach().view(self.members, *bags[0].weight.shape).unbind(), strict=True):
-                bag.weight.data = own
+            for bag, rows in zip(bags, weight.detach().view(self.members, *bags[0].weight.shape).unbind(), strict=True):
+                bag.weight.data = rows
         self._looked: list[_Bags] = []
 
     def weight(self, table: EmbeddingBagConfig) -> nn.Parameter:
@@ -148,12 +148,12 @@ class StackedTables(nn.Module):
     @torch.no_grad()
     def accumulate(self, gradients: Sequence[Tensor]) -> None:
         """Sets the tables' gradient from the gradients of the bags that :meth:`forward` returned last."""
-        found = iter(zip(self._looked, gradients, strict=True))
+        lookups = iter(zip(self._looked, gradients, strict=True))
         for table in self.tables:
             gradient = self.weight(table).grad
             gradient.zero_()  # type: ignore[union-attr]
             for _ in table.feature_names:
-                bags, pooled = next(found)
+                bags, pooled = next(lookups)
                 gradient.index_add_(0, bags.ids, bags.gradient(pooled.reshape(-1, table.embedding_dim), table.pooling))  # type: ignore[union-attr]
 
 
@@ -161,7 +161,7 @@ class _OneEach:
     """Bags of one id each, (F, S) of each member, which need no offsets."""
 
     def __init__(self, keys: list[str], values: Tensor, members: int) -> None:
-        self._place = {key: at for at, key in enumerate(keys)}
+        self._place = {key: index for index, key in enumerate(keys)}
         self._values = values
         self._member = torch.arange(members, device=values.device)[:, None]
         self._moved: dict[tuple[str, int], Tensor] = {}
@@ -175,26 +175,30 @@ class _OneEach:
 def _read_one_each(parts: Sequence[KeyedJaggedTensor], members: int) -> _OneEach | None:
     """Reads bags of one id each; None where a bag has another number of ids, or ids have weights."""
     first = parts[0]
-    same = all(part is first for part in parts)
-    own = parts[:1] if same else parts
-    if any(part.values().numel() != part.lengths().numel() or part.weights_or_none() is not None for part in own):
+    same = all(batch is first for batch in parts)
+    different = parts[:1] if same else parts
+    if any(
+        batch.values().numel() != batch.lengths().numel() or batch.weights_or_none() is not None for batch in different
+    ):
         return None
-    if max(int(part.lengths().max()) if part.lengths().numel() else 1 for part in own) != 1:
+    if max(int(batch.lengths().max()) if batch.lengths().numel() else 1 for batch in different) != 1:
         return None
-    values = torch.stack([part.values() for part in own]).view(len(own), len(first.keys()), first.stride())
+    values = torch.stack([batch.values() for batch in different]).view(
+        len(different), len(first.keys()), first.stride()
+    )
     return _OneEach(first.keys(), values.expand(members, -1, -1) if same else values, members)
 
 
 class _Jagged:
     def __init__(self, parts: Sequence[KeyedJaggedTensor]) -> None:
-        self._bags = [part.to_dict() for part in parts]
+        self._bags = [batch.to_dict() for batch in parts]
 
     def __call__(self, feature: str, rows: int) -> _Bags:
-        own = [bags[feature] for bags in self._bags]
-        weights = [bags.weights_or_none() for bags in own]
+        by_member = [bags[feature] for bags in self._bags]
+        weights = [bags.weights_or_none() for bags in by_member]
         return _Bags(
-            torch.cat([bags.values() + rows * member for member, bags in enumerate(own)]),
-            torch.cat([bags.lengths() for bags in own]).long(),
+            torch.cat([bags.values() + rows * member for member, bags in enumerate(by_member)]),
+            torch.cat([bags.lengths() for bags in by_member]).long(),
             None if weights[0] is None else torch.cat(weights),
         )
 
@@ -316,21 +320,21 @@ class Stack(nn.Module):
 
     def _lay_dense_together(self) -> None:
         """Makes one (K, P) matrix of all dense weights, a row for each member, and one of their gradients."""
-        own = [_dense_parameters(network) for network in self.networks.values()]
-        sizes = [weight.numel() for _, weight in own[0]]
+        by_member = [_dense_parameters(network) for network in self.networks.values()]
+        sizes = [weight.numel() for _, weight in by_member[0]]
         self.flat = torch.stack(
-            [torch.cat([weight.detach().reshape(-1) for _, weight in parameters]) for parameters in own]
+            [torch.cat([weight.detach().reshape(-1) for _, weight in parameters]) for parameters in by_member]
         )
         self.flat_grad = torch.zeros_like(self.flat)
         self.columns: dict[str, slice] = {}  # by name, where ``flat`` has the dense weights
         self._dense_grads: list[Tensor] = []
-        for place, (name, weight) in enumerate(own[0]):
-            shape = (len(own), *weight.shape)
-            columns = self.columns[name] = slice(sum(sizes[:place]), sum(sizes[: place + 1]))
+        for index, (name, weight) in enumerate(by_member[0]):
+            shape = (len(by_member), *weight.shape)
+            columns = self.columns[name] = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
             self.dense[name] = nn.Parameter(self.flat[:, columns].view(shape))
             self._dense_grads.append(self.flat_grad[:, columns].view(shape))
-            for parameters, values in zip(own, self.dense[name].detach().unbind(), strict=True):
-                parameters[place][1].data = values
+            for parameters, values in zip(by_member, self.dense[name].detach().unbind(), strict=True):
+                parameters[index][1].data = values
 
     def _prepare(self, batch: TowerBatch) -> Skeleton:
         # The network with the most dropout layers: who has a rate of 0 may have left the layer out.
@@ -374,12 +378,12 @@ class Stack(nn.Module):
     @torch.no_grad()
     def _prove(self, graph: GraphModule, inputs: Inputs, batches: Sequence[TowerBatch]) -> None:
         """Checks that the first step's losses are those of the members' own forwards."""
-        found = graph(*inputs.flat())[0].tolist()
-        for (name, network), batch, loss in zip(self.networks.items(), batches, found, strict=True):
-            own = float(network(batch)[0])
-            if abs(own - loss) > _CLOSE * max(1.0, abs(own)):
+        losses = graph(*inputs.flat())[0].tolist()
+        for (name, network), batch, loss in zip(self.networks.items(), batches, losses, strict=True):
+            alone = float(network(batch)[0])
+            if abs(alone - loss) > _CLOSE * max(1.0, abs(alone)):
                 raise StackError(
-                    f"'{name}' has a loss of {own} on its first batch alone and of {loss} in the stack: its forward "
+                    f"'{name}' has a loss of {alone} on its first batch alone and of {loss} in the stack: its forward "
                     "depends on "
                     "more than its weights and the batch's tensors, so it cannot be stacked; train it alone"
                 )
@@ -436,18 +440,20 @@ class Stack(nn.Module):
                         "members of a "
                         "stack take batches of one shape; give both the same batch_size and negatives"
                     )
-        return tensors[0] if shared else {name: torch.stack([own[name] for own in tensors]) for name in tensors[0]}
+        return (
+            tensors[0] if shared else {name: torch.stack([fields[name] for fields in tensors]) for name in tensors[0]}
+        )
 
     def _draw(self, skeleton: Skeleton, batch: TowerBatch) -> list[Tensor]:
         """Draws the noise of each dropout layer, (K, ...), as nn.Dropout does; none where no member has dropout."""
         if not any(rate for rates in self._rates for rate in rates):
             return []
         drawn = []
-        for place, shape in enumerate(skeleton.noise_shapes(batch)):
+        for index, shape in enumerate(skeleton.noise_shapes(batch)):
             noise = torch.ones(len(self.networks), *shape)
-            for own, rates, generator in zip(noise, self._rates, self.generators.values(), strict=True):
-                if rates[place]:
-                    own.bernoulli_(1 - rates[place], generator=generator).div_(1 - rates[place])
+            for member_noise, rates, generator in zip(noise, self._rates, self.generators.values(), strict=True):
+                if rates[index]:
+                    member_noise.bernoulli_(1 - rates[index], generator=generator).div_(1 - rates[index])
             drawn.append(noise.to(self.flat.device))
         return drawn
 

@@ -103,12 +103,12 @@ def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> Keye
     return KeyedOptimizer(params, state, [])
 
 
-def _parts(stack: Stack, moved: StackedWeights, held: dict[str, Tensor], place: int) -> dict[str, dict[str, Tensor]]:
+def _parts(stack: Stack, moved: StackedWeights, held: dict[str, Tensor], index: int) -> dict[str, dict[str, Tensor]]:
     """Returns the state of each weight, by name, of the member at ``place`` of those that are moved together."""
     count = len(moved.members)
-    own = {slot: value.chunk(count)[place] if value.dim() else value for slot, value in held.items()}
+    member_state = {slot: value.chunk(count)[index] if value.dim() else value for slot, value in held.items()}
     if moved.is_table:
-        return {moved.name: own}
+        return {moved.name: member_state}
     names = [moved.name]
     if moved.parameter.numel() == count * stack.flat.shape[1]:
         names = list(stack.dense)  # all of them side by side
@@ -116,11 +116,13 @@ def _parts(stack: Stack, moved: StackedWeights, held: dict[str, Tensor], place: 
     sizes = [shape.numel() for shape in shapes]
     split = {
         slot: torch.split(value.reshape(-1), sizes) if value.dim() else [value] * len(names)
-        for slot, value in own.items()
+        for slot, value in member_state.items()
     }
     return {
-        name: {slot: parts[at].view(shape) if parts[at].dim() else parts[at] for slot, parts in split.items()}
-        for at, (name, shape) in enumerate(zip(names, shapes, strict=True))
+        name: {
+            slot: parts[number].view(shape) if parts[number].dim() else parts[number] for slot, parts in split.items()
+        }
+        for number, (name, shape) in enumerate(zip(names, shapes, strict=True))
     }
 
 
@@ -176,8 +178,8 @@ class StalePeers:
         """Copies the members' weights as they are now."""
         self._dense = [value.detach().clone() for value in self._stack.dense.values()]
         self._tables = {
-            path: [own.weight(table).detach().clone() for table in own.tables]
-            for path, own in self._stack.tables.items()
+            path: [stacked.weight(table).detach().clone() for table in stacked.tables]
+            for path, stacked in self._stack.tables.items()
         }
 
     def logits(self, batches: Sequence[TowerBatch], step: int) -> Tensor | None:
@@ -363,16 +365,16 @@ class _Run:
             best = self._watches[name].better_than(max(steps, default=0))
             if best is None or self.history[name][-1]["kind"] == "error":
                 continue
-            found = self._best[name].held
-            if found:
+            restored = self._best[name].held
+            if restored:
                 self._best[name].put_back()
             elif member.checkpoints is not None:
-                found = member.checkpoints.load_weights(member.network, best["best_step"])
-            told = self._watches[name].told(best)
+                restored = member.checkpoints.load_weights(member.network, best["best_step"])
+            name_of_best = self._watches[name].told(best)
             text = (
-                f"restored {told}"
-                if found
-                else f"{told} was the best, but its checkpoint is gone: the weights are the last step's"
+                f"restored {name_of_best}"
+                if restored
+                else f"{name_of_best} was the best, but its checkpoint is gone: the weights are the last step's"
             )
             if self._log is not None:
                 self._log(
@@ -383,10 +385,10 @@ class _Run:
         """Restores all members from their checkpoints, if there are any."""
         self._optimizer.begin()
         stand = {name: self._restore_one(name, checkpoints) for name, checkpoints in self._saved()}
-        for name, record in ((name, record) for name, own in stand.items() for record in own.history):
+        for name, record in ((name, record) for name, position in stand.items() for record in position.history):
             if self._log is not None:
                 self._log(name, record)
-        over = [name for name, own in stand.items() if is_over(own, self._members[name].train.epochs)]
+        over = [name for name, position in stand.items() if is_over(position, self._members[name].train.epochs)]
         if over:  # whose loader, where it is that of others too, stands where they left
             stand |= {
                 name: self._restore_one(name, checkpoints) for name, checkpoints in self._saved() if name not in over
@@ -394,13 +396,17 @@ class _Run:
         if len(over) == len(self.active):
             self._leave(over)
             return
-        found = {(own.epoch, own.done, own.step, own.ended) for name, own in stand.items() if name not in over}
-        if len(found) > 1:
-            steps = ", ".join(f"'{name}' at step {own.step}" for name, own in stand.items())
+        positions = {
+            (position.epoch, position.done, position.step, position.ended)
+            for name, position in stand.items()
+            if name not in over
+        }
+        if len(positions) > 1:
+            steps = ", ".join(f"'{name}' at step {position.step}" for name, position in stand.items())
             raise StackError(
                 f"the members' checkpoints stand apart: {steps}; give those of one step, as members step together"
             )
-        ((epoch, done, step, ended),) = found
+        ((epoch, done, step, ended),) = positions
         self.at = Position(epoch=epoch, done=done, step=step)
         self._optimizer.go_on(step)
         if ended:
@@ -417,8 +423,8 @@ class _Run:
 
     def _saved(self) -> list[tuple[str, RunCheckpoints]]:
         """The checkpoints of the members that are left, by name."""
-        found = ((name, self._members[name].checkpoints) for name in self.active)
-        return [(name, checkpoints) for name, checkpoints in found if checkpoints is not None]
+        checkpoints_of = ((name, self._members[name].checkpoints) for name in self.active)
+        return [(name, checkpoints) for name, checkpoints in checkpoints_of if checkpoints is not None]
 
     def _as_run(self, name: str, *, ended: bool = False) -> MemberRun:
         return MemberRun(

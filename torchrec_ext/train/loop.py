@@ -110,9 +110,9 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
     lengths = [0] * runtime.world_size
     dist.all_gather_object(lengths, len(loader))
     if len(set(lengths)) > 1:
-        told = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        listed = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise UnevenStepsError(
-            f"loader: ranks have unequal numbers of batches in an epoch, {told}: every rank must have as many, since "
+            f"loader: ranks have unequal numbers of batches in an epoch, {listed}: every rank must have as many, since "
             "each waits "
             "for the others in every step; pad the last batches with rows of weight 0, or drop them"
         )
@@ -166,8 +166,8 @@ class BestWeights:
         for name, held in model_state(self._model).tensors.items():
             kept = self._copies[name]
             if isinstance(held, Parts) and isinstance(kept, Parts):
-                for part, own in zip(held.parts, kept.parts, strict=True):
-                    part.tensor.copy_(own.tensor)
+                for shard, kept_shard in zip(held.parts, kept.parts, strict=True):
+                    shard.tensor.copy_(kept_shard.tensor)
             elif isinstance(held, Tensor) and isinstance(kept, Tensor):
                 held.copy_(kept)
 
@@ -350,11 +350,16 @@ class _Run:
                 self._after_step(output)
             self.ranks.settle()
         except (GradientNotFiniteError, TrainingDivergedError) as error:
-            told = self.forward.explained(error)
+            explained = self.forward.explained(error)
             self._keep(
-                {"kind": "error", "epoch": self.forward.epoch(told.step), "step": told.step, "message": str(told)}
+                {
+                    "kind": "error",
+                    "epoch": self.forward.epoch(explained.step),
+                    "step": explained.step,
+                    "message": str(explained),
+                }
             )
-            raise told from None
+            raise explained from None
         # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
         self.pipeline.detach()
 
@@ -420,16 +425,16 @@ class _Run:
         if best is None:
             return
         self._take_time()
-        found = self.best.held
-        if found:
+        restored = self.best.held
+        if restored:
             self.best.put_back()
         elif self.checkpoints is not None:
-            found = self.checkpoints.load_weights(self.model, best["best_step"])
-        told = self.watch.told(best)
+            restored = self.checkpoints.load_weights(self.model, best["best_step"])
+        name_of_best = self.watch.told(best)
         text = (
-            f"restored {told}"
-            if found
-            else f"{told} was the best, but its checkpoint is gone: the weights are those of the last step"
+            f"restored {name_of_best}"
+            if restored
+            else f"{name_of_best} was the best, but its checkpoint is gone: the weights are those of the last step"
         )
         self.progress.say(text)
         if self.runtime.is_main and self.log is not None:

@@ -125,12 +125,13 @@ def _job(base: Any, flag: str, changes: Sequence[str], own_rows: bool) -> Any:
 
 
 def _check(members: Sequence[MemberJob]) -> None:
-    for one, other in itertools.combinations(members, 2):
-        if one.name == other.name:
-            raise ValueError(f"two members have the name '{one.name}'; give each --member a name of its own")
-        if one.job == other.job:
+    for first, other in itertools.combinations(members, 2):
+        if first.name == other.name:
+            raise ValueError(f"two members have the name '{first.name}'; give each --member a name of its own")
+        if first.job == other.job:
             raise ValueError(
-                f"members '{one.name}' and '{other.name}' are one network: all their settings are equal; leave one out"
+                f"members '{first.name}' and '{other.name}' are one network: all their settings are equal; "
+                "leave one out"
             )
 
 
@@ -145,8 +146,8 @@ def setting(member: MemberJob, key: str) -> str:
     if key in given:
         return given[key]
     value = member.job
-    for part in key.split("."):
-        value = getattr(value, part)
+    for attribute in key.split("."):
+        value = getattr(value, attribute)
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -157,12 +158,12 @@ def named(names: Sequence[str], pattern: str, flag: str) -> list[str]:
         ValueError: there is none; the message names the nearest.
     """
     expression = re.compile("".join(".*" if c == "*" else "." if c == "?" else re.escape(c) for c in pattern))
-    found = [name for name in names if expression.fullmatch(name)]
-    if not found:
+    matches = [name for name in names if expression.fullmatch(name)]
+    if not matches:
         raise ValueError(
             f"{flag}: there is no member {pattern!r}{nearest(pattern, names) or ';'} Members: {', '.join(names)}"
         )
-    return found
+    return matches
 
 
 GPUS = "TORCHREC_EXT_GPUS"  # as in torchrec_ext.distributed.runtime, whose import takes seconds
@@ -202,7 +203,7 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
     """
     if not groups:
         return _dealt(names, world_size)
-    found: dict[tuple[int, ...], list[str]] = {}
+    members_by_ranks: dict[tuple[int, ...], list[str]] = {}
     for item in groups.split(","):
         members, colon, text = item.strip().rpartition(":")
         if not colon or not members or not re.fullmatch(r"\d+(-\d+)?(\+\d+(-\d+)?)*", text):
@@ -214,9 +215,9 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
                 "with -j, or "
                 "name one of these"
             )
-        own = [name for part in members.split("+") for name in named(names, part, f"--groups {item}")]
-        found.setdefault(ranks, []).extend(own)
-    made = [RankGroup(tuple(members), ranks) for ranks, members in found.items()]
+        chosen = [name for pattern in members.split("+") for name in named(names, pattern, f"--groups {item}")]
+        members_by_ranks.setdefault(ranks, []).extend(chosen)
+    made = [RankGroup(tuple(members), ranks) for ranks, members in members_by_ranks.items()]
     _check_of_rank_groups(made, names, world_size)
     return made
 
@@ -228,29 +229,29 @@ def _dealt(names: Sequence[str], world_size: int) -> list[RankGroup]:
     ]
 
 
-def _share(things: Sequence[Any], part: int, parts: int) -> tuple[Any, ...]:
+def _share(things: Sequence[Any], number: int, parts: int) -> tuple[Any, ...]:
     """Returns one of ``parts`` parts of ``things`` in their order; the first parts have one more, if any have."""
     size, more = divmod(len(things), parts)
-    start = part * size + min(part, more)
-    return tuple(things[start : start + size + (part < more)])
+    start = number * size + min(number, more)
+    return tuple(things[start : start + size + (number < more)])
 
 
 def _ranks(text: str) -> tuple[int, ...]:
     ranks: list[int] = []
-    for part in text.split("+"):
-        first, _, last = part.partition("-")
+    for piece in text.split("+"):
+        first, _, last = piece.partition("-")
         ranks += range(int(first), int(last or first) + 1)
     return tuple(sorted(set(ranks)))
 
 
 def _check_of_rank_groups(groups: Sequence[RankGroup], names: Sequence[str], world_size: int) -> None:
-    for things, one, many in ((names, "member", "members"), (range(world_size), "rank", "ranks")):
+    for things, singular, many in ((names, "member", "members"), (range(world_size), "rank", "ranks")):
         placed = [thing for group in groups for thing in getattr(group, many)]
         if twice := [thing for thing in things if placed.count(thing) > 1]:
-            raise ValueError(f"--groups: {one} {twice[0]} is in two groups; groups share no {one}")
+            raise ValueError(f"--groups: {singular} {twice[0]} is in two groups; groups share no {singular}")
         if missing := [thing for thing in things if thing not in placed]:
-            remedy = "give it ranks" if one == "member" else "give it a member, or start fewer ranks with -j"
-            raise ValueError(f"--groups: {one} {missing[0]} is in no group; {remedy}")
+            remedy = "give it ranks" if singular == "member" else "give it a member, or start fewer ranks with -j"
+            raise ValueError(f"--groups: {singular} {missing[0]} is in no group; {remedy}")
 
 
 def group_of(groups: Sequence[RankGroup], rank: int) -> RankGroup:
@@ -292,18 +293,18 @@ class World:
         """
         if self.size == 1:
             return
-        place = group.ranks.index(self.rank)
-        if place == 0:
+        index = group.ranks.index(self.rank)
+        if index == 0:
             with socket.socket() as free:
                 free.bind(("", 0))
                 self._store.set(f"address/{name}", f"{self._address}:{free.getsockname()[1]}")
         self._store.set(f"host/{name}/{self.rank}", f"{socket.gethostname()}:{self._local}")
-        said = {rank: self._told(f"host/{name}/{rank}").rpartition(":") for rank in group.ranks}
-        host = said[self.rank][0]
-        beside = [rank for rank in group.ranks if said[rank][0] == host]
+        hosts = {rank: self._told(f"host/{name}/{rank}").rpartition(":") for rank in group.ranks}
+        host = hosts[self.rank][0]
+        beside = [rank for rank in group.ranks if hosts[rank][0] == host]
         address, _, port = self._told(f"address/{name}").rpartition(":")
         self._environ.update(
-            RANK=str(place),
+            RANK=str(index),
             WORLD_SIZE=str(len(group.ranks)),
             LOCAL_RANK=str(beside.index(self.rank)),
             LOCAL_WORLD_SIZE=str(len(beside)),
@@ -311,7 +312,7 @@ class World:
             MASTER_PORT=port,
             TORCHELASTIC_USE_AGENT_STORE="False",
         )
-        self._environ.update(_of_local_ranks(self._gpus, [int(said[rank][2]) for rank in beside]))
+        self._environ.update(_of_local_ranks(self._gpus, [int(hosts[rank][2]) for rank in beside]))
 
     def widen(self) -> None:
         """Restores this process's rank in the whole job, by which an error names it."""

@@ -53,17 +53,17 @@ def run_networks(
     root, config = _begin(members[0].job.name, run_dir, config, world)
     mine = group_of(groups, world.rank)
     number = groups.index(mine)
-    own = [member for member in members if member.name in mine.members]
+    local = [member for member in members if member.name in mine.members]
     try:
-        trained = _Group(own, mine, number, world, config, root).train()
+        trained = _Group(local, mine, number, world, config, root).train()
     finally:
         world.widen()
     if world.rank == mine.ranks[0]:
         world.tell(f"results/{number}", json.dumps([dataclasses.asdict(result) for result in trained]))
     if world.rank != 0:
         return True
-    told = [json.loads(text) for text in world.told([f"results/{number}" for number in range(len(groups))])]
-    results = {result["name"]: Result(**result) for own in told for result in own}
+    by_group = [json.loads(text) for text in world.told([f"results/{number}" for number in range(len(groups))])]
+    results = {result["name"]: Result(**result) for local in by_group for result in local}
     return report.finish_networks(root, members, [results[member.name] for member in members])
 
 
@@ -88,8 +88,8 @@ def _in_its_own_folder(member: MemberJob) -> MemberJob:
     saved = member.job.checkpoint
     if not saved.folder:
         return member
-    own = dataclasses.replace(saved, folder=f"{saved.folder.rstrip('/')}/{member.name}")
-    return dataclasses.replace(member, job=dataclasses.replace(member.job, checkpoint=own))
+    config = dataclasses.replace(saved, folder=f"{saved.folder.rstrip('/')}/{member.name}")
+    return dataclasses.replace(member, job=dataclasses.replace(member.job, checkpoint=config))
 
 
 class _Group:
@@ -109,10 +109,10 @@ class _Group:
         self._worlds = 0
 
     def train(self) -> list[Result]:
-        found = self._ended()
+        results = self._ended()
         if len(self._group.ranks) == 1 and len(self._members) > 1 and self._config.stack != "never":
-            found += self._train_stacks(
-                [member for member in self._members if member.name not in {one.name for one in found}]
+            results += self._train_stacks(
+                [member for member in self._members if member.name not in {earlier.name for earlier in results}]
             )
         elif self._config.stack == "require" or self._config.codistillation.weight:
             raise ValueError(
@@ -120,9 +120,9 @@ class _Group:
                 "or more of "
                 "them; place them so with --groups, or leave out --stack require and --codistill"
             )
-        done = {result.name for result in found}
-        found += [self._train_alone(member) for member in self._members if member.name not in done]
-        return found
+        done = {result.name for result in results}
+        results += [self._train_alone(member) for member in self._members if member.name not in done]
+        return results
 
     def _ended(self) -> list[Result]:
         """Results of members that an earlier attempt has trained to the end; the group's first rank looks them up."""
@@ -130,12 +130,14 @@ class _Group:
             return []
         key = f"ended/{self._number}"
         if self._world.rank == self._group.ranks[0]:
-            self._world.tell(key, json.dumps([one.name for one in self._members if ended(self._root / one.name)]))
+            self._world.tell(
+                key, json.dumps([member.name for member in self._members if ended(self._root / member.name)])
+            )
         names = json.loads(self._world.told([key])[0])
         return [
-            report.read_result(one, self._root / one.name, None, self._group.ranks)
-            for one in self._members
-            if one.name in names
+            report.read_result(member, self._root / member.name, None, self._group.ranks)
+            for member in self._members
+            if member.name in names
         ]
 
     def _narrow(self) -> None:
@@ -156,20 +158,20 @@ class _Group:
                 try:
                     results += StackedMembers(stack, runtime, self._config, self._root).train()
                 except StackError as error:
-                    self._not_stacked([one.member.name for one in stack], str(error))
+                    self._not_stacked([built_member.member.name for built_member in stack], str(error))
             return results
 
     def _stacks(self, built: Sequence[Built]) -> list[list[Built]]:
         """Returns groups of two or more members of one shape, and last members of a stack that is resumed."""
         stacks: list[list[Built]] = []
-        for one in built:
-            reasons = [apart(stack[0], one) for stack in stacks]
-            if None in reasons and not one.alone:
-                stacks[reasons.index(None)].append(one)
+        for candidate in built:
+            reasons = [apart(stack[0], candidate) for stack in stacks]
+            if None in reasons and not candidate.alone:
+                stacks[reasons.index(None)].append(candidate)
                 continue
-            if reasons or one.alone:
-                self._not_stacked([one.member.name], one.alone or str(reasons[0]))
-            stacks.append([one])
+            if reasons or candidate.alone:
+                self._not_stacked([candidate.member.name], candidate.alone or str(reasons[0]))
+            stacks.append([candidate])
         resumed = self._config.resume == "auto"
         return [
             stack

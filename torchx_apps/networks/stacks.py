@@ -96,17 +96,24 @@ def why_alone(job: Job) -> str | None:
 
 def apart(first: Built, other: Built) -> str | None:
     """Says why two members cannot be in one stack; None where they can."""
-    one, two = first.job, other.job
+    first_job, second_job = first.job, other.job
     pairs: list[tuple[str, Any, Any]] = [
-        (f"loader.{name}", getattr(one.loader, name), getattr(two.loader, name)) for name in _ROWS
-    ]
-    pairs += [("data", one.data, two.data), ("train.compile", one.train.compile, two.train.compile)]
-    pairs += [("model.out_of_range", one.model.out_of_range, two.model.out_of_range)]
-    pairs += [
-        ("checkpoint", dataclasses.replace(one.checkpoint, folder=""), dataclasses.replace(two.checkpoint, folder=""))
+        (f"loader.{name}", getattr(first_job.loader, name), getattr(second_job.loader, name)) for name in _ROWS
     ]
     pairs += [
-        (f"optimizer.{name}", getattr(one.optimizer, name), getattr(two.optimizer, name))
+        ("data", first_job.data, second_job.data),
+        ("train.compile", first_job.train.compile, second_job.train.compile),
+    ]
+    pairs += [("model.out_of_range", first_job.model.out_of_range, second_job.model.out_of_range)]
+    pairs += [
+        (
+            "checkpoint",
+            dataclasses.replace(first_job.checkpoint, folder=""),
+            dataclasses.replace(second_job.checkpoint, folder=""),
+        )
+    ]
+    pairs += [
+        (f"optimizer.{name}", getattr(first_job.optimizer, name), getattr(second_job.optimizer, name))
         for name in ("tables", "dense")
     ]
     for key, mine, theirs in pairs:
@@ -118,13 +125,13 @@ def apart(first: Built, other: Built) -> str | None:
 def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
     """Returns each member's loader, one for all members whose rows and negatives are the same."""
     made: dict[Any, Loader] = {}
-    found: dict[str, Loader] = {}
-    for one in built:
-        key = (training.seeded(one.job), one.job.id_dropout)
+    by_member: dict[str, Loader] = {}
+    for member in built:
+        key = (training.seeded(member.job), member.job.id_dropout)
         if key not in made:
-            made[key] = training.loader_of(one.job, one.task, one.schema, runtime)
-        found[one.member.name] = made[key]
-    return found
+            made[key] = training.loader_of(member.job, member.task, member.schema, runtime)
+        by_member[member.member.name] = made[key]
+    return by_member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,14 +183,14 @@ class StackedMembers:
     """Trains members of one shape on one rank as a stack."""
 
     def __init__(self, built: Sequence[Built], runtime: Runtime, config: NetworksConfig, root: Path) -> None:
-        self._built = {one.member.name: one for one in built}
+        self._built = {member.member.name: member for member in built}
         self._runtime, self._config, self._root = runtime, config, root
         self._folders: dict[str, RunFolder] = {}
-        self._evaluators = {name: self._judge(one) for name, one in self._built.items()}
+        self._evaluators = {name: self._judge(member) for name, member in self._built.items()}
         self._progress = report.StackProgress(list(self._built))
 
-    def _judge(self, one: Built) -> Evaluator:
-        return one.task.evaluator(one.schema, _Unsharded(one.network), self._runtime)  # type: ignore[arg-type]
+    def _judge(self, built_member: Built) -> Evaluator:
+        return built_member.task.evaluator(built_member.schema, _Unsharded(built_member.network), self._runtime)  # type: ignore[arg-type]
 
     def train(self) -> list[Result]:
         """Trains all members to their ends, from where they were last saved if so configured.
@@ -200,14 +207,14 @@ class StackedMembers:
         )
         members = {
             name: Member(
-                network=one.network,
+                network=member.network,
                 loader=loaders[name],
-                optimizer=one.job.optimizer,
-                train=one.job.train,
-                seed=one.job.train.seed + 1,
-                checkpoints=self._checkpoints(one, begin.get(name)),
+                optimizer=member.job.optimizer,
+                train=member.job.train,
+                seed=member.job.train.seed + 1,
+                checkpoints=self._checkpoints(member, begin.get(name)),
             )
-            for name, one in self._built.items()
+            for name, member in self._built.items()
         }
         start = time.perf_counter()
         validate: Callable[[str], Record] | None = self._validate if first.task.validates else None
@@ -228,39 +235,39 @@ class StackedMembers:
         if self._config.resume == "never":
             return {}
         folders = {
-            name: CheckpointFolder(self._folder_of(one))
-            for name, one in self._built.items()
-            if one.job.checkpoint.saves
+            name: CheckpointFolder(self._folder_of(member))
+            for name, member in self._built.items()
+            if member.job.checkpoint.saves
         }
         together = CheckpointRanks(self._runtime)
         last = {name: path for name, folder in folders.items() if (path := newest_good(folder, together)) is not None}
         over = {name: path for name, path in last.items() if self._is_over(name, path)}
         left = {name: folder for name, folder in folders.items() if name not in over}
-        found = over | common_checkpoints(left, together)
-        if len(found) < len(folders):  # some begin anew, and all of a stack step together
-            found = {}
+        chosen = over | common_checkpoints(left, together)
+        if len(chosen) < len(folders):  # some begin anew, and all of a stack step together
+            chosen = {}
         print(
-            f"resuming from {', '.join(found.values())}"
-            if found
+            f"resuming from {', '.join(chosen.values())}"
+            if chosen
             else "no checkpoint of all to resume from: they begin anew",
             flush=True,
         )
-        return found
+        return chosen
 
     def _is_over(self, name: str, path: str) -> bool:
         return is_over(
             Position(**read_checkpoint_manifest(path)["content"]["position"]), self._built[name].job.train.epochs
         )
 
-    def _folder_of(self, one: Built) -> str:
-        return one.job.checkpoint.folder or str(self._root / one.member.name / CHECKPOINTS)
+    def _folder_of(self, member: Built) -> str:
+        return member.job.checkpoint.folder or str(self._root / member.member.name / CHECKPOINTS)
 
-    def _checkpoints(self, one: Built, begin: str | None) -> RunCheckpoints | None:
-        if not one.job.checkpoint.saves:
+    def _checkpoints(self, member: Built, begin: str | None) -> RunCheckpoints | None:
+        if not member.job.checkpoint.saves:
             return None
-        checkpointer = Checkpointer(self._folder_of(one), self._runtime, keep=one.job.checkpoint.keep)
+        checkpointer = Checkpointer(self._folder_of(member), self._runtime, keep=member.job.checkpoint.keep)
         checkpointer.folder.clean()
-        return RunCheckpoints(checkpointer, one.job.checkpoint, resume=begin)
+        return RunCheckpoints(checkpointer, member.job.checkpoint, resume=begin)
 
     def _validate(self, name: str) -> Record:
         with torch.no_grad():
@@ -268,27 +275,29 @@ class StackedMembers:
 
     def _log(self, name: str, record: Record) -> None:
         if name not in self._folders:  # not before the first step, which shows whether the members can be stacked
-            one = self._built[name]
+            member = self._built[name]
             self._folders[name] = RunFolder(
-                self._root / name, _described(one.job), replace=self._config.resume == "auto"
+                self._root / name, _described(member.job), replace=self._config.resume == "auto"
             )
             self._folders[name].write(STACK_FILE, json.dumps(list(self._built)))
         self._folders[name].log(record)
         self._progress.show(name, record)
 
     def _finish(self, name: str, history: Sequence[Record], seconds: float) -> Result:
-        one, folder, evaluator = self._built[name], self._folders[name], self._evaluators[name]
+        member, folder, evaluator = self._built[name], self._folders[name], self._evaluators[name]
         diverged = history[-1]["kind"] == "error"
         with torch.no_grad():
             figures = {} if diverged else evaluator.test()
         result = report.result_of(name, folder.records, figures, seconds, (self._runtime.rank,), str(folder.path))
-        folder.write("summary.json", json.dumps({"data": one.task.name, "test": figures, "seconds": seconds}, indent=2))
+        folder.write(
+            "summary.json", json.dumps({"data": member.task.name, "test": figures, "seconds": seconds}, indent=2)
+        )
         if self._config.weights:
             torch.save(
-                {key: value.clone() for key, value in one.network.state_dict().items()}, folder.path / "weights.pt"
+                {key: value.clone() for key, value in member.network.state_dict().items()}, folder.path / "weights.pt"
             )
-        beside = evaluator.baseline("validation") if one.task.validates else None
-        folder.close(beside, baseline_name=one.task.baseline_name)
+        beside = evaluator.baseline("validation") if member.task.validates else None
+        folder.close(beside, baseline_name=member.task.baseline_name)
         return result
 
 

@@ -164,10 +164,10 @@ class Checkpointer:
             )
         except (CheckpointException, OSError, RuntimeError) as error:
             raise CheckpointError(self._why(path, needed, error)) from None
-        own = [f"{path}/{name}" for name in self._names(path)]
+        written = [f"{path}/{name}" for name in self._names(path)]
         files: dict[str, Any] = {}
         for digests in self.together.gathered(
-            {name.rpartition("/")[2]: manifest.digest(self.folder.files, name) for name in own}
+            {name.rpartition("/")[2]: manifest.digest(self.folder.files, name) for name in written}
         ):
             files |= digests
         self.together.on_main(lambda: self._commit(step, {**described, "files": files}))
@@ -229,10 +229,12 @@ class Checkpointer:
         layers = [
             name.removeprefix("dense.") for name in state.tensors if name.startswith("dense.") and "@" not in name
         ]
-        ranks = self.together.gathered((layers, {name: list(own.widths) for name, own in state.row_states.items()}))
+        ranks = self.together.gathered(
+            (layers, {name: list(row_state.widths) for name, row_state in state.row_states.items()})
+        )
         return {
-            "layers": sorted({name for own, _ in ranks for name in own}),
-            "row_parts": {name: widths for _, own in ranks for name, widths in own.items()},
+            "layers": sorted({name for row_state, _ in ranks for name in row_state}),
+            "row_parts": {name: widths for _, row_state in ranks for name, widths in row_state.items()},
         }
 
 
@@ -243,6 +245,6 @@ def _stand_back() -> None:
 
 
 def _bytes(state: State) -> int:
-    tensors = [part.tensor for held in state.values() if isinstance(held, Parts) for part in held.parts]
+    tensors = [shard.tensor for held in state.values() if isinstance(held, Parts) for shard in held.parts]
     tensors += [held for held in state.values() if isinstance(held, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -66,29 +66,29 @@ def match(
     """
     there = {name: tuple(getattr(held, "size", ())) for name, held in index.state_dict_metadata.items()}
     mine = {name: tuple(held.size()) for name, held in wanted.items()} | {
-        name: (own.rows,) for name, own in state.row_states.items()
+        name: (row_state.rows,) for name, row_state in state.row_states.items()
     }
     sizes = {name: (size[:1] if name in state.row_states else size) for name, size in there.items()}
     differences: dict[str, Change | None] = {}
-    found = Match({}, [])
+    result = Match({}, [])
     for name, size in mine.items():
         kind = _kind(name, size, sizes.get(name), saved)
         if kind == "more_rows":
-            found.grown[name.split(".")[1]] = sizes[name][0]
+            result.grown[name.split(".")[1]] = sizes[name][0]
         if kind != "fits":
             differences[_line(name, size, sizes.get(name))] = kind  # type: ignore[assignment]
         if kind in ("fits", "more_rows"):
             if name in state.row_states:
-                found.row_states.append(name)
+                result.row_states.append(name)
             else:
-                found.tensors[name] = _clipped(wanted[name], sizes[name])
+                result.tensors[name] = _clipped(wanted[name], sizes[name])
     known = {*mine, *(f"tables.{name}.{slot}" for name in state.tables for slot in _slots(state))}
     for name in there:
         if name.startswith(("tables.", "dense.")) and name not in known:
             gone = "fewer_tables" if name.startswith("tables.") and name.split(".")[1] not in state.tables else None
             differences[f"{name} is not in this model"] = "fewer_layers" if name.startswith("dense.") else gone  # type: ignore[assignment]
-    _refuse(path, differences, allow, together, found)
-    return found
+    _refuse(path, differences, allow, together, result)
+    return result
 
 
 def _kind(name: str, size: tuple[int, ...], before: tuple[int, ...] | None, saved: Mapping[str, Any]) -> str | None:
@@ -113,17 +113,17 @@ def _clipped(held: Any, size: tuple[int, ...]) -> Any:
     """The rows of a table that were saved."""
     if not isinstance(held, Parts) or held.size() == size:
         return held
-    parts = [LocalShard(part.tensor[: max(size[0] - part.offsets[0], 0)], part.offsets) for part in held.parts]
+    parts = [LocalShard(shard.tensor[: max(size[0] - shard.offsets[0], 0)], shard.offsets) for shard in held.parts]
     return Parts(size, parts)
 
 
 def _refuse(
-    path: str, differences: dict[str, Change | None], allow: Sequence[Change], together: CheckpointRanks, found: Match
+    path: str, differences: dict[str, Change | None], allow: Sequence[Change], together: CheckpointRanks, result: Match
 ) -> None:
-    said = together.gathered(differences)
-    everything = {line: kind for own in said for line, kind in own.items() if _agreed(line, said)}
+    by_rank = together.gathered(differences)
+    everything = {line: kind for lines in by_rank for line, kind in lines.items() if _agreed(line, by_rank)}
     refused = [line for line, kind in everything.items() if kind not in allow]
-    found.said = [line for line in everything if line not in refused]
+    result.said = [line for line in everything if line not in refused]
     if refused:
         more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
         kinds = sorted({kind for line, kind in everything.items() if line in refused and kind} & set(get_args(Change)))
@@ -133,9 +133,9 @@ def _refuse(
         )
 
 
-def _agreed(line: str, said: Sequence[Mapping[str, Any]]) -> bool:
+def _agreed(line: str, by_rank: Sequence[Mapping[str, Any]]) -> bool:
     """A rank that holds no part of a table does not know its names; another one does."""
-    return not line.endswith("is not in this model") or all(line in own for own in said)
+    return not line.endswith("is not in this model") or all(line in lines for lines in by_rank)
 
 
 def _slots(state: ModelState) -> set[str]:
@@ -199,28 +199,30 @@ def load_checkpoint(
     """
     saved, index = read_checkpoint_manifest(path), read_index(path)
     counted = state.counted()
-    found = match(path, state, {**state.tensors, **counted}, index, saved, allow, together)
-    wanted = {**found.tensors, **{n: held for n, held in (extra or {}).items() if n in index.state_dict_metadata}}
+    matched = match(path, state, {**state.tensors, **counted}, index, saved, allow, together)
+    wanted = {**matched.tensors, **{n: held for n, held in (extra or {}).items() if n in index.state_dict_metadata}}
     other: dict[str, Parts] = {}
-    for name in found.row_states:
-        own, widths = state.row_states[name], saved["row_parts"][name]
-        rows = found.grown.get(name.split(".")[1], own.rows)
-        parts = [LocalShard(part.tensor[: max(rows - part.offsets[0], 0)], part.offsets) for part in own.parts]
-        if tuple(widths) == own.widths:
+    for name in matched.row_states:
+        row_state, widths = state.row_states[name], saved["row_parts"][name]
+        rows = matched.grown.get(name.split(".")[1], row_state.rows)
+        parts = [
+            LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets) for shard in row_state.parts
+        ]
+        if tuple(widths) == row_state.widths:
             wanted[name] = Parts((rows, len(widths)), parts)
         else:
-            lengths = {part.offsets[0]: len(part.tensor) for part in parts}
+            lengths = {shard.offsets[0]: len(shard.tensor) for shard in parts}
             made = [LocalShard(torch.empty(length, len(widths)), (row, 0)) for row, length in lengths.items()]
             other[name] = Parts((rows, len(widths)), made)
-    cold_rows = _cold_rows(state, found, cold or {})
+    cold_rows = _cold_rows(state, matched, cold or {})
     _read(path, {**wanted, **other}, together)
     if cold_rows:
         # Apart: one name has one shape in a load, and these are whole rows where the table may be split.
         _read(path, cold_rows, together)
     state.count(counted)
     _merge(state, other, saved)
-    _grow(state, found, cold_rows)
-    return saved, found
+    _grow(state, matched, cold_rows)
+    return saved, matched
 
 
 def load_weights(path: str, state: ModelState, together: CheckpointRanks) -> None:
@@ -245,20 +247,20 @@ def _read(path: str, wanted: State, together: CheckpointRanks) -> None:
 def _merge(state: ModelState, other: Mapping[str, Parts], saved: Mapping[str, Any]) -> None:
     """Converts row states of tables whose columns are split differently."""
     for name, held in other.items():
-        own, widths = state.row_states[name], saved["row_parts"][name]
-        by_row = {part.offsets[0]: part.tensor for part in held.parts}
-        for part in own.parts:
-            row, number = part.offsets
-            start = sum(own.widths[:number])
+        row_state, widths = state.row_states[name], saved["row_parts"][name]
+        by_row = {shard.offsets[0]: shard.tensor for shard in held.parts}
+        for shard in row_state.parts:
+            row, number = shard.offsets
+            start = sum(row_state.widths[:number])
             if row in by_row:
-                merged = inherited(by_row[row], widths, start, start + own.widths[number])
-                part.tensor[: len(merged)].copy_(merged)
+                merged = inherited(by_row[row], widths, start, start + row_state.widths[number])
+                shard.tensor[: len(merged)].copy_(merged)
 
 
-def _cold_rows(state: ModelState, found: Match, cold: Mapping[str, int]) -> dict[str, Any]:
+def _cold_rows(state: ModelState, matched: Match, cold: Mapping[str, int]) -> dict[str, Any]:
     """Allocates, on every rank, the row as which each grown table's new rows begin."""
     rows: dict[str, Any] = {}
-    for table, before in found.grown.items():
+    for table, before in matched.grown.items():
         dim = state.tables[table][1]
         rows[f"tables.{table}.weight"] = Parts(
             (before, dim), [LocalShard(torch.empty(1, dim), (cold.get(table, 0), 0))]
@@ -267,15 +269,15 @@ def _cold_rows(state: ModelState, found: Match, cold: Mapping[str, int]) -> dict
 
 
 @torch.no_grad()
-def _grow(state: ModelState, found: Match, cold_rows: Mapping[str, Parts]) -> None:
+def _grow(state: ModelState, matched: Match, cold_rows: Mapping[str, Parts]) -> None:
     for name, held in {**state.tensors, **state.row_states}.items():
         parts = getattr(held, "parts", None)
         table = name.split(".")[1] if name.startswith("tables.") else ""
-        if table not in found.grown or parts is None:
+        if table not in matched.grown or parts is None:
             continue
         row = cold_rows[name].parts[0].tensor if name in cold_rows else None
-        for part in parts:
-            _fill(part.tensor[max(found.grown[table] - part.offsets[0], 0) :], row, part.offsets[1])
+        for shard in parts:
+            _fill(shard.tensor[max(matched.grown[table] - shard.offsets[0], 0) :], row, shard.offsets[1])
 
 
 def _fill(rows: Tensor, cold: Tensor | None, column: int) -> None:

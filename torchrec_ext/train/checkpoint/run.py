@@ -323,27 +323,27 @@ def _kind(thing: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("torchrec-ext", "torch", "torchrec"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _of_rank(run: CheckpointedRun) -> State:
     """This rank's state: the random states that dropout draws from, and the sums of the next record."""
-    own = {"cpu": torch.get_rng_state(), "sums": run.window.sums}
+    held = {"cpu": torch.get_rng_state(), "sums": run.window.sums}
     if run.runtime.device.type == "cuda":
-        own["cuda"] = torch.cuda.get_rng_state(run.runtime.device)
-    return {f"rank.{run.runtime.rank}.{name}": state for name, state in own.items()}
+        held["cuda"] = torch.cuda.get_rng_state(run.runtime.device)
+    return {f"rank.{run.runtime.rank}.{name}": state for name, state in held.items()}
 
 
 def _restore_rank(states: State, run: CheckpointedRun) -> None:
-    own = {name.rpartition(".")[2]: state for name, state in states.items() if name.startswith("rank.")}
-    torch.set_rng_state(own["cpu"])  # type: ignore[arg-type]
-    run.window.sums.copy_(own["sums"])  # type: ignore[arg-type]
-    if "cuda" in own and run.runtime.device.type == "cuda":
-        torch.cuda.set_rng_state(own["cuda"], run.runtime.device)  # type: ignore[arg-type]
+    states_of_rank = {name.rpartition(".")[2]: state for name, state in states.items() if name.startswith("rank.")}
+    torch.set_rng_state(states_of_rank["cpu"])  # type: ignore[arg-type]
+    run.window.sums.copy_(states_of_rank["sums"])  # type: ignore[arg-type]
+    if "cuda" in states_of_rank and run.runtime.device.type == "cuda":
+        torch.cuda.set_rng_state(states_of_rank["cuda"], run.runtime.device)  # type: ignore[arg-type]
 
 
 def _without_tensors(tree: Any, path: str, tensors: State) -> Any:
@@ -408,10 +408,10 @@ def begin_with(
         config: how the model may differ.
         cold: row of each table that stands for ids never seen.
     """
-    saved, found = load_checkpoint(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
+    saved, matched = load_checkpoint(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
     grown = [
         f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}"
-        for name, rows in found.grown.items()
+        for name, rows in matched.grown.items()
     ]
-    others = [line for line in found.said if not any(line.startswith(f"tables.{name}.") for name in found.grown)]
+    others = [line for line in matched.said if not any(line.startswith(f"tables.{name}.") for name in matched.grown)]
     return "\n".join([f"begun with the weights of {path}, after {saved['step']:,} steps", *grown, *others])

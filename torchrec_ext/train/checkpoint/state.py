@@ -52,7 +52,7 @@ class Parts:
 
     def __init__(self, shape: Sequence[int], parts: Sequence[LocalShard]) -> None:
         self.shape = torch.Size(shape)
-        self.parts = [part for part in parts if part.tensor.numel()]
+        self.parts = [shard for shard in parts if shard.tensor.numel()]
 
     def size(self) -> torch.Size:
         """The shape of the whole, which torch.distributed.checkpoint compares with what was saved."""
@@ -62,15 +62,15 @@ class Parts:
         """Returns the same rectangles with ``function(tensor, number)`` in place of each tensor."""
         return Parts(
             self.shape,
-            [LocalShard(function(part.tensor, number), part.offsets) for number, part in enumerate(self.parts)],
+            [LocalShard(function(shard.tensor, number), shard.offsets) for number, shard in enumerate(self.parts)],
         )
 
     def at(self, offsets: Sequence[int]) -> Tensor:
         """Returns the block or rectangle that begins at ``offsets``."""
-        found = {tuple(part.offsets): part.tensor for part in self.parts} | {
-            part.offsets: part.tensor for part in self._blocks()
+        blocks = {tuple(shard.offsets): shard.tensor for shard in self.parts} | {
+            shard.offsets: shard.tensor for shard in self._blocks()
         }
-        return found[tuple(offsets)]
+        return blocks[tuple(offsets)]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
@@ -85,7 +85,7 @@ class Parts:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(part) for part in self.parts]
+        return [_chunk(shard) for shard in self.parts]
 
     def _blocks(self) -> Iterator[LocalShard]:
         """Yields the rectangles, cut into blocks of rows."""
@@ -95,8 +95,8 @@ class Parts:
                 yield LocalShard(tensor[start : start + rows], (row + start, *rest))
 
 
-def _chunk(part: LocalShard) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=part.tensor.shape)
+def _chunk(shard: LocalShard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(shard.offsets), sizes=shard.tensor.shape)
 
 
 State = dict[str, Tensor | Parts]
@@ -169,7 +169,10 @@ class ModelState:
 
     def everything(self) -> State:
         """Returns the tensors, the row states, (rows, parts) each, and copies of what kernels count."""
-        rows = {name: Parts((own.rows, len(own.widths)), own.parts) for name, own in self.row_states.items()}
+        rows = {
+            name: Parts((row_state.rows, len(row_state.widths)), row_state.parts)
+            for name, row_state in self.row_states.items()
+        }
         return {**self.tensors, **rows, **self.counted()}
 
     def counted(self) -> State:
@@ -231,7 +234,7 @@ def _configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
 def _single(optimizer: KeyedOptimizer | None) -> list[KeyedOptimizer]:
     """The optimizers that a combined one is made of; the kernels' stays combined, its keys being whole paths."""
     if isinstance(optimizer, CombinedOptimizer):
-        return [own for _, own in optimizer._optims]
+        return [single for _, single in optimizer._optims]
     return [] if optimizer is None else [optimizer]
 
 
@@ -274,11 +277,13 @@ def _add_of_table(
         tensors[name] = value
     elif isinstance(value, (ShardedTensor, DTensor)):
         # Of a table with copies the state is a DTensor, its weight a ShardedTensor of one copy all the same.
-        places, own = [at for _, at in _pieces(weight)], [tensor for tensor, _ in _pieces(value)]
+        places, shards = [begin for _, begin in _pieces(weight)], [tensor for tensor, _ in _pieces(value)]
         if value.size() == weight.size():
-            tensors[name] = Parts(shape, [LocalShard(tensor, at) for tensor, at in zip(own, places, strict=True)])
+            tensors[name] = Parts(
+                shape, [LocalShard(tensor, begin) for tensor, begin in zip(shards, places, strict=True)]
+            )
         else:
-            rows[name] = _row_state(config, weight, zip(own, places, strict=True))
+            rows[name] = _row_state(config, weight, zip(shards, places, strict=True))
     elif value.shape == shape:
         tensors[name] = Parts(shape, [LocalShard(value, (0, 0))])
     else:
@@ -290,7 +295,7 @@ def _pieces(held: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[int, ...]
     if isinstance(held, ShardedTensor):
         return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in held.local_shards()]
     local: Any = held.to_local()  # TorchRec's LocalShardsWrapper; a rank without a shard has one offset all the same
-    return [(tensor, tuple(at)) for tensor, at in zip(local.local_shards(), local.local_offsets(), strict=False)]
+    return [(tensor, tuple(begin)) for tensor, begin in zip(local.local_shards(), local.local_offsets(), strict=False)]
 
 
 def _row_state(
@@ -302,8 +307,10 @@ def _row_state(
         if shard.shard_sizes[0]
     }
     places = sorted(widths)
-    parts = [LocalShard(own.view(-1, 1), (at[0], places.index(at[1]))) for own, at in shards if own.numel()]
-    return RowState(tuple(widths[place] for place in places), config.num_embeddings, parts)
+    parts = [
+        LocalShard(tensor.view(-1, 1), (begin[0], places.index(begin[1]))) for tensor, begin in shards if tensor.numel()
+    ]
+    return RowState(tuple(widths[column] for column in places), config.num_embeddings, parts)
 
 
 def _kernels(model: nn.Module) -> Iterator[tuple[str, Any]]:

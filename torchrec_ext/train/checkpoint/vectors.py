@@ -68,9 +68,11 @@ def load_vectors(model: nn.Module, table: str, path: Path) -> int:
             _check(path, table, shards[0].config if shards else None, ids, vectors, count)
             count += len(ids)
             for shard in shards:
-                own = (ids >= shard.row) & (ids < shard.row + len(shard.tensor))
+                local = (ids >= shard.row) & (ids < shard.row + len(shard.tensor))
                 columns = slice(shard.column, shard.column + shard.tensor.shape[1])
-                shard.tensor[(ids[own] - shard.row).to(shard.tensor.device)] = vectors[own][:, columns].to(shard.tensor)
+                shard.tensor[(ids[local] - shard.row).to(shard.tensor.device)] = vectors[local][:, columns].to(
+                    shard.tensor
+                )
     return count
 
 
@@ -91,9 +93,9 @@ def _check(path: Path, table: str, config: object, ids: Tensor, vectors: Tensor,
         )
     out = ((ids < 0) | (ids >= rows)).nonzero()
     if len(out):
-        place = before + int(out[0])
+        row = before + int(out[0])
         raise CheckpointError(
-            f"'{path}': id {int(ids[out[0]])} in row {place} is no row of table '{table}', which has {rows:,}"
+            f"'{path}': id {int(ids[out[0]])} in row {row} is no row of table '{table}', which has {rows:,}"
         )
 
 
@@ -103,12 +105,12 @@ def _numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     ids = loaded["ids"] if path.suffix == ".npz" else None
     for start in range(0, len(vectors), BLOCK):
         block = torch.from_numpy(np.array(vectors[start : start + BLOCK], dtype=np.float32))
-        own = (
+        message = (
             torch.arange(start, start + len(block))
             if ids is None
             else torch.from_numpy(ids[start : start + BLOCK].astype(np.int64))
         )
-        yield own, block
+        yield message, block
 
 
 def _safetensors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
@@ -153,13 +155,13 @@ def publish_weights(
     """
     saved, index = read_checkpoint_manifest(path), read_index(path)
     names = dict(_published(saved, index.state_dict_metadata))
-    held: dict[str, Any] = {name: index.state_dict_metadata[own] for name, own in names.items()}
+    held: dict[str, Any] = {name: index.state_dict_metadata[saved_name] for name, saved_name in names.items()}
     try:
         with TensorWriter(
             file, {name: Shape(tuple(each.size), each.properties.dtype) for name, each in held.items()}
         ) as out:
-            for name, own in names.items():
-                for row, block in _blocks(path, own, held[name]):
+            for name, saved_name in names.items():
+                for row, block in _blocks(path, saved_name, held[name]):
                     out.write(name, row, block)
                     if progress is not None:
                         progress(block.numel() * block.element_size())

@@ -131,11 +131,11 @@ class FiniteLoss:
         Raises:
             GradientNotFiniteError: a gradient is not finite on some rank.
         """
-        if self._gate is None or self.left_out or not (told := self._gate.open()):
+        if self._gate is None or self.left_out or not (bad := self._gate.open()):
             return
         if self._leave_out is None:
-            raise GradientNotFiniteError(told, in_time=True)
-        self.left_out = f"{told} at {self.where(self.step)}; {_NOTHING}; {_RATES}"
+            raise GradientNotFiniteError(bad, in_time=True)
+        self.left_out = f"{bad} at {self.where(self.step)}; {_NOTHING}; {_RATES}"
         self._leave_out()
 
     def look(self, loss: Tensor, batch: TowerBatch | DrawnStep, *, written: bool = False) -> None:
@@ -235,11 +235,11 @@ class FiniteLoss:
         columns = list(_bad_columns(seen.batch, self._model)) if seen and bad else []
         # On a device that is read late, the weights have taken up the bad step and no longer tell its cause.
         weights = [] if self._late else list(_bad_weights(self._model))
-        own = (bad, columns, weights, seen.step if seen else self.step)
-        ranks: list[Any] = [own]
+        local = (bad, columns, weights, seen.step if seen else self.step)
+        ranks: list[Any] = [local]
         if self._runtime.world_size > 1:
             ranks = [None] * self._runtime.world_size
-            dist.all_gather_object(ranks, own)
+            dist.all_gather_object(ranks, local)
         lost = [rank for rank, (loss, *_) in enumerate(ranks) if loss is not None]
         if not lost:  # it was a gradient
             self._ranks.meet()
@@ -267,10 +267,10 @@ def _bad_columns(batch: TowerBatch | DrawnStep, model: nn.Module) -> Iterator[st
             yield from _bad(f"the dense column '{name}'", column)
 
 
-def _dense_names(model: nn.Module, part: str, width: int) -> list[str]:
+def _dense_names(model: nn.Module, attribute: str, width: int) -> list[str]:
     """The names of dense columns where the model has a schema; else their indices."""
     schema = getattr(get_unwrapped_module(model), "schema", None)
-    names = list(getattr(schema(), part, ())) if callable(schema) else []
+    names = list(getattr(schema(), attribute, ())) if callable(schema) else []
     return names if len(names) == width else [str(number) for number in range(width)]
 
 

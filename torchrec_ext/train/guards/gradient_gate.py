@@ -65,8 +65,8 @@ class GradientGate:
         held, self._held = self._held, []
         arrived = [(path, vectors, given.grad) for path, vectors, given in held if given.grad is not None]
         bad = list(dict.fromkeys(path for path, _, gradient in arrived if not _finite(gradient)))
-        if told := self._agreed(bad, self._optimizer.bad_gradients()):
-            return told
+        if message := self._agreed(bad, self._optimizer.bad_gradients()):
+            return message
         torch.autograd.backward([vectors for _, vectors, _ in arrived], [gradient for *_, gradient in arrived])
         return ""
 
@@ -84,18 +84,18 @@ class GradientGate:
     def _cutting(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             assert isinstance(output, LazyAwaitable)
-            output.callbacks.append(lambda found: self._cut(path, found))
+            output.callbacks.append(lambda output_now: self._cut(path, output_now))
 
         return hook
 
-    def _cut(self, path: str, found: Any) -> Any:
-        for part in found.values() if isinstance(found, dict) else [found]:
-            assert isinstance(part, (JaggedTensor, KeyedTensor))
-            vectors = part.values()
+    def _cut(self, path: str, output: Any) -> Any:
+        for embeddings in output.values() if isinstance(output, dict) else [output]:
+            assert isinstance(embeddings, (JaggedTensor, KeyedTensor))
+            vectors = embeddings.values()
             if vectors.requires_grad:
-                part._values = vectors.detach().requires_grad_()  # as TorchRec's semi-sync pipeline cuts
-                self._held.append((path, vectors, part._values))
-        return found
+                embeddings._values = vectors.detach().requires_grad_()  # as TorchRec's semi-sync pipeline cuts
+                self._held.append((path, vectors, embeddings._values))
+        return output
 
 
 def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, always: bool) -> GradientGate | None:
@@ -130,12 +130,12 @@ def _finite(gradient: Tensor) -> bool:
 
 def _told(ranks: list[tuple[list[str], list[str]]]) -> str:
     """Returns one text for all ranks; empty where nothing is wrong."""
-    said = []
-    for prefix, found in (("vectors of ", [own for own, _ in ranks]), ("", [own for _, own in ranks])):
-        names = list(dict.fromkeys(name for own in found for name in own))
-        at = [str(rank) for rank, own in enumerate(found) if own]
+    messages = []
+    for prefix, names_by_rank in (("vectors of ", [bad for bad, _ in ranks]), ("", [bad for _, bad in ranks])):
+        names = list(dict.fromkeys(name for bad in names_by_rank for name in bad))
+        bad_ranks = [str(rank) for rank, bad in enumerate(names_by_rank) if bad]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        where = f" on rank {', '.join(at)}" if len(at) < len(ranks) else ""
+        where = f" on rank {', '.join(bad_ranks)}" if len(bad_ranks) < len(ranks) else ""
         if names:
-            said.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{where}")
-    return "; ".join(reversed(said))
+            messages.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{where}")
+    return "; ".join(reversed(messages))

@@ -154,11 +154,11 @@ class Watchdog:
         return [rank for rank, (_, since) in self._seen.items() if now - since > min(_SIGN_AFTER_S, after_s / 2)]
 
     def _tell(self, file: IO[str], silent: float, collective: str, still: Sequence[int]) -> None:
-        place = f"it waits for other ranks in {collective}" if collective else "it waits for no other rank"
+        waits = f"it waits for other ranks in {collective}" if collective else "it waits for no other rank"
         frame = sys._current_frames().get(self._main)
         if frame is not None:
             last = traceback.extract_stack(frame)[-1]
-            place += f"; its last line is {Path(last.filename).name}:{last.lineno}, in {last.name}"
+            waits += f"; its last line is {Path(last.filename).name}:{last.lineno}, in {last.name}"
         faulthandler.dump_traceback(file, all_threads=True)
         file.flush()
         what = "made no step" if self._last is not None else "stood still"
@@ -168,7 +168,7 @@ class Watchdog:
             gone = f"{names} gives no sign of life: its process is stopped or starved, or its host is gone."
             line = f"{gone} {line}it waits for {names}"
         else:
-            line += place
+            line += waits
         self._end(
             f"{line}; the stacks of its threads are in {self._path}; go on with --resume auto, and raise train.hang_s "
             "if a step "

@@ -96,9 +96,9 @@ class Question:
                 f"seen_rows: {len(self.seen_rows)}, seen_items: {len(self.seen_items)}; must be pairs, equally many"
             )
         for name in ("targets", "seen_rows", "seen_items"):
-            part = getattr(self, name)
-            if len(part) and int(part.min()) < 0:
-                raise ValueError(f"{name}: {int(part.min())}; must be 0 or more: leave padding out")
+            values = getattr(self, name)
+            if len(values) and int(values.min()) < 0:
+                raise ValueError(f"{name}: {int(values.min())}; must be 0 or more: leave padding out")
         if self.target_rows is not None:
             _check_targets(self.target_rows, self.targets)
 
@@ -139,14 +139,14 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0) -> TargetRanks:
         ValueError: a score is NaN, a target's score is infinite, or a target is not an item.
     """
     stop = start + len(scores)
-    rows, items = (part.to(scores.device) for part in question.targets_of(start, stop))
+    rows, items = (tensor.to(scores.device) for tensor in question.targets_of(start, stop))
     if len(items) and int(items.max()) >= scores.shape[1]:
         raise ValueError(
             f"targets: item {int(items.max())}, but the catalogue has {scores.shape[1]} items, from 0; give its row"
         )
     wanted = scores[rows, items]
     _check_scores(scores, wanted, start)
-    scores[tuple(part.to(scores.device) for part in question.seen_by(start, stop))] = -torch.inf
+    scores[tuple(tensor.to(scores.device) for tensor in question.seen_by(start, stop))] = -torch.inf
     scores[:, list(question.not_items)] = -torch.inf
     scores[rows, items] = wanted
     better, ties = _compare(scores, rows, wanted, alone=question.target_rows is None)
@@ -159,7 +159,7 @@ def _compare(scores: Tensor, rows: Tensor, wanted: Tensor, *, alone: bool) -> tu
         return _count(torch.gt, scores, wanted[:, None]), _count(torch.eq, scores, wanted[:, None]) - 1
     parts = [  # a row is copied for each of its targets, no more of them at a time than there are scores
         _compare(scores[some], some, few, alone=True)
-        for some, few in zip(*(torch.split(part, max(1, len(scores))) for part in (rows, wanted)), strict=True)
+        for some, few in zip(*(torch.split(tensor, max(1, len(scores))) for tensor in (rows, wanted)), strict=True)
     ]
     better, ties = (torch.cat(values) for values in zip(*parts, strict=True))
     return better, ties
@@ -203,12 +203,12 @@ def catalogue_ranks(
         ValueError: a score is NaN, or the batches have another number of queries than the question.
     """
     items = embed_all(model, towers[-1], candidates, runtime)
-    own = torch.cat(embed_own(model, towers[:-1], queries, runtime), dim=1)
-    start = own_start(len(own), question.queries, runtime)
+    embedded = torch.cat(embed_own(model, towers[:-1], queries, runtime), dim=1)
+    start = own_start(len(embedded), question.queries, runtime)
     parts, rows = [], max(1, PAIRS_PER_BLOCK // max(len(items), 1))
     most = max(1, -(-question.queries // (runtime.world_size * rows)))
     for block in watched(
-        torch.split(own, rows), most, cheaper=f"{question.queries:,} queries x {len(items):,} items; {_CHEAPER}"
+        torch.split(embedded, rows), most, cheaper=f"{question.queries:,} queries x {len(items):,} items; {_CHEAPER}"
     ):
         scores = model.interaction.score_all(block, items)
         ranks = ranks_of(scores, question, start)
@@ -250,12 +250,11 @@ def _check_targets(rows: Tensor, items: Tensor) -> None:
     steps = torch.diff(rows, prepend=rows.new_tensor([-1]))
     wrong = ((steps < 0) | (steps > 1)).nonzero()
     if len(wrong) or (len(rows) and int(rows[0])):
-        at = int(wrong[0]) if len(wrong) else 0
-        before = int(rows[at - 1]) if at else "the start"
+        index = int(wrong[0]) if len(wrong) else 0
+        before = int(rows[index - 1]) if index else "the start"
         raise ValueError(
-            f"target_rows: {int(rows[at])} after {before}; must ascend from 0 without a gap, since every query needs a "
-            "target: "
-            "sort the targets by query, and number the queries that have one"
+            f"target_rows: {int(rows[index])} after {before}; must ascend from 0 without a gap, since every query "
+            "needs a target: sort the targets by query, and number the queries that have one"
         )
     pairs = torch.unique(torch.stack([rows, items], dim=1), dim=0)
     if len(pairs) < len(rows):

@@ -68,7 +68,7 @@ class ClassificationMetrics:
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
         """Adds rows, each argument (B,), as for :func:`auc`."""
-        logits, labels, weights = (part.to(self._sums.device) for part in counted_rows(logits, labels, weights))
+        logits, labels, weights = (tensor.to(self._sums.device) for tensor in counted_rows(logits, labels, weights))
         classes = by_class(labels, weights)
         loss = binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="sum")
         self._sums += torch.stack([loss, (weights * logits.sigmoid()).sum(), *classes.sum(1)])
@@ -92,7 +92,7 @@ class ClassificationMetrics:
         total = positive + negative
         if not total:
             return dict.fromkeys(("log_loss", "ne", "calibration"), math.nan)
-        entropy = -sum(part / total * math.log(part / total) for part in (positive, negative) if part)
+        entropy = -sum(weight / total * math.log(weight / total) for weight in (positive, negative) if weight)
         return {
             "log_loss": loss / total,
             "ne": loss / total / entropy if entropy else math.nan,
@@ -103,18 +103,20 @@ class ClassificationMetrics:
 def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
     """Checks the rows, and returns those of weight above 0 in float64."""
     if logits.dim() != 1 or not logits.shape == labels.shape == weights.shape:
-        shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in _named(logits, labels, weights))
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in _named(logits, labels, weights))
         raise ValueError(f"{shapes}: must all be (B,), one for each row")
     kept = weights != 0
-    logits, labels, weights = (part.detach()[kept].double() for part in (logits, labels, weights))
+    logits, labels, weights = (tensor.detach()[kept].double() for tensor in (logits, labels, weights))
     wrong = (
         ("logits", logits, ~torch.isfinite(logits), "finite: has training diverged?"),
         ("labels", labels, ~((labels >= 0) & (labels <= 1)), "0 to 1: turn ratings into 0 and 1 first"),
         ("weights", weights, ~((weights > 0) & (weights < torch.inf)), "0 or more, and finite; 0 marks padding"),
     )
-    for name, part, bad, rule in wrong:
+    for name, tensor, bad, rule in wrong:
         if bad.any():
-            raise ValueError(f"{name}: {float(part[bad][0])} in {int(bad.sum())} of {len(part)} rows; must be {rule}")
+            raise ValueError(
+                f"{name}: {float(tensor[bad][0])} in {int(bad.sum())} of {len(tensor)} rows; must be {rule}"
+            )
     return [logits, labels, weights]
 
 
@@ -186,8 +188,8 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
         )
     rows = gather_uneven_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
     names, group = torch.unique(gather_uneven_rows(groups[weights != 0].long(), runtime), return_inverse=True)
-    values, place = torch.unique(rows[:, 0], return_inverse=True)
-    cells, cell = torch.unique(group * len(values) + place, return_inverse=True)  # by group, then by ascending logit
+    values, position = torch.unique(rows[:, 0], return_inverse=True)
+    cells, cell = torch.unique(group * len(values) + position, return_inverse=True)  # by group, then by ascending logit
     positive, negative = torch.zeros(2, len(cells), dtype=torch.float64, device=rows.device).index_add_(
         1, cell, by_class(rows[:, 1], rows[:, 2])
     )

@@ -40,7 +40,7 @@ class EvaluationWatch:
     def over(self, blocks: Iterable[Block], total: int, cheaper: str) -> Iterator[Block]:
         """Yields the blocks of an evaluation, and watches it in between; see :func:`watched`."""
         left, missing = iter(blocks), object()
-        start = said = time.perf_counter()
+        start = shown = time.perf_counter()
         looked, every, foreseen = 0, 1, False
         for number in range(1, total + 1):
             block: Any = next(left, missing)
@@ -52,10 +52,10 @@ class EvaluationWatch:
             each = self._look((now - start) / number)
             every, rest = max(1, int(LOOK_S / max(each, 1e-9))), each * (total - number)
             if not foreseen and rest > LONG_S:
-                foreseen, said = True, now
+                foreseen, shown = True, now
                 self._tell(f"this evaluation takes about {_readable(rest)}; {cheaper}")
-            elif now - said >= SAY_S:
-                said = now
+            elif now - shown >= SAY_S:
+                shown = now
                 self._tell(f"evaluating: {number / total:.0%}, {_readable(rest)} left")
         yield from left
 

@@ -105,7 +105,7 @@ def query_figures(
     )
     queries = torch.unique_consecutive(queries, return_inverse=True)[1]
     places = _Places(better, ties, queries, int(queries[-1]) + 1 if len(queries) else 0)
-    found: dict[str, Tensor] = {}
+    figures: dict[str, Tensor] = {}
     for size in ks:
         hits, gain = places.expected(size)
         hit, first = places.first(size)
@@ -117,8 +117,8 @@ def query_figures(
             "ndcg": gain / ideal,
             "mrr": first,
         }
-        found |= {f"{name}@{size}": at_k[name] for name in names}
-    return found
+        figures |= {f"{name}@{size}": at_k[name] for name in names}
+    return figures
 
 
 class _Places:
@@ -230,14 +230,14 @@ def candidate_ranks(
         ValueError: a score is NaN, a row has no target, or the batches have another number of queries than ``ids``.
     """
     items = embed_all(model, towers[-1], candidates, runtime)
-    own = embed_own(model, towers[:-1], queries, runtime)
-    start = own_start(len(own[0]), len(ids), runtime)
-    asked = ids[start : start + len(own[0])].to(items.device)
+    embedded = embed_own(model, towers[:-1], queries, runtime)
+    start = own_start(len(embedded[0]), len(ids), runtime)
+    asked = ids[start : start + len(embedded[0])].to(items.device)
     width, scores = ids.shape[1], []
     rows = max(1, PAIRS_PER_BLOCK // width)
     most = max(1, -(-len(ids) // (runtime.world_size * rows)))
-    for *some, wanted in watched(zip(*(torch.split(part, rows) for part in (*own, asked)), strict=True), most):
-        outputs = [part.repeat_interleave(width, dim=0) for part in some]
+    for *some, wanted in watched(zip(*(torch.split(tensor, rows) for tensor in (*embedded, asked)), strict=True), most):
+        outputs = [tensor.repeat_interleave(width, dim=0) for tensor in some]
         scores.append(model.interaction([*outputs, items[wanted.clamp(min=0).flatten()]]).view(wanted.shape))
     return gather_ranks(ranks_among(torch.cat(scores), asked), runtime)
 
@@ -276,7 +276,7 @@ def _check_of_candidates(scores: Tensor, ids: Tensor) -> None:
         )
     nan = torch.isnan(scores) & (ids >= 0)  # would count as worse than the target, and flatter the model
     if nan.any():
-        row, place = nan.nonzero()[0].tolist()
+        row, column = nan.nonzero()[0].tolist()
         raise ValueError(
-            f"row {row}: item {int(ids[row, place])} with score nan; a rank needs numbers: has training diverged?"
+            f"row {row}: item {int(ids[row, column])} with score nan; a rank needs numbers: has training diverged?"
         )

@@ -57,8 +57,8 @@ def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[PaddedRow
     return shares
 
 
-def own_start(found: int, total: int, runtime: Runtime) -> int:
-    """Returns the first of this rank's ``found`` rows of ``total``.
+def own_start(rows: int, total: int, runtime: Runtime) -> int:
+    """Returns the first of this rank's ``rows`` rows of ``total``.
 
     Raises:
         ValueError: the rank's share has another number of rows.
@@ -66,9 +66,9 @@ def own_start(found: int, total: int, runtime: Runtime) -> int:
     share = -(-total // runtime.world_size)
     start = runtime.rank * share
     expected = max(0, min(share, total - start))
-    if found != expected:
+    if rows != expected:
         raise ValueError(
-            f"queries: {found} rows on rank {runtime.rank}, must be {expected} of {total}; "
+            f"queries: {rows} rows on rank {runtime.rank}, must be {expected} of {total}; "
             "make a batch for each share in own_share(number of queries, runtime)"
         )
     return start
@@ -86,9 +86,9 @@ def embed_own(model: Recommender, towers: Sequence[str], batches: Iterable[Kept]
     parts: list[list[Tensor]] = [[] for _ in towers]
     for batch, keep in batches:
         there = batch.to(runtime.device)
-        for tower, part in zip(towers, parts, strict=True):
-            part.append(model.embed(tower, there)[:keep])
-    return [torch.cat(part) for part in parts]
+        for tower, outputs in zip(towers, parts, strict=True):
+            outputs.append(model.embed(tower, there)[:keep])
+    return [torch.cat(outputs) for outputs in parts]
 
 
 def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
@@ -102,4 +102,4 @@ def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
     padded[: len(rows)] = rows
     received = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(received, padded)
-    return torch.cat([part[: int(size)] for part, size in zip(received, sizes, strict=True)])
+    return torch.cat([rows_of_rank[: int(size)] for rows_of_rank, size in zip(received, sizes, strict=True)])

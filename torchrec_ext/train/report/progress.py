@@ -62,9 +62,9 @@ class Window:
 
     def record(self, epoch: int, step: int) -> dict[str, Any]:
         """Returns the mean loss over ranks and steps, and the rows of all ranks per second of this one."""
-        own = self.sums
-        ranks = [torch.zeros_like(own) for _ in range(self._runtime.world_size)]
-        dist.all_gather(ranks, own)
+        local = self.sums
+        ranks = [torch.zeros_like(local) for _ in range(self._runtime.world_size)]
+        dist.all_gather(ranks, local)
         by_rank = torch.stack(ranks).cpu()
         seconds = time.perf_counter() - self._start
         losses = (by_rank[:, 0] / by_rank[:, 1]).tolist()

@@ -67,15 +67,15 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
         >>> union([(3, 5), (0, 2), (1, 3)]), union([(0, 1), (4, 4)])
         ([(0, 5)], [(0, 1)])
     """
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if stop <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
@@ -85,20 +85,22 @@ def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
         >>> at_least(2, [[(0, 4)], [(1, 2), (3, 6)], [(5, 7)]])
         [(1, 2), (3, 4), (5, 6)]
     """
-    changes = sorted((moment, step) for own in sets for start, stop in own for moment, step in ((start, 1), (stop, -1)))
-    found, level, since = [], 0, 0.0
+    changes = sorted(
+        (moment, step) for intervals in sets for start, stop in intervals for moment, step in ((start, 1), (stop, -1))
+    )
+    result, level, since = [], 0, 0.0
     for moment, step in changes:
         if level < count <= level + step:
             since = moment
         elif level + step < count <= level:
-            found.append((since, moment))
+            result.append((since, moment))
         level += step
-    return union(found)
+    return union(result)
 
 
-def both(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+def both(first: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Returns the times at which both have an interval."""
-    return at_least(2, [one, other])
+    return at_least(2, [first, other])
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -116,7 +118,7 @@ def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
         are left out.
     """
     towers = [rank.towers() for rank in ranks]
-    by_rank = [union(interval for own in rank.values() for interval in own) for rank in towers]
+    by_rank = [union(interval for spans in rank.values() for interval in spans) for rank in towers]
     names = dict.fromkeys(name for rank in towers for name in rank)
     by_tower = [union(interval for rank in towers for interval in rank.get(name, ())) for name in names]
     exchanges = [(length(rank.exchange), length(both(rank.exchange, rank.busy))) for rank in ranks]
@@ -125,7 +127,7 @@ def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
         "towers_at_once": (length(at_least(2, by_tower)), length(at_least(1, by_tower))),
         "exchange_hidden": (sum(hidden for _, hidden in exchanges), sum(whole for whole, _ in exchanges)),
     }
-    return {name: part / whole for name, (part, whole) in parts.items() if whole}
+    return {name: share / whole for name, (share, whole) in parts.items() if whole}
 
 
 def read_spans(events: Iterable[Event], shift: float = 0.0) -> RankSpans:
@@ -149,12 +151,12 @@ def read_spans(events: Iterable[Event], shift: float = 0.0) -> RankSpans:
             e["args"]["correlation"]: float(e["ts"]) for e in done if e.get("cat") in ("cuda_runtime", "cuda_driver")
         }
         forward, backward = (
-            {name: _launched_in(own, computing, launched) for name, own in found.items()}
-            for found in (forward, backward)
+            {name: _launched_in(spans, computing, launched) for name, spans in by_tower.items()}
+            for by_tower in (forward, backward)
         )
     return RankSpans(
-        forward={name: _later(own, shift) for name, own in forward.items()},
-        backward={name: _later(own, shift) for name, own in backward.items()},
+        forward={name: _later(spans, shift) for name, spans in forward.items()},
+        backward={name: _later(spans, shift) for name, spans in backward.items()},
         busy=_later(union(map(_interval, computing)), shift),
         exchange=_later(union(map(_interval, collectives)), shift),
     )
@@ -174,32 +176,32 @@ def _launched_in(
     """Returns the times of the kernels that were launched in the intervals."""
     spans = union(intervals)
     starts = [start for start, _ in spans]
-    found = []
+    result = []
     for kernel in kernels:
         time = launched.get(kernel["args"]["correlation"])
-        place = -1 if time is None else bisect.bisect_right(starts, time) - 1
-        if time is not None and place >= 0 and time <= spans[place][1]:
-            found.append(_interval(kernel))
-    return union(found)
+        index = -1 if time is None else bisect.bisect_right(starts, time) - 1
+        if time is not None and index >= 0 and time <= spans[index][1]:
+            result.append(_interval(kernel))
+    return union(result)
 
 
 def _backward(done: Sequence[Event], calls: Sequence[Event]) -> dict[str, list[Interval]]:
     """Returns each tower's intervals from first to last backward node without another tower's in between."""
     made = _makers(done, calls)
     nodes = sorted((e for e in done if e["name"].startswith(_BACKWARD)), key=lambda event: float(event["ts"]))
-    found: dict[str, list[Interval]] = {}
+    result: dict[str, list[Interval]] = {}
     before = None
     for event in nodes:
         tower = made.get(event.get("args", {}).get("Sequence number"), "")
         start, stop = _interval(event)
         if tower and tower == before:
-            found[tower][-1] = (found[tower][-1][0], stop)
+            result[tower][-1] = (result[tower][-1][0], stop)
         elif tower:
-            found.setdefault(tower, []).append((start, stop))
+            result.setdefault(tower, []).append((start, stop))
         # A node without an operator of the forward, such as one that adds up a parameter's gradient, belongs to its
         # neighbours.
         before = before if event.get("args", {}).get("Sequence number") not in made else tower
-    return found
+    return result
 
 
 def _makers(done: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
@@ -218,13 +220,13 @@ def _makers(done: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
                 last[arguments["Sequence number"]] = event
     made = {}
     for number, event in last.items():
-        place = bisect.bisect_right(starts, event["ts"]) - 1
+        index = bisect.bisect_right(starts, event["ts"]) - 1
         inside = (
-            place >= 0
-            and event["ts"] <= order[place]["ts"] + order[place]["dur"]
-            and event["tid"] == order[place]["tid"]
+            index >= 0
+            and event["ts"] <= order[index]["ts"] + order[index]["dur"]
+            and event["tid"] == order[index]["tid"]
         )
-        made[number] = order[place]["name"].removeprefix(TOWER) if inside else ""
+        made[number] = order[index]["name"].removeprefix(TOWER) if inside else ""
     return made
 
 
@@ -259,14 +261,14 @@ class Timeline:
     def shifts(self) -> list[float]:
         """The microseconds to add to each rank's times, which then count on rank 0's clock from the earliest event."""
         bases = [rank.trace["baseTimeNanoseconds"] for rank in self.ranks]
-        own = [(base - bases[0]) / 1e3 - rank.ahead_us for base, rank in zip(bases, self.ranks, strict=True)]
+        shifts = [(base - bases[0]) / 1e3 - rank.ahead_us for base, rank in zip(bases, self.ranks, strict=True)]
         first = min(
             event["ts"] + shift
-            for rank, shift in zip(self.ranks, own, strict=True)
+            for rank, shift in zip(self.ranks, shifts, strict=True)
             for event in rank.trace["traceEvents"]
             if _is_work(event)
         )
-        return [shift - first for shift in own]
+        return [shift - first for shift in shifts]
 
     @cached_property
     def spans(self) -> list[RankSpans]:
@@ -326,8 +328,8 @@ class Timeline:
             range(len(self.ranks)), [f"rank {number}\n{rank.host}" for number, rank in enumerate(self.ranks)]
         )
         axes.set_ylim(len(self.ranks) - 0.4, -0.5)
-        told = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in self.figures().items())
-        axes.set(xlabel="ms", title=told)
+        caption = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in self.figures().items())
+        axes.set(xlabel="ms", title=caption)
         axes.spines[["top", "right", "left"]].set_visible(False)
         key = [Patch(color=colours[name], label=f"{name}: forward above backward, waits pale") for name in names]
         key += [Patch(color=_EXCHANGE, label="an exchange under way"), Patch(color=_BUSY, label="any operator")]
@@ -419,10 +421,10 @@ class StepTrace:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
-            own = (socket.gethostname(), *self._clock, zlib.compress(path.read_bytes(), 1))
+            local = (socket.gethostname(), *self._clock, zlib.compress(path.read_bytes(), 1))
         self._profile = None
         gathered: list[Any] = [None] * self._runtime.world_size
-        dist.gather_object(own, gathered if self._runtime.is_main else None)
+        dist.gather_object(local, gathered if self._runtime.is_main else None)
         figures: list[Any] = [None]
         if self._runtime.is_main:
             timeline = Timeline(
@@ -485,13 +487,13 @@ def clock_ahead(runtime: Runtime) -> tuple[float, float]:
     best = [(0.0, 0.0)]
     for other in range(1, runtime.world_size):
         if runtime.is_main:
-            best.append(min((_asked(other, runtime.device) for _ in range(_ROUNDS)), key=lambda found: found[1]))
+            best.append(min((_asked(other, runtime.device) for _ in range(_ROUNDS)), key=lambda answer: answer[1]))
         elif runtime.rank == other:
             for _ in range(_ROUNDS):
                 _answer(runtime.device)
-    told: list[Any] = [best]
-    dist.broadcast_object_list(told, device=runtime.device)
-    ahead, error = told[0][runtime.rank]
+    clocks: list[Any] = [best]
+    dist.broadcast_object_list(clocks, device=runtime.device)
+    ahead, error = clocks[0][runtime.rank]
     return (ahead if abs(ahead) > error else 0.0), error
 
 

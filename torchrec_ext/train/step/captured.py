@@ -67,7 +67,9 @@ def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Compiles the step for the CPU; inductor keeps what it compiled, see :func:`compile_cache`."""
     # Tables lie side by side in one storage. Inductor would take a write to one for a write to all, and copy them in
     # every step.
-    apart: list[Any] = [torch.empty_strided(part.shape, part.stride(), dtype=part.dtype) for part in (*memory, *inputs)]
+    apart: list[Any] = [
+        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) for tensor in (*memory, *inputs)
+    ]
     graph = traced(step, apart)
     try:
         with torch.no_grad():
@@ -127,30 +129,30 @@ def line_of(error: BaseException) -> str:
 
 def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Captures the step as one CUDA graph, which is launched as a whole; inputs are copied into buffers of its own."""
-    static, before = [part.clone() for part in inputs], [part.clone() for part in memory]
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
+    static, before = [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in memory]
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.no_grad():
             with torch.cuda.stream(
-                side
+                stream
             ):  # torch asks for a few runs before a capture, on a stream that is not the default one
                 for _ in range(3):
                     step(*memory, *static)
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph):
                 outputs = step(*memory, *static)
     except RuntimeError as error:
         raise CannotCaptureError(f"{line_of(error)} waits for the device: {first_line(error)}") from None
     finally:
-        for part, value in zip(memory, before, strict=True):
-            part.copy_(value)
+        for tensor, value in zip(memory, before, strict=True):
+            tensor.copy_(value)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        for part, value in zip(static, inputs, strict=True):
-            part.copy_(value, non_blocking=True)
+        for tensor, value in zip(static, inputs, strict=True):
+            tensor.copy_(value, non_blocking=True)
         graph.replay()
-        return [part.clone() for part in outputs]  # the next step writes over them
+        return [tensor.clone() for tensor in outputs]  # the next step writes over them
 
     return run
 
@@ -273,7 +275,7 @@ class CapturedStep:
         """
         key, inputs, make = self._inputs(item)
         inputs = [
-            part.to(self._memory.device, non_blocking=True) for part in inputs
+            tensor.to(self._memory.device, non_blocking=True) for tensor in inputs
         ]  # a loader's batches are on the host
         call = self._calls.get(key)
         if call is None:
@@ -286,7 +288,7 @@ class CapturedStep:
         self, item: TowerBatch | DrawnStep
     ) -> tuple[Any, Sequence[Tensor], Callable[[Sequence[Tensor], Sequence[Tensor]], TowerBatch]]:
         if isinstance(item, DrawnStep):
-            return tuple(part.shape for part in item.tensors), item.tensors, item.source.assemble
+            return tuple(tensor.shape for tensor in item.tensors), item.tensors, item.source.assemble
         layout, tensors = self._packer.pack(item)
         return layout, tensors, lambda _, parts: layout.batch(list(parts))
 
@@ -336,14 +338,14 @@ class CapturedStep:
         resident = item.source.tensors if isinstance(item, DrawnStep) else ()
         if not self._calls:  # how a table is moved stays so for all later shapes
             self._memory.choose(self._lookups(lambda: make(resident, inputs)), self._rule)
-        memory = {**self._memory.tensors(), **{f"resident {at}": tensor for at, tensor in enumerate(resident)}}
+        memory = {**self._memory.tensors(), **{f"resident {number}": tensor for number, tensor in enumerate(resident)}}
         names, count = list(memory), len(memory)
 
         def step(*tensors: Tensor) -> list[Tensor]:
             named = dict(zip(names, tensors, strict=False))
             loss, output = self._trained(named, lambda: make(tensors[count - len(resident) : count], tensors[count:]))
-            found, call.spec = pytree.tree_flatten(output)
-            return [loss, *found]
+            outputs, call.spec = pytree.tree_flatten(output)
+            return [loss, *outputs]
 
         call = _Call()
         call.run = self._engine(step, list(memory.values()), list(inputs))
@@ -389,8 +391,10 @@ class CapturedStep:
                 **{name: [leaf] for name, leaf in dense.items()},
                 **{n: t.leaves() for n, t in self._reading.items()},
             }
-            flat = iter(torch.autograd.grad(loss, [leaf for own in leaves.values() for leaf in own], allow_unused=True))
-        grads: dict[str, list[Tensor | None]] = {name: [next(flat) for _ in own] for name, own in leaves.items()}
+            flat = iter(
+                torch.autograd.grad(loss, [leaf for of_one in leaves.values() for leaf in of_one], allow_unused=True)
+            )
+        grads: dict[str, list[Tensor | None]] = {name: [next(flat) for _ in of_one] for name, of_one in leaves.items()}
         with torch.no_grad():
             self._limit(grads)
             for moved in memory.moved:

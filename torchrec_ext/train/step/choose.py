@@ -64,8 +64,8 @@ def with_best_threads(
         runtime: rank and device of this process.
         say: receives a line that says what came out.
     """
-    given, own = torch.get_num_threads(), pin(runtime)
-    tried = numbers(len(own))
+    given, cores = torch.get_num_threads(), pin(runtime)
+    tried = numbers(len(cores))
     yield from run(islice(items, 3))  # what is slow once is over then
     step = _slowest((yield from _clocked(run(islice(items, _FEWEST)))), runtime)
     count = min(max(int(SECONDS / len(tried) / step), _FEWEST), _MOST) if math.isfinite(step) else _FEWEST
@@ -78,7 +78,7 @@ def with_best_threads(
     torch.set_num_threads(best)
     measured = ", ".join(f"{number}: {seconds * 1e3:.2f} ms" for number, seconds in times.items())
     why = f"a step with {measured}" if measured else "as before: the epoch was over before a step could be measured"
-    say(f"threads: {best} ({why}); each process is pinned to {len(own)} core(s)")
+    say(f"threads: {best} ({why}); each process is pinned to {len(cores)} core(s)")
 
 
 def _clocked(outputs: Iterator[Any]) -> Generator[Any, None, float]:
@@ -96,10 +96,10 @@ def pin(runtime: Runtime) -> list[int]:
     share = len(cores) // runtime.local_world_size
     if share == 0 or runtime.local_world_size == 1:
         return cores[: max(share, 1)]
-    own = cores[runtime.local_rank * share : (runtime.local_rank + 1) * share]
+    local = cores[runtime.local_rank * share : (runtime.local_rank + 1) * share]
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), own)
-    return own
+        os.sched_setaffinity(int(thread), local)
+    return local
 
 
 def _slowest(seconds: float, runtime: Runtime) -> float:

@@ -79,8 +79,8 @@ class LoweredBags(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled bags, (B, sum of D), of a KeyedJaggedTensor that :class:`Packer` may have padded."""
         pooled, names = [], []
-        for table, own in zip(self._tables, self._names, strict=True):
-            for feature, name in zip(table.feature_names, own, strict=True):
+        for table, table_names in zip(self._tables, self._names, strict=True):
+            for feature, name in zip(table.feature_names, table_names, strict=True):
                 pooled.append(_pooled(table, features, feature, self._read))
                 names.append(name)
         return Pooled(names, pooled)
@@ -88,17 +88,17 @@ class LoweredBags(nn.Module):
 
 def _pooled(table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str, read: Read) -> Tensor:
     stride, parts = features.stride(), features.length_per_key()
-    place = features.keys().index(feature)
-    start = sum(parts[:place])
-    ids, weights = features.values()[start : start + parts[place]], features.weights_or_none()
+    index = features.keys().index(feature)
+    start = sum(parts[:index])
+    ids, weights = features.values()[start : start + parts[index]], features.weights_or_none()
     rows = read(table.name, ids)
     if weights is not None:
-        rows = rows * weights[start : start + parts[place], None].to(rows.dtype)
-    if parts[place] == stride:
+        rows = rows * weights[start : start + parts[index], None].to(rows.dtype)
+    if parts[index] == stride:
         return rows
-    lengths = features.lengths()[place * stride : (place + 1) * stride].long()
+    lengths = features.lengths()[index * stride : (index + 1) * stride].long()
     # The bag of each id; those behind the last bag are padding, and fall into one bag more that is cut off.
-    bag = torch.searchsorted(lengths.cumsum(0), torch.arange(parts[place], device=ids.device), right=True)
+    bag = torch.searchsorted(lengths.cumsum(0), torch.arange(parts[index], device=ids.device), right=True)
     pooled = rows.new_zeros(stride + 1, rows.shape[1]).index_add(0, bag, rows)[:stride]
     return pooled / lengths.clamp(min=1)[:, None] if table.pooling == PoolingType.MEAN else pooled
 
@@ -179,12 +179,12 @@ class BatchLayout:
 
     def difference(self, other: BatchLayout) -> str:
         """Names the first field in which two layouts differ, and how; empty where they are equal."""
-        for (name, own), (_, theirs) in zip(self.fields, other.fields, strict=True):
-            if own != theirs:
+        for (name, ours), (_, theirs) in zip(self.fields, other.fields, strict=True):
+            if ours != theirs:
                 return (
-                    own.difference(theirs)
-                    if isinstance(own, BatchLayout) and isinstance(theirs, BatchLayout)
-                    else _told(name, own, theirs)
+                    ours.difference(theirs)
+                    if isinstance(ours, BatchLayout) and isinstance(theirs, BatchLayout)
+                    else _told(name, ours, theirs)
                 )
         return ""
 
@@ -200,10 +200,10 @@ def _size(kind: Any) -> Any:
     return kind.sizes if isinstance(kind, BatchLayout) else kind
 
 
-def _told(name: str, own: Any, theirs: Any) -> str:
+def _told(name: str, ours: Any, theirs: Any) -> str:
     shown = [
         f"{kind.stride} bags of {', '.join(kind.keys)}" if isinstance(kind, KeyedLayout) else str(kind)
-        for kind in (own, theirs)
+        for kind in (ours, theirs)
     ]
     return f"'{name}' is {shown[0]} in one and {shown[1]} in another"
 
@@ -214,7 +214,7 @@ def _unpacked(kind: Any, left: Any) -> Any:
     if isinstance(kind, KeyedLayout):
         return kind.keyed([next(left) for _ in range(3 if kind.weighted else 2)])
     if isinstance(kind, BatchLayout):
-        return SharedRows(**{name: _unpacked(own, left) for name, own in kind.fields})
+        return SharedRows(**{name: _unpacked(kind_of_field, left) for name, kind_of_field in kind.fields})
     return next(left)
 
 
@@ -232,10 +232,10 @@ class Packer:
         tensors: list[Tensor] = []
         return self._fields("batch", batch, tensors), tensors
 
-    def _fields(self, where: str, part: Any, tensors: list[Tensor]) -> BatchLayout:
-        found = []
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
+    def _fields(self, where: str, rows: Any, tensors: list[Tensor]) -> BatchLayout:
+        kinds = []
+        for field in dataclasses.fields(rows):
+            value = getattr(rows, field.name)
             kind: Any = None
             if isinstance(value, KeyedJaggedTensor):
                 kind = self._bags(f"{where}.{field.name}", value, tensors)
@@ -246,8 +246,8 @@ class Packer:
             elif value is not None:
                 kind = (tuple(value.shape), value.dtype)
                 tensors.append(value)
-            found.append((field.name, kind))
-        return BatchLayout(tuple(found))
+            kinds.append((field.name, kind))
+        return BatchLayout(tuple(kinds))
 
     def _bags(self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor]) -> KeyedLayout:
         stride, keys = bags.stride(), bags.keys()
@@ -262,8 +262,8 @@ class Packer:
             single = lengths.view(len(keys), stride).eq(1).all(dim=1).tolist() if stride else [True] * len(keys)
             padded = {
                 key: count
-                for key, count, one, known in zip(keys, counts, single, lists, strict=True)
-                if known or not one
+                for key, count, is_single, known in zip(keys, counts, single, lists, strict=True)
+                if known or not is_single
             }
             self._make_room(where, stride, padded)
             parts = tuple(
@@ -288,8 +288,8 @@ class Packer:
 
 def _padded(values: Tensor, counts: list[int], parts: tuple[int, ...]) -> Tensor:
     """Pads each key's part of the values with zeros."""
-    padded, at, start = values.new_zeros(sum(parts)), 0, 0
-    for count, part in zip(counts, parts, strict=True):
-        padded[at : at + count] = values[start : start + count]
-        at, start = at + part, start + count
+    padded, end, start = values.new_zeros(sum(parts)), 0, 0
+    for count, capacity in zip(counts, parts, strict=True):
+        padded[end : end + count] = values[start : start + count]
+        end, start = end + capacity, start + count
     return padded

@@ -111,7 +111,7 @@ class RowTable:
     def read(self, ids: Tensor) -> Tensor:
         """Returns the vectors (n, D) of the ids (n,), as they are after the step before."""
         rows = self.weight.index_select(0, ids)
-        state = [part.index_select(0, ids) for part in self.state]
+        state = [tensor.index_select(0, ids) for tensor in self.state]
         if self.choice.kind == "adam":
             since, before = self.since.index_select(0, ids), (self.clock.step - 1).int()
             numbers: Any = {"betas": self.choice.betas, "eps": self.choice.eps}
@@ -132,11 +132,11 @@ class RowTable:
             return
         ids = torch.cat([ids for ids, _, _ in self._reads])
         rows = torch.cat([leaf.detach() for _, leaf, _ in self._reads])
-        state = [torch.cat(parts) for parts in zip(*(own for _, _, own in self._reads), strict=True)]
-        own = [
+        state = [torch.cat(parts) for parts in zip(*(of_read for _, _, of_read in self._reads), strict=True)]
+        of_read = [
             torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self.leaves(), strict=True)
         ]
-        grad = self._summed(ids, torch.cat(own))
+        grad = self._summed(ids, torch.cat(of_read))
         new = stepped(rows, grad, state, self.clock.step, self.clock.lr, self.choice, table=True)
         # A row that was read twice is written twice, with the same values.
         for target, value in zip([self.weight, *self.state], [new[0], *new[1]], strict=True):
@@ -195,39 +195,39 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Updat
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     by_name = owners(optimizer)
     shards = list(local_shards(model))
-    found = []
+    result = []
     for name, weight, choice, config in _named(model, optimizer, shards):
         fqn = config.fqn if config else name
         if choice.kind not in UPDATES:
             raise CannotCaptureError(
                 f"'{name}' is moved by {choice.kind}, which has no captured form; those with one: {list(UPDATES)}"
             )
-        own = by_name.get(fqn, [])
-        group = next((groups[id(parameter)] for parameter in own if id(parameter) in groups), None)
+        parameters = by_name.get(fqn, [])
+        group = next((groups[id(parameter)] for parameter in parameters if id(parameter) in groups), None)
         if group is None:
             raise CannotCaptureError(f"no optimizer moves '{fqn}'")
-        values = [optimizer.state.get(parameter, {}) for parameter in own]
+        values = [optimizer.state.get(parameter, {}) for parameter in parameters]
         # Of two, the kernel's and that of ShardedAdam on top of it, the last has the state.
         state, steps = state_tensors(values[-1])
         if len(state) != _STATES[choice.kind]:
             raise CannotCaptureError(
                 f"'{fqn}' has {len(state)} tensors of {choice.kind} state, not {_STATES[choice.kind]}: run a step"
             )
-        sharded = config is not None and isinstance(own[0], ShardedTensor)
-        found.append(UpdatedParameter(name, config is not None, sharded, weight.detach(), state, steps, group, choice))
-    return found
+        sharded = config is not None and isinstance(parameters[0], ShardedTensor)
+        result.append(UpdatedParameter(name, config is not None, sharded, weight.detach(), state, steps, group, choice))
+    return result
 
 
 def owners(optimizer: HybridOptimizer) -> dict[str, list[Any]]:
     """Maps names in the unwrapped model to the parameters that ``optimizer`` moves; of two, the kernel's is first."""
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     prefixes = {name for name, _ in optimizer.optimizers if name}
     for key, parameter in optimizer.params.items():
         first, _, rest = key.partition(
             "."
         )  # TorchRec puts the name of an optimizer among several before that of a parameter
-        found.setdefault(rest if first in prefixes else key, []).append(parameter)
-    return found
+        result.setdefault(rest if first in prefixes else key, []).append(parameter)
+    return result
 
 
 def _named(
@@ -334,7 +334,7 @@ class StepMemory:
         since, _, sums, _ = self._since[moved.name]
         (first, second), now = moved.state, self._step.int()
         for start in range(0, len(since), BLOCK_ROWS):
-            rows, m, v, last = (part[start : start + BLOCK_ROWS] for part in (moved.weight, first, second, since))
+            rows, m, v, last = (tensor[start : start + BLOCK_ROWS] for tensor in (moved.weight, first, second, since))
             new = caught_up(rows, m, v, last, now, sums, betas=moved.choice.betas, eps=moved.choice.eps)
             for target, value in zip((rows, m, v), new, strict=True):
                 target.copy_(value)
@@ -350,10 +350,10 @@ class StepMemory:
         """Begins a step: sets its learning rates, and brings all rows up to date where one may lag too far behind."""
         if self._unsettled >= self._most:
             self.settle()
-        for at, group in enumerate(self._groups):
-            if group["lr"] != self._known_rates[at]:
-                self._known_rates[at] = group["lr"]
-                self._rates[at].fill_(group["lr"])
+        for index, group in enumerate(self._groups):
+            if group["lr"] != self._known_rates[index]:
+                self._known_rates[index] = group["lr"]
+                self._rates[index].fill_(group["lr"])
         self._unsettled += 1
 
     def choose(self, lookups: Mapping[str, int], rule: Callable[[int, int], bool]) -> None:
@@ -386,13 +386,13 @@ class StepMemory:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by name."""
-        memory = {"step": self._step, **{f"rate {at}": rate for at, rate in enumerate(self._rates)}, **self.fixed}
+        memory = {"step": self._step, **{f"rate {index}": rate for index, rate in enumerate(self._rates)}, **self.fixed}
         for moved in self.moved:
             memory[moved.name] = moved.weight
-            memory |= {f"{moved.name}/{at}": part for at, part in enumerate(moved.state)}
+            memory |= {f"{moved.name}/{index}": value for index, value in enumerate(moved.state)}
             if moved.name in self._since:
                 memory |= {
-                    f"{moved.name}/{part}": tensor for part, tensor in zip(_ROWS, self._since[moved.name], strict=True)
+                    f"{moved.name}/{name}": tensor for name, tensor in zip(_ROWS, self._since[moved.name], strict=True)
                 }
         return memory
 
@@ -401,15 +401,15 @@ class StepMemory:
         state, clock = self.state(moved, tensors), self.clock(moved, tensors)
         if moved.name not in self._since:
             return WholeTable(tensors[moved.name], state, moved.choice, clock)
-        since, place, sums, powers = (tensors[f"{moved.name}/{part}"] for part in _ROWS)
-        return RowTable(tensors[moved.name], state, since, place, sums, powers, moved.choice, clock)
+        since, leader, sums, powers = (tensors[f"{moved.name}/{name}"] for name in _ROWS)
+        return RowTable(tensors[moved.name], state, since, leader, sums, powers, moved.choice, clock)
 
     def state(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the optimizer's state of a parameter."""
-        return [tensors[f"{moved.name}/{at}"] for at in range(len(moved.state))]
+        return [tensors[f"{moved.name}/{index}"] for index in range(len(moved.state))]
 
     def clock(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
         """Returns steps and learning rate of a parameter."""
         return Clock(
-            tensors["step"], tensors[f"rate {next(at for at, g in enumerate(self._groups) if g is moved.group)}"]
+            tensors["step"], tensors[f"rate {next(index for index, g in enumerate(self._groups) if g is moved.group)}"]
         )

@@ -56,13 +56,13 @@ class FusedAdam:
         self, optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]
     ) -> None:
         self._optimizer = optimizer
-        place, state = {id(parameter): at for at, parameter in enumerate(parameters)}, optimizer.state
+        index_of, state = {id(parameter): index for index, parameter in enumerate(parameters)}, optimizer.state
         self._groups = []
         for group in optimizer.param_groups:
-            own = [state[parameter] for parameter in group["params"]]
-            places = [place[id(parameter)] for parameter in group["params"]]
-            parts = [[part[name] for part in own] for name in ("exp_avg", "exp_avg_sq", "step")]
-            self._groups.append(_Group(group, places, [weights[at].detach() for at in places], *parts))
+            states = [state[parameter] for parameter in group["params"]]
+            places = [index_of[id(parameter)] for parameter in group["params"]]
+            parts = [[held[name] for held in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+            self._groups.append(_Group(group, places, [weights[index].detach() for index in places], *parts))
 
     @staticmethod
     def fits(optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter]) -> bool:
@@ -74,16 +74,16 @@ class FusedAdam:
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None]) -> bool:
         """Makes one step by the parameters' gradients; False, and nothing moved, if one is missing or not finite."""
-        found = [grad for grad in grads if grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)))
-        if len(found) < len(grads) or not torch.isfinite(norm):
+        given = [grad for grad in grads if grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(given)))
+        if len(given) < len(grads) or not torch.isfinite(norm):
             return False
         self._optimizer.gradient_norm = norm
         for settings, places, weights, first, second, steps in self._groups:
             beta1, beta2 = settings["betas"]
             torch._foreach_add_(steps, 1)
             torch._fused_adam_(
-                *(weights, [found[at] for at in places], first, second, [], steps),
+                *(weights, [given[index] for index in places], first, second, [], steps),
                 lr=settings["lr"],
                 beta1=beta1,
                 beta2=beta2,
@@ -123,14 +123,14 @@ class PlainStep:
     ) -> None:
         self._optimizer, self._forward, self._context, self._scaling = scaling or optimizer, forward, context, scaling
         replicated = {id(table) for table in optimizer.replicated_tables}
-        own, tables = owners(optimizer), {}
+        by_name, tables = owners(optimizer), {}
         self._parameters: list[nn.Parameter] = []
         for shard in local_shards(model):  # never one that is read id by id: no plan replicates these on a CPU
-            found = own.get(shard.fqn, [])
-            if [id(table) in replicated for table in found] != [True] or shard.config.data_type != DataType.FP32:
+            owned = by_name.get(shard.fqn, [])
+            if [id(table) in replicated for table in owned] != [True] or shard.config.data_type != DataType.FP32:
                 raise CannotCaptureError(f"table '{shard.config.name}' is sharded, or not fp32")
             tables[shard.config.name] = shard.tensor.detach().requires_grad_()
-            self._parameters += found
+            self._parameters += owned
         self._parameters += optimizer.dense_parameters
         self._leaves = [*tables.values(), *optimizer.dense_parameters]
         self._model = lowered(model, lambda path, collection: _plain(path, collection, tables))
@@ -182,15 +182,15 @@ class _PlainBags(nn.Module):
         names = get_embedding_names_by_table(list(tables))
         self._looked: list[tuple[str, str, EmbeddingBagConfig, Tensor]] = [
             (name, feature, table, weights[table.name])
-            for table, own in zip(tables, names, strict=True)
-            for feature, name in zip(table.feature_names, own, strict=True)
+            for table, table_names in zip(tables, names, strict=True)
+            for feature, name in zip(table.feature_names, table_names, strict=True)
         ]
 
     def forward(self, features: KeyedJaggedTensor) -> Pooled:
         """Returns the pooled bags, (B, D) each."""
         bags = _OneEach(features) if _one_each(features) else _Jagged(features)
-        found = [bags.pooled(feature, table, weight) for _, feature, table, weight in self._looked]
-        return Pooled([name for name, *_ in self._looked], found)
+        pooled = [bags.pooled(feature, table, weight) for _, feature, table, weight in self._looked]
+        return Pooled([name for name, *_ in self._looked], pooled)
 
 
 def _one_each(features: KeyedJaggedTensor) -> bool:
