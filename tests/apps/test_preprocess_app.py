@@ -206,11 +206,11 @@ def test_a_recipe_of_a_users_own_over_a_csv_file(tmp_path: Path, capsys: pytest.
 
 
 @quiet
-def test_the_recipe_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_duckdb()
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (recipe,) = re.findall(r"```py\n(# my_recipe\.py\n.*?)```", readme, re.DOTALL)
-    (tmp_path / "my_recipe.py").write_text(recipe)
+    page = (Path(__file__).parents[2] / "docs/preprocess.md").read_text()
+    (recipe,) = re.findall(r"```python\n(# my_preprocess\.py:.*?)```", page, re.DOTALL)
+    (tmp_path / "my_preprocess.py").write_text(recipe)
     (tmp_path / "ml-100k").mkdir()
     columns = {"user_id": [1, 1, 1] * 9, "item_id": [50, 51, 52] * 9, "rating": [5, 4, 1] * 9}
     pq.write_table(
@@ -218,11 +218,11 @@ def test_the_recipe_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
         tmp_path / "ml-100k/inter.parquet",
     )
     monkeypatch.chdir(tmp_path)
-    assert main(["--recipe", "my_recipe.py:job", "--set", "pictures=false", "--out", "ready"]) == 0
+    assert main(["--recipe", "my_preprocess.py:job", "--set", "pictures=false", "--out", "ready"]) == 0
     summary = json.loads(Path("ready/summary.json").read_text())
     assert summary["rows"] == {"train": 20, "test": 7}
     assert summary["vocab"]["history"] == summary["vocab"]["item_id"] == 4
-    (use,) = re.findall(r"```py\n([^`]*?FittedPreprocessor\.load.*?)```", readme, re.DOTALL)
+    (use,) = re.findall(r"```python\n(# my_request\.py:.*?)```", page, re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(use, namespace)  # with its own imports
     assert {table.name: table.num_embeddings for table in namespace["tables"]} == summary["vocab"]
