@@ -145,9 +145,10 @@ class TowerBatch(_Fields):
 
 
 class Jagged(NamedTuple):
-    """One sparse feature of a batch: ``values`` (sum of lengths,) and ``lengths`` (B,); ``lengths=None`` is one id per row.
+    """One sparse feature of a batch: its ids in ``values`` (sum of lengths,), and the ``lengths`` (B,) of its bags.
 
-    ``weights`` (sum of lengths,) holds one number for each id, where the model pools by them.
+    ``lengths=None`` is one id per row. ``weights`` (sum of lengths,) holds a number for each id, where the model pools
+    by them.
     """
 
     values: Tensor
@@ -168,7 +169,7 @@ class Keys(NamedTuple):
 
 
 class KeyLayout(NamedTuple):
-    """The keys of ``batch.sparse``, ``batch.shared.sparse``, ``batch.joint`` and ``batch.weighted``; None where there is none."""
+    """The keys of ``batch.sparse``, ``batch.shared.sparse``, ``batch.joint`` and ``batch.weighted``, or None."""
 
     rows: Keys
     shared: Keys | None = None
