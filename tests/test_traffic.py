@@ -25,21 +25,21 @@ from torchrec_ext.schema import Jagged
 
 FEATURES, WIDTH, ROWS = 3, 16, 32
 COMPRESS = Compression(dim=4, per_feature=1, flat=2)  # 4 x (3 + 2) = 20 numbers in place of 48
-NAMES = {side: [f"{side}{place}" for place in range(FEATURES)] for side in ("user", "item")}
-IDS = {name: place % 3 + 1.0 for names in NAMES.values() for place, name in enumerate(names)}
+NAMES = {tower: [f"{tower}{index}" for index in range(FEATURES)] for tower in ("user", "item")}
+IDS = {name: index % 3 + 1.0 for names in NAMES.values() for index, name in enumerate(names)}
 PARTS = ("rows", "outputs", "gradients")
 
 
 def towers() -> dict[str, Tower]:
     return {
-        side: Tower(
+        tower: Tower(
             [EmbeddingBagConfig(name=n, feature_names=[n], num_embeddings=20, embedding_dim=WIDTH) for n in names],
             [],
-            dense=[f"{side}_dense"],
+            dense=[f"{tower}_dense"],
             compress=COMPRESS,
             device=torch.device("meta"),
         )
-        for side, names in NAMES.items()
+        for tower, names in NAMES.items()
     }
 
 
@@ -47,9 +47,9 @@ def towers() -> dict[str, Tower]:
 def test_two_hosts_of_one_rank() -> None:
     layout = HostLayout(world_size=2, local_world_size=1, rows=ROWS)
     owner = {name: rank for rank, names in enumerate(NAMES.values()) for name in names}
-    found = flat_traffic(list(towers().values()), layout, owner, IDS, dense=100)
+    traffic = flat_traffic(list(towers().values()), layout, owner, IDS, dense=100)
     ids = 1 + 2 + 3  # of a row in one tower
-    assert found == Traffic(
+    assert traffic == Traffic(
         rows=2 * ROWS * (4 * FEATURES + 8 * ids),
         outputs=2 * ROWS * 4 * FEATURES * WIDTH,
         gradients=2 * ROWS * 4 * FEATURES * WIDTH,
@@ -72,9 +72,9 @@ def test_two_hosts_of_two_ranks_where_half_of_all_goes_across() -> None:
     """Each table's rank is on one host, so that the two ranks of the other send to it; a ring of 4 crosses twice."""
     layout = HostLayout(world_size=4, local_world_size=2, rows=ROWS)
     owner = dict.fromkeys(IDS, 0) | dict.fromkeys(NAMES["item"], 3)
-    found = flat_traffic(list(towers().values()), layout, owner, IDS, dense=100)
-    assert found.outputs == 2 * FEATURES * 2 * ROWS * 4 * WIDTH
-    assert found.dense == 2 * (2 * 3 / 4) * 4 * 100
+    traffic = flat_traffic(list(towers().values()), layout, owner, IDS, dense=100)
+    assert traffic.outputs == 2 * FEATURES * 2 * ROWS * 4 * WIDTH
+    assert traffic.dense == 2 * (2 * 3 / 4) * 4 * 100
     placement = TowerPlacement(ranks={"user": (0, 1), "item": (2, 3)}, world_size=4)
     assert tower_traffic(towers(), layout, placement, IDS, dense=0).outputs == 4 * ROWS * 4 * 20
     assert (
@@ -101,18 +101,18 @@ def batch(model: TowerModel, seed: int) -> TowerBatch:
         name: Jagged(torch.randint(20, (ROWS * int(ids),), generator=generator), torch.full((ROWS,), int(ids)))
         for name, ids in IDS.items()
     }
-    dense = {f"{side}_dense": torch.rand(ROWS, generator=generator) for side in NAMES}
+    dense = {f"{tower}_dense": torch.rand(ROWS, generator=generator) for tower in NAMES}
     return model.schema().assemble(columns, dense, labels=torch.ones(ROWS))
 
 
 def sent_by_a_rank(runtime: Runtime) -> dict[str, Any]:
     """Bytes that a step's all-to-alls send to the other rank, ids and numbers apart, flat and tower-parallel."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     real = dist.all_to_all_single
-    for side in ("data_parallel", "user:0,item:1"):
+    for placement in ("data_parallel", "user:0,item:1"):
         own = towers()
         model = TowerModel(own, interaction_layer("top_nn", [tower.out_features for tower in own.values()], [8]))
-        plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise", towers=side))
+        plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise", towers=placement))
         data = batch(model, runtime.rank)
         parallel, _ = hybrid_parallel(model, runtime, plan=plan)
         seen = {"ids": 0, "numbers": 0}
@@ -136,8 +136,8 @@ def sent_by_a_rank(runtime: Runtime) -> dict[str, Any]:
             if name.endswith("embeddings")
         }
         plans = [plan.get_plan_for_module(name) or {} for name in collections]
-        found[side] = {**seen, "owner": {table: own.ranks[0] for plan in plans for table, own in plan.items()}}
-    return found
+        results[placement] = {**seen, "owner": {table: own.ranks[0] for plan in plans for table, own in plan.items()}}
+    return results
 
 
 def test_two_ranks_send_what_the_formula_says() -> None:
@@ -146,8 +146,8 @@ def test_two_ranks_send_what_the_formula_says() -> None:
     flat = flat_traffic(list(towers().values()), layout, ranks[0]["data_parallel"]["owner"], IDS, dense=0)
     placement = TowerPlacement(ranks={"user": (0,), "item": (1,)}, world_size=2)
     placed = tower_traffic(towers(), layout, placement, IDS, dense=0)
-    for side, expected in (("data_parallel", flat), ("user:0,item:1", placed)):
-        numbers = sum(rank[side]["numbers"] for rank in ranks)
-        assert numbers == expected.outputs + expected.gradients, side
-        ids = sum(rank[side]["ids"] for rank in ranks)
-        assert expected.rows <= ids <= expected.rows + 200, f"{side}: and some bytes that tell the sizes"
+    for setting, expected in (("data_parallel", flat), ("user:0,item:1", placed)):
+        numbers = sum(rank[setting]["numbers"] for rank in ranks)
+        assert numbers == expected.outputs + expected.gradients, setting
+        ids = sum(rank[setting]["ids"] for rank in ranks)
+        assert expected.rows <= ids <= expected.rows + 200, f"{setting}: and some bytes that tell the sizes"

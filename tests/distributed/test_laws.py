@@ -59,8 +59,8 @@ def sharded(runtime: Runtime, sharding: str, optimizer: OptimizerConfig) -> dict
     parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=7)
     first = gather_state(parallel)
     pipeline = make_pipeline(parallel, keyed, runtime.device)
-    own = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
-    outputs = [pipeline.progress(own) for _ in range(STEPS)]
+    local = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
+    outputs = [pipeline.progress(local) for _ in range(STEPS)]
     return {
         "kinds": kinds,
         "first": first,
@@ -168,14 +168,14 @@ def pooled(model: TowerModel, vectors: Callable[[TowerBatch], list[Tensor]]) -> 
 
 
 def pooled_on_ranks(runtime: Runtime, plans: list[tuple[str, ...]]) -> list[Tensor]:
-    found = []
+    results = []
     for tables in plans:
         model = means_and_sums(META)
         parallel, _ = hybrid_parallel(
             model, runtime, plan=plan_sharding(model, runtime, PlanConfig(tables=tables)), seed=3
         )
-        found.append(pooled(model, parallel.module.outputs))
-    return found
+        results.append(pooled(model, parallel.module.outputs))
+    return results
 
 
 def test_a_mean_beside_row_wise_tables_is_divided_once() -> None:

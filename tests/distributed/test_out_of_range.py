@@ -25,7 +25,7 @@ def batches(policy: OutOfRange, rank: int, world_size: int, known: bool = False)
     """Batches in which about a third of the ids is negative or too large; with ``known`` these are 0 from the start."""
     schema = small_model(META).schema(out_of_range=policy)
     generator = torch.Generator().manual_seed(11)
-    own = slice(rank * SIZE // world_size, (rank + 1) * SIZE // world_size)
+    local = slice(rank * SIZE // world_size, (rank + 1) * SIZE // world_size)
     for _ in range(STEPS):
         users = torch.randint(-30, USERS + 30, (SIZE,), generator=generator)
         items = torch.randint(-9, ITEMS + 9, (SIZE,), generator=generator)
@@ -34,9 +34,16 @@ def batches(policy: OutOfRange, rank: int, world_size: int, known: bool = False)
             items[(items < 0) | (items >= ITEMS)] = 0
         dense = torch.rand(2, SIZE, generator=generator)
         labels = torch.randint(2, (SIZE,), generator=generator).float()
-        ids = {"user_id": Jagged(users[own]), "history": Jagged(items[own]), "item_id": Jagged(items[own].flip(0))}
+        ids = {
+            "user_id": Jagged(users[local]),
+            "history": Jagged(items[local]),
+            "item_id": Jagged(items[local].flip(0)),
+        }
         yield schema.assemble(
-            ids, {"age": dense[0, own], "price": dense[1, own]}, labels=labels[own], total_weight=SIZE / world_size
+            ids,
+            {"age": dense[0, local], "price": dense[1, local]},
+            labels=labels[local],
+            total_weight=SIZE / world_size,
         )
 
 

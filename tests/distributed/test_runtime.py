@@ -18,9 +18,9 @@ def devices(groups: list[list[int]], gpus: int) -> list[int | None]:
     """The GPU of each local rank of a host whose ranks are in these groups."""
     chosen: dict[int, int | None] = {}
     for ranks in groups:
-        told = _of_local_ranks(gpus, ranks).get(GPUS, "")
-        for place, rank in enumerate(ranks):
-            chosen[rank] = choose_device("cuda", place, len(ranks), gpus, told).index
+        given = _of_local_ranks(gpus, ranks).get(GPUS, "")
+        for index, rank in enumerate(ranks):
+            chosen[rank] = choose_device("cuda", index, len(ranks), gpus, given).index
     return [chosen[rank] for rank in sorted(chosen)]
 
 
@@ -54,7 +54,9 @@ def test_a_plan_has_the_shards_of_a_rank_on_its_device() -> None:
     )
     moved = on_own_device(ShardingPlan({"": plan}), runtime).plan[""]
     assert isinstance(moved, EmbeddingModuleShardingPlan)
-    shards = {name: [str(shard.placement) for shard in own.sharding_spec.shards] for name, own in moved.items()}  # type: ignore[union-attr]
+    shards = {
+        name: [str(shard.placement) for shard in sharding.sharding_spec.shards] for name, sharding in moved.items()
+    }  # type: ignore[union-attr]
     assert shards == {"one": ["rank:0/cuda:0", "rank:1/cuda:3"], "other": ["rank:1/cuda:3"]}
 
 

@@ -1,4 +1,4 @@
-"""ShardedBags: predictions and updates of a sharded EmbeddingBagCollection are the unsharded one's, on real gloo ranks."""
+"""ShardedBags: predictions and updates of a sharded EmbeddingBagCollection equal the unsharded one's, on gloo ranks."""
 
 import os
 import random
@@ -48,19 +48,19 @@ class Bags(nn.Module):
         super().__init__()
         configs = [
             EmbeddingBagConfig(
-                name=f"t{at}",
+                name=f"t{index}",
                 feature_names=list(table.features),
                 num_embeddings=ROWS,
                 embedding_dim=WIDTH,
                 pooling=table.pooling,
             )
-            for at, table in enumerate(tables)
+            for index, table in enumerate(tables)
         ]
         self.bags = EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=device)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        found = self.bags(features).to_dict()
-        return torch.cat([found[name] for name in sorted(found)], dim=1)
+        results = self.bags(features).to_dict()
+        return torch.cat([results[name] for name in sorted(results)], dim=1)
 
 
 def plan_of(model: Bags, tables: Sequence[Table], runtime: Runtime) -> ShardingPlan:
@@ -73,7 +73,7 @@ def plan_of(model: Bags, tables: Sequence[Table], runtime: Runtime) -> ShardingP
     }
     plan = construct_module_sharding_plan(
         model.bags,
-        per_param_sharding={f"t{at}": kinds[table.sharding] for at, table in enumerate(tables)},
+        per_param_sharding={f"t{index}": kinds[table.sharding] for index, table in enumerate(tables)},
         sharder=BagSharder(),
         local_size=PER_HOST,
         world_size=runtime.world_size,
@@ -85,7 +85,7 @@ def plan_of(model: Bags, tables: Sequence[Table], runtime: Runtime) -> ShardingP
 
 
 def bags_of(tables: Sequence[Table], sizes: Sequence[int], seed: int, *, weighted: bool) -> list[KeyedJaggedTensor]:
-    """A batch for each rank, of ``sizes`` rows; bags of 0 to 3 ids. The keys are in another order than the tables' features."""
+    """A batch for each rank, of ``sizes`` rows; bags of 0 to 3 ids. Keys are in another order than features."""
     generator = torch.Generator().manual_seed(seed)
     keys = sorted({name for table in tables for name in table.features}, reverse=True)
     batches = []
@@ -156,13 +156,13 @@ def unsharded(case: Case, seed: int) -> tuple[list[list[Tensor]], dict[str, Tens
 
 def assert_law(cases: Sequence[Case]) -> None:
     ranks = run_ranks(sharded, len(cases[0].sizes), cases)
-    for at, case in enumerate(cases):
-        steps, state = unsharded(case, at)
+    for index, case in enumerate(cases):
+        steps, state = unsharded(case, index)
         for rank, results in enumerate(ranks):
             for step, outputs in enumerate(steps):
-                assert_close(results[at][0][step], outputs[rank], f"{case}, rank {rank}, step {step}")
+                assert_close(results[index][0][step], outputs[rank], f"{case}, rank {rank}, step {step}")
         for name, value in state.items():
-            assert_close(ranks[0][at][1][name], value, f"{case}, {name}")
+            assert_close(ranks[0][index][1][name], value, f"{case}, {name}")
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:

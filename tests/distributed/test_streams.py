@@ -26,12 +26,12 @@ def test_outputs_and_gradients_are_those_of_one_stream(device: torch.device) -> 
     batch = batch.to(device)
     alone = gradients(small(device), batch)
     model = small(device)
-    told = on_streams(model, device)
-    assert isinstance(told, str) == (device.type == "cpu")
-    logits, found = gradients(model, batch)
+    outcome = on_streams(model, device)
+    assert isinstance(outcome, str) == (device.type == "cpu")
+    logits, results = gradients(model, batch)
     torch.testing.assert_close(logits, alone[0])
-    assert found.keys() == alone[1].keys()
-    for name, gradient in found.items():
+    assert results.keys() == alone[1].keys()
+    for name, gradient in results.items():
         torch.testing.assert_close(gradient, alone[1][name])
 
 
@@ -51,14 +51,14 @@ class Cuda:
         self.current = self.Stream("caller")
 
     def Stream(self, name: str | None = None) -> Any:  # noqa: N802 -- torch's name
-        cuda, own = self, name or next(self.names)
+        cuda, label = self, name or next(self.names)
 
         class Made:
             def wait_stream(self, other: Any) -> None:
-                cuda.log.append(f"{own} waits for {other}")
+                cuda.log.append(f"{label} waits for {other}")
 
             def __str__(self) -> str:
-                return own
+                return label
 
         return Made()
 
@@ -103,7 +103,7 @@ def test_a_tower_that_raises_leaves_the_callers_stream() -> None:
 
 
 def at_once(model: TowerModel, folder: Path) -> float:
-    """The share of towers' time in which both ran, by the profiler's trace, each held up for some milliseconds on the GPU."""
+    """The share of towers' time in which both ran, by the profiler's trace, each delayed for some ms on the GPU."""
     (batch,) = batches(1)
     batch = batch.to(torch.device("cuda"))
     for tower in model.towers.values():

@@ -43,8 +43,8 @@ def whole(model: nn.Module, optimizer: HybridOptimizer) -> list[Tensor]:
 def steps(runtime: Runtime, parallel: Any, optimizer: Any, sync: SyncConfig, count: int = STEPS) -> Callable[[], None]:
     """One step at a call, on TorchRec's pipeline."""
     pipeline = make_pipeline(parallel, optimizer, runtime.device, sync=sync)
-    own = batches(count, rank=runtime.rank, world_size=runtime.world_size)
-    return lambda: pipeline.progress(own)
+    local = batches(count, rank=runtime.rank, world_size=runtime.world_size)
+    return lambda: pipeline.progress(local)
 
 
 def ran(
@@ -117,10 +117,10 @@ PAIRS = {
 
 
 def weights_by_mode(runtime: Runtime) -> dict[str, Any]:
-    found = {name: ran(runtime, *case) for name, case in SAME.items()}
-    found |= {name: ran(runtime, "data_parallel", sync, ADAM) for name, sync in PAIRS.items()}
-    found["adam, every step"] = ran(runtime, "data_parallel", SyncConfig(), ADAM)
-    return found | {
+    results = {name: ran(runtime, *case) for name, case in SAME.items()}
+    results |= {name: ran(runtime, "data_parallel", sync, ADAM) for name, sync in PAIRS.items()}
+    results["adam, every step"] = ran(runtime, "data_parallel", SyncConfig(), ADAM)
+    return results | {
         "apart": apart(runtime),
         "exchanged": exchanged(runtime),
         "state": states(runtime),
@@ -158,7 +158,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
 
 def apart(runtime: Runtime) -> dict[str, Any]:
     """What each rank holds whole after every step, for both local modes, with a phase of 3 after 2 steps together."""
-    found = {}
+    results = {}
     for name, sync in {
         "local": SyncConfig(mode="local_sgd", every=3, warmup=2),
         "diloco": SyncConfig(mode="diloco", every=3, warmup=2),
@@ -173,8 +173,8 @@ def apart(runtime: Runtime) -> dict[str, Any]:
             ranks.settle()
             after.append(whole(parallel, keyed))
             step()
-        found[name] = [*after, whole(parallel, keyed)]
-    return found
+        results[name] = [*after, whole(parallel, keyed)]
+    return results
 
 
 @pytest.mark.parametrize("mode", ["local", "diloco"])
@@ -191,7 +191,7 @@ def test_ranks_are_equal_after_every_kth_step_when_settled_and_at_the_end_and_on
 
 def exchanged(runtime: Runtime) -> dict[str, Any]:
     """Collectives of each of four steps under a mode, the last of which ends with a meeting where there is one."""
-    found = {}
+    results = {}
     for sharding, sync in (
         ("data_parallel", SyncConfig()),
         ("data_parallel", SyncConfig(mode="local_sgd", every=4, warmup=3)),
@@ -203,9 +203,9 @@ def exchanged(runtime: Runtime) -> dict[str, Any]:
             step = steps(runtime, parallel, keyed, sync)
             for _ in range(3):  # DDP tells all ranks once how it sorts its buckets, in the third
                 step()
-            found[f"{sharding}, {sync.mode}"] = [collectives(step) for _ in range(4)]
+            results[f"{sharding}, {sync.mode}"] = [collectives(step) for _ in range(4)]
             assert ranks.silent == (sync.mode == "local_sgd" and sharding == "data_parallel")
-    return found
+    return results
 
 
 def collectives(step: Callable[[], Any]) -> int:
@@ -219,16 +219,18 @@ def collectives(step: Callable[[], Any]) -> int:
 def test_between_two_averages_nothing_is_exchanged_but_the_rows_of_sharded_tables(
     two_ranks: list[dict[str, Any]],
 ) -> None:
-    found = two_ranks[0]["exchanged"]
-    assert found["data_parallel, every_step"] == [3] * 4, "the gradients of the dense layers and of two collections"
-    assert found["data_parallel, local_sgd"] == [0, 0, 0, 2], "when they meet: faults and steps in one, and the weights"
-    together, local = found["row_wise, every_step"][0], found["row_wise, local_sgd"]
+    results = two_ranks[0]["exchanged"]
+    assert results["data_parallel, every_step"] == [3] * 4, "the gradients of the dense layers and of two collections"
+    assert results["data_parallel, local_sgd"] == [0, 0, 0, 2], (
+        "when they meet: faults and steps in one, and the weights"
+    )
+    together, local = results["row_wise, every_step"][0], results["row_wise, local_sgd"]
     assert local == [together - 1] * 3 + [together + 1], "all but the gradient of the dense layers"
 
 
 def states(runtime: Runtime) -> dict[str, Any]:
     """Adam's moments on this rank just before and just after ranks meet, by treatment."""
-    found = {}
+    results = {}
     for treatment in ("keep", "average"):
         parallel, keyed = made(runtime, "data_parallel", ADAM)
         sync = SyncConfig(mode="local_sgd", every=STEPS, optimizer_state=treatment)  # type: ignore[arg-type]
@@ -238,13 +240,13 @@ def states(runtime: Runtime) -> dict[str, Any]:
                 step()
             before = moments(keyed)
             ranks.settle()
-            found[treatment] = (before, moments(keyed))
-    return found
+            results[treatment] = (before, moments(keyed))
+    return results
 
 
 def moments(optimizer: HybridOptimizer) -> list[Tensor]:
-    own = [optimizer.state[p] for p in (*optimizer.replicated_tables, *optimizer.dense_parameters)]
-    return [state[name].clone() for state in own for name in ("exp_avg", "exp_avg_sq")]
+    local = [optimizer.state[p] for p in (*optimizer.replicated_tables, *optimizer.dense_parameters)]
+    return [state[name].clone() for state in local for name in ("exp_avg", "exp_avg_sq")]
 
 
 def test_moments_stay_a_ranks_own_unless_they_are_averaged_too(two_ranks: list[dict[str, Any]]) -> None:
@@ -252,8 +254,8 @@ def test_moments_stay_a_ranks_own_unless_they_are_averaged_too(two_ranks: list[d
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     assert not any(torch.equal(*pair) for pair in zip(after, other_after, strict=True))
     (before, after), (other_before, other_after) = (rank["state"]["average"] for rank in two_ranks)
-    for one, other, mean, same in zip(before, other_before, after, other_after, strict=True):
-        torch.testing.assert_close(mean, (one + other) / 2, rtol=0, atol=1e-7)
+    for first, second, mean, same in zip(before, other_before, after, other_after, strict=True):
+        torch.testing.assert_close(mean, (first + second) / 2, rtol=0, atol=1e-7)
         assert torch.equal(mean, same)
 
 
@@ -272,11 +274,11 @@ def rows_sent(runtime: Runtime) -> dict[str, Any]:
 
 def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
-        found = rank["rows"]
-        assert found["sent"] == (3 * 8 + 4 * 8, 4 * 8)
-        assert found["table"][[2, 5, 9], 0].tolist() == [1.0, 0.5, 1.5]
-        assert float(found["table"].abs().sum()) == 8 * 3.0
-        assert found["small"].unique().tolist() == [0.5]
+        results = rank["rows"]
+        assert results["sent"] == (3 * 8 + 4 * 8, 4 * 8)
+        assert results["table"][[2, 5, 9], 0].tolist() == [1.0, 0.5, 1.5]
+        assert float(results["table"].abs().sum()) == 8 * 3.0
+        assert results["small"].unique().tolist() == [0.5]
 
 
 @pytest.mark.unit

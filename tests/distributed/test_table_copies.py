@@ -1,4 +1,4 @@
-"""Copies of the sharded tables (TorchRec's 2D parallelism): at an interval of 1 nothing but the exchange is different."""
+"""Copies of the sharded tables (TorchRec's 2D parallelism): at an interval of 1 only the exchange is different."""
 
 from typing import Any
 
@@ -50,15 +50,17 @@ def own_rows(parallel: torch.nn.Module) -> list[tuple[str, int, int, Tensor]]:
 
 
 def laws(runtime: Runtime) -> dict[str, Any]:
-    found: dict[str, Any] = {"one": ran(runtime, "row_wise", SGD, SyncConfig())}
+    results: dict[str, Any] = {"one": ran(runtime, "row_wise", SGD, SyncConfig())}
     for sharding in SHARDINGS:
-        found[f"two, {sharding}"] = ran(runtime, sharding, SGD, SyncConfig(table_copies=2))
-    found["every 3"] = ran(runtime, "row_wise", ADAGRAD, SyncConfig(table_copies=2, tables_every=3))
-    found["semi-sync"] = ran(runtime, "row_wise", ADAGRAD, SyncConfig(mode="semi_sync", table_copies=2, tables_every=3))
+        results[f"two, {sharding}"] = ran(runtime, sharding, SGD, SyncConfig(table_copies=2))
+    results["every 3"] = ran(runtime, "row_wise", ADAGRAD, SyncConfig(table_copies=2, tables_every=3))
+    results["semi-sync"] = ran(
+        runtime, "row_wise", ADAGRAD, SyncConfig(mode="semi_sync", table_copies=2, tables_every=3)
+    )
     local = SyncConfig(mode="local_sgd", every=3, table_copies=2, tables_every=3)
-    found["local SGD"] = ran(runtime, "row_wise", ADAGRAD, local)
-    found["refused"] = refused(runtime)
-    return found
+    results["local SGD"] = ran(runtime, "row_wise", ADAGRAD, local)
+    results["refused"] = refused(runtime)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +99,12 @@ def same(one: list[tuple[str, int, int, Tensor]], other: list[tuple[str, int, in
 
 def refused(runtime: Runtime) -> list[str]:
     """What is told of a number of copies that does not divide the ranks, and of tables that adam moves."""
-    told = []
+    messages = []
     for copies, kind in ((3, "adagrad"), (2, "adam")):
         with pytest.raises(ValueError, match=r"^sync\.table_copies") as error:
             made(runtime, "row_wise", OptimizerConfig(tables=kind), copies)  # type: ignore[arg-type]
-        told.append(str(error.value))
-    return told
+        messages.append(str(error.value))
+    return messages
 
 
 def test_what_cannot_be_copied_is_refused_on_every_rank(four_ranks: list[Any]) -> None:

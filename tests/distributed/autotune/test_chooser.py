@@ -39,7 +39,7 @@ NOTHING = Line(fixed=0.0, each=0.0)
 
 def cost(per_row: float, **changes: Any) -> TowerCost:
     """A tower of 100 rows on every rank, ``per_row`` ms for each row's dense layers."""
-    found = TowerCost(
+    base = TowerCost(
         rows=100,
         dense=Line(fixed=0.0, each=per_row),
         look_up=Line(fixed=1.0, each=0.0),
@@ -49,13 +49,13 @@ def cost(per_row: float, **changes: Any) -> TowerCost:
         pooled_bytes=256,
         out_bytes=40,
     )
-    return dataclasses.replace(found, **changes)
+    return dataclasses.replace(base, **changes)
 
 
 def measured(user: TowerCost | None = None, item: TowerCost | None = None, **changes: Any) -> Measurements:
     """On two ranks: a flat step of 50 ms, 2 of them look-ups."""
     towers = {name: tower for name, tower in (("user", user), ("item", item)) if tower is not None}
-    found = Measurements(
+    measurements = Measurements(
         world_size=2,
         rows=100,
         all_to_all=NOTHING,
@@ -66,7 +66,7 @@ def measured(user: TowerCost | None = None, item: TowerCost | None = None, **cha
         dense_bytes=2_000_000,
         memory_rate=1e6,
     )
-    return dataclasses.replace(found, **changes)
+    return dataclasses.replace(measurements, **changes)
 
 
 def placed(text: str) -> TowerPlacement:
@@ -75,46 +75,56 @@ def placed(text: str) -> TowerPlacement:
 
 @unit
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    found = measured(
+    measurements = measured(
         cost(0.2), cost(0.1), all_to_all=Line(fixed=0.25, each=1e-3), all_reduce=Line(fixed=9.0, each=1e-6)
     )
-    parts = predict_step(placed("user:0,item:1"), found)
+    step = predict_step(placed("user:0,item:1"), measurements)
     # 50 less look-ups of 2, less 20 + 0.5 and 10 + 0.5 of the towers, less 2 MB of gradients at 1 ms for a MB
-    assert parts.besides == pytest.approx(50 - 2 - 20.5 - 10.5 - 2)
-    assert parts.towers == pytest.approx(200 * 0.2 + 1 + 0.5)
-    assert parts.within == 0
+    assert step.besides == pytest.approx(50 - 2 - 20.5 - 10.5 - 2)
+    assert step.towers == pytest.approx(200 * 0.2 + 1 + 0.5)
+    assert step.within == 0
     # each rank sends 100 rows of 10 bytes and gets as many; outputs of 40 bytes go back and come back, and so do
     # gradients
-    assert parts.between == pytest.approx(4 * 0.25 + 1e-3 * (2 * 100 * 10 + 2 * 2 * 100 * 40))
-    assert parts.total == parts.besides + parts.towers + parts.between
-    assert single_process_ms(found) == pytest.approx(2 * parts.besides + 200 * 0.3 + 2 * 1.5)
+    assert step.between == pytest.approx(4 * 0.25 + 1e-3 * (2 * 100 * 10 + 2 * 2 * 100 * 40))
+    assert step.total == step.besides + step.towers + step.between
+    assert single_process_ms(measurements) == pytest.approx(2 * step.besides + 200 * 0.3 + 2 * 1.5)
 
 
 @unit
 def test_a_tower_on_two_ranks_pays_for_its_tables_and_gradients() -> None:
-    found = measured(cost(0.2), cost(0.1), all_to_all=Line(fixed=0.25, each=1e-3), all_reduce=Line(fixed=9.0, each=0.0))
-    parts = predict_step(placed("user:0-1,item:1"), found)
-    assert parts.towers == pytest.approx(100 * 0.2 + 1.5 + 200 * 0.1 + 1.5)
-    assert parts.within == pytest.approx(3 * 0.25 + 1e-3 * 50 * (10 + 2 * 256) + 9)
-    assert parts.between == pytest.approx(4 * 0.25 + 1e-3 * (100 * 10 + 2 * 100 * 40))
+    measurements = measured(
+        cost(0.2), cost(0.1), all_to_all=Line(fixed=0.25, each=1e-3), all_reduce=Line(fixed=9.0, each=0.0)
+    )
+    step = predict_step(placed("user:0-1,item:1"), measurements)
+    assert step.towers == pytest.approx(100 * 0.2 + 1.5 + 200 * 0.1 + 1.5)
+    assert step.within == pytest.approx(3 * 0.25 + 1e-3 * 50 * (10 + 2 * 256) + 9)
+    assert step.between == pytest.approx(4 * 0.25 + 1e-3 * (100 * 10 + 2 * 100 * 40))
 
 
 @unit
 def test_placements_in_proportion_one_beside_it_and_mixed() -> None:
     towers = {"user": cost(0.3), "item": cost(0.1)}
-    assert [str(one) for one in placements(towers, 2)] == ["user:0,item:1", "user:1,item:0-1", "user:0-1,item:1"]
-    found = [str(one) for one in placements(towers, 4)]
-    assert found[:2] == ["user:0-2,item:3", "user:0-1,item:2-3"]
-    assert "user:0-3,item:2-3" in found
+    assert [str(placement) for placement in placements(towers, 2)] == [
+        "user:0,item:1",
+        "user:1,item:0-1",
+        "user:0-1,item:1",
+    ]
+    texts = [str(placement) for placement in placements(towers, 4)]
+    assert texts[:2] == ["user:0-2,item:3", "user:0-1,item:2-3"]
+    assert "user:0-3,item:2-3" in texts
     assert placements(towers, 1) == []
     assert placements({}, 2) == []
-    for one in placements({name: cost(0.1) for name in "abcde"}, 3):
-        assert all(one.ranks.values())
+    for placement in placements({name: cost(0.1) for name in "abcde"}, 3):
+        assert all(placement.ranks.values())
 
 
-def chosen(found: Measurements, fits: Callable[[Candidate], str] = lambda one: "", **options: Any) -> Decision:
+def chosen(
+    measurements: Measurements, fits: Callable[[Candidate], str] = lambda candidate: "", **options: Any
+) -> Decision:
     """The decision where a trial takes what the cost model foresees."""
-    return choose(found, "table_wise", try_out=lambda some: [one.ms for one in some], fits=fits, **options)
+    return choose(
+        measurements, "table_wise", try_out=lambda some: [candidate.ms for candidate in some], fits=fits, **options
+    )
 
 
 @unit
@@ -146,23 +156,25 @@ APART = measured(cost(0.1), cost(0.1), all_reduce=Line(fixed=0.0, each=5e-6))
 
 @unit
 def test_what_does_not_fit_is_refused_with_its_reason_and_the_next_is_taken() -> None:
-    decision = chosen(APART, fits=lambda one: "" if one.towers == "data_parallel" else "tower 'user' needs 9 GiB")
+    decision = chosen(
+        APART, fits=lambda candidate: "" if candidate.towers == "data_parallel" else "tower 'user' needs 9 GiB"
+    )
     assert decision.taken.towers == "data_parallel"
     assert decision.candidates[-1].refused == "tower 'user' needs 9 GiB"
     assert "tower 'user' needs 9 GiB" in decision.text()
     with pytest.raises(PlanError, match="too large"):
-        chosen(APART, fits=lambda one: "too large")
+        chosen(APART, fits=lambda candidate: "too large")
 
 
 @unit
 def test_a_placement_that_cannot_be_tried_is_refused_with_its_reason() -> None:
     def failing(some: Sequence[Candidate]) -> list[float | str]:
         return [
-            one.ms if one.towers == "data_parallel" else "table 'a': 4 columns cannot be split over 2 ranks"
-            for one in some
+            candidate.ms if candidate.towers == "data_parallel" else "table 'a': 4 columns cannot be split over 2 ranks"
+            for candidate in some
         ]
 
-    decision = choose(APART, "column_wise", try_out=failing, fits=lambda one: "")
+    decision = choose(APART, "column_wise", try_out=failing, fits=lambda candidate: "")
     assert decision.taken.towers == "data_parallel"
     assert decision.candidates[-1].refused == "table 'a': 4 columns cannot be split over 2 ranks"
 
@@ -170,7 +182,7 @@ def test_a_placement_that_cannot_be_tried_is_refused_with_its_reason() -> None:
 @unit
 def test_towers_that_cannot_be_placed_are_told() -> None:
     decision = chosen(measured(), refused="the towers user and item share table 'item'")
-    assert [one.towers for one in decision.candidates] == ["data_parallel", "tower_parallel"]
+    assert [candidate.towers for candidate in decision.candidates] == ["data_parallel", "tower_parallel"]
     assert "share table 'item'" in decision.text()
     assert "Linear has no Towers to place" in why_together(nn.Linear(2, 2), Runtime(world_size=2))
 
@@ -180,17 +192,20 @@ def test_only_the_most_hopeful_are_tried_and_what_was_not_is_not_taken() -> None
     tried: list[str] = []
 
     def slower(some: Sequence[Candidate]) -> list[float | str]:
-        tried.extend(one.towers for one in some if one.towers != "data_parallel")
-        return [one.ms if one.towers == "data_parallel" else 3 * one.ms for one in some]
+        tried.extend(candidate.towers for candidate in some if candidate.towers != "data_parallel")
+        return [candidate.ms if candidate.towers == "data_parallel" else 3 * candidate.ms for candidate in some]
 
     light = cost(0.01, look_up=NOTHING)
-    decision = choose(measured(light, light), "table_wise", try_out=slower, fits=lambda one: "", tried=1)
+    decision = choose(measured(light, light), "table_wise", try_out=slower, fits=lambda candidate: "", tried=1)
     assert tried == ["user:0,item:1"]
     assert decision.taken.towers == "data_parallel"  # of 50 ms, though two placements are foreseen to be faster
-    assert any(one.trial_ms is None and one.ms < 50 for one in decision.candidates)
+    assert any(candidate.trial_ms is None and candidate.ms < 50 for candidate in decision.candidates)
     tried.clear()
     choose(
-        dataclasses.replace(APART, all_to_all=Line(fixed=500.0, each=0.0)), "auto", try_out=slower, fits=lambda one: ""
+        dataclasses.replace(APART, all_to_all=Line(fixed=500.0, each=0.0)),
+        "auto",
+        try_out=slower,
+        fits=lambda candidate: "",
     )
     assert tried == []
 
@@ -200,10 +215,11 @@ def test_the_text_has_every_candidate_and_the_measured_step_beside_the_taken() -
     decision = chosen(APART)
     lines = decision.text(31.5).splitlines()
     assert "measured ms" in lines[0]
-    assert [line.split()[0] for line in lines[2:6]] == [one.towers for one in decision.candidates]
+    assert [line.split()[0] for line in lines[2:6]] == [candidate.towers for candidate in decision.candidates]
     assert "31.50" in lines[2]
     assert lines[2].rstrip().endswith("taken")
-    why = f"towers=user:0,item:1, tables table_wise: {decision.taken.ms:.2f} ms a step, against 50.00 ms with towers=data_parallel"
+    step = f"towers=user:0,item:1, tables table_wise: {decision.taken.ms:.2f} ms a step"
+    why = f"{step}, against 50.00 ms with towers=data_parallel"
     assert why in lines
     assert lines[-1].startswith("one process alone would take about ")
     assert "measured" not in decision.text()
@@ -215,11 +231,11 @@ def test_lines_neither_fall_nor_begin_below_nothing() -> None:
     assert Line.through((1, 1.0), (100, 0.5)) == Line(fixed=0.5, each=0.0)
 
 
-def kinds(found: Measurements) -> set[str]:
+def kinds(measurements: Measurements) -> set[str]:
     runtime = Runtime(world_size=2, local_world_size=2)
     with unittest.mock.patch("torch.distributed.broadcast_object_list"):
-        plan = plan_sharding(small_model(META), runtime, measured=found)
-    return {own.sharding_type for module in plan.plan.values() for own in module.values()}  # type: ignore[attr-defined]
+        plan = plan_sharding(small_model(META), runtime, measured=measurements)
+    return {sharding.sharding_type for module in plan.plan.values() for sharding in module.values()}  # type: ignore[attr-defined]
 
 
 @unit
@@ -238,14 +254,14 @@ def told(call: Callable[[], object]) -> str:
 
 
 def decided(runtime: Runtime) -> dict[str, Any]:
-    model, own = small_model(META), list(batches(3, rank=runtime.rank, world_size=runtime.world_size))
+    model, local = small_model(META), list(batches(3, rank=runtime.rank, world_size=runtime.world_size))
     before = {name: (value.shape, value.device) for name, value in model.named_parameters()}
     optimizer = OptimizerConfig()
-    config, decision = auto_plan(model, own[0], runtime, PlanConfig(towers="auto"), optimizer)
+    config, decision = auto_plan(model, local[0], runtime, PlanConfig(towers="auto"), optimizer)
     unchanged = before == {name: (value.shape, value.device) for name, value in model.named_parameters()}
     plan = plan_sharding(model, runtime, config, optimizer=optimizer, measured=decision.measurements)
     pipeline = make_pipeline(*hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer), runtime.device)
-    stream = iter(own)
+    stream = iter(local)
     sharing = two_tower([table("item", 9), table("u", 9)], [table("item", 9)], device=META)
     ids = {name: Jagged(torch.tensor([1, 2])) for name in ("item", "u")}
     batch = sharing.schema().assemble(ids, labels=torch.ones(2))
@@ -254,10 +270,10 @@ def decided(runtime: Runtime) -> dict[str, Any]:
         "config": config,
         "text": decision.text(),
         "unchanged": unchanged,
-        "losses": [float(pipeline.progress(stream).loss) for _ in own],
+        "losses": [float(pipeline.progress(stream).loss) for _ in local],
         "candidates": list(decision.candidates),
-        "shared": [(one.towers, one.sharding, one.refused) for one in shared.candidates],
-        "memory": told(lambda: auto_plan(small_model(META), own[0], runtime, PlanConfig(memory_gb=1e-7), optimizer)),
+        "shared": [(candidate.towers, candidate.sharding, candidate.refused) for candidate in shared.candidates],
+        "memory": told(lambda: auto_plan(small_model(META), local[0], runtime, PlanConfig(memory_gb=1e-7), optimizer)),
     }
 
 
@@ -274,14 +290,16 @@ def test_all_ranks_decide_alike_and_train_by_it(two_ranks: list[dict[str, Any]])
     assert len(first["losses"]) == 3
     taken = first["candidates"][0]
     assert (first["config"].towers, first["config"].sharding) == (taken.towers, taken.sharding)
-    assert {one.towers for one in first["candidates"]} == {
+    assert {candidate.towers for candidate in first["candidates"]} == {
         "data_parallel",
         "user:0,item:1",
         "user:1,item:0-1",
         "user:0-1,item:1",
     }
     assert all(
-        one.trial_ms is not None and one.trial_ms > 0 for one in first["candidates"] if one.towers == "data_parallel"
+        candidate.trial_ms is not None and candidate.trial_ms > 0
+        for candidate in first["candidates"]
+        if candidate.towers == "data_parallel"
     )
     assert taken.trial_ms is not None
 

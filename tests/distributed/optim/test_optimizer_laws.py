@@ -69,7 +69,7 @@ def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
 
 
 def unsharded(optimizer: OptimizerConfig) -> dict[str, Tensor]:
-    """Weights after 20 steps of plain modules and torch's optimizers in one process, with the decay and the clipping by hand."""
+    """Weights after 20 steps of plain modules and torch's optimizers in one process, decay and clipping by hand."""
     model = small_model()
     initialise_tables(model, seed=7)
     parameters = dict(model.named_parameters())
@@ -103,9 +103,9 @@ def sharded(runtime: Runtime) -> dict[str, Any]:
         kinds = {table: kind.sharding_type for module in plan.plan.values() for table, kind in module.items()}  # type: ignore[attr-defined]
         parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=7)
         pipeline = make_pipeline(parallel, keyed, runtime.device)
-        own = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
+        local = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
         for _ in range(STEPS):
-            pipeline.progress(own)
+            pipeline.progress(local)
         learned[name] = {"kinds": kinds, "state": gather_state(parallel)}
     return learned
 
@@ -122,7 +122,7 @@ def test_every_optimizer_learns_the_same_on_any_number_of_ranks_as_unsharded(lea
         for key, value in expected.items():
             actual = by_case[name]["state"][key]
             torch.testing.assert_close(
-                actual, value, rtol=0, atol=1e-4, msg=lambda text, at=f"{name}, {key}": f"{at}: {text}"
+                actual, value, rtol=0, atol=1e-4, msg=lambda text, label=f"{name}, {key}": f"{label}: {text}"
             )
 
 
@@ -138,7 +138,7 @@ def test_what_no_cpu_kernel_runs_is_kept_on_every_rank_and_the_rest_is_sharded_a
 
 
 def shrunk(runtime: Runtime, sharding: str) -> dict[str, Tensor]:
-    """The user table before and after one step in which it is read by rows of which the first has weight 0, as padding has."""
+    """The user table before and after one step that reads it for rows of which the first has weight 0, as padding."""
     model = small_model(META)
     optimizer = OptimizerConfig(tables="sgd", tables_lr=1e-9, tables_weight_decay=0.5e9)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
@@ -216,13 +216,13 @@ def test_tables_that_are_read_id_by_id_learn_the_same_as_unsharded(world_size: i
                 table[table.grad.ne(0).any(dim=1)] *= 1 - choice.lr * choice.weight_decay  # type: ignore[union-attr]
             plain.step()
         torch.testing.assert_close(
-            learned, table.detach(), rtol=0, atol=1e-4, msg=lambda text, at=choice: f"{at}: {text}"
+            learned, table.detach(), rtol=0, atol=1e-4, msg=lambda text, label=choice: f"{label}: {text}"
         )
 
 
 def resumed(runtime: Runtime, folder: str) -> list[Tensor]:
-    """The table after 8 steps without a break, and after 4, a checkpoint and 4 more of a model and an optimizer made anew."""
-    own = list(batches(8, rank=runtime.rank, world_size=runtime.world_size))
+    """The table after 8 steps without a break, and after 4, a checkpoint, and 4 of a new model and optimizer."""
+    local = list(batches(8, rank=runtime.rank, world_size=runtime.world_size))
     tables = []
     for stops in ([8], [4, 8]):
         done = 0
@@ -235,7 +235,7 @@ def resumed(runtime: Runtime, folder: str) -> list[Tensor]:
             whole = {"model": parallel.state_dict(), "optimizer": keyed.state_dict()}
             if done:
                 dcp.load(whole, checkpoint_id=folder)
-            for batch in own[done:stop]:
+            for batch in local[done:stop]:
                 keyed.zero_grad()
                 parallel(batch).backward()
                 keyed.step()
@@ -276,12 +276,12 @@ def refused(runtime: Runtime) -> str:
 
 
 def test_a_plan_made_for_another_optimizer_is_refused_before_anything_is_sharded() -> None:
-    (told,) = run_ranks(refused, 1)
-    assert told.startswith("table 'item_id': FBGEMM has no kernel of lamb for the cpu")
+    (message,) = run_ranks(refused, 1)
+    assert message.startswith("table 'item_id': FBGEMM has no kernel of lamb for the cpu")
 
 
 def declared_or_given(runtime: Runtime) -> dict[str, Any]:
-    """One step of the model with its optimizer declared, with and without a plan of its own, and with it given; and the log."""
+    """One step of the model with its optimizer declared, with and without a plan, and with it given; and the log."""
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     logging.getLogger("torchrec_ext").addHandler(handler)
@@ -300,18 +300,18 @@ def declared_or_given(runtime: Runtime) -> dict[str, Any]:
 
 
 def test_a_declared_optimizer_moves_its_tables_and_defaults_are_told() -> None:
-    (found,) = run_ranks(declared_or_given, 1)
-    states = found["states"]
+    (results,) = run_ranks(declared_or_given, 1)
+    states = results["states"]
     for name, value in states["given"].items():
         for case in ("declared", "planned"):  # another sharding type rounds otherwise
             torch.testing.assert_close(
-                states[case][name], value, rtol=0, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
+                states[case][name], value, rtol=0, atol=1e-6, msg=lambda text, label=name: f"{label}: {text}"
             )
     assert not torch.equal(
         states["default"]["towers.user.embeddings.embedding_bags.user_id.weight"],
         states["given"]["towers.user.embeddings.embedding_bags.user_id.weight"],
     )
-    told = "hybrid_parallel() was given no optimizer=, so it takes the defaults, "
+    message = "hybrid_parallel() was given no optimizer=, so it takes the defaults, "
     dense = "dense layers: adam at 0.001; give optimizer=OptimizerConfig(...)"
     tables = "table(s) user_id, history, item_id: adagrad at 0.05; "
-    assert found["log"] == [told + dense, told + dense, told + tables + dense]
+    assert results["log"] == [message + dense, message + dense, message + tables + dense]

@@ -63,15 +63,15 @@ def unsharded() -> list[Tensor]:
 
 def trained(runtime: Runtime) -> dict[str, Any]:
     """The logits of every step, on every rank and apart."""
-    found = {}
+    results = {}
     for towers in ("data_parallel", "user:0,item:1"):
         model = compressing(META)
         plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise", towers=towers), optimizer=SGD)
         parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=SGD, seed=7)
         pipeline = make_pipeline(parallel, optimizer, runtime.device)
-        own = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
-        found[towers] = [pipeline.progress(own).logits for _ in range(STEPS)]
-    return found
+        local = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
+        results[towers] = [pipeline.progress(local).logits for _ in range(STEPS)]
+    return results
 
 
 def test_towers_that_compress_learn_the_same_apart_on_every_rank_and_unsharded() -> None:

@@ -1,4 +1,4 @@
-"""Towers whose tables are looked up together: fewer exchanges, and all else as in one process, over real gloo processes."""
+"""Towers whose tables are looked up together: fewer exchanges, all else as in one process, over real gloo processes."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,8 +28,8 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 STEPS = {"plain": 50, "shared": 8, "sequences": 8}
 
 
-def batches(kind: str, parts: list[int]) -> Iterator[TowerBatch]:
-    return (batch(kind, step, parts) for step in range(STEPS[kind]))
+def batches(kind: str, pieces: list[int]) -> Iterator[TowerBatch]:
+    return (batch(kind, step, pieces) for step in range(STEPS[kind]))
 
 
 def trained(runtime: Runtime, kind: str, made: TowerModel, sharding: str) -> dict[str, Any]:
@@ -77,14 +77,14 @@ def apart_and_merged(runtime: Runtime) -> dict[str, Any]:
 
 
 def test_one_exchange_for_all_towers_learns_what_one_for_each_learns() -> None:
-    """Two towers of 4 tables: 5 all-to-alls a step (sizes, lengths, ids, bags and their gradients) for 9, or 10 unpipelined."""
+    """Two towers of 4 tables: 5 all-to-alls a step (sizes, lengths, ids, bags, gradients), not 9, or 10 unpipelined."""
     ranks = run_ranks(apart_and_merged, 2)
     for rank in ranks:
         assert set(rank["merged"]["calls"]) == {5}
         assert set(rank["apart"]["calls"]) == {9}
         assert rank["merged"]["missed"] == rank["apart"]["missed"] == []
-        for one, other in zip(rank["merged"]["logits"], rank["apart"]["logits"], strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+        for first, second in zip(rank["merged"]["logits"], rank["apart"]["logits"], strict=True):
+            torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
         for tower, output in rank["apart"]["embedded"].items():
             torch.testing.assert_close(rank["merged"]["embedded"][tower], output, rtol=0, atol=1e-4)
         assert rank["merged"]["saved"] == rank["apart"]["saved"] != set()  # so a checkpoint of one is one of the other
@@ -92,15 +92,15 @@ def test_one_exchange_for_all_towers_learns_what_one_for_each_learns() -> None:
     assert_close(merged, apart, "merged")
 
 
-def unsharded(kind: str, parts: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+def unsharded(kind: str, pieces: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
     """The first step's logits, and weights after the last, of all parts' rows in one process."""
     made = model(kind).merge_lookups()
     parameters = dict(made.named_parameters())
     tables = [value for name, value in parameters.items() if is_table(name)]
     dense = [value for name, value in parameters.items() if not is_table(name)]
     optimizers = [torch.optim.Adagrad(tables, lr=0.1, eps=0.01), torch.optim.SGD(dense, lr=0.1)]
-    first = made.logits(batch(kind, 0, parts)).detach()
-    for rows in batches(kind, parts):
+    first = made.logits(batch(kind, 0, pieces)).detach()
+    for rows in batches(kind, pieces):
         for optimizer in optimizers:
             optimizer.zero_grad()
         made(rows)[0].backward()
@@ -132,7 +132,9 @@ def test_merged_and_sharded_equals_one_process(kind: str, shardings: tuple[str, 
     for sharding in shardings:
         assert [rank[sharding]["missed"] for rank in ranks] == [[]] * world_size, sharding
         logits = torch.cat([rank[sharding]["logits"][0] for rank in ranks])
-        torch.testing.assert_close(logits, first, rtol=0, atol=1e-5, msg=lambda text, at=sharding: f"{at}: {text}")
+        torch.testing.assert_close(
+            logits, first, rtol=0, atol=1e-5, msg=lambda text, label=sharding: f"{label}: {text}"
+        )
         assert_close(ranks[0][sharding]["state"], expected, sharding)
 
 
@@ -140,5 +142,5 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], what: s
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            actual[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(what, name): f"{at}: {text}"
+            actual[name], value, rtol=0, atol=1e-4, msg=lambda text, label=(what, name): f"{label}: {text}"
         )

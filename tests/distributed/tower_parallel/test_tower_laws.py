@@ -1,4 +1,4 @@
-"""Towers of every kind under TorchRec's model parallelism and pipeline: sharded on 2 ranks equals unsharded in one process."""
+"""Towers of every kind under TorchRec's model parallelism and pipeline: sharded on 2 ranks equals unsharded."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def listed(name: str, rows: int = 9) -> EmbeddingConfig:
 
 
 def model(kind: str, device: torch.device | None = None) -> TowerModel:
-    """The features of :func:`batches`, and towers with all that a Tower can have: a normalisation, or tables of a precision."""
+    """The features of :func:`batches`, and towers with all that a Tower can have: normalisation, or half precision."""
     options: dict[str, Any] = {"activation": "gelu", "normalization": kind, "residual": True, "device": device}
     if kind in ("FP16", "FP32"):
         tables = [
@@ -79,8 +79,8 @@ def sharded(runtime: Runtime, kind: str, sharding: str) -> dict[str, Any]:
     plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding), optimizer=RATES)  # type: ignore[arg-type]
     parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=RATES, seed=7)
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    own = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
-    outputs = [pipeline.progress(own) for _ in range(STEPS)]
+    local = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
+    outputs = [pipeline.progress(local) for _ in range(STEPS)]
     return {
         "types": {shard.config.name: shard.tensor.dtype for shard in local_shards(parallel)},
         "logits": outputs[-1].logits.dtype,

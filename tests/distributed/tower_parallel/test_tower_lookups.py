@@ -1,4 +1,4 @@
-"""Towers that share tables, placed together, and merged look-ups of placed towers learn what the unsharded model learns."""
+"""Placed towers that share tables, or whose look-ups are merged, learn what the unsharded model learns."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -79,29 +79,29 @@ def made_of(case: Case, device: torch.device | None = None) -> TowerModel:
     return made.merge_lookups() if case.merged else made
 
 
-def feed(kind: str, parts: list[int], count: int = STEPS) -> Iterator[TowerBatch]:
+def feed(kind: str, pieces: list[int], count: int = STEPS) -> Iterator[TowerBatch]:
     for step in range(count):
         if kind != "trio":
-            yield batch(kind, step, parts)
+            yield batch(kind, step, pieces)
             continue
-        yield trio_batch(step, parts)
+        yield trio_batch(step, pieces)
 
 
-def trio_batch(step: int, parts: list[int]) -> TowerBatch:
+def trio_batch(step: int, pieces: list[int]) -> TowerBatch:
     """That of ``shared``, and a country in each row."""
-    own = batch("shared", step, parts)
+    local = batch("shared", step, pieces)
     countries = [
-        torch.randint(ITEMS, (ROWS,), generator=torch.Generator().manual_seed(10 * step + part)) for part in parts
+        torch.randint(ITEMS, (ROWS,), generator=torch.Generator().manual_seed(10 * step + piece)) for piece in pieces
     ]
-    sparse: Any = own.sparse
+    sparse: Any = local.sparse
     joined = type(sparse)(
         [*sparse.keys(), "country"],
         torch.cat([sparse.values(), *countries]),
-        lengths=torch.cat([sparse.lengths(), torch.ones(ROWS * len(parts), dtype=sparse.lengths().dtype)]),
+        lengths=torch.cat([sparse.lengths(), torch.ones(ROWS * len(pieces), dtype=sparse.lengths().dtype)]),
     )
-    assert isinstance(own.shared, SharedRows)
-    own.sparse = joined
-    return own
+    assert isinstance(local.shared, SharedRows)
+    local.sparse = joined
+    return local
 
 
 @cache
@@ -114,9 +114,9 @@ def unsharded(kind: str) -> dict[str, Any]:
     dense = [value for name, value in parameters.items() if not is_table(name)]
     optimizers = [torch.optim.SGD(tables, lr=SGD.tables_lr), torch.optim.SGD(dense, lr=SGD.dense_lr)]
     logits = []
-    for own in feed(kind, [0, 1, 2, 3]):
+    for local in feed(kind, [0, 1, 2, 3]):
         made.zero_grad()
-        loss, output = made(own)
+        loss, output = made(local)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -125,27 +125,27 @@ def unsharded(kind: str) -> dict[str, Any]:
     return {"logits": logits, "state": state, "embedded": embedded(made, kind, [0, 1, 2, 3])}
 
 
-def embedded(made: TowerModel, kind: str, parts: list[int]) -> dict[str, Tensor]:
-    (own,) = feed(kind, parts, 1)
+def embedded(made: TowerModel, kind: str, pieces: list[int]) -> dict[str, Tensor]:
+    (local,) = feed(kind, pieces, 1)
     with torch.no_grad():
-        return {name: made.eval().embed(name, own).clone() for name in made._names}
+        return {name: made.eval().embed(name, local).clone() for name in made._names}
 
 
 def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
     each = 4 // runtime.world_size
-    parts = list(range(runtime.rank * each, (runtime.rank + 1) * each))
+    pieces = list(range(runtime.rank * each, (runtime.rank + 1) * each))
     made = made_of(case, META)
     config = PlanConfig(sharding=case.sharding, towers=case.towers)  # type: ignore[arg-type]
     plan = plan_sharding(made, runtime, config, optimizer=SGD)
-    told = explain(plan, made, runtime.world_size)
+    message = explain(plan, made, runtime.world_size)
     parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=SGD, seed=7)
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    own = feed(case.model, parts)
-    logits = [pipeline.progress(own).logits for _ in range(STEPS)]
+    local = feed(case.model, pieces)
+    logits = [pipeline.progress(local).logits for _ in range(STEPS)]
     left = unpipelined(pipeline, parallel)
     pipeline.detach()
     return {
-        "explained": told,
+        "explained": message,
         "unpipelined": left,
         "paths": model_state(parallel, optimizer).paths,
         "logits": logits,
@@ -153,18 +153,18 @@ def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
             (s.config.name, s.config.num_embeddings, s.row, s.column, s.tensor.clone()) for s in local_shards(parallel)
         ],
         "dense": {name: value.detach() for name, value in parallel.module.named_parameters() if not is_table(name)},
-        "embedded": embedded(parallel.module, case.model, parts),
+        "embedded": embedded(parallel.module, case.model, pieces),
     }
 
 
 def auto(runtime: Runtime) -> dict[str, Any]:
     """What plan.towers=auto makes of towers of which two share a table."""
     made = trio(META)
-    (own,) = feed("trio", [runtime.rank], 1)
-    config, decision = auto_plan(made, own, runtime, PlanConfig(towers="auto", sharding="table_wise"), SGD)
+    (local,) = feed("trio", [runtime.rank], 1)
+    config, decision = auto_plan(made, local, runtime, PlanConfig(towers="auto", sharding="table_wise"), SGD)
     return {
         "config": config,
-        "candidates": [one.towers for one in decision.candidates],
+        "candidates": [candidate.towers for candidate in decision.candidates],
         "costs": list(decision.measurements.towers),
     }
 
@@ -182,20 +182,20 @@ def ranks_of(world_size: int) -> list[Any]:
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Tables from the shards of all ranks, every cell of which must be there, and what ranks hold alike."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, rows, row, column, shard in (shard for rank in ranks for shard in rank["shards"]):
-        whole_table = found.setdefault(name, torch.full((rows, DIM), float("nan")))
+        whole_table = results.setdefault(name, torch.full((rows, DIM), float("nan")))
         whole_table[row : row + shard.shape[0], column : column + shard.shape[1]] = shard
     for rank in ranks:
         for name, value in rank["dense"].items():
-            torch.testing.assert_close(found.setdefault(name, value), value, rtol=0, atol=1e-6)
-    return found
+            torch.testing.assert_close(results.setdefault(name, value), value, rtol=0, atol=1e-6)
+    return results
 
 
 EVERY = [
-    pytest.param(size, place, marks=[pytest.mark.slow] if size == 4 else [], id="-".join(map(str, case)))
+    pytest.param(size, index, marks=[pytest.mark.slow] if size == 4 else [], id="-".join(map(str, case)))
     for size, cases in CASES.items()
-    for place, case in enumerate(cases)
+    for index, case in enumerate(cases)
 ]
 
 
@@ -204,12 +204,14 @@ def test_towers_that_share_tables_learn_on_their_ranks_what_they_learn_unsharded
     case, ranks = CASES[world_size][place], [cases[place] for cases, _ in ranks_of(world_size)]
     expected = unsharded(case.model)
     for step, logits in enumerate(expected["logits"]):
-        found = torch.cat([rank["logits"][step] for rank in ranks])
-        torch.testing.assert_close(found, logits, rtol=0, atol=1e-5 if step == 0 else 1e-4)
-    found = whole(ranks)
-    assert found.keys() == expected["state"].keys()
+        results = torch.cat([rank["logits"][step] for rank in ranks])
+        torch.testing.assert_close(results, logits, rtol=0, atol=1e-5 if step == 0 else 1e-4)
+    results = whole(ranks)
+    assert results.keys() == expected["state"].keys()
     for name, value in expected["state"].items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            results[name], value, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
     for name, value in expected["embedded"].items():
         torch.testing.assert_close(torch.cat([rank["embedded"][name] for rank in ranks]), value, rtol=0, atol=1e-4)
     assert all(rank["unpipelined"] == [] for rank in ranks)
@@ -229,7 +231,7 @@ def test_auto_keeps_towers_together_that_share_a_table() -> None:
     assert first == second
     assert first["costs"] == ["user+item", "place"]
     assert "user+item:0,place:1" in first["candidates"]
-    assert all(one == "data_parallel" or one.startswith("user+item:") for one in first["candidates"])
+    assert all(candidate == "data_parallel" or candidate.startswith("user+item:") for candidate in first["candidates"])
 
 
 @pytest.mark.unit

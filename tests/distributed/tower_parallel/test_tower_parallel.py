@@ -1,4 +1,4 @@
-"""Towers on ranks of their own learn what the unsharded model learns, whatever ranks each has, over real gloo processes."""
+"""Towers on ranks of their own learn what the unsharded model learns, on any ranks, over real gloo processes."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -100,8 +100,8 @@ def session_batches(count: int, size: int = 24, *, rank: int, world_size: int) -
 def shared_batches(count: int, size: int = 12, *, rank: int, world_size: int) -> Iterator[TowerBatch]:
     """``size`` users over all ranks, each beside 3 items."""
     for step, (users, items) in enumerate(zip(batches(count, size), batches(count, 3 * size, seed=1), strict=True)):
-        own = slice(rank * size // world_size, (rank + 1) * size // world_size)
-        rows = slice(3 * own.start, 3 * own.stop)
+        local = slice(rank * size // world_size, (rank + 1) * size // world_size)
+        rows = slice(3 * local.start, 3 * local.stop)
         places = torch.randint(7, (size, 1), generator=torch.Generator().manual_seed(step))
         queries = {**{name: users.sparse[name].to_dense() for name in ("user_id", "history")}, "place": list(places)}
         yield TowerBatch(
@@ -111,15 +111,15 @@ def shared_batches(count: int, size: int = 12, *, rank: int, world_size: int) ->
             weights=items.weights[rows],
             total_weight=items.weights.sum() / world_size,
             shared=SharedRows(
-                keyed({name: bags[own] for name, bags in queries.items()}),
-                users.dense[own, :1],
-                torch.arange(own.stop - own.start).repeat_interleave(3),
+                keyed({name: bags[local] for name, bags in queries.items()}),
+                users.dense[local, :1],
+                torch.arange(local.stop - local.start).repeat_interleave(3),
             ),
         )
 
 
 def keyed(bags: dict[str, list[Tensor]]) -> KeyedJaggedTensor:
-    flat = [bag for found in bags.values() for bag in found]
+    flat = [bag for both in bags.values() for bag in both]
     lengths = torch.tensor([len(bag) for bag in flat], dtype=torch.int32)
     return KeyedJaggedTensor(list(bags), torch.cat(flat).long(), lengths=lengths)
 
@@ -168,8 +168,8 @@ CASES = {
 
 def dense_of(model: nn.Module) -> dict[str, Tensor]:
     """Dense parameters, and the running statistics of batch norm."""
-    found = {name: value for name, value in model.named_parameters() if "embeddings." not in name}
-    return {**found, **{name: value for name, value in model.named_buffers() if "running" in name}}
+    results = {name: value for name, value in model.named_parameters() if "embeddings." not in name}
+    return {**results, **{name: value for name, value in model.named_buffers() if "running" in name}}
 
 
 def embedded(model: TowerModel, feed: Feed, rank: int, world_size: int) -> dict[str, Tensor]:
@@ -188,17 +188,17 @@ def unsharded(model: str) -> dict[str, Any]:
     tables = [value for name, value in made.named_parameters() if "embeddings." in name]
     dense = [value for name, value in made.named_parameters() if "embeddings." not in name]
     optimizers = [torch.optim.SGD(tables, lr=SGD.tables_lr), torch.optim.SGD(dense, lr=SGD.dense_lr)]
-    found: dict[str, Any] = {"logits": []}
+    results: dict[str, Any] = {"logits": []}
     for batch in feed(STEPS, rank=0, world_size=1):
         made.zero_grad()
         loss, output = made(batch)
         loss.backward()
-        found.setdefault("gradients", {name: value.grad.clone() for name, value in made.named_parameters()})  # type: ignore[union-attr]
+        results.setdefault("gradients", {name: value.grad.clone() for name, value in made.named_parameters()})  # type: ignore[union-attr]
         for optimizer in optimizers:
             optimizer.step()
-        found["logits"].append(output.logits)
+        results["logits"].append(output.logits)
     state = {name: value.detach() for name, value in made.named_parameters()} | dense_of(made)
-    return {**found, "state": state, "embedded": embedded(made, feed, 0, 1), "keys": set(made.state_dict())}
+    return {**results, "state": state, "embedded": embedded(made, feed, 0, 1), "keys": set(made.state_dict())}
 
 
 def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
@@ -208,24 +208,24 @@ def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
     plan = plan_sharding(made, runtime, config, optimizer=case.optimizer)
     parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=case.optimizer, seed=7)
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    own = feed(STEPS, rank=runtime.rank, world_size=runtime.world_size)
+    local = feed(STEPS, rank=runtime.rank, world_size=runtime.world_size)
     first = shards(parallel)
-    logits = [pipeline.progress(own).logits]
+    logits = [pipeline.progress(local).logits]
     norm = optimizer.gradient_norm
     gradients = {
         name: value.grad.clone() for name, value in parallel.module.named_parameters() if value.grad is not None
     }
     second = shards(parallel)
-    logits += [pipeline.progress(own).logits for _ in range(STEPS - 1)]
+    logits += [pipeline.progress(local).logits for _ in range(STEPS - 1)]
     modules = [type(module).__name__ for module in pipeline._pipelined_modules]
-    found = {"pipelined": modules, "unpipelined": unpipelined(pipeline, parallel)}
+    results = {"pipelined": modules, "unpipelined": unpipelined(pipeline, parallel)}
     pipeline.detach()
     return {
-        **found,
+        **results,
         "norm": norm,
         "logits": logits,
         "gradients": {name: value for name, value in gradients.items() if "embeddings." not in name},
-        "moved": [(*place, before - after) for (*place, before), (*_, after) in zip(first, second, strict=True)],
+        "moved": [(*index, before - after) for (*index, before), (*_, after) in zip(first, second, strict=True)],
         "shards": shards(parallel),
         "dense": {name: value.detach().clone() for name, value in dense_of(parallel.module).items()},
         "embedded": embedded(parallel.module, feed, runtime.rank, runtime.world_size),
@@ -240,22 +240,22 @@ def shards(model: nn.Module) -> list[Any]:
     ]
 
 
-def whole(ranks: list[dict[str, Any]], part: str) -> dict[str, Tensor]:
+def whole(ranks: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
     """Tables from the shards of all ranks; every cell must be there."""
     tables: dict[str, Tensor] = {}
-    for fqn, rows, columns, row, column, shard in (shard for rank in ranks for shard in rank[part]):
-        found = tables.setdefault(fqn, torch.full((rows, columns), float("nan")))
-        found[row : row + shard.shape[0], column : column + shard.shape[1]] = shard
+    for fqn, rows, columns, row, column, shard in (shard for rank in ranks for shard in rank[key]):
+        table = tables.setdefault(fqn, torch.full((rows, columns), float("nan")))
+        table[row : row + shard.shape[0], column : column + shard.shape[1]] = shard
     return tables
 
 
-def one(ranks: list[dict[str, Any]], part: str) -> dict[str, Tensor]:
+def one(ranks: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
     """What ranks hold, which all that hold it hold alike."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for rank in ranks:
-        for name, value in rank[part].items():
-            torch.testing.assert_close(found.setdefault(name, value), value, rtol=0, atol=1e-6)
-    return found
+        for name, value in rank[key].items():
+            torch.testing.assert_close(results.setdefault(name, value), value, rtol=0, atol=1e-6)
+    return results
 
 
 def close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -273,8 +273,8 @@ def all_cases(runtime: Runtime) -> list[dict[str, Any]]:
 @cache
 def ranks_of(world_size: int) -> dict[Case, list[dict[str, Any]]]:
     """By case what each rank found; one set of processes runs all cases of a number of ranks."""
-    found = run_ranks(all_cases, world_size, timeout_s=300)
-    return {case: [rank[place] for rank in found] for place, case in enumerate(CASES[world_size])}
+    results = run_ranks(all_cases, world_size, timeout_s=300)
+    return {case: [rank[index] for rank in results] for index, case in enumerate(CASES[world_size])}
 
 
 SLOW_FROM_4: dict[int, list[pytest.MarkDecorator]] = {1: [], 2: [], 4: [pytest.mark.slow]}
@@ -300,8 +300,8 @@ def test_placed_towers_equal_the_unsharded_model(world_size: int, case: Case) ->
 @pytest.mark.parametrize(("world_size", "case"), WITH_SGD)
 def test_a_placed_tower_embeds_rows_that_ranks_have_unequal_numbers_of(world_size: int, case: Case) -> None:
     ranks = ranks_of(world_size)[case]
-    found = {name: torch.cat([rank["embedded"][name] for rank in ranks]) for name in ranks[0]["embedded"]}
-    close(found, unsharded(case.model)["embedded"], 1e-4)
+    results = {name: torch.cat([rank["embedded"][name] for rank in ranks]) for name in ranks[0]["embedded"]}
+    close(results, unsharded(case.model)["embedded"], 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_placed_tower_embeds_rows_that_ranks_have_unequal_numbers_of(world_siz
     ],
 )
 def test_every_optimizer_moves_placed_towers_as_it_moves_the_flat_model(world_size: int, case: Case) -> None:
-    """One norm of the gradient is limited, although no rank has all of it; settings by tower hold on ranks without the tower."""
+    """The norm of the whole gradient is limited, though no rank has it; settings hold on ranks without the tower."""
     flat, ranks = ranks_of(1)[CASES[1][1]], ranks_of(world_size)[case]
     assert flat[0]["norm"] > MANY.clip_norm
     for rank in ranks:

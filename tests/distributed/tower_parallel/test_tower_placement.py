@@ -114,16 +114,16 @@ def test_rows_survive_the_journey(features: int, dense: int) -> None:
     """Cut, packed, unpacked and joined again, and padded by empty rows."""
     lengths = torch.randint(0, 4, (features, 7), dtype=torch.int32)
     rows = TowerRows(torch.arange(int(lengths.sum())), lengths, torch.rand(7, dense))
-    parts = [slice_rows(rows, start, stop) for start, stop in ((0, 3), (3, 3), (3, 7))]
+    pieces = [slice_rows(rows, start, stop) for start, stop in ((0, 3), (3, 3), (3, 7))]
     widths = Widths(features, dense)
-    payload = pack_rows([(part, widths) for part in parts], torch.device("cpu"))
-    found, start = [], 0
-    for part in parts:
-        stop = start + len(pack_rows([(part, widths)], torch.device("cpu")))
-        found.append(unpack_rows(payload[start:stop], part.height, len(part.values), widths))
+    payload = pack_rows([(piece, widths) for piece in pieces], torch.device("cpu"))
+    results, start = [], 0
+    for piece in pieces:
+        stop = start + len(pack_rows([(piece, widths)], torch.device("cpu")))
+        results.append(unpack_rows(payload[start:stop], piece.height, len(piece.values), widths))
         start = stop
     assert start == len(payload)
-    for again, was in zip(join_rows(found), rows, strict=True):
+    for again, was in zip(join_rows(results), rows, strict=True):
         assert torch.equal(again, was)
     more = pad_rows(rows, 9)
     assert torch.equal(more.values, rows.values)
@@ -133,32 +133,34 @@ def test_rows_survive_the_journey(features: int, dense: int) -> None:
 
 def on_two_ranks(runtime: Runtime) -> dict[str, Any]:
     """All that needs two processes, in one pair of them."""
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "calls": {towers: calls_per_step(runtime, towers) for towers in ("data_parallel", "user:0,item:1")}
     }
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise", towers="user:0,item:1"))
-    found["explained"] = explain(plan, model, 2)
+    results["explained"] = explain(plan, model, 2)
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
     (batch,) = batches(1, rank=runtime.rank, world_size=2)
     parallel(batch)[0].backward()
     if runtime.rank == 1:
         parallel.module.towers.item.mlp[0].weight.grad[0, 0] = float("nan")
-    found["gradient"] = told(GradientNotFiniteError, optimizer.step)
+    results["gradient"] = told(GradientNotFiniteError, optimizer.step)
     local = SyncConfig(mode="local_sgd", every=2)
-    found["sync"] = told(ValueError, lambda: synchronised(parallel, optimizer, local))
+    results["sync"] = told(ValueError, lambda: synchronised(parallel, optimizer, local))
     stale = SyncConfig(mode="semi_sync")
-    found["semi_sync"] = told(ValueError, lambda: make_pipeline(parallel, optimizer, runtime.device, sync=stale))
+    results["semi_sync"] = told(ValueError, lambda: make_pipeline(parallel, optimizer, runtime.device, sync=stale))
     small = PlanConfig(memory_gb=1e-4, towers="user:0,item:1", sharding="table_wise")
     large = two_tower([table("user_id", USERS)], [table("item_id", 10_000)], device=META)
-    found["too large"] = told(PlanError, lambda: plan_sharding(large, runtime, small))
+    results["too large"] = told(PlanError, lambda: plan_sharding(large, runtime, small))
     planning.draft_towers = failing  # type: ignore[assignment]
-    found["planner"] = told(
+    results["planner"] = told(
         RuntimeError, lambda: plan_sharding(small_model(META), runtime, PlanConfig(towers="user:0,item:1"))
     )
     wrong = OptimizerConfig(per_layer=("towers.place=lr=1",))
-    found["pattern"] = told(ValueError, lambda: hybrid_parallel(small_model(META), runtime, plan=plan, optimizer=wrong))
-    return found
+    results["pattern"] = told(
+        ValueError, lambda: hybrid_parallel(small_model(META), runtime, plan=plan, optimizer=wrong)
+    )
+    return results
 
 
 def failing(*_: Any) -> None:
@@ -178,8 +180,8 @@ def calls_per_step(runtime: Runtime, towers: str) -> dict[str, float]:
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise", towers=towers))
     pipeline = make_pipeline(*hybrid_parallel(model, runtime, plan=plan), runtime.device)
-    own = batches(3 + STEPS, rank=runtime.rank, world_size=2)
-    pipeline.progress(own)
+    local = batches(3 + STEPS, rank=runtime.rank, world_size=2)
+    pipeline.progress(local)
     counts: Counter[str] = Counter()
 
     def counted(name: str, call: Any) -> Any:
@@ -193,7 +195,7 @@ def calls_per_step(runtime: Runtime, towers: str) -> dict[str, float]:
     for name, call in originals.items():
         setattr(dist, name, counted(name, call))
     for _ in range(STEPS):  # the batches of two further steps are there already, so each of these steps begins one
-        pipeline.progress(own)
+        pipeline.progress(local)
     for name, call in originals.items():
         setattr(dist, name, call)
     return {name: count / STEPS for name, count in counts.items()}
@@ -205,7 +207,7 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 def test_all_towers_share_one_exchange_each_way(two_ranks: list[dict[str, Any]]) -> None:
-    """Header, rows, outputs and their gradient; sharded tables of two towers need nine, their announcements being one already."""
+    """Header, rows, outputs and their gradient; sharded tables of two towers need nine, with shared announcements."""
     for rank in two_ranks:
         assert rank["calls"]["user:0,item:1"] == {"all_to_all_single": 4.0}
         assert sum(rank["calls"]["data_parallel"].values()) == 9
