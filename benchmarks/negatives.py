@@ -28,7 +28,7 @@ from torchrec import EmbeddingBagConfig
 
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives.hard import ExactTopK, HardNegatives
+from torchrec_ext.data.negatives.hard import HardNegatives
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.on_device import sampler_on_device
 from torchrec_ext.data.negatives.samplers import Negatives, PopularityNegatives, UniformNegatives
@@ -196,7 +196,8 @@ def step_rows(
     vectors = torch.randn(uniform.known.num_items + 1, 16)
     some = np.unique(users)
     start = time.perf_counter()
-    hard.refresh(ExactTopK(torch.randn(uniform.known.num_users, 16), vectors, uniform.known, 50), some, block=256)
+    queries = torch.randn(uniform.known.num_users, 16)
+    hard.refresh(lambda of: (queries[of] @ vectors.T).topk(200).indices.numpy(), some, block=256)
     print(f"{shape}: hard negatives of {len(some)} users refreshed in {time.perf_counter() - start:.2f} s")
     yield row(f"draw-hard, numpy, {shape}", interleaved(repeats, 5, lambda: hard.draw(users, places, 0, NEGATIVES))[0])
 

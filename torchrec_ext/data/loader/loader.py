@@ -224,11 +224,12 @@ class ChunkLoader(Epochs):
             ``chunk``, or file, row group and row.
 
     Example:
-        Hard negatives from the model's own towers; ``embed_all`` gathers their output for all users or items from all
-        ranks::
+        Hard negatives by a search of your own: ``vectors()`` returns (U, D), row u is the vector of user u, and
+        ``index`` searches the items' (more than ``k``, since known ones are dropped)::
 
             def refresh(epoch: int) -> Index:
-                return ExactTopK(embed_all("user"), embed_all("item"), sampler.easy.known, k=200)
+                queries = vectors()
+                return lambda users: index.search(queries[users], 200)[1]
 
             loader = ChunkLoader(rows, schema, config=config, items=items, negatives=sampler, refresh=refresh)
     """

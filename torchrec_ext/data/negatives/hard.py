@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from typing_extensions import Self
 
 from torchrec_ext.data.columns import Int64
@@ -68,8 +67,8 @@ class HardNegatives(TrainingSampler):
         """Asks an index for each user's best items.
 
         Args:
-            index: function from users (B,) to their items (B, K'), best first, such as :class:`ExactTopK` or a search
-                in a FAISS index. Ids below 1 stand for no item. Known items are dropped, so an index that does not know
+            index: function from users (B,) to their items (B, K'), best first, such as a search in a FAISS
+                index. Ids below 1 stand for no item. Known items are dropped, so an index that does not know
                 them should return more.
             users: (U,) users to ask for; all known users where not given.
             block: B, the number of users asked for at once.
@@ -133,38 +132,3 @@ class HardNegatives(TrainingSampler):
         good = (best > 0) & ~self.easy.known.contains(users[:, None], np.maximum(best, 0))
         rows, ranks = np.nonzero(good & (np.cumsum(good, axis=1) <= self.k))
         return users[rows], best[rows, ranks]
-
-
-class ExactTopK:
-    """Finds each user's best items exactly: scores all items by the dot product and leaves the known ones out.
-
-    Args:
-        queries: (U, D), row u is the vector of user u.
-        items: (num_items + 1, D), row i is the vector of item i; row 0 is not returned.
-        known: pairs to leave out.
-        k: K.
-    """
-
-    def __init__(self, queries: Tensor, items: Tensor, known: KnownPairs, k: int) -> None:
-        if len(items) != known.num_items + 1 or queries.shape[1:] != items.shape[1:]:
-            raise ValueError(
-                f"items: shape {tuple(items.shape)} with queries {tuple(queries.shape)}; must be (num_items + 1, D) = "
-                f"({known.num_items + 1}, {queries.shape[-1]}), row i for item i"
-            )
-        self._queries, self._items, self._known, self._k = (
-            queries.detach(),
-            items.detach(),
-            known,
-            min(k, known.num_items),
-        )
-
-    def __call__(self, users: Int64) -> Int64:
-        """Returns (B, K) the best items of ``users`` (B,), best first, 0 where there are fewer."""
-        device = self._items.device
-        scores = self._queries[torch.from_numpy(users).to(device)] @ self._items.T
-        rows, taken = self._known.of(users)
-        scores[torch.from_numpy(rows).to(device), torch.from_numpy(taken).to(device)] = -torch.inf
-        scores[:, 0] = -torch.inf
-        best = scores.topk(self._k, dim=1)
-        items: Int64 = best.indices.masked_fill(best.values == -torch.inf, 0).cpu().numpy()
-        return items
