@@ -419,7 +419,7 @@ class SyncConfig:
     every rank, no outer momentum; so it learns on, but not bit for bit as it would have without the stop.
 
     Args:
-        mode: when ranks exchange what: gradients in each backward, or weights every k steps, or rows a step ahead.
+        mode: schedule of exchanges: gradients in each backward, weights every k steps, or rows a step ahead.
         every: k, steps between two averages in ``local_sgd`` and ``diloco``.
         warmup: steps as ``every_step`` before the other modes begin. Where not given, 0 for ``semi_sync``; for
             ``local_sgd`` and ``diloco`` 1, the least, because DDP records its graph in the first step.
