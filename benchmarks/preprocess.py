@@ -61,8 +61,8 @@ def by_hand(source: Path, out: Path, threads: int) -> None:
     for name in COLUMNS:
         counts = f"SELECT {name} AS value, count(*) AS n FROM '{source}' WHERE {name} IS NOT NULL GROUP BY 1"
         connection.execute(
-            f"CREATE TABLE v_{name} AS SELECT value, row_number() OVER (ORDER BY n DESC, value) AS id "
-            f"FROM ({counts} HAVING count(*) >= {MIN_COUNT})"
+            f"CREATE TABLE v_{name} AS SELECT value, row_number() OVER (ORDER BY n DESC, value) AS id FROM ({counts} "
+            f"HAVING count(*) >= {MIN_COUNT})"
         )
     ids = ", ".join(f"coalesce(v_{name}.id, 0) AS {name}" for name in COLUMNS)
     joins = " ".join(f"LEFT JOIN v_{name} ON t.{name} = v_{name}.value" for name in COLUMNS)

@@ -96,8 +96,8 @@ def test_a_gpu_that_is_left_idle_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
     seen = doctor.diagnose(really_import=False)
     assert seen.healthy
     assert seen.notes == (
-        "an NVIDIA GPU is in sight, but the CPU builds are used; to change that: "
-        "TORCHREC_EXT_VARIANT=cuda py -m torchrec_ext.doctor --install",
+        "an NVIDIA GPU is in sight, but the CPU builds are used; to change that: TORCHREC_EXT_VARIANT=cuda py -m "
+        "torchrec_ext.doctor --install",
     )
 
 

@@ -23,8 +23,9 @@ def test_none_is_left(house: House, measure: str) -> None:
 
 
 @pytest.mark.unit
-def test_few_modules_serve_one_sibling_alone(house: House) -> None:
+def test_few_modules_serve_one_sibling_alone_and_few_names_mean_nothing(house: House) -> None:
     assert len(MEASURES["modules with one importer, in their folder"](house)) < 20
+    assert len(MEASURES["variables called by a word of no meaning"](house)) < 100
 
 
 MADE_UP = {

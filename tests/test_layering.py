@@ -60,7 +60,7 @@ def imported(module: str, source: str, *, is_package: bool) -> Iterator[tuple[in
 
 
 def unit_of(module: str) -> str | None:
-    """The unit of a dotted name, such as data.loader.ChunkLoader -> data; None for the package itself and for others' code."""
+    """The unit of a dotted name: data.loader.ChunkLoader -> data; None for the package itself and for others' code."""
     top, *rest = module.removeprefix("torchrec_ext.components").lstrip(".").split(".") if module else [""]
     if module.startswith("torchrec_ext.components"):
         return "components"
@@ -139,7 +139,7 @@ def test_every_import_follows_the_table() -> None:
 
 @pytest.mark.unit
 def test_whatever_imports_torch_checks_the_stack_first() -> None:
-    """Add `import torchrec_ext.needs_torch  # noqa: F401` as the first import of the module or of its package's __init__."""
+    """Add `import torchrec_ext.needs_torch` as the first import of the module or of its package's __init__."""
     assert unguarded(sources()) == []
 
 

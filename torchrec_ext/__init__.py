@@ -1,4 +1,4 @@
-"""Recommender sub-networks declared as towers, trained hybrid-parallel on TorchRec, explained when slow, and served as trained.
+"""Recommender sub-networks declared as towers, trained hybrid-parallel on TorchRec, and served as they were trained.
 
 Importing the package loads no torch: the names in ``__init__.pyi`` are imported when first used, after a check of the
 installed stack. Each subpackage exports its own names alike: ``from torchrec_ext.modules import Tower, TopMLP``.

@@ -208,7 +208,7 @@ def pack(
     """Lays out a batch of B rows and Q shared rows; :class:`TowerBatch` says what its tensors mean.
 
     Args:
-        layout: which features stand where, and in which order.
+        layout: features of each tensor, in their order.
         fill: returns the ids of one KeyedJaggedTensor, given its keys and the number of bags of each of their features.
         dense: (B, Fd) float32.
         labels: (B,) float32.

@@ -176,8 +176,8 @@ def _check_platform(variant: Variant) -> None:
         )
     if variant == "cuda" and machine != "x86_64":
         raise InstallError(
-            f"fbgemm-gpu {stack.FBGEMM} has no CUDA wheel for {machine}: build it from source, "
-            "or train on the CPU with TORCHREC_EXT_VARIANT=cpu"
+            f"fbgemm-gpu {stack.FBGEMM} has no CUDA wheel for {machine}: build it from source, or train on the CPU "
+            "with TORCHREC_EXT_VARIANT=cpu"
         )
 
 
@@ -186,8 +186,8 @@ def _check_pip() -> None:
         run_quietly([sys.executable, "-m", "pip", "--version"])
     except CommandError:
         raise InstallError(
-            f"{stack.interpreter()} has no pip: run `{stack.interpreter()} -m ensurepip`, or use `make demo`, "
-            "which makes an environment of its own"
+            f"{stack.interpreter()} has no pip: run `{stack.interpreter()} -m ensurepip`, or use `make demo`, which "
+            "makes an environment of its own"
         ) from None
 
 

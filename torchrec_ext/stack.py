@@ -125,8 +125,8 @@ def asked_variant() -> Variant | None:
     value = os.environ.get("TORCHREC_EXT_VARIANT", "")
     if value not in ("", "cpu", "cuda"):
         raise ValueError(
-            f"TORCHREC_EXT_VARIANT={value!r}: it must be cpu or cuda; unset it to let the machine decide "
-            "(an NVIDIA GPU in sight means cuda)"
+            f"TORCHREC_EXT_VARIANT={value!r}: it must be cpu or cuda; unset it to let the machine decide (an NVIDIA "
+            "GPU in sight means cuda)"
         )
     return cast(Variant, value) if value else None
 

@@ -108,8 +108,8 @@ def _check(options: argparse.Namespace) -> None:
     targets = [flag for flag in ("out", "refresh", "redis") if getattr(options, flag) is not None]
     wrong = {
         "say one of --out FOLDER, --refresh FOLDER and --redis URL": len(targets) != 1,
-        "--delete: a store that is written whole has the rows of --catalogue alone; "
-        "with --refresh FOLDER in place of --out ids are taken out": delete is not None and targets == ["out"],
+        "--delete: a store that is written whole has the rows of --catalogue alone; with --refresh FOLDER in place of "
+        "--out ids are taken out": delete is not None and targets == ["out"],
         f"--store {options.store}: is for --out; a store keeps its type when it is refreshed, and a Redis has fp32": (
             options.store is not None and targets != ["out"]
         ),

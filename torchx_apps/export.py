@@ -146,8 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint",
         metavar="best|last|STEP|PATH",
-        help="the best by train.early_stop.metric, the last, that of a step, or another one by path or address; "
-        "the best where the run has marked one, else the last",
+        help="the best by train.early_stop.metric, the last, that of a step, or another one by path or address; the "
+        "best where the run has marked one, else the last",
     )
     parser.add_argument("--recipe", help="my_recipe.py:job or my.module:job, where the run's recipe is not built in")
     parser.add_argument(

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint",
         metavar="best|last|STEP",
-        help="the best by train.early_stop.metric, the last, or that of a step; "
-        "the best where one is marked, else the last",
+        help="the best by train.early_stop.metric, the last, or that of a step; the best where one is marked, else the "
+        "last",
     )
     options = parser.parse_args(argv)
     from tqdm import tqdm

@@ -39,8 +39,7 @@ def test_a_model_that_is_worse_than_a_constant_is_told_with_its_remedy(
     assert f"warning: {warning}" in output
     assert warning.startswith(
         "this model is worse than the same for all by log_loss (0.3210 against 0.0420); it predicts 38 times the "
-        "positives that "
-        "there are; train longer"
+        "positives that there are; train longer"
     )
     assert "train.early_stop.metric=log_loss" in warning
     manifest: Any = SimpleNamespace(

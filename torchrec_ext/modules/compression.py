@@ -79,8 +79,8 @@ class CompressingLayer(nn.Module):
         if config.per_feature and len(set(widths)) > 1:
             raise ValueError(
                 f"compress: per_feature={config.per_feature} with bags {list(widths)} wide: one layer reads every bag, "
-                "so "
-                "all must be of one width; give the tables one embedding_dim, or take per_feature=0 with flat vectors"
+                "so all must be of one width; give the tables one embedding_dim, or take per_feature=0 with flat "
+                "vectors"
             )
         self.config, self.features, self.dense = config, len(widths), dense
         self.bags = sum(widths)

@@ -39,8 +39,7 @@ def gpu_sharing(device: torch.device, processes: int, environ: Mapping[str, str]
         looked = f" (looked in CUDA_MPS_PIPE_DIRECTORY={pipes})" if pipes else ""
         return (
             f"note: {where} without MPS{looked}: their kernels take turns. Start it with `nvidia-cuda-mps-control -d` "
-            "as the user "
-            "of the job, and stop it with `echo quit | nvidia-cuda-mps-control`"
+            "as the user of the job, and stop it with `echo quit | nvidia-cuda-mps-control`"
         )
     share = environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     if share is None:

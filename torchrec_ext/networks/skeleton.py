@@ -38,8 +38,7 @@ class JaggedStandIn:
     def __getattr__(self, attribute: str) -> NoReturn:
         raise StackError(
             f"the network reads batch.{self.name}.{attribute}, ids outside of an EmbeddingBagCollection, which differ "
-            "from member "
-            "to member: it cannot be stacked; train it alone"
+            "from member to member: it cannot be stacked; train it alone"
         )
 
 
@@ -154,8 +153,7 @@ class Skeleton:
             if isinstance(module, EmbeddingCollection | nn.modules.batchnorm._BatchNorm):
                 raise StackError(
                     f"layer '{path}' is a {type(module).__name__}: only EmbeddingBagCollections and layers that keep "
-                    "no statistics "
-                    "are stacked; train the network alone"
+                    "no statistics are stacked; train the network alone"
                 )
             if isinstance(module, EmbeddingBagCollection):
                 self.tables[path] = replaced[id(module)] = _Tables(path, module)

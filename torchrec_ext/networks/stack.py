@@ -271,8 +271,7 @@ class Stack(nn.Module):
         if (differs := first_difference(networks)) is not None:
             raise StackError(
                 f"{differs}: a stack holds networks of one shape; give both the same, or train them beside each other "
-                "on rank "
-                "groups"
+                "on rank groups"
             )
         keep_freed_memory()
         self.networks = dict(networks)  # not as submodules: their weights are views of the stack's
@@ -384,8 +383,7 @@ class Stack(nn.Module):
             if abs(alone - loss) > _CLOSE * max(1.0, abs(alone)):
                 raise StackError(
                     f"'{name}' has a loss of {alone} on its first batch alone and of {loss} in the stack: its forward "
-                    "depends on "
-                    "more than its weights and the batch's tensors, so it cannot be stacked; train it alone"
+                    "depends on more than its weights and the batch's tensors, so it cannot be stacked; train it alone"
                 )
 
     def inputs(
@@ -437,8 +435,7 @@ class Stack(nn.Module):
                 if mine is None or theirs is None or mine.shape != theirs.shape:
                     raise StackError(
                         f"batch.{field} is {_shape(mine)} for '{self.members[0]}' and {_shape(theirs)} for '{name}': "
-                        "members of a "
-                        "stack take batches of one shape; give both the same batch_size and negatives"
+                        "members of a stack take batches of one shape; give both the same batch_size and negatives"
                     )
         return (
             tensors[0] if shared else {name: torch.stack([fields[name] for fields in tensors]) for name in tensors[0]}

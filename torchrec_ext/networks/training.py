@@ -195,8 +195,7 @@ class StalePeers:
         if any(batch is not batches[0] for batch in batches):
             raise StackError(
                 "codistillation between members that read different rows: peers predict for the same rows; let all "
-                "read one loader "
-                "(the same loader settings and seed)"
+                "read one loader (the same loader settings and seed)"
             )
         if step < self._config.burn_in or self._stack.skeleton is None:
             return None
@@ -484,10 +483,8 @@ class _Run:
         for name, loss in lost.items():
             message = (
                 f"'{name}': the loss is {loss} at step {self.at.step + 1} of epoch {epoch}; nothing was written by "
-                "this step, and "
-                "the member ends here: lower its optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, "
-                "or look for "
-                "extreme values in the data"
+                "this step, and the member ends here: lower its optimizer.tables_lr or optimizer.dense_lr, set "
+                "optimizer.clip_norm, or look for extreme values in the data"
             )
             self._keep(name, {"kind": "error", "epoch": epoch, "step": self.at.step + 1, "message": message})
         self._leave(lost)
@@ -571,8 +568,7 @@ def _steps_of_all(members: Mapping[str, Member]) -> int:
     if other is not None:
         raise StackError(
             f"'{first}' has {steps[first]} steps an epoch and '{other}' {steps[other]}: members of a stack step "
-            "together; give "
-            "both the same rows and loader.batch_size, or train them beside each other"
+            "together; give both the same rows and loader.batch_size, or train them beside each other"
         )
     return steps[first]
 

@@ -42,8 +42,8 @@ class SparseFeature:
     def __post_init__(self) -> None:
         if not 0 <= self.oov_id < self.num_embeddings:
             raise ValueError(
-                f"feature '{self.name}': oov_id={self.oov_id} is not a row of table {self.readers}; "
-                f"choose a row from 0 to {self.num_embeddings - 1}"
+                f"feature '{self.name}': oov_id={self.oov_id} is not a row of table {self.readers}; choose a row from "
+                f"0 to {self.num_embeddings - 1}"
             )
 
     @property

@@ -171,8 +171,8 @@ def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tens
         )
     if column.weights.shape != column.values.shape:
         raise DataError(
-            f"column '{feature.weights}': {column.weights.numel()} weights, must be {column.values.numel()}, "
-            f"one for each id of '{feature.name}'"
+            f"column '{feature.weights}': {column.weights.numel()} weights, must be {column.values.numel()}, one for "
+            f"each id of '{feature.name}'"
         )
     weights = column.weights.float()
     if weights.numel() and finite_range(weights) is None:
@@ -251,8 +251,8 @@ def _check_types(name: str, column: Jagged) -> None:
             raise DataError(f"feature '{name}': {what} are a {type(tensor).__name__}, must be a tensor")
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise DataError(
-                f"feature '{name}': {what} are {str(tensor.dtype).removeprefix('torch.')}, must be integers; "
-                "convert them where they are read (a float id would silently become row 0)"
+                f"feature '{name}': {what} are {str(tensor.dtype).removeprefix('torch.')}, must be integers; convert "
+                "them where they are read (a float id would silently become row 0)"
             )
         if tensor.dim() != 1:
             raise DataError(

@@ -202,8 +202,8 @@ def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
         "--resume",
         default="never",
         metavar="auto|PATH",
-        help="go on from the last good checkpoint of --run-dir (or of the recipe's newest run), "
-        "or from that of another run",
+        help="go on from the last good checkpoint of --run-dir (or of the recipe's newest run), or from that of "
+        "another run",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the recipe as changed by --set, and exit")
     parser.add_argument("--list-recipes", action="store_true", help="print the built-in recipes, and exit")

@@ -216,7 +216,7 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Ids)
     store, runtime = RedisStore(url, tower=rows.digest, expiry_s=expiry_s, timeout_s=_REDIS_TIMEOUT_S), rows.runtime
     written = removed = 0
     try:
-        store.current_tower()  # fails at once where there is no Redis; the towers may run for long
+        store.check()  # before the towers run, which may take long
         if runtime.is_main:
             _check_ids(rows, deleted)
         dist.barrier()
@@ -228,8 +228,6 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Ids)
         if runtime.is_main:
             removed = store.delete([str(key) for key in deleted])
         dist.barrier()
-        if runtime.is_main and rows.catalogue:
-            store.make_current()
     except StoreError as error:
         raise ValueError(f"{error} ({_progress_text(rows, written)})") from None
     finally:

@@ -61,8 +61,7 @@ def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_row
     if not asked:
         raise ValueError(
             "no member: give --vary KEY=VALUE,VALUE once or more for all combinations, or --member NAME:KEY=VALUE,... "
-            "for each "
-            "network; `python -m torchx_apps.train --recipe NAME` trains one"
+            "for each network; `python -m torchx_apps.train --recipe NAME` trains one"
         )
     made = [MemberJob(name, changes, _job(base, flag, changes, own_rows)) for flag, name, changes in asked]
     _check(made)
@@ -130,8 +129,8 @@ def _check(members: Sequence[MemberJob]) -> None:
             raise ValueError(f"two members have the name '{first.name}'; give each --member a name of its own")
         if first.job == other.job:
             raise ValueError(
-                f"members '{first.name}' and '{other.name}' are one network: all their settings are equal; "
-                "leave one out"
+                f"members '{first.name}' and '{other.name}' are one network: all their settings are equal; leave one "
+                "out"
             )
 
 
@@ -212,8 +211,7 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
         if missing := [rank for rank in ranks if rank >= world_size]:
             raise ValueError(
                 f"--groups {item}: there is no rank {missing[0]}; the job has ranks 0 to {world_size - 1}: start more "
-                "with -j, or "
-                "name one of these"
+                "with -j, or name one of these"
             )
         chosen = [name for pattern in members.split("+") for name in named(names, pattern, f"--groups {item}")]
         members_by_ranks.setdefault(ranks, []).extend(chosen)

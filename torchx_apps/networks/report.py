@@ -1,4 +1,4 @@
-"""What a job of several networks tells a person: progress, a table of the members with the best, a picture of their figures."""
+"""Reports a job of several networks: progress, a table of the members, the best of them, a picture of the figures."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _OF_THE_PROCESS = ("restore", "steps")  # records of what a process did, not of 
 
 @dataclass(frozen=True)
 class Result:
-    """How a member did.
+    """Outcome of one member.
 
     Args:
-        name: of the member.
+        name: name of the member.
         ended: ``all epochs``, ``stopped early`` or ``diverged``.
-        epochs: that it was trained for.
-        validation: the figures of each evaluation, with ``epoch`` and ``step``.
-        test: its figures on the test part, with the weights that it ended with.
-        seconds: from its start to its end; of a stack, of all its members.
-        ranks: that trained it.
-        folder: its run folder.
-        message: why it ended early.
-        restored: whether it went back to the weights of its best evaluation.
+        epochs: number of epochs that the member was trained for.
+        validation: figures of each evaluation, with ``epoch`` and ``step``.
+        test: figures on the test part, with the weights that the member ended with.
+        seconds: time from start to end in seconds; members of a stack have that of the whole stack.
+        ranks: ranks that trained the member.
+        folder: run folder of the member.
+        message: reason for an early end.
+        restored: whether the member went back to the weights of its best evaluation.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Result:
 def result_of(
     name: str, history: Sequence[Record], figures: dict[str, float], seconds: float, ranks: Sequence[int], folder: str
 ) -> Result:
-    """The result of a member from its records, whose epochs count from 1; in those of earlier releases the first one is 0."""
+    """Returns the result of a member, read from its records; epochs of earlier releases, which began at 0, shifted."""
     restored = any(record["kind"] == "restore" for record in history)
     shift = int(any(record["epoch"] == 0 for record in history))
     history = [
@@ -78,7 +78,7 @@ def result_of(
 
 
 def read_result(member: MemberJob, folder: Path, seconds: float | None, ranks: Sequence[int]) -> Result:
-    """The result of a member from its run folder; where ``seconds`` is None, those that stand there too."""
+    """Returns the result of a member, read from its run folder, with its seconds where ``seconds`` is None."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = folder / "summary.json"
     told = json.loads(summary.read_text()) if summary.exists() else {}
@@ -87,7 +87,7 @@ def read_result(member: MemberJob, folder: Path, seconds: float | None, ranks: S
 
 
 def report_networks_start(task: Task, runtime: Runtime, members: Sequence[str], loaders: int) -> None:
-    """The data, and which members are one stack."""
+    """Prints the data, and which members are one stack."""
     print(describe_data(task))
     read = "one loader read once for all" if loaders == 1 else f"{loaders} loaders"
     print(
@@ -97,14 +97,14 @@ def report_networks_start(task: Task, runtime: Runtime, members: Sequence[str], 
 
 
 class StackProgress:
-    """A line for all members of a stack at each of their evaluations, and one for each that ends."""
+    """Prints a line for all members of a stack at each of their evaluations, and one for each member that ends."""
 
     def __init__(self, members: Sequence[str]) -> None:
         self._active = list(members)
         self._seen: dict[str, Record] = {}
 
     def show(self, name: str, record: Record) -> None:
-        """One record of one member."""
+        """Takes one record of one member."""
         if record["kind"] in ("stop", "error"):
             print(f"{name}: {record['message']}", flush=True)
             self._active.remove(name)
@@ -125,7 +125,7 @@ class StackProgress:
 
 
 def chosen_by(members: Sequence[MemberJob], results: Sequence[Result]) -> tuple[str, str, bool]:
-    """The figure that the best is chosen by, its part (``validation`` or ``test``), and whether higher is better."""
+    """Returns the figure that chooses the best, its part (``validation`` or ``test``), and whether higher is better."""
     job: Job = members[0].job
     part = "validation" if all(result.validation for result in results if result.test) else "test"
     stop = job.train.early_stop
@@ -147,14 +147,14 @@ def _figures(result: Result, part: str) -> dict[str, float]:
 
 
 def best_of(members: Sequence[MemberJob], results: Sequence[Result]) -> Result | None:
-    """The member with the best last validation figure; on sets without validation rows, test figure. None where all diverged."""
+    """Returns the member with the best last validation figure, else test figure; None where all diverged."""
     name, part, higher = chosen_by(members, results)
     able = [result for result in results if name in _figures(result, part) and result.ended != "diverged"]
     return max(able, key=lambda result: _figures(result, part)[name] * (1 if higher else -1), default=None)
 
 
 def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
-    """A row for each member: what sets it apart, its figures, how long it was trained; the best has a star."""
+    """Returns a table with a row for each member: what sets it apart, its figures and its time; the best has a star."""
     keys = differing(members)
     name, part, _ = chosen_by(members, results)
     best = best_of(members, results)
@@ -201,7 +201,7 @@ def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[
 
 
 def draw_networks(path: Path, results: Sequence[Result], best: Result | None) -> None:
-    """The training loss, and every validation figure, against epochs; a line for each member."""
+    """Draws the training loss and every validation figure against epochs, with a line for each member."""
     from matplotlib import colormaps
 
     figures = list(dict.fromkeys(name for result in results for name in _figures(result, "validation")))

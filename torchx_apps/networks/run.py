@@ -117,8 +117,7 @@ class _Group:
         elif self._config.stack == "require" or self._config.codistillation.weight:
             raise ValueError(
                 f"{list(self._group.members)} on ranks {list(self._group.ranks)}: members are stacked on one rank, two "
-                "or more of "
-                "them; place them so with --groups, or leave out --stack require and --codistill"
+                "or more of them; place them so with --groups, or leave out --stack require and --codistill"
             )
         done = {result.name for result in results}
         results += [self._train_alone(member) for member in self._members if member.name not in done]

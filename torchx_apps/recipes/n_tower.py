@@ -201,8 +201,8 @@ class NTowerConfig:
         check_towers(self.towers)
         if not self.towers.isdecimal() and (self.towers_from or self.towers_bound):
             raise ValueError(
-                "model.towers_from and model.towers_bound need a number of towers; "
-                f"model.towers={self.towers!r} is none"
+                f"model.towers_from and model.towers_bound need a number of towers; model.towers={self.towers!r} is "
+                "none"
             )
 
 

@@ -256,8 +256,8 @@ def test_serving_imports_neither_ibis_nor_duckdb(tmp_path: Path) -> None:
     CITY.save(tmp_path / "saved")
     program = (
         "import sys; from torchrec_ext.data.preprocess import FittedPreprocessor as F; "
-        f"F.load({str(tmp_path / 'saved')!r}).online({{'city': ['Oslo']}}); "
-        "print(sorted({'ibis', 'duckdb', 'pyspark'} & set(sys.modules)))"
+        f"F.load({str(tmp_path / 'saved')!r}).online({{'city': ['Oslo']}}); print(sorted({{'ibis', 'duckdb', "
+        "'pyspark'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -38,16 +38,11 @@ def test_found_as_put_in_any_batches(server: RedisServer, batch: int) -> None:
     assert mine.find([])[1].tolist() == []
 
 
-def test_towers_do_not_mix_and_the_writer_says_which_is_complete(server: RedisServer) -> None:
+def test_towers_do_not_mix(server: RedisServer) -> None:
     old, new = store(server, "old", name="v"), store(server, "new", name="v")
     old.put(["ann"], torch.ones(1, 4))
-    assert old.current_tower() is None
-    old.make_current()
-    assert new.current_tower() == "old"
     assert not new.find(["ann"])[1].any()
     new.put(["ann"], torch.zeros(1, 2))
-    new.make_current()
-    assert old.current_tower() == "new"
     assert torch.equal(old.find(["ann"])[0], torch.ones(1, 4))
 
 

@@ -169,8 +169,7 @@ def test_an_answer_that_is_read_late_still_names_its_own_step() -> None:
     first, second = run_ranks(late, 2)
     message = (
         "the loss is nan on rank(s) [0] at step 4 of epoch 2: the label is nan in row 1 of the batch on rank 0; the "
-        "update of this "
-        "step was written; mend the column, or fill its missing values in preprocessing"
+        "update of this step was written; mend the column, or fill its missing values in preprocessing"
     )
     assert first == second == [(4, 4, message), (4, 4, message)]
 

@@ -68,8 +68,7 @@ def test_a_label_that_is_no_number_on_one_rank_ends_all_before_it_is_written(
     assert (first["step"], first["finite"]) == (4, True)
     assert first["told"].startswith(
         "the loss is nan on rank(s) [1] at step 4 of epoch 1: the label is nan in row 0 and 1 more of the batch on "
-        "rank 1; "
-        "nothing was written by this step; "
+        "rank 1; nothing was written by this step; "
     )
 
 

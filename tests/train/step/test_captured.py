@@ -383,8 +383,7 @@ def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
     ((counts, told, (before, after, patient)),) = run_ranks(shapes, 1)
     assert told.endswith(
         "a captured step of 20 rows moves only the rows it reads of tables with more than 5 rows per look-up "
-        "(user_id), the others "
-        "as a whole (history, item_id)"
+        "(user_id), the others as a whole (history, item_id)"
     )
     assert 2 <= counts["require"] <= MOST_GRAPHS
     assert counts["auto"] == 4  # the three rare shapes when they come for the second time

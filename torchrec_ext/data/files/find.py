@@ -56,8 +56,8 @@ class DataFile:
             ) from error
         if now != self.stamp:
             raise DataError(
-                f"{self.name}: the file changed while it was in use, {self.stamp[0]} bytes became {now[0]}; "
-                "start anew, and write new data to new files"
+                f"{self.name}: the file changed while it was in use, {self.stamp[0]} bytes became {now[0]}; start "
+                "anew, and write new data to new files"
             )
 
 

@@ -161,7 +161,7 @@ def _same_kind(name: str, files: Sequence[Path], chunks: Sequence[Chunk], at: in
         )
     if column.values.dtype.kind != first.values.dtype.kind or column.ragged != first.ragged:
         raise DataError(
-            f"{files[at]}: column '{name}' is {column.values.dtype}, in {files[0]} it is {first.values.dtype}; "
-            "give files with the same types"
+            f"{files[at]}: column '{name}' is {column.values.dtype}, in {files[0]} it is {first.values.dtype}; give "
+            "files with the same types"
         )
     return column

@@ -162,8 +162,8 @@ def _finite(group: RowGroup, name: str, values: Array) -> Float32:
     if not finite.all():
         row = int((~finite).argmax())
         raise DataError(
-            f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]} is not finite; "
-            "fill or drop it where it is written"
+            f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]} is not finite; fill or drop "
+            "it where it is written"
         )
     return floats
 
@@ -182,8 +182,8 @@ def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
         index = int((~np.isfinite(values)).argmax())
         row = int(np.searchsorted(np.cumsum(lengths), index, side="right"))
         raise DataError(
-            f"{group.name}, column '{column}', row {group.first + row}: value {values[index]} is not finite; "
-            "fill or drop it where it is written"
+            f"{group.name}, column '{column}', row {group.first + row}: value {values[index]} is not finite; fill or "
+            "drop it where it is written"
         )
     return Column.from_lengths(values, lengths)
 

@@ -126,8 +126,8 @@ class HardNegatives(TrainingSampler):
         if (best > num_items).any():
             row, rank = np.argwhere(best > num_items)[0]
             raise DataError(
-                f"the index returned item {best[row, rank]} for user {users[row]}; items are 1 to {num_items}: "
-                "return the ids of the data, not places in the index, and 0 where there is none"
+                f"the index returned item {best[row, rank]} for user {users[row]}; items are 1 to {num_items}: return "
+                "the ids of the data, not places in the index, and 0 where there is none"
             )
         good = (best > 0) & ~self.easy.known.contains(users[:, None], np.maximum(best, 0))
         rows, ranks = np.nonzero(good & (np.cumsum(good, axis=1) <= self.k))

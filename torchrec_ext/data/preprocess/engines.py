@@ -113,8 +113,8 @@ def need_ibis(package: str = "duckdb") -> Any:
     except ImportError as error:
         extra = "data" if package == "duckdb" else "spark"
         raise DataError(
-            f"preprocessing files needs {error.name}, which is not installed: pip install 'torchrec-ext[{extra}]' "
-            "(a saved preprocessor works on requests without it)"
+            f"preprocessing files needs {error.name}, which is not installed: pip install 'torchrec-ext[{extra}]' (a "
+            "saved preprocessor works on requests without it)"
         ) from error
     return ibis
 
@@ -503,6 +503,6 @@ def _start(master: str, session: Any) -> Any:
     except Exception as error:  # PySpark has no common type: no Java, no master, no right
         first = str(error).strip().splitlines()
         raise DataError(
-            f"engine={master!r}: Spark did not start ({first[0] if first else type(error).__name__}); "
-            "check the master URL, and that Java 17 or newer is installed"
+            f"engine={master!r}: Spark did not start ({first[0] if first else type(error).__name__}); check the master "
+            "URL, and that Java 17 or newer is installed"
         ) from error

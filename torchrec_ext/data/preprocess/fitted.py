@@ -264,8 +264,7 @@ def transform(
         if data.rows not in (None, rows):
             raise DataError(
                 f"{out}: got {rows:,} of the {data.rows:,} rows of {data.where}; where several machines write, choose "
-                "a folder "
-                "that all of them and this one share"
+                "a folder that all of them and this one share"
             )
         return rows
 

@@ -201,8 +201,8 @@ def user_vectors(folder: Path | None, redis: str | None, tower: str) -> list[Use
         if stored.tower != tower:
             raise ValueError(
                 f"--vectors {folder}: made by tower {stored.tower[:12] or '(none)'}, this bundle's query is by "
-                f"{tower[:12]}; embed the users with it: python -m torchx_apps.embed BUNDLE --tower query "
-                f"--out {folder} ..."
+                f"{tower[:12]}; embed the users with it: python -m torchx_apps.embed BUNDLE --tower query --out "
+                f"{folder} ..."
             )
         stores.append(stored)
     return stores

@@ -201,8 +201,8 @@ def _cold(cold: ColdStart) -> dict[str, Any]:
 _ALWAYS = ("/healthz", "/readyz", "/metrics")  # paths that are answered while the worker drains, too
 _CLIENT_GONE = 499  # as nginx counts it; never sent
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
+    "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }

@@ -79,7 +79,7 @@ class RedisStore:
                 "unix:// with a path, and : / ? # @ in a password as %3A %2F %3F %23 %40"
             ) from None
         self.tower = tower
-        self._prefix, self._current = f"{name}:{tower}:", f"{name}:tower"
+        self._prefix = f"{name}:{tower}:"
         self._expiry_ms = None if expiry_s is None else max(1, round(1000 * expiry_s))
         self._batch, self._width = batch, width
         self.malformed = 0
@@ -148,22 +148,13 @@ class RedisStore:
         """
         return sum(self._batched("delete", self._keys(ids)))
 
-    def make_current(self) -> None:
-        """Marks this tower's vectors as complete, so that :meth:`current_tower` returns this tower.
+    def check(self) -> None:
+        """Fails at once where the Redis does not answer.
 
         Raises:
             StoreUnreachable: no answer in time.
         """
-        self._piped(lambda pipe: pipe.set(self._current, self.tower))
-
-    def current_tower(self) -> str | None:
-        """Returns the digest of the tower whose vectors are complete, or None where no writer has marked one.
-
-        Raises:
-            StoreUnreachable: no answer in time.
-        """
-        (tower,) = self._piped(lambda pipe: pipe.get(self._current))
-        return None if tower is None else tower.decode()
+        self._piped(lambda pipe: pipe.ping())
 
     def close(self) -> None:
         """Closes the connections."""

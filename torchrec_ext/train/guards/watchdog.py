@@ -171,8 +171,7 @@ class Watchdog:
             line += waits
         self._end(
             f"{line}; the stacks of its threads are in {self._path}; go on with --resume auto, and raise train.hang_s "
-            "if a step "
-            "may take as long"
+            "if a step may take as long"
         )
 
 

@@ -62,8 +62,7 @@ class Coverage:
 PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
 _CHEAPER = (
     "cheaper: evaluate less often with train.eval_every, or score by a product (model.interaction=dot or cosine), "
-    "where a network "
-    "over both sides runs for every pair"
+    "where a network over both sides runs for every pair"
 )
 
 

@@ -271,8 +271,7 @@ def _check_of_candidates(scores: Tensor, ids: Tensor) -> None:
         row = int(bad.nonzero()[0])
         raise ValueError(
             f"row {row}: target {int(ids[row, 0])} with score {float(scores[row, 0])}; the first id of a row must be "
-            "an item, 0 or "
-            "more, and its score a number: leave padding rows out, or has training diverged?"
+            "an item, 0 or more, and its score a number: leave padding rows out, or has training diverged?"
         )
     nan = torch.isnan(scores) & (ids >= 0)  # would count as worse than the target, and flatter the model
     if nan.any():

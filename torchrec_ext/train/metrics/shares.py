@@ -68,8 +68,8 @@ def own_start(rows: int, total: int, runtime: Runtime) -> int:
     expected = max(0, min(share, total - start))
     if rows != expected:
         raise ValueError(
-            f"queries: {rows} rows on rank {runtime.rank}, must be {expected} of {total}; "
-            "make a batch for each share in own_share(number of queries, runtime)"
+            f"queries: {rows} rows on rank {runtime.rank}, must be {expected} of {total}; make a batch for each share "
+            "in own_share(number of queries, runtime)"
         )
     return start
 

@@ -105,8 +105,7 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
         if getattr(node.target, "namespace", "").endswith(("c10d", "c10d_functional")):
             raise CannotCaptureError(
                 f"ranks meet in every step ({node.target}), as in batch normalisation or a softmax over the candidates "
-                "of all "
-                "ranks; launch one rank (-j 1x1)"
+                "of all ranks; launch one rank (-j 1x1)"
             )
     return graph
 
@@ -193,8 +192,7 @@ def compile_cache() -> str:
     except OSError as error:
         raise CannotCaptureError(
             f"the compile cache '{folder or tempfile.gettempdir()}' cannot be written ({error.strerror or error}); "
-            "name another "
-            "folder in TORCHINDUCTOR_CACHE_DIR"
+            "name another folder in TORCHINDUCTOR_CACHE_DIR"
         ) from None
 
 

@@ -109,9 +109,9 @@ def semi_sync_pipeline(
     replicated = _replicated_tables(model)
     if replicated:
         raise ValueError(
-            f"sync.mode={sync.mode}: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up the next "
-            "batch "
-            "before this one's backward; shard them, as with plan.sharding=table_wise, or choose another sync.mode"
+            f"sync.mode={sync.mode}: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up the "
+            "next batch before this one's backward; shard them, as with plan.sharding=table_wise, or choose another "
+            "sync.mode"
         )
     if (
         sync.stash_gradients
@@ -120,8 +120,7 @@ def semi_sync_pipeline(
     ):
         raise ValueError(
             "sync.stash_gradients: no kernel runs this device's adam or lazy_adam, and a table's step cannot be left "
-            "out, as "
-            "TorchRec leaves out the first; set optimizer.tables to adagrad, row_wise_adagrad or sgd, or "
+            "out, as TorchRec leaves out the first; set optimizer.tables to adagrad, row_wise_adagrad or sgd, or "
             "sync.stash_gradients=false"
         )
     make = SemiSyncOnCpu if device.type == "cpu" else GatedSemiSync
@@ -185,8 +184,7 @@ def make_pipeline(
     if sync.stash_gradients and not tables:
         raise ValueError(
             f"sync.stash_gradients: {type(model).__name__} has no table, whose look-up would overlap; leave it out, or "
-            "take "
-            "sync.mode=every_step"
+            "take sync.mode=every_step"
         )
     if sync.looks_ahead and tables:
         refuse_placed_towers(model, sync)
