@@ -48,7 +48,7 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
     assert {name for name in wheel.namelist() if name.endswith(".py")} == here
     stubs = {f"torchrec_ext/{path.relative_to(ROOT / 'torchrec_ext')}" for path in ROOT.glob("torchrec_ext/**/*.pyi")}
     assert len(stubs) > 5
-    assert {"torchrec_ext/py.typed", *stubs} <= set(wheel.namelist())  # attached at run time too, see lazy_loader
+    assert {"torchrec_ext/py.typed", *stubs} <= set(wheel.namelist())  # read at run time too, see torchrec_ext.exports
     assert not [name for name in wheel.namelist() if name.startswith(("components/", "tests/", "benchmarks/"))]
 
 

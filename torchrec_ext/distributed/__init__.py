@@ -2,7 +2,6 @@
 
 import torchrec_ext.needs_torch  # noqa: F401
 
-import lazy_loader
+from torchrec_ext.exports import attach
 
-# The names are in __init__.pyi, and imported when first used.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)
