@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 BEGIN, END = "<!-- demo: by benchmarks/readme_output.py -->\n```\n", "```\n<!-- /demo -->\n"
-EPOCHS, RECOMMENDED, WIDTH = 5, 2, 110
+EPOCHS, RECOMMENDED, WIDTH = 2, 2, 110
 
 
 def shown(output: str) -> str:
