@@ -150,7 +150,7 @@ class BatchColumns:
         )
 
     def _halves(self, keys: Sequence[Joint], *, weighted: bool) -> Keys:
-        """Without shared columns a batch has no shared rows, so that every key is the half of the batch's rows."""
+        """Returns the keys of the tensors that are stored; without shared columns a key has no half for shared rows."""
         halves = [name for key in keys for name in (key if self.shared else key[1:])]
         return Keys(tuple(key.key for key in keys), tuple(halves), weighted)
 
