@@ -1,5 +1,6 @@
 # Everything a newcomer needs is `make demo`: it makes .venv, installs the triple that fits this machine, and trains.
-# PYTHON=python3.12 picks another interpreter, PYTEST_ARGS="-k schema" picks tests, DEMO_ARGS="--set train.epochs=2" changes the demo.
+# PYTHON=python3.12 picks another interpreter, PYTEST_ARGS="-k schema" picks tests, DEMO_ARGS="--set train.epochs=2" changes the demo,
+# BENCH_ARGS="--only loader" the benchmarks.
 
 PYTHON ?= python3
 VENV := .venv
@@ -40,10 +41,8 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## every benchmark, one after the other, on a machine that does nothing else
-	@for script in $$(grep -l '^if __name__' benchmarks/*.py); do \
-		echo "== $$script"; $(WITH_VENV) $(BIN)/python "$$script" || exit 1; \
-	done
+bench: $(STAMP) ## every benchmark in three rounds, 45 minutes or so, on a machine that does nothing else; writes benchmarks/results
+	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)
 
 clean: ## remove the environment, builds and caches; runs/ and data/ stay
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -44,7 +44,12 @@ class Options(NamedTuple):
 
 
 def command_line(
-    description: str | None, rows: Mapping[str, Callable[[Options], Iterator[Row]]], *, turns: int, packages: str = ""
+    description: str | None,
+    rows: Mapping[str, Callable[[Options], Iterator[Row]]],
+    *,
+    turns: int,
+    packages: str = "",
+    studies: Collection[str] = (),
 ) -> None:
     """Runs a benchmark from its command line, and prints one JSON object as the last line.
 
@@ -53,9 +58,12 @@ def command_line(
         rows: by the name that `--only` takes, a function that yields one row or more.
         turns: turns of each side where `--turns` is not given.
         packages: distributions besides torch and torchrec whose versions are printed, with spaces.
+        studies: rows that run only where `--only` names them: too long, or in need of something that few machines have.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=rows, default=list(rows), metavar="ROW", help=", ".join(rows))
+    usual = [name for name in rows if name not in studies]
+    text = ", ".join(usual) + (f"; only where named: {', '.join(studies)}" if studies else "")
+    parser.add_argument("--only", nargs="+", choices=rows, default=usual, metavar="ROW", help=text)
     parser.add_argument("--turns", type=int, default=turns, help=f"measured turns of each side, default {turns}")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     args = parser.parse_args()
