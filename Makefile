@@ -42,6 +42,8 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/mypy
 
 bench: $(STAMP) ## every benchmark in three rounds, 45 minutes or so, on a machine that does nothing else; writes benchmarks/results
+	@$(BIN)/python -c 'import duckdb, faiss, onnxruntime' 2>/dev/null || \
+		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),retrieval,onnx]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)
 
 clean: ## remove the environment, builds and caches; runs/ and data/ stay

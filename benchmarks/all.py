@@ -1,12 +1,13 @@
 """Every benchmark, alone on this machine, in rounds; writes benchmarks/results/NAME.json.
 
-    python benchmarks/all.py [--rounds 3] [--turns 3] [--only NAME ...] [--quick] [--results DIR]
+    python benchmarks/all.py [--rounds 3] [--turns 3] [--only NAME ...] [--studies] [--quick] [--results DIR]
 
 A round runs each script once, in a process of its own, so that a row's rounds lie a quarter of an hour apart. A row of
 the results has the median of its rounds, and as `low` and `high` the least and the greatest ratio of any turn. Beside
 the rows stand the commit, the versions, and the machine's own yardsticks, measured before each round: with them the
 ratios of two machines can be told apart. Run it on a machine that does nothing else: it refuses to begin where others
-keep a core busy. `quality.py` (hours of training) and `readme_output.py` (the README's sample) are run by themselves.
+keep a core busy. `--studies` runs, once, the rows that scripts otherwise leave out, and writes them to
+NAME-studies.json. `quality.py` (hours of training) and `readme_output.py` (the README's sample) are run by themselves.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ def main() -> int:
     about |= {"cpu": _cpu(), "machine": _spread(yardsticks)}
     options.results.mkdir(parents=True, exist_ok=True)
     for name, results in rounds.items():
-        if name not in failed:
+        if name not in failed and results[0]["rows"]:
             merged = {**results[0], **about, "rows": merge([result["rows"] for result in results])}
-            (options.results / f"{name}.json").write_text(_as_json(merged))
+            (options.results / f"{name}{'-studies' if options.studies else ''}.json").write_text(_as_json(merged))
             print("\n".join(table(name, merged["rows"])), flush=True)
     print(f"{_minutes(start)}; results in {options.results}" + "".join(f"\nfailed: {name}" for name in failed))
     return 1 if failed else 0
@@ -85,10 +86,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="times that each script runs")
     parser.add_argument("--turns", type=int, default=3, help="measured turns of each side in a script")
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), metavar="NAME")
+    parser.add_argument("--studies", action="store_true", help="the long rows that scripts leave out, once")
     parser.add_argument("--quick", action="store_true", help="small sizes and one round, to see that all of it runs")
     parser.add_argument("--results", type=Path, help="folder of the results; with --quick a temporary one")
     options = parser.parse_args()
-    if options.quick:
+    if options.quick or options.studies:
         options.rounds = 1
     options.results = options.results or (Path(tempfile.mkdtemp()) if options.quick else RESULTS)
     return options
@@ -101,7 +103,7 @@ def _run(name: str, options: argparse.Namespace) -> Any:
         RuntimeError: the script failed, or was not done within LIMIT_S; it and its processes are ended.
     """
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--turns", str(options.turns)]
-    command += ["--quick"] if options.quick else []
+    command += [flag for flag, given in (("--quick", options.quick), ("--studies", options.studies)) if given]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=LIMIT_S)

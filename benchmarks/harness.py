@@ -64,11 +64,12 @@ def command_line(
     usual = [name for name in rows if name not in studies]
     text = ", ".join(usual) + (f"; only where named: {', '.join(studies)}" if studies else "")
     parser.add_argument("--only", nargs="+", choices=rows, default=usual, metavar="ROW", help=text)
+    parser.add_argument("--studies", action="store_true", help="the rows that run only where they are named")
     parser.add_argument("--turns", type=int, default=turns, help=f"measured turns of each side, default {turns}")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     args = parser.parse_args()
     options = Options(turns=2 if args.quick else args.turns, quick=args.quick)
-    made = [row for name in args.only for row in rows[name](options)]
+    made = [row for name in (studies if args.studies else args.only) for row in rows[name](options)]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", *packages.split())}
     result = {
         "benchmark": Path(sys.argv[0]).stem,

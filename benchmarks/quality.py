@@ -4,9 +4,9 @@
 
 Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --set ...`, or `torchx run`
 for more than one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept
-in the results file with its seed, settings, figures and seconds, so that a killed benchmark continues; it is not
-trained again while its command and its settings are the same (one that came into the package after it is taken to
-change nothing where it is not set). Figures are those after the last epoch, the mean over the seeds. Needs
+in the results file with its command, figures, seconds and commit, so that a killed benchmark continues. The commit is
+the last one that touched the package's code: with other code the run is trained again, and with uncommitted changes of
+it every run is. Figures are those after the last epoch, the mean over the seeds. All rows take 90 minutes. Needs
 TORCHREC_EXT_DATA. Last lines: one JSON object for each id, `ratio` being the lowest of reached / required over its
 figures (of required / reached where less is better).
 
@@ -16,7 +16,6 @@ figures (of required / reached where less is better).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
@@ -34,6 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 FOLDERS = ROOT / "runs" / "quality"
 BIN = Path(sys.executable).parent
 LESS_IS_BETTER = ("log_loss", "difference")
+COMMAND = ("id", "run", "recipe", "set", "ranks")  # what a run is told, and all that its figures depend on but the code
 
 Row = dict[str, Any]
 
@@ -68,32 +68,22 @@ class Results:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def _runs(self) -> list[Row]:
+    def runs(self) -> list[Row]:
+        """All finished runs, the oldest first."""
         return json.loads(self._path.read_text()) if self._path.exists() else []
 
     def find(self, key: Row) -> Row | None:
-        """The run of that command with those settings, if it is done."""
-        return next(
-            (run for run in self._runs() if all(_same(run.get(name), value) for name, value in key.items())), None
-        )
+        """The run of that command by that commit's code, if it is done."""
+        return next((run for run in self.runs() if all(run.get(name) == value for name, value in key.items())), None)
 
     def add(self, run: Row) -> None:
-        """Keeps a run beside those that are kept by now, of another process too."""
-        runs = [*self._runs(), run]
+        """Keeps a run in the place of one of the same command, and beside those that another process has added."""
+        command = {name: run[name] for name in COMMAND}
+        runs = [kept for kept in self.runs() if any(kept[name] != value for name, value in command.items())] + [run]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_suffix(".part")
         part.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
         part.replace(self._path)
-
-
-def _same(kept: Any, now: Any) -> bool:
-    if not isinstance(now, dict):
-        return bool(kept == now)
-    # How often a run is evaluated changes it only where an evaluation may end it.
-    silent = () if now.get("train.early_stop.metric") else ("train.eval_every",)
-    return isinstance(kept, dict) and all(
-        name in silent or (name in now and now[name] == value) for name, value in kept.items()
-    )
 
 
 def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
@@ -154,9 +144,10 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
     """The figures of one training, from the results file or by training now."""
     overrides = [*how["set"], f"train.seed={seed}"]
     key = {"id": name, "run": run, "recipe": how["recipe"], "set": overrides, "ranks": how.get("ranks", 1)}
-    key["settings"] = settings(how["recipe"], overrides)
-    if (found := results.find(key)) is not None:
-        return found
+    key["commit"] = code_commit()
+    kept = results.find(key)
+    if kept is not None and not key["commit"].endswith("+"):
+        return kept
     folder = FOLDERS / f"{name}-{run}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     start = time.perf_counter()
@@ -167,20 +158,13 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
     return done
 
 
-def settings(recipe: str, overrides: Sequence[str]) -> Row:
-    """All that the recipe sets, by dotted key, defaults included: with other defaults it is another run."""
-    from torchx_apps.cli.command_line import apply_overrides, load_recipe
-
-    job = apply_overrides(load_recipe(recipe), overrides)
-    return dict(_flat(dataclasses.asdict(dataclasses.replace(job, build=None, task=None))))
-
-
-def _flat(group: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in group.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
+def code_commit() -> str:
+    """The last commit that touched the package's code; ``+`` where files of it differ from the commit."""
+    git = ["git", "-C", str(ROOT)]
+    code = ["--", "torchrec_ext", "torchx_apps"]
+    last = subprocess.run([*git, "log", "-1", "--format=%h", *code], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", *code], capture_output=True, text=True).stdout.strip()
+    return last + "+" * bool(changed)
 
 
 def command(key: Row, folder: Path) -> list[str]:

@@ -82,6 +82,7 @@ def test_a_finished_run_is_not_trained_again_and_a_killed_one_is(
         (folder / "summary.json").write_text(json.dumps({"test": {"auc": 0.5 + len(trained)}}))
 
     monkeypatch.setattr(quality, "_follow", lambda line, title, log: follow(line, title.replace(" model", ""), log))
+    monkeypatch.setattr(quality, "code_commit", lambda: "a")
     row = {
         "what": "",
         "seeds": 2,
@@ -100,15 +101,27 @@ def test_a_finished_run_is_not_trained_again_and_a_killed_one_is(
     assert len(trained) == 4, "another command is another run"
 
 
-def test_other_defaults_make_another_run_and_a_setting_of_a_later_version_does_not(
-    quality: ModuleType, tmp_path: Path
+def test_another_commit_of_the_code_is_trained_again(
+    quality: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kept = quality.Results(tmp_path / "results.json")
-    kept.add({"id": "Q", "settings": {"train.epochs": 2}})
-    assert kept.find({"id": "Q", "settings": {"train.epochs": 2, "train.new": 0}})
-    assert not kept.find({"id": "Q", "settings": {"train.epochs": 3}})
-    assert not kept.find({"id": "Q", "settings": {"train.passes": 2}}), "a setting that is gone"
-    kept.add({"id": "looked at", "settings": {"train.eval_every": 4}})
-    assert kept.find({"id": "looked at", "settings": {"train.eval_every": 5, "train.early_stop.metric": ""}})
-    assert not kept.find({"id": "looked at", "settings": {"train.eval_every": 5, "train.early_stop.metric": "auc"}})
-    assert quality.settings("ncf", ["train.epochs=2"])["train.epochs"] == 2
+    trained: list[str] = []
+
+    def follow(line: list[str], title: str, log: Path) -> None:
+        trained.append(title)
+        folder = Path(line[line.index("--run-dir") + 1])
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps({"test": {"auc": float(len(trained))}}))
+
+    monkeypatch.setattr(quality, "_follow", follow)
+    row = {"what": "", "runs": {"model": {"recipe": "ncf", "set": []}}, "required": {"auc": 1.0}}
+    results = quality.Results(tmp_path / "results.json")
+    for commit, expected in (("a", 1.0), ("a", 1.0), ("b", 2.0), ("b+", 3.0), ("b+", 4.0)):
+        monkeypatch.setattr(quality, "code_commit", lambda commit=commit: commit)
+        assert quality.measure("Q", row, None, results)["reached"] == {"auc": expected}
+    assert [run["commit"] for run in results.runs()] == ["b+"], "the newest run of a command is kept"
+
+
+def test_kept_runs_are_of_committed_code(quality: ModuleType) -> None:
+    for run in quality.Results(quality.RESULTS).runs():
+        assert set(run) == {*quality.COMMAND, "commit", "figures", "seconds"}
+        assert not run["commit"].endswith("+"), "figures of code that no commit holds"

@@ -1,6 +1,7 @@
-"""Writes the pages of docs that are made from code and from measured figures: `python tools/docs.py [--check]`.
+"""Writes what the documents say of code and of measured figures: `python tools/docs.py [--check]`.
 
-docs/settings.md lists every key of every recipe, docs/benchmarks.md every row of benchmarks/results. `--check` writes
+docs/settings.md lists every key of every recipe, docs/benchmarks.md every row of benchmarks/results; the tables between
+`<!-- NAME: by tools/docs.py -->` and `<!-- /NAME -->` in README.md and docs are made from results too. `--check` writes
 nothing and fails where a page is not what it would be.
 """
 
@@ -8,8 +9,9 @@ import argparse
 import ast
 import itertools
 import json
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,33 @@ DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 MADE = "<!-- written by tools/docs.py; do not edit -->\n\n"
 
+# The README's rows: benchmark, row, and what is compared.
+MEASURED = (
+    ("small_model", "full", "Contextual NCF, 12.45 M parameters, one thread: a user's script, against a captured step"),
+    ("loader", "row-wise", "rows of a click log, shuffled: torch's DataLoader over a Dataset, against `ChunkLoader`"),
+    ("negatives", "exact, full", "batches with 4 exact negatives each: drawn row by row, against whole batches"),
+    ("hybrid", "tower-parallel", "two towers at the same time on two processes, against one process"),
+    ("networks", "stacked-eager", "8 small networks, one after another, against stacked"),
+    (
+        "serving",
+        "score-naive, 500 of 1,000,000",
+        "one user, 500 of 1 M items: the whole network, against stored vectors",
+    ),
+)
+
 
 def benchmarks_page() -> str:
     """Every measured row, by benchmark, with both sides."""
     lines = [
         "# Benchmarks: every measured row",
         "",
-        "Each script runs its baseline and ours in turns on the machine where it is called, and prints these rows as",
-        "JSON on its last line. `ratio` is how many times better ours is; where the unit says that lower is better,",
-        "and where `asked` says at most, it is ours over the baseline. `asked` is what was asked of it, `ceiling` the",
-        "ratio of processes that never talk or of arithmetic alone. A miss stands here as it was measured.",
+        "`make bench` runs every script alone on an idle machine, in rounds, and writes these rows. Each script",
+        "measures its baseline and ours in turns. `ratio` is how many times better ours is, the median of the",
+        "rounds, with the least and the greatest of any turn; a row without a baseline has the range of its own",
+        "figure. `asked` is the least ratio that was asked of it, or the limit of the figure where there is no",
+        "baseline; `ceiling` the greatest ratio possible there, as of two processes that never talk. A miss",
+        "stands here as it was measured. A row marked with what it depends on (disk, memory, cores) is another",
+        "one on another machine: the machine's own yardsticks stand beside each benchmark.",
         "",
     ]
     for path in sorted(RESULTS.glob("*.json")):
@@ -50,35 +69,111 @@ def _benchmark(name: str, result: Mapping[str, Any]) -> list[str]:
     script = ROOT / "benchmarks" / f"{name}.py"
     summary = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")[0].replace("\n", " ")
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    yardsticks = ", ".join(f"{middle:g} {unit}" for unit, (_, middle, _) in result["machine"].items())
     return [
         f"## {name}",
         "",
-        f"{summary} `.venv/bin/python benchmarks/{name}.py`; {result['cores']} cores, {versions}.",
+        f"{summary} `.venv/bin/python benchmarks/{name}.py`",
         "",
-        "| row | baseline | ours | unit | ratio | asked | ceiling |",
-        "|---|---|---|---|---|---|---|",
+        f"Commit {result['commit']}, {result['date']}, {result['rounds']} rounds; {versions}.",
+        f"The machine: {result['cpu']}; {yardsticks}.",
+        "",
+        "| row | baseline | ours | unit | ratio | asked | ceiling | depends on |",
+        "|---|---|---|---|---|---|---|---|",
         *(_row(row) for row in result["rows"]),
         "",
     ]
 
 
 def _row(row: Mapping[str, Any]) -> str:
-    cells = [row["name"], *(_figure(row[key]) for key in ("baseline", "ours")), row["unit"]]
-    return "| " + " | ".join([*cells, *(_figure(row[key]) for key in ("ratio", "required", "ceiling"))]) + " |"
+    ratio = "" if row["ratio"] is None else f"{_figure(row['ratio'])}x"
+    asked = _figure(row["required"]) + {True: "", False: ", missed", None: ""}[row["held"]]
+    cells = [row["name"], _figure(row["baseline"]), _figure(row["ours"]), row["unit"]]
+    cells += [f"{ratio} ({_figure(row['low'])} to {_figure(row['high'])})".strip(), asked, _figure(row["ceiling"])]
+    return "| " + " | ".join([*cells, row["machine"] or ""]) + " |"
 
 
-def _figure(value: object) -> str:
-    """Returns a figure with four digits, as it is where it is text, or nothing.
+def _figure(value: float | None) -> str:
+    """Returns a figure with three or four digits, or nothing.
 
     Example:
-        >>> _figure(937202), _figure(0.07834), _figure(16.82), _figure(None)
+        >>> _figure(937202.0), _figure(0.07834), _figure(16.82), _figure(None)
         ('937,202', '0.0783', '16.82', '')
     """
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, int) or (isinstance(value, float) and value >= 1000):
+    if value is None:
+        return ""
+    if value >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.4g}" if not isinstance(value, float) or value >= 1 else f"{value:.3g}"
+    return f"{value:.4g}" if value >= 1 else f"{value:.3g}"
+
+
+def _results(benchmark: str) -> dict[str, Mapping[str, Any]]:
+    """Rows of a benchmark by name; none where it has not been measured."""
+    path = RESULTS / f"{benchmark}.json"
+    return {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+
+
+def measured_table() -> Iterator[str]:
+    """The README's rows, both sides."""
+    yield "| | baseline | ours | |"
+    yield "|---|---|---|---|"
+    for benchmark, name, text in MEASURED:
+        row = _results(benchmark)[name]
+        sides = " | ".join(f"{_figure(row[key])} {row['unit'].split(',')[0]}" for key in ("baseline", "ours"))
+        ceiling = f" (ceiling {row['ceiling']:.2f}x)" if row["ceiling"] else ""
+        yield f"| {text}{ceiling} | {sides} | {row['ratio']:.3g}x |"
+
+
+def sync_table() -> Iterator[str]:
+    """How often ranks average against speed."""
+    rows = [row for name, row in _results("hybrid").items() if name.startswith("sync ")]
+    yield "| ranks average | samples/s | against one process | share of the ceiling |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        share = row["ratio"] / row["ceiling"]
+        yield f"| {row['name'].removeprefix('sync ')} | {_figure(row['ours'])} | {row['ratio']:.2f}x | {share:.2f} |"
+
+
+def quality_table() -> Iterator[str]:
+    """What the recipes reach, beside what is required and the best published figure."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import quality
+
+    runs = quality.Results(RESULTS / "quality.json").runs()
+    yield "| measured | required | best published | reached | seeds, commit |"
+    yield "|---|---|---|---|---|"
+    for name, row in json.loads(quality.SPEC.read_text()).items():
+        if name == "quick":
+            continue
+        required, best = (
+            ", ".join(_quality(key, value) for key, value in (row.get(field) or {}).items())
+            for field in ("required", "reach_for")
+        )
+        kept = {run: [one for one in runs if (one["id"], one["run"]) == (name, run)] for run in row.get("runs", {})}
+        reached, how = "as required, by a test", ""
+        if kept:
+            reached = ", ".join(_quality(key, value) for key, value in quality.figures(row, kept).items())
+            every = [one for some in kept.values() for one in some]
+            commits = sorted({one["commit"] for one in every})
+            how = f"{len(every) // len(kept)}, {' '.join(commits)}"
+        yield f"| {row['what']} | {required} | {best} | {reached} | {how} |"
+
+
+def _quality(name: str, value: float) -> str:
+    return f"{name} {f'{value:.4f}'.rstrip('0').lstrip('0')}"
+
+
+TABLES = {"measured": measured_table, "sync": sync_table, "quality": quality_table}
+
+
+def with_tables(text: str) -> str:
+    """A page with its generated tables as they would be now."""
+
+    def made(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- {name}: by tools/docs.py -->\n" + "\n".join(TABLES[name]()) + f"\n<!-- /{name} -->"
+
+    return re.sub(r"<!-- (\w+): by tools/docs\.py -->\n.*?<!-- /\1 -->", made, text, flags=re.DOTALL)
 
 
 def settings_page() -> str:
@@ -129,7 +224,13 @@ def _table(rows: Iterable[tuple[SettingKey, str]]) -> list[str]:
     return lines
 
 
-PAGES = {"benchmarks.md": benchmarks_page, "settings.md": settings_page}
+def pages() -> Iterator[tuple[Path, str]]:
+    """Every page with generated content, and what it would be."""
+    yield DOCS / "benchmarks.md", benchmarks_page()
+    yield DOCS / "settings.md", settings_page()
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        if "by tools/docs.py -->" in (text := path.read_text()):
+            yield path, with_tables(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,13 +240,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is out of date")
     args = parser.parse_args(argv)
-    stale = [name for name, page in PAGES.items() if not (DOCS / name).exists() or (DOCS / name).read_text() != page()]
+    stale = [(path, text) for path, text in pages() if not path.exists() or path.read_text() != text]
     if args.check:
-        for name in stale:
-            print(f"docs/{name} is out of date: python tools/docs.py", file=sys.stderr)
+        for path, _ in stale:
+            print(f"{path.relative_to(ROOT)} is out of date: python tools/docs.py", file=sys.stderr)
         return 1 if stale else 0
-    for name in stale:
-        (DOCS / name).write_text(PAGES[name]())
+    for path, text in stale:
+        path.write_text(text)
     return 0
 
 

@@ -1,0 +1,128 @@
+"""The benchmarks: what a row says, that a round ends when a process dies, and that all of them run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return benchmark("harness", monkeypatch)
+
+
+def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of benchmarks/, imported as its scripts import it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))  # of the ranks that on_ranks starts
+    return importlib.import_module(name)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("ours", "baseline", "better", "required", "ratio", "held"),
+    [
+        ([2.0, 4.0, 1.0], [4.0, 4.0, 4.0], "less", 2.0, 2.0, True),
+        ([2.0, 4.0, 1.0], [4.0, 4.0, 4.0], "more", 1.0, 0.5, False),
+        (3.0, None, "less", 2.0, None, False),
+        (3.0, None, "more", 2.0, None, True),
+        (3.0, 3.0, "less", None, 1.0, None),
+    ],
+)
+def test_a_ratio_says_how_many_times_better_ours_is(
+    harness: ModuleType, ours: Any, baseline: Any, better: str, required: float | None, ratio: float | None, held: Any
+) -> None:
+    row = harness.row("r", ours, "s", baseline=baseline, better=better, required=required)
+    assert (row["ratio"], row["held"]) == (ratio, held)
+    assert row["low"] <= (ratio or row["ours"]) <= row["high"]
+
+
+@pytest.mark.unit
+def test_rounds_are_merged_by_medians_and_the_whole_range(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = [[harness.row("r", ours, "s", baseline=[8.0, 8.0], required=3.0)] for ours in ([1, 2], [4, 4], [2, 8])]
+    (merged,) = benchmark("all", monkeypatch).merge(rounds)
+    assert (merged["ratio"], merged["low"], merged["high"], merged["held"]) == (2.5, 1, 8, False)
+
+
+def killed(runtime: Any) -> None:
+    """A rank that dies without a word, and one that waits for it."""
+    if runtime.rank:
+        os._exit(7)
+    time.sleep(600)
+
+
+def silent(_: object) -> None:
+    """A rank that never answers."""
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [(killed, "killed: rank 1 ended with exit code 7"), (silent, "silent: no result of rank 0, 1 within the limit")],
+)
+def test_a_dead_rank_is_named_and_a_silent_one_is_not_waited_for(
+    harness: ModuleType, function: Callable[..., None], message: str
+) -> None:
+    limit = 6.0 if function is silent else 120.0
+    with pytest.raises(RuntimeError, match=message):
+        harness.on_ranks(function, 2, limit_s=limit)
+
+
+@pytest.mark.unit
+def test_a_child_that_fails_says_its_last_words(harness: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)exit code 3:.*no such folder"):
+        harness.last_json([sys.executable, "-c", "import sys; print('no such folder', file=sys.stderr); sys.exit(3)"])
+    with pytest.raises(RuntimeError, match="not done after 1 s"):
+        harness.last_json([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=1)
+    assert harness.last_json([sys.executable, "-c", "print('hello'); print('[1]')"]) == [1]
+
+
+@pytest.mark.unit
+def test_trainings_take_turns_and_one_that_fails_or_ends_says_so(harness: ModuleType) -> None:
+    steps: list[str] = []
+
+    def training(name: str, count: int) -> Callable[[Callable[[], bool]], None]:
+        def train(stop: Callable[[], bool]) -> None:
+            for step in range(count):
+                steps.append(name)
+                if name == "broken" and step == 2:
+                    raise ValueError("a rule")
+                if stop():
+                    return
+
+        return train
+
+    turns = harness.Trainings({name: training(name, 100) for name in "ab"})
+    times = turns.seconds_per_step(3, 2, warm_up=2)
+    assert "".join(steps) == "aabb" + 2 * "aaabbb"
+    assert [len(each) for each in times.values()] == [2, 2]
+    turns.close()
+    with pytest.raises(ValueError, match="a rule"):
+        harness.Trainings({"broken": training("broken", 100)}).seconds_per_step(3, 2)
+    with pytest.raises(RuntimeError, match="short: its training ended before its turns did"):
+        harness.Trainings({"short": training("short", 4)}).seconds_per_step(3, 2)
+
+
+@pytest.mark.slow
+def test_every_benchmark_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/all.py", "--quick", "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    kept = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    for result in results.values():
+        assert result["machine"]
+        assert len({row["name"] for row in result["rows"]}) == len(result["rows"]), "two rows of one name"
+    assert set(results) >= {name for name in kept if name != "quality" and not name.endswith("-studies")}
