@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import itertools
 import json
 import multiprocessing
 import os
@@ -173,6 +174,43 @@ def in_turn(
     return times
 
 
+def calls_in_turn(
+    sides: Mapping[str, Callable[[int], object]], turns: int, calls: int, *, in_a_row: int = 10
+) -> dict[str, list[list[float]]]:
+    """Seconds of every call of each side, a list for each turn after the first, which warms up with a tenth of them.
+
+    Args:
+        sides: what is timed, by name; it is given the number of the call, so that none repeats another of its side.
+        turns: measured turns.
+        calls: calls of each side in a turn.
+        in_a_row: calls of one side before the next one's, as in a server that does nothing else.
+    """
+    times: dict[str, list[list[float]]] = {name: [[] for _ in range(turns)] for name in sides}
+    number = 0
+    for turn in range(-1, turns):
+        last = number + (calls if turn >= 0 else max(in_a_row, calls // 10))
+        for first in range(number, last, in_a_row):
+            for name, call in sides.items():
+                for each in range(first, min(first + in_a_row, last)):
+                    start = time.perf_counter()
+                    call(each)
+                    if turn >= 0:
+                        times[name][turn].append(time.perf_counter() - start)
+        number = last
+    return times
+
+
+def number_of_calls(turns: int, calls: int, *, in_a_row: int = 10) -> int:
+    """Returns how many different numbers :func:`calls_in_turn` gives to each side."""
+    return turns * calls + max(in_a_row, calls // 10)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest of ``values`` at or above ``percent`` of them."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
 class Trainings:
     """Several trainings of one process in turn, each a call of `train()` in a thread of its own that waits its turn.
 
@@ -256,8 +294,30 @@ class _Training:
             raise TimeoutError(f"{self._name}: not ended after {LIMIT_S:.0f} s")
 
 
+class Repeated:
+    """A loader of a few batches in memory, again and again: one epoch of more steps than any benchmark makes.
+
+    Args:
+        batches: batches of this rank.
+    """
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = list(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(itertools.cycle(self._batches), len(self))
+
+    def __len__(self) -> int:
+        return 10_000_000
+
+    def set_epoch(self, epoch: int) -> None:
+        """Changes nothing: every pass has one order."""
+
+
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
     """Runs a module's ``function(runtime, *args)`` on ``world_size`` gloo ranks with one thread each; results by rank.
+
+    What a rank prints to stdout, such as the lines of a training, is dropped.
 
     Raises:
         RuntimeError: a rank raised or died, or not all were done after ``limit_s``; the message names it.
@@ -306,6 +366,7 @@ def _rank(
 
     from torchrec_ext.distributed.runtime import Runtime
 
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
