@@ -88,15 +88,11 @@ class Results:
 
 def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
     """All runs of one id, and how they compare with what is required."""
-    if "popularity_of" in row:
-        reached, seeds, seconds = popularity(row["popularity_of"]), 1, 0.0
-    else:
-        seeds = seeds or row.get("seeds", 1)
-        runs = {
-            run: [trained(name, run, row["runs"][run], seed, results) for seed in range(seeds)] for run in row["runs"]
-        }
-        reached = figures(row, runs)
-        seconds = sum(one["seconds"] for some in runs.values() for one in some)
+    runs = row.get("runs") or {"model": {"recipe": "", "set": [row["popularity_of"]]}}
+    seeds = seeds or row.get("seeds", 1) if "runs" in row else 1
+    made = {run: [trained(name, run, how, seed, results) for seed in range(seeds)] for run, how in runs.items()}
+    reached = figures(row, made)
+    seconds = sum(one["seconds"] for some in made.values() for one in some)
     ratio = min(
         _ratio(figure, reached[figure], required, row.get("tolerance")) for figure, required in row["required"].items()
     )
@@ -141,19 +137,22 @@ def _ratio(figure: str, reached: float, required: float, tolerance: float | None
 
 
 def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
-    """The figures of one training, from the results file or by training now."""
-    overrides = [*how["set"], f"train.seed={seed}"]
+    """The figures of one training, or of the popularity ranking, from the results file or made now."""
+    overrides = [*how["set"], f"train.seed={seed}"] if how["recipe"] else how["set"]
     key = {"id": name, "run": run, "recipe": how["recipe"], "set": overrides, "ranks": how.get("ranks", 1)}
     key["commit"] = code_commit()
     kept = results.find(key)
     if kept is not None and not key["commit"].endswith("+"):
         return kept
-    folder = FOLDERS / f"{name}-{run}-{seed}"
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     start = time.perf_counter()
-    _follow(command(key, folder), f"{name} {run}, seed {seed}", folder.with_suffix(".log"))
-    summary = json.loads((folder / "summary.json").read_text())
-    done = {**key, "figures": summary["test"], "seconds": round(time.perf_counter() - start, 1)}
+    if how["recipe"]:
+        folder = FOLDERS / f"{name}-{run}-{seed}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        _follow(command(key, folder), f"{name} {run}, seed {seed}", folder.with_suffix(".log"))
+        reached = json.loads((folder / "summary.json").read_text())["test"]
+    else:
+        reached = popularity(how["set"][0])
+    done = {**key, "figures": reached, "seconds": round(time.perf_counter() - start, 1)}
     results.add(done)
     return done
 

@@ -140,27 +140,27 @@ def quality_table() -> Iterator[str]:
     import quality
 
     runs = quality.Results(RESULTS / "quality.json").runs()
-    yield "| measured | required | best published | reached | seeds, commit |"
-    yield "|---|---|---|---|---|"
+    yield "| recipe | measured | required | best published | reached | seeds, commit |"
+    yield "|---|---|---|---|---|---|"
     for name, row in json.loads(quality.SPEC.read_text()).items():
-        if name == "quick":
+        kept = [run for run in runs if run["id"] == name]
+        if not kept:
             continue
-        required, best = (
-            ", ".join(_quality(key, value) for key, value in (row.get(field) or {}).items())
-            for field in ("required", "reach_for")
-        )
-        kept = {run: [one for one in runs if (one["id"], one["run"]) == (name, run)] for run in row.get("runs", {})}
-        reached, how = "as required, by a test", ""
-        if kept:
-            reached = ", ".join(_quality(key, value) for key, value in quality.figures(row, kept).items())
-            every = [one for some in kept.values() for one in some]
-            commits = sorted({one["commit"] for one in every})
-            how = f"{len(every) // len(kept)}, {' '.join(commits)}"
-        yield f"| {row['what']} | {required} | {best} | {reached} | {how} |"
+        by_run = {run: [one for one in kept if one["run"] == run] for run in {one["run"]: None for one in kept}}
+        recipes = " and ".join(f"`{recipe}`" for recipe in {one["recipe"]: None for one in kept} if recipe)
+        commits = " ".join({one["commit"]: None for one in kept})
+        cells = [recipes, row["what"], _quality(row["required"]), _quality(row.get("reach_for", {}))]
+        cells += [_quality(quality.figures(row, by_run)), f"{len(kept) // len(by_run)}, {commits}"]
+        yield "| " + " | ".join(cells) + " |"
 
 
-def _quality(name: str, value: float) -> str:
-    return f"{name} {f'{value:.4f}'.rstrip('0').lstrip('0')}"
+def _quality(figures: Mapping[str, float]) -> str:
+    texts = (
+        f"{name.replace('_', ' ')} {value:.4f}".rstrip("0").replace(" 0.", " .")
+        for name, value in figures.items()
+        if value
+    )
+    return ", ".join(texts)
 
 
 TABLES = {"measured": measured_table, "sync": sync_table, "quality": quality_table}
