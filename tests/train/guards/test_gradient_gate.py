@@ -1,9 +1,11 @@
 """A gradient that is not finite on one rank reaches no table of any rank: the whole step is refused or left out."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.contracts import gather_state, run_ranks
@@ -19,19 +21,20 @@ from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, train
 
 NAN = float("nan")
+Case = tuple[str, str, SyncConfig]
 PLANS: dict[str, dict[str, Any]] = {
     "row_wise": {"sharding": "row_wise"},
     "column_wise": {"sharding": "column_wise"},
     "mixed": {"sharding": "table_wise", "tables": ("history=data_parallel",)},
     "placed": {"sharding": "table_wise", "towers": "user:0,item:1"},
 }
+REPLICAS: Case = "replicas", "adagrad", SyncConfig()  # no kernel moves a table, so there is no gate
 OPTIMIZERS = {
     "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.05),
     "adam": OptimizerConfig(tables="adam", tables_lr=0.05),
 }
 SEMI = SyncConfig(mode="semi_sync", warmup=2)
 COPIES = SyncConfig(table_copies=2)
-Case = tuple[str, str, SyncConfig]
 STOPS: list[Case] = [
     *((plan, "adagrad", SyncConfig()) for plan in PLANS),
     ("row_wise", "adam", SyncConfig()),
@@ -52,7 +55,7 @@ ALL_SKIPS: list[Case] = [
 def made(runtime: Runtime, case: Case) -> Any:
     plan, kind, sync = case
     model, optimizers = small_model(META), OPTIMIZERS[kind]
-    config = PlanConfig(**PLANS[plan])
+    config = PlanConfig(**PLANS.get(plan, {"sharding": "data_parallel"}))
     chosen = plan_sharding(model, runtime, config, optimizer=optimizers, table_copies=sync.table_copies)
     return hybrid_parallel(model, runtime, plan=chosen, optimizer=optimizers, seed=3, table_copies=sync.table_copies)
 
@@ -159,3 +162,73 @@ def test_a_step_that_is_left_out_is_as_if_its_batch_were_not_there(
         left_out = [record for record in with_it["history"] if record["kind"] == "left_out"]
         assert [record["step"] for record in left_out] == [key[1]], key
         assert left_out == [record for record in second[key][0]["history"] if record["kind"] == "left_out"]
+
+
+def all_reduces(runtime: Runtime) -> dict[str, list[int]]:
+    """The all-reduces between one look for a stop and the next, besides those of DistributedDataParallel, by case."""
+    counts: dict[str, list[int]] = {}
+    real, calls = dist.all_reduce, [0]
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return real(*args, **options)
+
+    for name, case in (("kernels", STOPS[0]), ("semi-sync", STOPS[5]), ("replicas", REPLICAS)):
+        parallel, optimizer = made(runtime, case)
+        steps: list[int] = []
+
+        def after_step(steps: list[int] = steps) -> bool:
+            steps.append(calls[0])
+            return False
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", counted)
+            train(
+                parallel,
+                optimizer,
+                Batches(runtime, 5),
+                runtime,
+                TrainConfig(epochs=1),
+                sync=case[2],
+                stop=after_step,
+            )
+        counts[name] = [after - before for before, after in itertools.pairwise(steps)]
+    return counts
+
+
+def test_one_all_reduce_a_step_compares_loss_gradients_and_stops() -> None:
+    for counts in run_ranks(all_reduces, 2):
+        assert counts == {key: [1, 1, 1, 1] for key in ("kernels", "semi-sync", "replicas")}
+
+
+def bad_loss(runtime: Runtime) -> Any:
+    """What a run does where the loss and so every gradient is no number on rank 1 at step 3, for each ``on_nan``."""
+    results = []
+    for on_nan in ("stop", "skip"):
+        parallel, optimizer = made(runtime, STOPS[0])
+        loader = Batches(runtime, 5)
+        if runtime.rank == 1:
+            loader._own[2].labels[3] = NAN
+        told, history = "", []
+        try:
+            history = train(parallel, optimizer, loader, runtime, TrainConfig(epochs=1, on_nan=on_nan))
+        except TrainingDivergedError as error:
+            told = str(error)
+        results.append((told, [one["message"] for one in history if one["kind"] == "left_out"], gather_state(parallel)))
+    parallel, optimizer = made(runtime, STOPS[0])
+    train(parallel, optimizer, Batches(runtime, 2), runtime, TrainConfig(epochs=1))
+    return results, gather_state(parallel)
+
+
+def test_a_loss_that_is_no_number_is_told_as_such_although_its_gradients_are_none_either() -> None:
+    (first, before), (second, _) = run_ranks(bad_loss, 2)
+    assert [one[:2] for one in first] == [one[:2] for one in second]
+    message = (
+        "the loss is nan on rank(s) [1] at step 3 of epoch 1: the label is nan in row 3 of the batch on rank 1; "
+        "nothing was written by this step; mend the column"
+    )
+    (told, _, stopped_state), (nothing, left_out, _) = first
+    assert told.startswith(message)
+    assert (nothing, len(left_out)) == ("", 1)
+    assert left_out[0].startswith(message)
+    assert all(torch.equal(value, stopped_state[key]) for key, value in before.items())

@@ -63,10 +63,11 @@ class _Seen:
 class FiniteLoss:
     """Calls the model for a pipeline and checks each loss.
 
-    The ranks agree by one all-reduce of a number per step. On the CPU the answer is there at once, and the run ends
-    before the backward: nothing is written by the bad step. On CUDA the answer is read one step late, so that the host
-    never waits for the device: by then the step has been written, and the message says so; a gradient that is no number
-    shows as the loss after it.
+    The ranks agree by one small all-reduce per step. On the CPU the answer is there at once: nothing is written by the
+    bad step. Where a gate checks the gradients too, the one all-reduce is the gate's, after the first half of the
+    backward, in which nothing moves; else it comes before the backward. On CUDA the answer is read one step late, so
+    that the host never waits for the device: by then the step has been written, and the message says so; a gradient
+    that is no number shows as the loss after it.
 
     Where ranks exchange nothing in a step (:class:`LocalSGD` without sharded tables) they do not for this either: a
     rank whose loss is not finite goes on without writing (the optimizer refuses its gradient) until they meet next, in
@@ -108,6 +109,7 @@ class FiniteLoss:
         self._ranks, self._leave_out, self.left_out = ranks or EveryStep(), leave_out, ""
         self._late = (leave_out is None and runtime.device.type == "cuda") if late is None else late
         self._pending: _Seen | None = None
+        self._at_gate: _Seen | None = None  # a step whose loss the ranks compare at the gate
         self._own: _Seen | None = None  # the first bad step of this rank, that the others do not know of yet
         self.step = 0
 
@@ -121,18 +123,44 @@ class FiniteLoss:
         with self._context(), holding(self._gate):
             loss, output = self._model(batch)
         self.left_out = ""
+        if self._waits_for_gate(loss):
+            self.step += 1
+            self._at_gate = _Seen(self.step, batch, loss.detach(), self._local(loss.detach()), None)
+            return loss, output
         self.look(loss, batch)
         # A backward from here reaches no table and no layer: those in it move, even by a gradient of 0.
         return torch.zeros_like(loss, requires_grad=True) if self.left_out else loss, output
+
+    def _waits_for_gate(self, loss: Tensor) -> bool:
+        """Whether ranks compare the loss together with the gradients: a backward follows, and ends at the gate."""
+        return self._gate is not None and self._together and not self._late and loss.requires_grad
 
     def before_tables(self) -> None:
         """Runs the second half of the backward, in which tables are moved; all ranks call it after the first half.
 
         Raises:
+            TrainingDivergedError: the loss is not finite on some rank.
             GradientNotFiniteError: a gradient is not finite on some rank.
         """
-        if self._gate is None or self.left_out or not (bad := self._gate.open()):
+        if self._gate is None or self.left_out:
             return
+        seen, self._at_gate = self._at_gate, None
+        answers = [*([0.0, 0.0] if seen is None else seen.worst), float(self._gate.refuses())]
+        if self._runtime.world_size > 1:
+            worst = torch.tensor(answers, device=self._runtime.device)
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            answers = worst.tolist()
+        if seen is not None:
+            seen.worst = answers[:2]
+            if answers[0]:
+                self._gate.drop()
+            self._check(seen)
+            if self.left_out:
+                return
+        if not answers[2]:
+            self._gate.open()
+            return
+        bad = self._gate.explain()
         if self._leave_out is None:
             raise GradientNotFiniteError(bad, in_time=True)
         self.left_out = f"{bad} at {self.where(self.step)}; {_NOTHING}; {_RATES}"
@@ -164,18 +192,29 @@ class FiniteLoss:
             if bad:
                 self._raise(self._own)
 
+    @property
+    def _together(self) -> bool:
+        """Whether the ranks compare their answers in this step."""
+        return self._runtime.world_size > 1 and not self._ranks.silent
+
     def _worst(self, loss: Tensor) -> Tensor | list[float]:
-        """The :meth:`_answers` for a loss, the greatest of all ranks where they exchange them in each step."""
-        together = self._runtime.world_size > 1 and not self._ranks.silent
-        if (
-            not together and loss.numel() == 1 and loss.device.type == "cpu"
-        ):  # of a small network ten ops are a share of its step
-            asked = self._stop is not None and self._stop()
-            return [float(self._ranks.fault or not math.isfinite(loss.item())), float(asked)]
-        worst = self._answers((~torch.isfinite(loss)).any().float())
-        if together:
+        """The answers for a loss, the greatest of all ranks where they exchange them in each step."""
+        if loss.device.type == "cpu":  # of a small network ten ops are a share of its step
+            answers = self._local(loss)
+            if not self._together:
+                return answers
+            worst = torch.tensor(answers)
+        else:
+            worst = self._answers((~torch.isfinite(loss)).any().float())
+        if self._together:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return worst
+
+    def _local(self, loss: Tensor) -> list[float]:
+        """This rank's :meth:`_answers` for a loss, on the host."""
+        asked = self._stop is not None and self._stop()
+        finite = math.isfinite(loss.item()) if loss.numel() == 1 else bool(torch.isfinite(loss).all())
+        return [float(self._ranks.fault or not finite), float(asked)]
 
     def _answers(self, bad: Tensor) -> Tensor:
         """(2,): whether this rank's loss, or a gradient of the step before, is not finite; whether a stop was asked."""

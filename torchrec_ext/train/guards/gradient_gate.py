@@ -24,12 +24,11 @@ class GradientGate:
 
     Kernels move the rows of a sharded table while the backward runs, and the exchange carries a gradient that is not
     finite on one rank to rows of all. The first half of the backward ends at the vectors: by then the gradients of the
-    dense layers have been averaged, and nothing has moved. The ranks agree by one all-reduce of a number, then the
-    second half runs, through the exchange into the kernels. It costs that all-reduce and a sum over the vectors'
-    gradient, and the averaging of the layers' gradients no longer overlaps with the tables' backward; their norm is
-    taken here instead of in the optimizer's step. A step of two towers on two quiet cores, one for each rank, took
-    1.07 times one without a gate, when the norm was still taken twice (``benchmarks/checkpoint.py --gate`` measures
-    it).
+    dense layers have been averaged, and nothing has moved. The ranks agree by the one small all-reduce of a step, which
+    :class:`FiniteLoss` makes for the loss and the gradients together; then the second half runs, through the exchange
+    into the kernels. It costs a sum over the vectors' gradient, and the averaging of the layers' gradients no longer
+    overlaps with the tables' backward; their norm is taken here instead of in the optimizer's step. The row
+    ``gradient-gate`` of ``benchmarks/checkpoint.py`` measures it.
 
     Args:
         model: model from :func:`hybrid_parallel`.
@@ -43,6 +42,7 @@ class GradientGate:
         self._held: list[
             tuple[str, Tensor, Tensor]
         ] = []  # (path, vectors, what the dense layers were given in their place)
+        self._bad: tuple[list[str], list[str]] = [], []
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -55,31 +55,30 @@ class GradientGate:
             for hook in hooks:
                 hook.remove()
 
-    def open(self) -> str:
-        """Runs the second half of the backward; all ranks call it after the first half.
+    def refuses(self) -> bool:
+        """Checks this rank's gradients after the first half of the backward; returns whether one is not finite."""
+        paths = [path for path, _, given in self._held if given.grad is not None and not _finite(given.grad)]
+        self._bad = list(dict.fromkeys(paths)), self._optimizer.bad_gradients()
+        return any(self._bad)
 
-        Returns:
-            A text, the same on every rank, that names what is not finite on some rank, where the second half has not
-            run; empty where it has.
-        """
-        held, self._held = self._held, []
-        arrived = [(path, vectors, given.grad) for path, vectors, given in held if given.grad is not None]
-        bad = list(dict.fromkeys(path for path, _, gradient in arrived if not _finite(gradient)))
-        if message := self._agreed(bad, self._optimizer.bad_gradients()):
-            return message
-        torch.autograd.backward([vectors for _, vectors, _ in arrived], [gradient for *_, gradient in arrived])
-        return ""
-
-    def _agreed(self, paths: list[str], parameters: list[str]) -> str:
-        ranks: list[Any] = [(paths, parameters)]
+    def explain(self) -> str:
+        """Returns a text, the same on every rank, that names what some rank refuses; all ranks call it."""
+        self.drop()
+        ranks: list[Any] = [self._bad]
         if self._runtime.world_size > 1:
-            worst = torch.tensor(float(bool(paths or parameters)), device=self._runtime.device)
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-            if not worst:
-                return ""
             ranks = [None] * self._runtime.world_size
-            dist.all_gather_object(ranks, (paths, parameters))
+            dist.all_gather_object(ranks, self._bad)
         return _told(ranks)
+
+    def drop(self) -> None:
+        """Forgets the second half of the backward, which then moves nothing."""
+        self._held = []
+
+    def open(self) -> None:
+        """Runs the second half of the backward; all ranks call it where none refuses."""
+        held, self._held = self._held, []
+        arrived = [(vectors, given.grad) for _, vectors, given in held if given.grad is not None]
+        torch.autograd.backward([vectors for vectors, _ in arrived], [gradient for _, gradient in arrived])
 
     def _cutting(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
