@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import TowerBatch
@@ -73,6 +75,31 @@ def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runti
     if config.check_gradients == "auto" and runtime.device.type == "cuda" and not skips:
         return None
     return gate_for(model, optimizer, runtime, always=skips)
+
+
+def checked_steps(
+    model: DistributedModelParallel, optimizer: HybridOptimizer, runtime: Runtime, *, config: TrainConfig | None = None
+) -> TrainPipelineSparseDist[TowerBatch, Any]:
+    """Returns the pipeline that runs the steps of :func:`train` on several ranks, with its checks, for trials.
+
+    Args:
+        model: model from :func:`hybrid_parallel`.
+        optimizer: the model's optimizer.
+        runtime: rank and device of this process.
+        config: settings of the training.
+    """
+    config = config or TrainConfig()
+    if runtime.device.type == "cuda":  # where nothing waits for the checks
+        return make_pipeline(model, optimizer, runtime.device)
+    forward = FiniteLoss(
+        model,
+        runtime,
+        sys.maxsize,
+        context=forward_context(config.amp, runtime.device),
+        leave_out=partial(setattr, optimizer, "leave_out", True),  # what is wrong shows in the training
+        gate=gate(config, model, optimizer, runtime),
+    )
+    return make_pipeline(model, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables)
 
 
 def piped(config: TrainConfig, sync: SyncConfig) -> bool:

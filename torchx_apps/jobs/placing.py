@@ -7,6 +7,8 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -14,8 +16,11 @@ from torch import nn
 from torchrec_ext.distributed.autotune.choose import EVERYWHERE, Decision, auto_plan
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
+from torchrec_ext.train.loop import checked_steps
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.tasks.job import Job, Task, schema_of
+
+_BATCHES = 4  # that the trials of plan.towers=auto train on in turn
 
 
 def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
@@ -55,14 +60,17 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
     flat = dataclasses.replace(job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE))
     everywhere = copy.deepcopy(model)
     merge_lookups(flat, everywhere, runtime.world_size)
+    batches = list(islice(loader, _BATCHES))
     plan, decision = auto_plan(
         model,
-        next(iter(loader)),
+        batches[0],
         runtime,
         job.plan,
         job.optimizer,
         everywhere=everywhere,
         together=why_on_every_rank(job),
+        more=batches[1:],
+        steps=partial(checked_steps, config=job.train),
     )
     return dataclasses.replace(job, plan=plan), decision
 

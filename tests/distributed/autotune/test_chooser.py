@@ -2,7 +2,7 @@
 
 import dataclasses
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.contracts import run_ranks
 from tests.examples import META, batches, small_model, table
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.autotune.choose import (
     Candidate,
     Decision,
@@ -31,6 +32,7 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import Jagged
+from torchrec_ext.train.loop import checked_steps
 from torchrec_ext.train.step.pipeline import make_pipeline
 
 unit = pytest.mark.unit
@@ -275,6 +277,40 @@ def decided(runtime: Runtime) -> dict[str, Any]:
         "shared": [(candidate.towers, candidate.sharding, candidate.refused) for candidate in shared.candidates],
         "memory": told(lambda: auto_plan(small_model(META), local[0], runtime, PlanConfig(memory_gb=1e-7), optimizer)),
     }
+
+
+def tried_as_trained(runtime: Runtime) -> tuple[list[float | None], list[int]]:
+    """The trials' ms with the steps of train(), of a batch whose labels are none, and the batches of each trial."""
+    local = list(batches(3, rank=runtime.rank, world_size=runtime.world_size))
+    local[1].labels[0] = float("nan")
+    seen: list[list[TowerBatch]] = []
+
+    def noted(*given: Any) -> Any:
+        pipeline = checked_steps(*given)
+        progress, drawn = pipeline.progress, []
+        seen.append(drawn)
+
+        def noting(feed: Iterator[TowerBatch]) -> object:
+            output = progress(feed)
+            drawn.append(output.labels)
+            return output
+
+        pipeline.progress = noting  # type: ignore[method-assign, assignment]
+        return pipeline
+
+    _, decision = auto_plan(
+        small_model(META), local[0], runtime, PlanConfig(towers="auto"), OptimizerConfig(), more=local[1:], steps=noted
+    )
+    kinds = [len({tuple(labels.nan_to_num(-1.0).tolist()) for labels in drawn}) for drawn in seen]
+    return [candidate.trial_ms for candidate in decision.candidates if not candidate.refused], kinds
+
+
+def test_trials_make_the_steps_of_train_on_several_batches_and_leave_out_a_bad_one() -> None:
+    for ms, kinds in run_ranks(tried_as_trained, 2, timeout_s=300):
+        assert ms[0] is not None
+        assert ms[0] > 0
+        assert kinds
+        assert set(kinds) == {3}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from torch import nn
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.autotune.measure import measure
 from torchrec_ext.distributed.autotune.sample import Sample
-from torchrec_ext.distributed.autotune.trials import Trials
+from torchrec_ext.distributed.autotune.trials import Steps, Trials, plain_steps
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.placement import PlacementError, TowerPlacement
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -309,6 +309,8 @@ def auto_plan(
     *,
     everywhere: nn.Module | None = None,
     together: str = "",
+    more: Sequence[TowerBatch] = (),
+    steps: Steps = plain_steps,
 ) -> tuple[PlanConfig, Decision]:
     """Measures, and returns the config with the chosen placement in place of ``auto``, and the decision. Collective.
 
@@ -321,6 +323,9 @@ def auto_plan(
         everywhere: model to use where all towers run on every rank, such as one with merged look-ups; ``model`` where
             not given.
         together: why towers must run on every rank; empty where they need not.
+        more: further batches of this rank, as many on every rank, which the trials train on in turn.
+        steps: makes what runs the steps of a trial: for a training by :func:`train`, its ``checked_steps``; TorchRec's
+            pipeline without checks where not given.
 
     Raises:
         PlanError: the tables fit under no placement.
@@ -344,8 +349,9 @@ def auto_plan(
     kinds: list[str] = [config.sharding]
     if config.sharding == "auto" and not why_no_plan(Candidate(towers=EVERYWHERE, sharding="table_wise")):
         kinds = ["table_wise", "auto"]
-    with torch.random.fork_rng(devices=[]), Trials(runtime, optimizer) as trials:
-        flat, sample = Sample.of(everywhere, batch), None if refused else Sample.of(model, batch)
+    with torch.random.fork_rng(devices=[]), Trials(runtime, optimizer, steps) as trials:
+        flat = Sample.of(everywhere, batch, more)
+        sample = None if refused else Sample.of(model, batch, more)
         measured = measure(flat, sample, runtime, config, optimizer, kinds, trials)
 
         def try_out(candidates: Sequence[Candidate]) -> list[float | str]:

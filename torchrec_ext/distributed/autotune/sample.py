@@ -35,13 +35,21 @@ class Sample:
     Args:
         model: unsharded model with its tables on the meta device.
         batch: batch of this rank.
+        more: further batches of this rank, of equal or other rows, so that a trial does not read the same rows, which
+            are in a cache by then, in every step.
     """
 
     model: nn.Module
     batch: TowerBatch
+    more: tuple[TowerBatch, ...] = ()
+
+    @property
+    def batches(self) -> list[TowerBatch]:
+        """All batches."""
+        return [self.batch, *self.more]
 
     @classmethod
-    def of(cls, model: nn.Module, batch: TowerBatch) -> Sample:
+    def of(cls, model: nn.Module, batch: TowerBatch, more: Sequence[TowerBatch] = ()) -> Sample:
         """Makes the sample of an unsharded ``model``, which is not changed."""
         rows = _most_rows(model)
         small = copy.deepcopy(model)
@@ -52,7 +60,7 @@ class Sample:
             for name, value in vars(module).items():
                 if isinstance(value, list) and value and all(isinstance(item, BaseEmbeddingConfig) for item in value):
                     setattr(module, name, [_fewer(table, rows) for table in value])
-        return cls(small, _wrap_batch(batch, rows))
+        return cls(small, _wrap_batch(batch, rows), tuple(_wrap_batch(other, rows) for other in more))
 
 
 def _most_rows(model: nn.Module) -> int:

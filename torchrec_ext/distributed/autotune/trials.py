@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Protocol
 
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from typing_extensions import Self
 
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.autotune.sample import Sample, Stopwatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.measurements import Measurements
@@ -23,18 +26,38 @@ from torchrec_ext.distributed.runtime import Runtime
 _WARM_UP = 2  # steps that fill the pipeline
 
 
+class StepRunner(Protocol):
+    """Makes training steps, as TorchRec's pipelines do."""
+
+    def progress(self, dataloader_iter: Iterator[TowerBatch]) -> object:
+        """Makes one step on the next batch."""
+
+    def detach(self) -> object:
+        """Gives the model its own forwards back."""
+
+
+Steps = Callable[[DistributedModelParallel, HybridOptimizer, Runtime], StepRunner]
+
+
+def plain_steps(model: DistributedModelParallel, optimizer: HybridOptimizer, runtime: Runtime) -> StepRunner:
+    """Returns TorchRec's pipeline without any checks, for a training loop of one's own."""
+    pipeline: StepRunner = TrainPipelineSparseDist(model, optimizer, runtime.device, execute_all_batches=True)
+    return pipeline
+
+
 class Trials:
     """Sharded samples that are ready to step; their memory is free again after the ``with``.
 
     Args:
         runtime: this process's rank and device.
         optimizer: optimizers of tables and dense layers.
+        steps: makes what runs the steps of a sharded sample, as the training will; the same on every rank.
     """
 
-    def __init__(self, runtime: Runtime, optimizer: OptimizerConfig) -> None:
-        self._runtime, self._optimizer = runtime, optimizer
+    def __init__(self, runtime: Runtime, optimizer: OptimizerConfig, steps: Steps = plain_steps) -> None:
+        self._runtime, self._optimizer, self._make = runtime, optimizer, steps
         self._watch = Stopwatch(runtime)
-        self._pipelines: list[TrainPipelineSparseDist[Any, Any]] = []
+        self._pipelines: list[StepRunner] = []
         self._steps: dict[PlanConfig, Callable[[], object]] = {}
 
     def add(self, sample: Sample, config: PlanConfig, measured: Measurements | None = None) -> None:
@@ -53,8 +76,8 @@ class Trials:
             model, self._runtime, config, optimizer=self._optimizer, batch_size=len(sample.batch), measured=measured
         )
         sharded, optimizer = hybrid_parallel(model, self._runtime, plan=plan, optimizer=self._optimizer)
-        pipeline = TrainPipelineSparseDist(sharded, optimizer, self._runtime.device, execute_all_batches=True)
-        endless = itertools.repeat(sample.batch)
+        pipeline = self._make(sharded, optimizer, self._runtime)
+        endless = itertools.cycle(sample.batches)
         sharded.train()
         for _ in range(_WARM_UP):
             pipeline.progress(endless)
