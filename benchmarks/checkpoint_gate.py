@@ -1,46 +1,45 @@
 """Row `gradient-gate` of checkpoint.py: a step that checks gradients before they reach a table, against one without.
 
-Two towers of 4 tables, 32 wide, and layers of 128-64 on 2 ranks with 1,024 rows each; both sides look at the loss.
+Two towers of 4 tables, 32 wide, and layers of 128-64 on 2 ranks with 1,024 rows each. Both sides are steps of `train()`
+and look at the loss; the baseline has check_gradients=off.
 """
 
-import itertools
-from collections.abc import Callable
-
 import torch
-from hybrid_ranks import Row, in_turn, on_ranks, row
+import torch.distributed as dist
+from harness import Row, Trainings, on_ranks, row, slowest
+from hybrid_training import Side, training
 from torchrec import EmbeddingBagConfig
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import interaction_layer
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.guards.finite import FiniteLoss
-from torchrec_ext.train.guards.gradient_gate import GradientGate
-from torchrec_ext.train.step.pipeline import make_pipeline
+from torchrec_ext.train.loop import TrainConfig
 
 TABLES, ROWS, WIDTH, LAYERS, BATCH = 4, 50_000, 32, (128, 64), 1024
-REQUIRED = 1.05
+REQUIRED = 1 / 1.05
 
 
-def gate_row(repeats: int) -> Row:
-    """The slower rank's seconds of a step, of each side."""
-    ranks = on_ranks(_rank, 2, repeats)
-    off, on = (max(rank[side] for rank in ranks) for side in ("off", "on"))
-    return row("gradient-gate", off * 1e3, on * 1e3, "ms/step, lower is better", on / off, REQUIRED)
+def gate_row(turns: int) -> Row:
+    """The slower rank's milliseconds of a step, of each side."""
+    seconds = slowest(on_ranks(_rank, 2, turns))
+    without, gated = ([1e3 * turn for turn in seconds[side]] for side in ("off", "on"))
+    return row("gradient-gate", gated, "ms a step", baseline=without, required=REQUIRED)
 
 
-def _rank(runtime: Runtime, repeats: int) -> dict[str, float]:
-    return in_turn({side: _steps(runtime, gated=side == "on") for side in ("off", "on")}, repeats, 40)
+def _rank(runtime: Runtime, turns: int) -> dict[str, list[float]]:
+    trainings = Trainings({side: _side(runtime, gated=side == "on") for side in ("off", "on")}, before=dist.barrier)
+    times = trainings.seconds_per_step(40, turns, warm_up=10)
+    trainings.close()
+    return times
 
 
-def _steps(runtime: Runtime, *, gated: bool) -> Callable[[], object]:
-    names = {side: [f"{side}_{number}" for number in range(TABLES)] for side in ("user", "item")}
-    towers = {side: _tower(own) for side, own in names.items()}
+def _side(runtime: Runtime, *, gated: bool) -> Side:
+    names = {tower: [f"{tower}_{number}" for number in range(TABLES)] for tower in ("user", "item")}
+    towers = {tower: _tower(own) for tower, own in names.items()}
     model = TowerModel(towers, interaction_layer("dot", [tower.out_features for tower in towers.values()]))
     generator, schema = torch.Generator().manual_seed(runtime.rank), model.schema()
     columns = [
@@ -48,15 +47,14 @@ def _steps(runtime: Runtime, *, gated: bool) -> Callable[[], object]:
         for _ in range(8)
     ]
     batches = [schema.assemble(own, labels=torch.randint(2, (BATCH,), generator=generator).float()) for own in columns]
-    optimizers = OptimizerConfig(tables="row_wise_adagrad", dense="adam")
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers)
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers)
-    forward = FiniteLoss(
-        parallel, runtime, 1_000_000, gate=GradientGate(parallel, optimizer, runtime) if gated else None
+    return training(
+        model,
+        runtime,
+        batches,
+        PlanConfig(sharding="row_wise"),
+        OptimizerConfig(tables="row_wise_adagrad", dense="adam"),
+        config=TrainConfig(epochs=1, check_gradients="on" if gated else "off"),
     )
-    pipeline = make_pipeline(parallel, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables)
-    endless = itertools.cycle(batches)
-    return lambda: pipeline.progress(endless)
 
 
 def _tower(names: list[str]) -> Tower:

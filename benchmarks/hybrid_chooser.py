@@ -1,10 +1,10 @@
 """Rows `chooser` and `plan` of hybrid.py: what plan.towers=auto chooses and predicts, and a plan for absent devices.
 
-`chooser`: ten generated shapes of two towers on two ranks. For each the chooser measures and decides; then every
-candidate trains with the whole model, all in turn. `ours` of the first row counts the shapes where the taken one was
-the fastest, or slower by less than 5 %, by which two equal candidates differ from run to run; `strict` those where it
-was the fastest by any difference. The second row is the greatest difference of a taken candidate's foreseen step from
-the measured one, as a share of the measured one.
+`chooser`: ten generated shapes of two towers on two ranks. For each the chooser measures and decides, as a command does
+before its training; then every candidate trains by `train()` with the whole model, all in turn. `ours` of the first row
+counts the shapes where the taken one was the fastest, or slower by less than 5 %, by which two equal candidates differ
+from run to run; `strict` those where it was the fastest by any difference. The second row is the greatest difference of
+a taken candidate's foreseen step from the measured one, as a share of the measured one.
 
 `plan`: `python -m torchx_apps.plan` for 64 devices, 300 M x 64 and 12 M x 64, from the command to its end, and its peak
 memory.
@@ -15,29 +15,28 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from itertools import cycle
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from hybrid_ranks import Options, Row, in_turn, on_ranks, row
+import torch.distributed as dist
+from harness import LIMIT_S, ROOT, Options, Row, Trainings, on_ranks, row, slowest
+from hybrid_training import Side, training
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.autotune.choose import Candidate, Decision, as_config, auto_plan
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.step.pipeline import make_pipeline
+from torchrec_ext.train.loop import checked_steps
 
 SHAPES, CLOSE, DEVICES = 10, 1.05, 64
-IN_A_ROW = 250  # ms of one candidate before it is the next one's turn
+IN_A_ROW_MS = 300.0  # of one candidate before it is the next one's turn
 AUTO, OPTIMIZER = PlanConfig(towers="auto"), OptimizerConfig(tables="row_wise_adagrad", dense="adam")
 
 
@@ -62,7 +61,7 @@ class Shape(NamedTuple):
 def shapes(count: int, quick: bool) -> list[Shape]:
     """The same ones in every run."""
     draw = random.Random(0)
-    found = []
+    made = []
     for place in range(count):
         widths = draw.choice([(64,), (256, 64), (512, 256, 64), (1024, 512, 32)])
         rows = [1_000] if quick else [1_000, 20_000, 200_000]
@@ -73,10 +72,10 @@ def shapes(count: int, quick: bool) -> list[Shape]:
             ]
             for _ in range(2)
         )
-        found.append(
+        made.append(
             Shape(256 if quick else draw.choice([1024, 2048, 4096]), user, item, widths, 4 if place % 4 == 3 else 1)
         )
-    return found
+    return made
 
 
 def model(shape: Shape) -> TowerModel:
@@ -125,36 +124,30 @@ def batches(shape: Shape, made: TowerModel, runtime: Runtime, count: int = 4) ->
     ]
 
 
-def stepping(shape: Shape, runtime: Runtime, decision: Decision, one: Candidate) -> Callable[[], object]:
-    made = model(shape)
-    feed = cycle(batches(shape, made, runtime))
+def side(shape: Shape, runtime: Runtime, own: list[TowerBatch], decision: Decision, one: Candidate) -> Side:
     config = as_config(AUTO, one)
-    plan = plan_sharding(
-        made,
-        runtime,
-        config,
-        optimizer=OPTIMIZER,
-        batch_size=shape.batch // runtime.world_size,
-        measured=decision.measurements,
-    )
-    pipeline = make_pipeline(*hybrid_parallel(made, runtime, plan=plan, optimizer=OPTIMIZER), runtime.device)
-    return lambda: pipeline.progress(feed)
+    return training(model(shape), runtime, own, config, OPTIMIZER, measured=decision.measurements)
 
 
 def decided(runtime: Runtime, options: Options, count: int) -> list[dict[str, Any]]:
-    """Returns for each shape the candidates, the decision's seconds, and each candidate's measured ms on this rank."""
-    found = []
+    """Returns for each shape the candidates, the decision's seconds, and each candidate's seconds of a step by turn."""
+    made = []
     for shape in shapes(count, options.quick):
-        made = model(shape)
         start = time.perf_counter()
-        _, decision = auto_plan(made, batches(shape, made, runtime, 1)[0], runtime, AUTO, OPTIMIZER)
+        unsharded = model(shape)
+        own = batches(shape, unsharded, runtime)
+        _, decision = auto_plan(unsharded, own[0], runtime, AUTO, OPTIMIZER, more=own[1:], steps=checked_steps)
         took = time.perf_counter() - start
         possible = [one for one in decision.candidates if not one.refused]
-        sides = {f"{one.towers} {one.sharding}": stepping(shape, runtime, decision, one) for one in possible}
-        times = in_turn(sides, options.repeats, inner=min(max(int(IN_A_ROW / decision.taken.ms), 1), 5))
-        foreseen = {name: (one.trial_ms, one.model_ms) for name, one in zip(sides, possible, strict=True)}
-        found.append({"took": took, "foreseen": foreseen, "ms": {name: 1e3 * value for name, value in times.items()}})
-    return found
+        names = [f"{one.towers} {one.sharding}" for one in possible]
+        sides = {name: side(shape, runtime, own, decision, one) for name, one in zip(names, possible, strict=True)}
+        trainings = Trainings(sides, before=dist.barrier)
+        steps = min(max(int(IN_A_ROW_MS / decision.taken.ms), 2), 20)
+        times = trainings.seconds_per_step(steps, options.turns, warm_up=3)
+        trainings.close()
+        foreseen = {name: (one.trial_ms, one.model_ms) for name, one in zip(names, possible, strict=True)}
+        made.append({"took": took, "foreseen": foreseen, "seconds": times})
+    return made
 
 
 def chooser(options: Options) -> Iterator[Row]:
@@ -162,9 +155,10 @@ def chooser(options: Options) -> Iterator[Row]:
     count = 3 if options.quick else SHAPES
     ranks = on_ranks(decided, 2, options, count)
     best, strict, errors, of_model = 0, 0, [], []
-    for place in range(count):
-        one = ranks[0][place]
-        ms = {name: max(rank[place]["ms"][name] for rank in ranks) for name in one["ms"]}
+    for index in range(count):
+        one = ranks[0][index]
+        turns = slowest([rank[index]["seconds"] for rank in ranks])
+        ms = {name: 1e3 * statistics.median(seconds) for name, seconds in turns.items()}
         taken, fastest = next(iter(ms)), min(ms, key=lambda name: ms[name])
         strict += taken == fastest
         best += ms[taken] <= CLOSE * ms[fastest]
@@ -172,20 +166,17 @@ def chooser(options: Options) -> Iterator[Row]:
         of_model += [
             abs(model_ms / ms[name] - 1) for name, (_, model_ms) in one["foreseen"].items() if model_ms is not None
         ]
-        told = ", ".join(f"{name} {_text(one['foreseen'][name])} measured {ms[name]:.1f}" for name in ms)
-        print(f"shape {place}, decided in {one['took']:.1f} s: {told}; fastest {fastest}", file=sys.stderr)
-    yield row("chooser", None, best, "shapes", None, 0.9 * count, of=count, strict=strict)
-    worst = max(errors)
+        steps = ", ".join(f"{name} {_text(one['foreseen'][name])} measured {ms[name]:.1f}" for name in ms)
+        print(f"shape {index}, decided in {one['took']:.1f} s: {steps}; fastest {fastest}", file=sys.stderr)
+    yield row("chooser", best, "shapes", better="more", required=0.9 * count, of=count, strict=strict)
     yield row(
         "chooser, foreseen step",
-        None,
-        worst,
+        max(errors),
         "share of the measured step",
-        None,
-        0.25,
+        required=0.25,
         median=round(statistics.median(errors), 3),
         within=sum(error <= 0.25 for error in errors),
-        cost_model_median=round(statistics.median(of_model), 3),
+        cost_model_median=round(statistics.median(of_model), 3) if of_model else None,
         seconds=round(statistics.median(one["took"] for one in ranks[0]), 1),
     )
 
@@ -198,26 +189,22 @@ def _text(foreseen: tuple[float | None, float | None]) -> str:
 
 
 def plan(options: Options) -> Iterator[Row]:
-    """Seconds and MB of a plan for 64 devices, of the run with the median of the seconds."""
-    command = [
-        sys.executable,
-        "-m",
-        "torchx_apps.plan",
-        "--tables",
-        "ad=300Mx64,item=12Mx64",
-        "--world-size",
-        str(DEVICES),
-    ]
-    found = []
-    for _ in range(1 if options.quick else min(options.repeats, 3)):
+    """Seconds and peak MB of a plan for 64 devices."""
+    tables = "ad=300Mx64,item=12Mx64"
+    command = [sys.executable, "-m", "torchx_apps.plan", "--tables", tables, "--world-size", str(DEVICES)]
+    seconds, memory = [], []
+    for _ in range(1 if options.quick else options.turns):
         start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        limit = threading.Timer(LIMIT_S, process.kill)
+        limit.start()
         assert process.stdout is not None
         text = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
+        limit.cancel()
         if status:
             raise RuntimeError(f"{' '.join(command)} ended with {status}: {text}")
-        found.append((time.perf_counter() - start, usage.ru_maxrss / 1e3))
-    seconds, memory = sorted(found)[len(found) // 2]
-    yield row("plan", None, seconds, "s", None, 10)
-    yield row("plan, peak memory", None, memory, "MB", None, 2000)
+        seconds.append(time.perf_counter() - start)
+        memory.append(usage.ru_maxrss / 1e3)
+    yield row("plan", seconds, "s", required=10, machine="cores")
+    yield row("plan, peak memory", memory, "MB", required=2000)

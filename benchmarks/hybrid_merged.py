@@ -7,18 +7,23 @@ processes:
     apart     each tower looks up its own tables
     merged    the same model after TowerModel.merge_lookups()
 
-`merged` is a step of hybrid_parallel's model as a loop of one's own runs it; `merged, pipelined` the same under
-TorchRec's TrainPipelineSparseDist, which already sends the sizes of all collections as one. `collectives` counts the
-all-to-alls of a step.
+`merged, pipelined` is a step of `train()`, which every command runs: with its loss check, its gradient gate and
+TorchRec's TrainPipelineSparseDist, which already sends the sizes of all collections as one. `merged` is a step of
+hybrid_parallel's model in a plain loop of one's own, without pipeline or checks. `collectives` counts the all-to-alls
+that a step of each starts, and as `all_reduces` those that Python code starts besides DistributedDataParallel's.
 """
 
+import statistics
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hybrid_ranks import Options, Row, in_turn, on_ranks, row
+from harness import Options, Row, Trainings, on_ranks, row, slowest
+from hybrid_training import Side, Stop, looping, training
 from torchrec import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
@@ -29,7 +34,6 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.step.pipeline import make_pipeline
 
 TABLES, ROWS, COLUMNS, BATCH = 4, 10_000, 32, 512
 OPTIMIZER = OptimizerConfig(tables="adagrad", dense="adam")
@@ -46,68 +50,108 @@ def model() -> TowerModel:
     return two_tower(tables("user"), tables("item"), tower_widths=(32,), interaction="dot", device=torch.device("meta"))
 
 
-def batches(size: int, seed: int) -> Iterator[TowerBatch]:
-    """Eight batches again and again."""
+def batches(size: int, seed: int) -> list[TowerBatch]:
+    """Eight batches of ``size`` rows."""
     schema = model().schema()
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    made = []
     for _ in range(8):
         ids = {name: Jagged(torch.randint(ROWS, (size,), generator=generator)) for name in schema.keys}
-        found.append(schema.assemble(ids, labels=torch.randint(2, (size,), generator=generator).float()))
-    return cycle(found)
+        made.append(schema.assemble(ids, labels=torch.randint(2, (size,), generator=generator).float()))
+    return made
 
 
-def side(runtime: Runtime, size: int, *, merged: bool, pipelined: bool) -> Callable[[], None]:
+def side(runtime: Runtime, size: int, *, merged: bool, pipelined: bool) -> Side:
     made = model().merge_lookups() if merged else model()
-    plan = plan_sharding(made, runtime, PlanConfig(sharding="table_wise"), optimizer=OPTIMIZER)
-    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=OPTIMIZER)
-    feed = batches(size, runtime.rank)
+    own, config = batches(size, runtime.rank), PlanConfig(sharding="table_wise")
     if pipelined:
-        pipeline = make_pipeline(parallel, optimizer, runtime.device)
-        return lambda: pipeline.progress(feed)
+        return training(made, runtime, own, config, OPTIMIZER)
+    plan = plan_sharding(made, runtime, config, optimizer=OPTIMIZER)
+    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=OPTIMIZER)
+    feed = cycle(own)
 
     def step() -> None:
         optimizer.zero_grad()
         parallel(next(feed))[0].backward()
         optimizer.step()
 
-    return step
+    return looping(step)
 
 
-def collectives(step: Callable[[], None]) -> int:
-    """The all-to-alls that one step starts on this rank; TorchRec starts all of them by this function."""
-    calls, real = 0, dist.all_to_all_single
+class Collectives:
+    """Counts the collectives that each thread starts, so those of each training; TorchRec starts them by these names.
 
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return real(*args, **options)
+    Attributes:
+        by_step: for each side, what one step has started, by function; filled while it runs.
+    """
 
-    dist.all_to_all_single = counted
-    step()
-    dist.all_to_all_single = real
-    return calls
+    NAMES = ("all_to_all_single", "all_reduce")
+
+    def __init__(self) -> None:
+        self._calls: Counter[tuple[int, str]] = Counter()
+        self.by_step: dict[str, list[dict[str, int]]] = {}
+        for name in self.NAMES:
+            setattr(dist, name, self._counting(name, getattr(dist, name)))
+
+    def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            self._calls[threading.get_ident(), name] += 1
+            return real(*args, **options)
+
+        return counted
+
+    def watching(self, name: str, side: Side) -> Side:
+        """Returns ``side``, whose steps are counted under ``name``."""
+        steps = self.by_step[name] = []
+
+        def watched(stop: Stop) -> object:
+            before: dict[str, int] = {}
+
+            def after_step() -> bool:
+                calls = {name: self._calls[threading.get_ident(), name] for name in self.NAMES}
+                steps.append({name: count - before.get(name, 0) for name, count in calls.items()})
+                before.update(calls)
+                return stop()
+
+            return side(after_step)
+
+        return watched
+
+    def of_a_step(self, name: str, function: str) -> float:
+        """Returns how often a step of a side starts a collective; the first steps fill the pipeline."""
+        return statistics.median(step[function] for step in self.by_step[name])
 
 
-def measured(runtime: Runtime, options: Options) -> tuple[dict[str, float], dict[str, int]]:
+def measured(runtime: Runtime, options: Options) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     size = 64 if options.quick else BATCH
+    counts = Collectives()
     sides = {
         f"{name}{how}": side(runtime, size, merged=name == "merged", pipelined=bool(how))
         for how in ("", ", pipelined")
         for name in ("apart", "merged")
     }
-    times = in_turn(sides, options.repeats, inner=2 if options.quick else 20)
-    return times, {name: collectives(step) for name, step in sides.items()}
+    sides = {name: counts.watching(name, made) for name, made in sides.items()}
+    trainings = Trainings(sides, before=dist.barrier)
+    times = trainings.seconds_per_step(5 if options.quick else 60, options.turns, warm_up=10)
+    trainings.close()
+    return times, {name: {kind: counts.of_a_step(name, kind) for kind in counts.NAMES} for name in sides}
 
 
 def rows(options: Options) -> Iterator[Row]:
     """All-to-alls of a step, and milliseconds of the slower rank."""
     ranks = on_ranks(measured, 2, options)
-    calls = ranks[0][1]
-    seconds = {name: max(times[name] for times, _ in ranks) for name in ranks[0][0]}
+    seconds, calls = slowest([times for times, _ in ranks]), ranks[0][1]
     for how, required in (("", 2.0), (", pipelined", None)):
         apart, merged = calls[f"apart{how}"], calls[f"merged{how}"]
-        yield row(f"collectives{how}", apart, merged, "all-to-alls a step", apart / merged, required)
-    for how, required in (("", 1.4), (", pipelined", None)):
-        apart, merged = seconds[f"apart{how}"], seconds[f"merged{how}"]
-        yield row(f"merged{how}", 1e3 * apart, 1e3 * merged, "ms a step", apart / merged, required)
+        reduced = {name: counts["all_reduce"] for name, counts in (("apart", apart), ("merged", merged))}
+        yield row(
+            f"collectives{how}",
+            merged["all_to_all_single"],
+            "all-to-alls a step",
+            baseline=apart["all_to_all_single"],
+            required=required,
+            all_reduces=reduced,
+        )
+    for how, required in (("", None), (", pipelined", 1.4)):
+        apart_ms, merged_ms = ([1e3 * turn for turn in seconds[f"{name}{how}"]] for name in ("apart", "merged"))
+        yield row(f"merged{how}", merged_ms, "ms a step", baseline=apart_ms, required=required)

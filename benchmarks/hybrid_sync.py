@@ -1,94 +1,106 @@
-"""Rows `sync ...` of hybrid.py: how often two processes average, the speed of it against the HR@10 that it reaches.
+"""Rows `sync ...` of hybrid.py: how often two processes average, the speed of it, and the HR@10 that it reaches.
 
-The network is the second user's, NeuMF of the recipe `ncf`, on MovieLens 100K (TORCHREC_EXT_DATA): tables of 8 and 32
-columns and an MLP 32-16-8, Adam for all of it, 256 positives with 4 negatives each for each process and step, without a
-captured step. Sides:
+The network is the second user's, NeuMF of the recipe `ncf`, on MovieLens 100K (TORCHREC_EXT_DATA; the generated set
+where it is not to be had, which the row says): tables of 8 and 32 columns and an MLP 32-16-8, Adam for all of it, 256
+positives with 4 negatives each for each process and step. Sides, each with the recipe's loader:
 
-    one process     on rank 0, the other idle
-    two of them     which never talk, at the same time: the ceiling
-    every step      gradients in every step
-    local SGD       weights every 8, 32, 128 steps; tables are data_parallel, so that nothing is exchanged between
-    DiLoCo          every 32 steps, outer rate 0.7, Nesterov momentum 0.9
-    semi-sync       tables on one rank each, looked up a step ahead; dense gradients in every step
+    one process     a plain PyTorch loop over the unsharded network with fused Adam on rank 0, the other idle
+    two of them     that loop on both ranks at the same time, which never talk: the ceiling
+    every step      `train()`, gradients in every step
+    local SGD       `train()`, weights every 8, 32, 128 steps; tables are data_parallel, so that nothing is exchanged
+                    between, and steps are not captured
+    DiLoCo          `train()`, every 32 steps, outer rate 0.7, Nesterov momentum 0.9
+    semi-sync       `train()`, tables on one rank each, looked up a step ahead; dense gradients in every step
 
-Speed: 128 steps of each side in turn in one pair of processes, medians. HR@10 and AUC over the whole catalogue, 10
-epochs each: one process in batches of 256 positives, two in batches of 512, 256 each. 943 users are asked, so an HR@10
-of .1 has a standard error of .01. A run that is not --quick draws results/sync.png beside this file.
+`sync` measures steps of all sides in turn in one pair of processes. `sync-quality` is a study: HR@10 and AUC over the
+whole catalogue after 10 epochs of each mode, one process in batches of 256 positives, two in batches of 512, 256 each.
+943 users are asked, so an HR@10 of .1 has a standard error of .01. It draws results/sync.png beside this file.
 """
 
 import dataclasses
 import math
+import statistics
 import sys
-from collections.abc import Callable, Iterator
-from itertools import chain, repeat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from hybrid_ranks import Options, Row, in_turn, on_ranks, row
+import torch.distributed as dist
+from harness import Options, Row, Trainings, on_ranks, rates, row, slowest
+from hybrid_training import Side, Stop, looping
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import SyncConfig, synchronised
+from torchrec_ext.distributed.sync import SyncConfig
+from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import train
-from torchrec_ext.train.step.pipeline import make_pipeline
 from torchx_apps.cli.command_line import apply_overrides
 from torchx_apps.jobs.training import load_task, quieten_libraries
 from torchx_apps.recipes import ncf
 from torchx_apps.tasks.job import Job
 
 PICTURE = Path(__file__).parent / "results" / "sync.png"
-POSITIVES, STEPS, EPOCHS = 256, 128, 10
-NEVER = SyncConfig(mode="local_sgd", every=2**40)
+POSITIVES, STEPS, EPOCHS, ENDLESS = 256, 192, 10, 100_000
+ROWS_A_STEP = POSITIVES * 5
 MODES = {
     "every step": SyncConfig(),
     **{f"local SGD, {every}": SyncConfig(mode="local_sgd", every=every) for every in (8, 32, 128)},
     "DiLoCo, 32": SyncConfig(mode="diloco", every=32),
     "semi-sync": SyncConfig(mode="semi_sync"),
 }
-_IN_TURN = ("one process", "two of them")
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """One row for each mode."""
-    seconds = on_ranks(speeds, 2, options)[0]
-    alone, together = (1 / seconds[name] for name in _IN_TURN)
-    rate = POSITIVES * 5 * alone
-    print(
-        ", ".join(f"{name} {1e3 * took:.2f} ms a step" for name, took in seconds.items()), file=sys.stderr, flush=True
-    )
-    alone_reached = on_ranks(qualities, 1, {"one process": SyncConfig()}, options)[0]["one process"]
-    reached = on_ranks(qualities, 2, MODES, options)[0]
-    ceiling = 2 * together / alone
-    found = [
-        row(
+    """One row for each mode: its speed."""
+    ranks = on_ranks(speeds, 2, options)
+    seconds, data = slowest([times for times, _ in ranks]), ranks[0][1]
+    alone, together = seconds["one process"], seconds["two of them"]
+    ceiling = statistics.median(2 * one / two for one, two in zip(alone, together, strict=True))
+    for name in MODES:
+        of_ceiling = [two / mode for two, mode in zip(together, seconds[name], strict=True)]
+        yield row(
             f"sync {name}",
-            rate,
-            2 * POSITIVES * 5 / seconds[name],
+            rates(2 * ROWS_A_STEP, seconds[name]),
             "samples/s",
-            2 / seconds[name] / alone,
+            baseline=rates(ROWS_A_STEP, alone),
+            better="more",
             ceiling=ceiling,
-            of_ceiling=round(1 / seconds[name] / together, 3),
-            **{figure: round(reached[name][figure], 4) for figure in ("hr@10", "auc")},
-            one_process={figure: round(alone_reached[figure], 4) for figure in ("hr@10", "auc")},
+            machine="cores",
+            of_ceiling=round(statistics.median(of_ceiling), 3),
+            data=data,
         )
-        for name in MODES
+
+
+def quality(options: Options) -> Iterator[Row]:
+    """One row for each mode: its speed, HR@10 and AUC; draws the picture."""
+    alone = on_ranks(qualities, 1, {"one process": SyncConfig()}, options)[0]["one process"]
+    reached = on_ranks(qualities, 2, MODES, options)[0]
+    made = [
+        {
+            **one,
+            "name": str(one["name"]).replace("sync ", "sync-quality "),
+            **{figure: round(reached[name][figure], 4) for figure in ("hr@10", "auc")},
+            "one_process": {figure: round(alone[figure], 4) for figure in ("hr@10", "auc")},
+        }
+        for name, one in zip(MODES, rows(options), strict=True)
     ]
-    say(found, rate, alone_reached)
+    say(made, alone)
     if not options.quick:
-        draw(found, alone_reached["hr@10"], ceiling)
-    yield from found
+        draw(made, alone["hr@10"])
+    yield from made
 
 
-def job_of(sync: SyncConfig, ranks: int, quick: bool) -> Job:
+def job_of(sync: SyncConfig, ranks: int, quick: bool, epochs: int) -> Job:
     overrides = [
         f"data.name={'planted' if quick else 'ml-100k'}",
+        "fallback=planted",
         f"loader.batch_size={POSITIVES * ranks}",
         "train.compile=off",
+        f"train.epochs={epochs}",
     ]
-    overrides += [f"train.epochs={1 if quick else EPOCHS}", "train.log_every=100000"]
     if sync.looks_ahead:
         overrides += ["plan.sharding=table_wise"]
     return dataclasses.replace(apply_overrides(ncf(), overrides), sync=sync)
@@ -106,62 +118,94 @@ def built(runtime: Runtime, job: Job, task: Any) -> tuple[Any, Any, Any]:
 def qualities(runtime: Runtime, modes: dict[str, SyncConfig], options: Options) -> dict[str, dict[str, float]]:
     """HR@10 and AUC on the test items after the last epoch, by mode."""
     quieten_libraries()
-    task = load_task(job_of(SyncConfig(), runtime.world_size, options.quick), runtime)
-    found = {}
+    epochs = 1 if options.quick else EPOCHS
+    task = load_task(job_of(SyncConfig(), runtime.world_size, options.quick, epochs), runtime)
+    reached = {}
     for name, sync in modes.items():
-        job = job_of(sync, runtime.world_size, options.quick)
+        job = job_of(sync, runtime.world_size, options.quick, epochs)
         schema, parallel, optimizer = built(runtime, job, task)
         loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
         evaluator = task.evaluator(schema, parallel, runtime)
         train(parallel, optimizer, loader, runtime, job.train, sync=sync)
-        found[name] = evaluator.test()
+        reached[name] = evaluator.test()
         if runtime.is_main:
-            print(
-                f"{name}: hr@10 {found[name]['hr@10']:.4f}, auc {found[name]['auc']:.4f}", file=sys.stderr, flush=True
-            )
-    return found
+            figures = ", ".join(f"{figure} {reached[name][figure]:.4f}" for figure in ("hr@10", "auc"))
+            print(f"{name}: {figures}", file=sys.stderr, flush=True)
+    return reached
 
 
-def speeds(runtime: Runtime, options: Options) -> dict[str, float]:
-    """Seconds of a step of each side, batches in memory."""
+def speeds(runtime: Runtime, options: Options) -> tuple[dict[str, list[float]], str]:
+    """Seconds of a step of each side by turn, and the name of the data."""
     quieten_libraries()
-    task = load_task(job_of(NEVER, runtime.world_size, options.quick), runtime)
-    sides = {name: side(runtime, NEVER, options, task) for name in _IN_TURN}
+    task = load_task(job_of(SyncConfig(), runtime.world_size, options.quick, ENDLESS), runtime)
+    one = plain(options, task)
+    sides = {"one process": one if runtime.is_main else looping(lambda: None), "two of them": plain(options, task)}
     sides |= {name: side(runtime, sync, options, task) for name, sync in MODES.items()}
-    if runtime.rank:
-        sides["one process"] = lambda: None
-    return in_turn(sides, options.repeats, 4 if options.quick else STEPS)
+    trainings = Trainings(sides, before=dist.barrier)
+    times = trainings.seconds_per_step(16 if options.quick else STEPS, options.turns, warm_up=16)
+    trainings.close()
+    return times, task.name
 
 
-def side(runtime: Runtime, sync: SyncConfig, options: Options, task: Any) -> Callable[[], object]:
-    """A step of a mode; its context is entered here and never left, so that ranks that never meet need not."""
-    job = job_of(sync, runtime.world_size, options.quick)
+def plain(options: Options, task: Any) -> Side:
+    """The unsharded network in a loop of one's own, with the batches of one process."""
+    job = job_of(SyncConfig(), 1, options.quick, ENDLESS)
+    torch.manual_seed(job.train.seed)
+    model = job.build(job.model, task.data)
+    loader = task.loader(model.schema(), job.loader, rank=0, world_size=1)
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+
+    def endless() -> Iterator[TowerBatch]:
+        for epoch in range(ENDLESS):
+            loader.set_epoch(epoch)
+            yield from loader
+
+    feed = endless()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(next(feed))[0].backward()
+        optimizer.step()
+
+    return looping(step)
+
+
+def side(runtime: Runtime, sync: SyncConfig, options: Options, task: Any) -> Side:
+    """`train()` in a mode; it ends by an error, since ranks that meet seldom would not hear of a stop."""
+    job = job_of(sync, runtime.world_size, options.quick, ENDLESS)
     schema, parallel, optimizer = built(runtime, job, task)
     loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
-    kept = [batch for batch, _ in zip(loader, range(16), strict=False)]
-    feed: Iterator[TowerBatch] = chain.from_iterable(repeat(kept))
-    synchronised(parallel, optimizer, sync).__enter__()
-    pipeline = make_pipeline(parallel, optimizer, runtime.device, sync=sync)
-    for _ in range(3):  # the first steps are taken together, and DDP tells the ranks its buckets
-        pipeline.progress(feed)
-    return lambda: pipeline.progress(feed)
+
+    def trained(stop: Stop) -> None:
+        def stopping() -> bool:
+            if stop():
+                raise RunStoppedError("the benchmark is over")
+            return False
+
+        train(parallel, optimizer, loader, runtime, job.train, sync=sync, stop=stopping)
+
+    return trained
 
 
-def say(found: list[Row], rate: float, alone: dict[str, float]) -> None:
+def say(made: list[Row], alone: dict[str, float]) -> None:
     """The table as Markdown."""
     lines = [
         "| ranks average | samples/s | against one process | share of the ceiling | HR@10 | AUC |",
         "|---|---|---|---|---|---|",
     ]
+    rate = made[0]["baseline"]
     lines.append(f"| one process | {rate:,.0f} | 1.00x | | {alone['hr@10']:.4f} | {alone['auc']:.4f} |")
-    for one in found:
-        name = str(one["name"]).removeprefix("sync ")
+    for one in made:
+        name = str(one["name"]).removeprefix("sync-quality ")
         speed = f"{one['ours']:,.0f} | {one['ratio']:.2f}x | {one['of_ceiling']:.2f}"
         lines.append(f"| {name} | {speed} | {one['hr@10']:.4f} | {one['auc']:.4f} |")
     print("\n".join(lines), file=sys.stderr)
 
 
-def draw(found: list[Row], alone: float, ceiling: float) -> None:
+def draw(made: list[Row], alone: float) -> None:
     """Speed against HR@10, with the standard error of one process's."""
     import matplotlib
 
@@ -171,10 +215,10 @@ def draw(found: list[Row], alone: float, ceiling: float) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     error = math.sqrt(alone * (1 - alone) / 943)
     axes.axhspan(alone - error, alone + error, color="0.9", label="one process, one standard error")
-    axes.axvline(ceiling, color="0.5", linestyle="--", label="two processes that never talk")
+    axes.axvline(float(str(made[0]["ceiling"])), color="0.5", linestyle="--", label="two processes that never talk")
     points = [
         ("one process", 1.0, alone),
-        *((str(one["name"]).removeprefix("sync "), one["ratio"], one["hr@10"]) for one in found),
+        *((str(one["name"]).removeprefix("sync-quality "), one["ratio"], one["hr@10"]) for one in made),
     ]
     for name, ratio, hit in points:
         axes.plot(ratio, hit, "o")

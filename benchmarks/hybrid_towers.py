@@ -2,21 +2,26 @@
 
 Batch 4,096 over all ranks; a user tower over 1 M users and a history of 20 of 200 k items, an item tower over 200 k
 items, each 512-256-64; dot product, row-wise Adagrad for tables, Adam for dense layers. All sides run in turn in one
-pair of processes:
+pair of processes, each with one thread unless it says otherwise:
 
-    one process       both towers, one by one, on one rank, tables' optimizer fused into the backward; the other idle
-    two of them       the same on both ranks at once, which never talk: the ceiling
-    tower-parallel    plan.towers=user:0,item:1
-    sharded tables    both towers on both ranks, table_wise
-    plain DDP         torch.nn.EmbeddingBag with sparse gradients in DistributedDataParallel
+    one process       both towers, one by one, on one rank; a plain PyTorch loop without checks, TorchRec's
+                      FusedEmbeddingBagCollection, whose backward moves the tables, and fused Adam; the other rank idle
+    two of them       one process's loop on both ranks at once, which never talk: the ceiling
+    tower-parallel    `train()` with plan.towers=user:0,item:1
+    sharded tables    `train()` with both towers on both ranks, table_wise
+    plain DDP         a plain PyTorch loop: torch.nn.EmbeddingBag with sparse gradients in DistributedDataParallel
+    two threads       one process's loop with two threads
 """
 
+import statistics
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
 import torch
-from hybrid_ranks import Options, Row, in_turn, on_ranks, row
+import torch.distributed as dist
+from harness import Options, Row, Trainings, on_ranks, rates, row, slowest
+from hybrid_training import Side, looping, training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig, PoolingType
@@ -26,12 +31,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.train.step.pipeline import make_pipeline
 
 BATCH, BAG, WIDTHS = 4096, 20, (512, 256, 64)
 OPTIMIZER = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3)
@@ -54,8 +56,8 @@ def model(quick: bool, device: str = "meta") -> TowerModel:
     )
 
 
-def batches(size: int, made: TowerModel, seed: int) -> Iterator[TowerBatch]:
-    """Eight batches of ``size`` rows again and again; ids as popular as they are in logs."""
+def batches(size: int, made: TowerModel, seed: int) -> list[TowerBatch]:
+    """Eight batches of ``size`` rows; ids as popular as they are in logs."""
     rows = {table.name: table.num_embeddings for table in made._tables}
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,13 +66,13 @@ def batches(size: int, made: TowerModel, seed: int) -> Iterator[TowerBatch]:
 
     lengths = torch.ones(3, size, dtype=torch.int32)
     lengths[1] = BAG
-    found = []
+    made_batches = []
     for _ in range(8):
         values = torch.cat([ids("user_id", size), ids("history", size * BAG), ids("item_id", size)])
         kjt = KeyedJaggedTensor(["user_id", "history", "item_id"], values, lengths=lengths.view(-1))
         labels, ones = torch.rand(size, generator=generator).round(), torch.ones(size)
-        found.append(TowerBatch(kjt, torch.empty(size, 0), labels, ones, torch.tensor(float(size))))
-    return cycle(found)
+        made_batches.append(TowerBatch(kjt, torch.empty(size, 0), labels, ones, torch.tensor(float(size))))
+    return made_batches
 
 
 def alone(quick: bool) -> Callable[[], None]:
@@ -80,8 +82,8 @@ def alone(quick: bool) -> Callable[[], None]:
             tower.tables, RowWiseAdagrad, {"lr": OPTIMIZER.tables_lr}, device=torch.device("cpu")
         )
     dense = [value for name, value in made.named_parameters() if "embeddings." not in name]
-    optimizer = torch.optim.Adam(dense, lr=OPTIMIZER.dense_lr)
-    feed = batches(256 if quick else BATCH, made, seed=0)
+    optimizer = torch.optim.Adam(dense, lr=OPTIMIZER.dense_lr, fused=True)
+    feed = cycle(batches(256 if quick else BATCH, made, seed=0))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -122,10 +124,10 @@ def plain_ddp(runtime: Runtime, quick: bool) -> Callable[[], None]:
     dense = [value for name, value in made.named_parameters() if ".bags." not in name]
     optimizers = [
         torch.optim.Adagrad(tables, lr=OPTIMIZER.tables_lr),
-        torch.optim.Adam(dense, lr=OPTIMIZER.dense_lr),
+        torch.optim.Adam(dense, lr=OPTIMIZER.dense_lr, fused=True),
     ]
     ddp = DistributedDataParallel(made)
-    feed = batches((256 if quick else BATCH) // runtime.world_size, made, seed=runtime.rank)
+    feed = cycle(batches((256 if quick else BATCH) // runtime.world_size, made, seed=runtime.rank))
 
     def step() -> None:
         for optimizer in optimizers:
@@ -137,37 +139,62 @@ def plain_ddp(runtime: Runtime, quick: bool) -> Callable[[], None]:
     return step
 
 
-def hybrid(runtime: Runtime, quick: bool, towers: str) -> Callable[[], None]:
+def hybrid(runtime: Runtime, quick: bool, towers: str) -> Side:
     made = model(quick)
-    feed = batches((256 if quick else BATCH) // runtime.world_size, made, seed=runtime.rank)
-    plan = plan_sharding(made, runtime, PlanConfig(sharding="table_wise", towers=towers), optimizer=OPTIMIZER)
-    pipeline = make_pipeline(*hybrid_parallel(made, runtime, plan=plan, optimizer=OPTIMIZER), runtime.device)
-    return lambda: pipeline.progress(feed)
+    own = batches((256 if quick else BATCH) // runtime.world_size, made, seed=runtime.rank)
+    return training(made, runtime, own, PlanConfig(sharding="table_wise", towers=towers), OPTIMIZER)
 
 
-def measured(runtime: Runtime, options: Options) -> dict[str, float]:
+def with_two_threads(step: Callable[[], None]) -> Callable[[], None]:
+    def wider() -> None:
+        torch.set_num_threads(2)
+        step()
+        torch.set_num_threads(1)
+
+    return wider
+
+
+def measured(runtime: Runtime, options: Options) -> dict[str, list[float]]:
     one = alone(options.quick)
+    on_one_rank = one if runtime.is_main else lambda: None
     sides = {
-        "one process": one if runtime.is_main else lambda: None,
-        "two of them": one,
+        "one process": looping(on_one_rank),
+        "two of them": looping(one),
         "tower-parallel": hybrid(runtime, options.quick, "user:0,item:1"),
         "sharded tables": hybrid(runtime, options.quick, "data_parallel"),
-        "plain DDP": plain_ddp(runtime, options.quick),
+        "plain DDP": looping(plain_ddp(runtime, options.quick)),
+        "two threads": looping(with_two_threads(on_one_rank)),
     }
-    return in_turn(sides, options.repeats, inner=2 if options.quick else 4)
+    trainings = Trainings(sides, before=dist.barrier)
+    times = trainings.seconds_per_step(4 if options.quick else 12, options.turns, warm_up=6)
+    trainings.close()
+    return times
 
 
 def rows(options: Options) -> Iterator[Row]:
     """Rows per second over both ranks; ``share`` is the ratio as a share of the ceiling, required .85."""
     size = 256 if options.quick else BATCH
-    ranks = on_ranks(measured, 2, options)
-    seconds = {side: max(rank[side] for rank in ranks) for side in ranks[0]}
-    one = size / seconds["one process"]
-    ceiling = 2 * size / seconds["two of them"] / one
+    seconds = slowest(on_ranks(measured, 2, options))
+    one = rates(size, seconds["one process"])
+    pairs = zip(seconds["one process"], seconds["two of them"], strict=True)
+    ceiling = statistics.median(2 * alone / together for alone, together in pairs)
     for name, side, required in (
         ("tower-parallel", "tower-parallel", 1.6),
         ("tower-parallel, sharded tables instead", "sharded tables", None),
         ("tower-parallel, plain DDP instead", "plain DDP", None),
+        ("tower-parallel, one process of two threads instead", "two threads", None),
     ):
-        ours = size / seconds[side]
-        yield row(name, one, ours, "rows/s", ours / one, required, ceiling, share=round(ours / one / ceiling, 3))
+        ours = rates(size, seconds[side])
+        share = statistics.median(mine / theirs for mine, theirs in zip(ours, one, strict=True)) / ceiling
+        yield row(
+            name,
+            ours,
+            "rows/s",
+            baseline=one,
+            better="more",
+            required=required,
+            ceiling=ceiling,
+            machine="cores",
+            share=round(share, 3),
+            **({"share_required": 0.85} if required else {}),
+        )

@@ -2,48 +2,59 @@
 
 Two network namespaces are the hosts, a veth pair between them is limited to 1 Gbit/s each way by `tc`, one rank runs in
 each. The network has 26 features, 128 wide, in two towers; a tower makes D (c F + p) = 16 x (13 + 2) = 240 numbers of
-its 1,664, and a top NN reads both. Both sides train that same network from the same start: `flat` with every table on
-one rank, all of them looked up in one exchange, and the layers on both ranks; `towers` with each tower on the host of
-its tables. `two-hosts-plain` has as its baseline the network without compression. Bytes are those of the interfaces'
-counters, headers and acknowledgements included, beside the formula of
-benchmarks/traffic.py. Needs root, `ip` and `tc`.
+its 1,664, and a top NN reads both. All sides train by `train()`, in turn:
+
+    flat      that network with every table on one rank, all of them looked up in one exchange, layers on both ranks
+    fp16      flat with TorchRec's own communication in 16 bits (QCommsConfig), forward and backward
+    plain     the network without compression, flat
+    towers    each tower on the host of its tables: the same numbers as flat from the same start
+
+`two-hosts` has flat as its baseline, `two-hosts-fp16` fp16, `two-hosts-plain` plain. Bytes are those of the interfaces'
+counters, headers and acknowledgements included, beside the formula of benchmarks/traffic.py, which counts float32.
+Needs root, `ip` and `tc`.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from hybrid_ranks import Options, Row, in_turn, row
+from harness import LIMIT_S, Options, Repeated, Row, Trainings, row
+from hybrid_training import Side, Stop
 from torchrec import EmbeddingBagConfig
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
+from torchrec.distributed.types import CommOp
 from traffic import HostLayout, Traffic, flat_traffic, tower_traffic
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed import parallel
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import dense_layers, hybrid_parallel
 from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sharders import BagSharder
 from torchrec_ext.distributed.tables import collections
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.compression import Compression
 from torchrec_ext.modules.interaction import interaction_layer
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.step.pipeline import make_pipeline
+from torchrec_ext.train.loop import TrainConfig, train
 
 FEATURES, WIDTH, TOP = 13, 128, (128, 64)
 COMPRESS = Compression(dim=16, per_feature=1, flat=2)
@@ -58,32 +69,39 @@ def two_hosts(options: Options) -> Iterator[Row]:
     if missing:
         print(f"two-hosts: not measured: needs {', '.join(missing)}", file=sys.stderr)
         return
-    rows = {"table_rows": 10_000 if options.quick else 50_000, "batch": 256 if options.quick else 1024}
+    sizes = {"table_rows": 10_000 if options.quick else 50_000, "batch": 256 if options.quick else 1024}
     try:
-        found = _on_two_hosts({**rows, "repeats": options.repeats, "inner": 3 if options.quick else 10})
+        result = _on_two_hosts({**sizes, "turns": options.turns, "steps": 3 if options.quick else 10})
     except subprocess.CalledProcessError as error:
         print(f"two-hosts: not measured: `{' '.join(error.cmd)}` ended with {error.returncode}", file=sys.stderr)
         return
-    seconds, measured, formula = found["seconds"], found["bytes"], found["formula"]
-    for side, told in formula.items():
-        share = measured[side] / told["total"]
+    seconds, measured, formula = result["seconds"], result["bytes"], result["formula"]
+    for side, traffic in formula.items():
+        share = measured[side] / traffic["total"]
         print(
-            f"two-hosts, {side}: {measured[side] / 1e6:.3f} MB a step measured, {told['text']}: {share:.3f} of it",
+            f"two-hosts, {side}: {measured[side] / 1e6:.3f} MB a step measured, {traffic['text']}: {share:.3f} of it",
             file=sys.stderr,
         )
-    for name, baseline, required in (("two-hosts", "flat", 1.5), ("two-hosts-plain", "plain", None)):
+    towers = [1e3 * turn for turn in seconds["towers"]]
+    for name, baseline, required in (
+        ("two-hosts", "flat", 1.5),
+        ("two-hosts-fp16", "fp16", None),
+        ("two-hosts-plain", "plain", None),
+    ):
         yield row(
             name,
-            1e3 * seconds[baseline],
-            1e3 * seconds["towers"],
+            towers,
             "ms/step",
-            seconds[baseline] / seconds["towers"],
-            required,
-            link_gbit_per_s=round(found["gbit"], 3),
+            baseline=[1e3 * turn for turn in seconds[baseline]],
+            required=required,
+            machine="cores",
+            link_gbit_per_s=round(result["gbit"], 3),
             megabytes={side: round(measured[side] / 1e6, 3) for side in (baseline, "towers")},
-            megabytes_by_formula={side: round(formula[side]["total"] / 1e6, 3) for side in (baseline, "towers")},
+            megabytes_by_formula={
+                side: round(formula[side]["total"] / 1e6, 3) for side in (baseline, "towers") if side in formula
+            },
             bytes_ratio=round(measured[baseline] / measured["towers"], 2),
-            greatest_difference_of_logits=found["difference"] if baseline == "flat" else None,
+            greatest_difference_of_logits=result["differences"].get(baseline),
         )
 
 
@@ -112,7 +130,7 @@ def _run(*command: str) -> None:
 
 
 def _on_two_hosts(sizes: dict[str, int]) -> dict[str, Any]:
-    """What rank 0 of :func:`_rank` found, one rank on each host."""
+    """What rank 0 of :func:`_rank` returns, one rank on each host."""
     with _namespaces() as names, tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         processes: list[subprocess.Popen[bytes]] = []
@@ -128,7 +146,7 @@ def _on_two_hosts(sizes: dict[str, int]) -> dict[str, Any]:
             command = ["ip", "netns", "exec", name, sys.executable, __file__, json.dumps(sizes), str(answer)]
             processes.append(subprocess.Popen(command, env={**os.environ, **place, **net}))
         try:
-            codes = [process.wait() for process in processes]
+            codes = [process.wait(timeout=LIMIT_S) for process in processes]
         finally:
             for process in processes:
                 process.kill()
@@ -167,51 +185,75 @@ def _batches(model: TowerModel, sizes: dict[str, int], rank: int) -> list[TowerB
 
 
 def _rank(runtime: Runtime, sizes: dict[str, int]) -> dict[str, Any]:
-    """Median seconds and bytes of a step of each side, the bytes by formula, and how fast the link is."""
-    sides: dict[str, Callable[[], object]] = {}
+    """Seconds of a step of each side by turn, its bytes, also by formula, and how fast the link is."""
+    sides: dict[str, Side] = {}
     formula: dict[str, Traffic] = {}
-    counted: dict[str, list[int]] = {}
+    sent: dict[str, list[int]] = {}
     first: dict[str, torch.Tensor] = {}
+    everything = [*NAMES["left"], *NAMES["right"]]
     kinds = {
-        "flat": (_towers(sizes["table_rows"]), "data_parallel"),
-        "plain": ({"all": _tower([*NAMES["left"], *NAMES["right"]], sizes["table_rows"], None)}, "data_parallel"),
-        "towers": (_towers(sizes["table_rows"]), PLACEMENT),
+        "flat": (_towers(sizes["table_rows"]), "data_parallel", []),
+        "fp16": (_towers(sizes["table_rows"]), "data_parallel", _sharders_in_16_bits()),
+        "plain": ({"all": _tower(everything, sizes["table_rows"], None)}, "data_parallel", []),
+        "towers": (_towers(sizes["table_rows"]), PLACEMENT, []),
     }
     optimizer = OptimizerConfig(tables="row_wise_adagrad", dense="adam")
-    for side, (towers, placement) in kinds.items():
+    for side, (towers, placement, codecs) in kinds.items():
         model = _model(towers)
-        if side == "flat":
+        if side in ("flat", "fp16"):
             model.merge_lookups()
         config = PlanConfig(sharding="table_wise", towers=placement)
         plan = plan_sharding(model, runtime, config, optimizer=optimizer, batch_size=sizes["batch"])
-        formula[side] = _formula(model, towers, plan, placement, sizes["batch"])
+        if side != "fp16":
+            formula[side] = _formula(model, towers, plan, placement, sizes["batch"])
         batches = _batches(model, sizes, runtime.rank)
-        parallel, own = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
-        pipeline = make_pipeline(parallel, own, runtime.device)
-        endless = itertools.cycle(batches)
-        first[side] = pipeline.progress(endless).logits
-        counted[side] = []
-        sides[side] = _counting(lambda pipeline=pipeline, endless=endless: pipeline.progress(endless), counted[side])
+        with patch.object(parallel, "sharders", lambda: codecs) if codecs else contextlib.nullcontext():  # noqa: B023
+            sharded, own = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
+        with torch.no_grad():
+            first[side] = sharded(batches[0])[1].logits
+        sent[side] = []
+        sides[side] = _counting(_training(sharded, own, batches, runtime), sent[side])
     gbit = _link_speed()
-    seconds = in_turn(sides, sizes["repeats"], sizes["inner"])
-    totals = torch.tensor([sum(counted[side]) / len(counted[side]) for side in sides], dtype=torch.float64)
+    trainings = Trainings(sides, before=dist.barrier)
+    seconds = trainings.seconds_per_step(sizes["steps"], sizes["turns"], warm_up=4)
+    trainings.close()
+    totals = torch.tensor([statistics.median(sent[side]) for side in sides], dtype=torch.float64)
     dist.all_reduce(totals)  # what each of the two sent
     return {
         "seconds": seconds,
         "bytes": dict(zip(sides, totals.tolist(), strict=True)),
-        "formula": {side: {"total": told.total, "text": str(told)} for side, told in formula.items()},
+        "formula": {side: {"total": traffic.total, "text": str(traffic)} for side, traffic in formula.items()},
         "gbit": gbit,
-        "difference": float((first["flat"] - first["towers"]).abs().max()),
+        "differences": {side: float((first[side] - first["towers"]).abs().max()) for side in ("flat", "fp16")},
     }
 
 
-def _counting(call: Callable[[], object], counted: list[int]) -> Callable[[], object]:
-    def run() -> None:
-        before = _sent()
-        call()
-        counted.append(_sent() - before)
+def _sharders_in_16_bits() -> list[Any]:
+    """TorchRec's own compression: pooled vectors and their gradients travel as float16."""
+    codecs = get_qcomm_codecs(QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16))
+    return [BagSharder(qcomm_codecs_registry={CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs})]
 
-    return run
+
+def _training(model: Any, optimizer: Any, batches: list[TowerBatch], runtime: Runtime) -> Side:
+    return lambda stop: train(model, optimizer, Repeated(batches), runtime, TrainConfig(epochs=1), stop=stop)
+
+
+def _counting(side: Side, sent: list[int]) -> Side:
+    """Returns ``side``, which puts the bytes that each of its steps sends into ``sent``."""
+
+    def counted(stop: Stop) -> object:
+        before = _sent()
+
+        def after_step() -> bool:
+            nonlocal before
+            sent.append(_sent() - before)
+            ends = stop()  # may wait for the other sides' turns
+            before = _sent()
+            return ends
+
+        return side(after_step)
+
+    return counted
 
 
 def _sent() -> int:
@@ -245,12 +287,13 @@ def _formula(model: TowerModel, towers: dict[str, Tower], plan: Any, placement: 
 def main() -> None:
     """One rank."""
     sizes, answer = json.loads(sys.argv[1]), Path(sys.argv[2])
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     rank = dist.get_rank()
-    found = _rank(Runtime(rank=rank, world_size=2, local_world_size=1), sizes)
+    result = _rank(Runtime(rank=rank, world_size=2, local_world_size=1), sizes)
     if rank == 0:
-        answer.write_text(json.dumps(found))
+        answer.write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
