@@ -23,7 +23,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
-from torchx_apps.jobs.training import build_model, load_task
+from torchx_apps.jobs.training import _plan, build_model, load_task
 from torchx_apps.networks import stacks as stackable
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower_job
@@ -262,3 +262,27 @@ def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_alone_or_stacke
     assert two_tower_bias == pytest.approx(math.log(1 / 3))
     assert ncf_bias == pytest.approx(math.log(1 / 4))
     assert other == first
+
+
+def planned(runtime: Runtime) -> list[str]:
+    """How the plan of the recipe's small tables is explained, by settings."""
+    texts = []
+    for overrides in ([], ["sync.mode=local_sgd"], ["sync.mode=semi_sync"], ["plan.sharding=table_wise"]):
+        job = two_tower_with("data.name=planted", "data.users=60", "data.items=50", *overrides)
+        task = load_task(job, runtime)
+        texts.append(_plan(job, build_model(job, task), None, runtime)[1])
+    return texts
+
+
+def test_small_tables_are_on_every_rank_by_default_and_the_plan_says_why() -> None:
+    default, *others = run_ranks(planned, 2)[0]
+    assert default.endswith(
+        "plan.sharding=auto: all tables together have 262,144 weights or fewer, so each rank has them whole, which is "
+        "faster than an exchange in each step"
+    )
+    assert "data_parallel  every rank" in default
+    assert "table_wise" not in default
+    for text in others:
+        assert "plan.sharding=auto" not in text
+    (alone,) = run_ranks(planned, 1)
+    assert all("plan.sharding=auto" not in text for text in alone)

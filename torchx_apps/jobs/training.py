@@ -28,9 +28,10 @@ from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import plan_sharding
+from torchrec_ext.distributed.plan.planner import SMALL_WEIGHTS, plan_sharding, small_tables_whole
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.streams import on_streams
+from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.schema import BatchSchema
@@ -181,18 +182,27 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
 def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
     """Plans the model's tables; returns the plan, and the text that explains it."""
     rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
+    constraints = shard_free_tables(model, job.plan) if job.sync.looks_ahead else {}
+    whole = {}
+    if decision is None and job.sync == SyncConfig():
+        whole = constraints = small_tables_whole(model, runtime, job.plan, job.optimizer)
     plan = plan_sharding(
         model,
         runtime,
         job.plan,
         optimizer=job.optimizer,
         batch_size=rows,
-        constraints=shard_free_tables(model, job.plan) if job.sync.looks_ahead else None,
+        constraints=constraints,
         table_copies=job.sync.table_copies,
         measured=decision.measurements if decision else None,
     )
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
     text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
+    if whole:
+        text += (
+            f"\nplan.sharding=auto: all tables together have {SMALL_WEIGHTS:,} weights or fewer, so each rank has them "
+            "whole, which is faster than an exchange in each step"
+        )
     return plan, text if decision is None else f"{text}\n\n{decision.text()}"
 
 

@@ -4,6 +4,7 @@ import time
 import unittest.mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.planner import ParameterConstraints
@@ -14,7 +15,7 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import plan_sharding
+from torchrec_ext.distributed.plan.planner import SMALL_WEIGHTS, plan_sharding, small_tables_whole
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 
@@ -179,3 +180,32 @@ def test_a_planner_that_breaks_on_rank_0_raises_the_same_on_every_rank_within_5_
     assert first == second
     assert first.startswith("the planner failed on rank 0: AttributeError: ")
     assert took < 5, "what another rank waits before it is told: a limit of the law, not a speed"
+
+
+def towers_of(rows: int) -> TowerModel:
+    return two_tower([table("user_id", rows)], [table("item_id", 9)], device=META)
+
+
+@pytest.mark.unit
+def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_free() -> None:
+    adagrad = OptimizerConfig()
+    dim = table("user_id", 9).embedding_dim
+    at_the_limit = towers_of(SMALL_WEIGHTS // dim - 9)
+    for model in (small_model(META), at_the_limit):
+        constraints = small_tables_whole(model, TWO_RANKS, PlanConfig(), adagrad)
+        assert {kind for one in constraints.values() for kind in one.sharding_types or ()} == {"data_parallel"}
+        with unittest.mock.patch("torch.distributed.broadcast_object_list"):
+            plan = plan_sharding(model, TWO_RANKS, constraints=constraints)
+        kinds = {kind.sharding_type for module in plan.plan.values() for kind in module.values()}  # type: ignore[attr-defined]
+        assert kinds == {"data_parallel"}
+    free = PlanConfig()
+    for model, runtime, config, optimizer in (
+        (towers_of(SMALL_WEIGHTS // dim), TWO_RANKS, free, adagrad),
+        (at_the_limit, CPU, free, adagrad),
+        (at_the_limit, Runtime(world_size=2, local_world_size=2, device=torch.device("cuda")), free, adagrad),
+        (at_the_limit, TWO_RANKS, PlanConfig(sharding="table_wise"), adagrad),
+        (at_the_limit, TWO_RANKS, PlanConfig(tables=("user_id=row_wise",)), adagrad),
+        (at_the_limit, TWO_RANKS, PlanConfig(towers="tower_parallel"), adagrad),
+        (at_the_limit, TWO_RANKS, free, OptimizerConfig(clip_norm=1.0)),
+    ):
+        assert small_tables_whole(model, runtime, config, optimizer) == {}

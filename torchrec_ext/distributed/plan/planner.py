@@ -1,4 +1,7 @@
-"""plan_sharding(): TorchRec's planner on the devices of this job."""
+"""plan_sharding(): TorchRec's planner on the devices of this job.
+
+small_tables_whole(): constraints by which tables that are small all together are on every rank, where it is free.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from torchrec.distributed.types import (
     EnumerableShardingSpec,
     ModuleShardingPlan,
     ShardingPlan,
+    ShardingType,
 )
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig, chosen_optimizer
@@ -28,7 +32,9 @@ from torchrec_ext.distributed.plan.explain import GB
 from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
+from torchrec_ext.distributed.sharders import refused_because
 from torchrec_ext.distributed.sync import SyncConfig
+from torchrec_ext.distributed.tables import collections, table_configs
 
 
 def plan_sharding(
@@ -94,6 +100,40 @@ def plan_sharding(
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]
+
+
+SMALL_WEIGHTS = 2**18  # of all tables together
+
+
+def small_tables_whole(
+    model: nn.Module, runtime: Runtime, config: PlanConfig, optimizer: OptimizerConfig
+) -> dict[str, ParameterConstraints]:
+    """Returns constraints that make every table data_parallel where all together have few weights.
+
+    TorchRec's cost model counts bytes, and so shards tables whatever their size. On a CPU a step without exchanges is
+    faster as long as all gradients together travel in about the time of the messages that it saves, which
+    ``benchmarks/hybrid.py --only small-tables`` measures.
+
+    Args:
+        model: unsharded model.
+        runtime: this process's rank and device.
+        config: sharding types and placement that were asked for.
+        optimizer: optimizers of the tables; with ``clip_norm`` the norm would then take in the tables.
+
+    Returns:
+        Constraints for :func:`plan_sharding`; none where a table is large, placed, asked for otherwise, or cannot be on
+        every rank, or where there is one rank or a GPU.
+    """
+    if runtime.world_size == 1 or runtime.device.type != "cpu" or config.towers != "data_parallel":
+        return {}
+    tables = [table for _, collection in collections(model) for table in table_configs(collection)]
+    asked = config.by_table([table.name for table in tables])
+    weights = sum(table.num_embeddings * table.embedding_dim for table in tables)
+    whole = ShardingType.DATA_PARALLEL.value
+    impossible = any(refused_because(table, whole, "cpu") for table in tables)
+    if weights > SMALL_WEIGHTS or impossible or set(asked.values()) != {"auto"} or optimizer.clip_norm:
+        return {}
+    return {name: ParameterConstraints(sharding_types=[whole]) for name in asked}
 
 
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
