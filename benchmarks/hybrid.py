@@ -4,13 +4,14 @@
 
 Rows come from the modules hybrid_*.py beside this file; each says what its sides are. Our sides are steps of `train()`,
 which every command runs, with its checks, its gradient gate and its pipeline. Beside a figure of two processes stands
-the ceiling: how many times faster than one process two are that never talk, in the same turns. `sync-quality` trains
-for a quarter of an hour, and runs only where `--only` names it. `--quick` makes every row small, to see that it runs;
-its figures mean nothing. Last line: one JSON object.
+the ceiling: how many times faster than one process two are that never talk, in the same turns. `sync-quality` (a
+quarter of an hour of training) and `small-tables` run only where `--only` names them. `--quick` makes every row small,
+to see that it runs; its figures mean nothing. Last line: one JSON object.
 """
 
 import hybrid_chooser
 import hybrid_merged
+import hybrid_small_tables
 import hybrid_sync
 import hybrid_towers
 import hybrid_two_hosts
@@ -24,7 +25,7 @@ ROWS = {
     "plan": hybrid_chooser.plan,
     "sync": hybrid_sync.rows,
 }
-STUDIES = {"sync-quality": hybrid_sync.quality}
+STUDIES = {"sync-quality": hybrid_sync.quality, "small-tables": hybrid_small_tables.rows}
 
 if __name__ == "__main__":
     command_line(__doc__, ROWS, turns=3, studies=STUDIES)
