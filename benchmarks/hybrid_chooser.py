@@ -36,7 +36,7 @@ from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import checked_steps
 
 SHAPES, CLOSE, DEVICES = 10, 1.05, 64
-IN_A_ROW_MS = 300.0  # of one candidate before it is the next one's turn
+IN_A_ROW_MS = 200.0  # of one candidate before it is the next one's turn
 AUTO, OPTIMIZER = PlanConfig(towers="auto"), OptimizerConfig(tables="row_wise_adagrad", dense="adam")
 
 
@@ -143,7 +143,7 @@ def decided(runtime: Runtime, options: Options, count: int) -> list[dict[str, An
         sides = {name: side(shape, runtime, own, decision, one) for name, one in zip(names, possible, strict=True)}
         trainings = Trainings(sides, before=dist.barrier)
         steps = min(max(int(IN_A_ROW_MS / decision.taken.ms), 2), 20)
-        times = trainings.seconds_per_step(steps, options.turns, warm_up=3)
+        times = trainings.seconds_per_step(steps, options.turns, warm_up=2)
         trainings.close()
         foreseen = {name: (one.trial_ms, one.model_ms) for name, one in zip(names, possible, strict=True)}
         made.append({"took": took, "foreseen": foreseen, "seconds": times})

@@ -132,7 +132,7 @@ def measured(runtime: Runtime, options: Options) -> tuple[dict[str, list[float]]
     }
     sides = {name: counts.watching(name, made) for name, made in sides.items()}
     trainings = Trainings(sides, before=dist.barrier)
-    times = trainings.seconds_per_step(5 if options.quick else 60, options.turns, warm_up=10)
+    times = trainings.seconds_per_step(5 if options.quick else 100, options.turns, warm_up=10)
     trainings.close()
     return times, {name: {kind: counts.of_a_step(name, kind) for kind in counts.NAMES} for name in sides}
 

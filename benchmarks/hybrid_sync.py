@@ -43,7 +43,7 @@ from torchx_apps.recipes import ncf
 from torchx_apps.tasks.job import Job
 
 PICTURE = Path(__file__).parent / "results" / "sync.png"
-POSITIVES, STEPS, EPOCHS, ENDLESS = 256, 192, 10, 100_000
+POSITIVES, STEPS, EPOCHS, ENDLESS = 256, 128, 10, 100_000
 ROWS_A_STEP = POSITIVES * 5
 MODES = {
     "every step": SyncConfig(),

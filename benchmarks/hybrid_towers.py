@@ -166,7 +166,7 @@ def measured(runtime: Runtime, options: Options) -> dict[str, list[float]]:
         "two threads": looping(with_two_threads(on_one_rank)),
     }
     trainings = Trainings(sides, before=dist.barrier)
-    times = trainings.seconds_per_step(4 if options.quick else 12, options.turns, warm_up=6)
+    times = trainings.seconds_per_step(4 if options.quick else 8, options.turns, warm_up=6)
     trainings.close()
     return times
 
