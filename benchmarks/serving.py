@@ -1,21 +1,19 @@
-"""Serving: each row measures both of its sides in one run, in turn, on one thread.
+"""Serving: scores, searches, embedding and the HTTP service; each row times both of its sides in turn, on one thread.
 
-    python benchmarks/serving.py [--only ROW ...] [--repeats 7] [--quick]
+    python benchmarks/serving.py [--only ROW ...] [--turns 3] [--quick]
 
-Rows come from the modules serving_*.py beside this file; each says what its sides are. `--quick` makes every row small,
-to see that it runs; its figures mean nothing. Last line: one JSON object.
+Rows come from the modules serving_*.py beside this file; each says what its sides are. Last line: one JSON object.
 """
 
-import argparse
 import importlib
-import importlib.metadata
-import json
+import itertools
 import os
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, before it is imported
 
-from serving_rows import Options, Row
+from harness import Options, Row, command_line, percentile, row
 
 # By the name that --only takes, module and function, which yields one row or more; a module is imported when its row is
 # asked for.
@@ -23,34 +21,57 @@ ROWS = {
     "scores": "serving_scores:scores",
     "exact-search": "serving_search:exact",
     "approximate": "serving_search:approximate",
-    "movielens": "serving_movielens:films",
-    "movielens-large": "serving_movielens:recombined",
     "embed": "serving_embed:rows",
     "http": "serving_http:http",
+    "movielens": "serving_movielens:films",
+    "movielens-large": "serving_movielens:recombined",
     "attacks": "serving_attacks:attacks",
 }
+STUDIES = ("movielens", "movielens-large", "attacks")  # minutes each, and the data sets of TORCHREC_EXT_DATA
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--repeats", type=int, default=7, help="rounds over all sides of a row, times 4 or 40")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    options = parser.parse_args()
-    asked = Options(repeats=options.repeats, quick=options.quick)
-    rows = [row for name in options.only for row in function(ROWS[name])(asked)]
-    versions = {
-        name: importlib.metadata.version(name) for name in ("torch", "torchrec", "numpy", "faiss-cpu", "onnxruntime")
-    }
-    print(
-        json.dumps({"benchmark": "serving", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows})
+    rows = {name: _rows(*path.split(":")) for name, path in ROWS.items()}
+    command_line(__doc__, rows, turns=3, packages="numpy faiss-cpu onnxruntime starlette uvicorn", studies=STUDIES)
+
+
+def _rows(module: str, function: str) -> Callable[[Options], Iterator[Row]]:
+    def rows(options: Options) -> Iterator[Row]:
+        yield from getattr(importlib.import_module(module), function)(options)
+
+    return rows
+
+
+def compared(
+    name: str,
+    baseline: Sequence[Sequence[float]],
+    ours: Sequence[Sequence[float]],
+    required: float | None,
+    *,
+    ceiling: float | None = None,
+    machine: str | None = None,
+    **more: object,
+) -> Row:
+    """Returns the row of two sides' seconds by turn and call: medians of the turns in ms, and p99 of all calls."""
+    sides = {"": ours, "baseline_": baseline}
+    p99 = {f"{side}p99": p99_ms(turns) for side, turns in sides.items()}
+    medians = [[1e3 * statistics.median(turn) for turn in turns] for turns in (ours, baseline)]
+    return row(
+        name,
+        medians[0],
+        "ms",
+        baseline=medians[1],
+        required=required,
+        ceiling=ceiling,
+        machine=machine,
+        **p99,
+        **more,
     )
 
 
-def function(place: str) -> Callable[[Options], Iterator[Row]]:
-    """The function that a row names."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+def p99_ms(turns: Sequence[Sequence[float]]) -> float:
+    """Returns the 99th percentile of all calls, in ms."""
+    return round(1e3 * percentile(list(itertools.chain(*turns)), 99), 4)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
 """A server at 100 requests a second under attack: p99 and failures before, during and after each attack.
 
-    python benchmarks/serving_attacks.py                 # 15 seconds of each
-    cd OTHER && python .../serving_attacks.py            # of the code in OTHER, whose `torchx_apps` is found first
-
-One worker serves the bundle and takes the requests of serving_http.py over connections that are kept; beside them
-somebody new connects and asks five times a second. Meanwhile: a header of 100 MiB, again and again; 1,500 sockets that
-say nothing, where the server begins with the usual limit of 1,024 files; and a bundle whose towers have other widths,
-which `--stage dot` cannot serve. At the end a good bundle is pointed to. No attacker bears the token; all of them share
-the machine with the server. The baseline of each row is the time before. The last line is one JSON object.
+A study of about three minutes, which runs where --only names it. One worker serves an untrained bundle with --stage dot
+and takes requests over connections that are kept; beside them somebody new connects and asks five times a second.
+Meanwhile: a header of 100 MiB, again and again; 1,500 sockets that say nothing, where the server begins with the usual
+limit of 1,024 files; and a bundle whose towers have other widths, which `--stage dot` cannot serve. At the end a good
+bundle is pointed to. No attacker bears the token; all of them share the machine with the server. The baseline of each
+p99 is that before.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import resource
@@ -26,14 +22,58 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import torch
-from serving_http import WIDTH, Load, ask, make_bundle, one_after_the_other, recommendations, row, service
-from serving_rows import Options, Row
+from harness import Options, Row, row
+from serving_http import RATE, Load, ask, one_after_the_other, recommendations, service
+from torchrec import EmbeddingBagConfig, PoolingType
+
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.interaction import interaction_layer
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.export import export
 
 TOKEN = "the token of this benchmark"
 HEADER_MIB, SOCKETS, FILES = 100, 1_500, 1_024
 NEW_A_SECOND = 5
+ITEMS, USERS, HISTORY, WIDTH = 100_000, 10_000, 20, 64
 Attack = Callable[[int, threading.Event], None]
+
+
+def make_bundle(folder: Path, seed: int, user_width: int = WIDTH) -> None:
+    """Exports an untrained two-tower model with a top NN: what it answers is of no matter here."""
+    torch.manual_seed(seed)
+    random = np.random.default_rng(seed)
+
+    def table(name: str, rows: int) -> EmbeddingBagConfig:
+        return EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=32, pooling=PoolingType.MEAN
+        )
+
+    device = torch.device("cpu")
+    user = Tower(
+        [table("user_id", USERS + 1), table("history", ITEMS + 1)], (128, user_width), dense=["age"], device=device
+    )
+    item = Tower([table("item_id", ITEMS + 1), table("genre", 20)], (128, WIDTH), device=device)
+    model = TowerModel({"user": user, "item": item}, interaction_layer("top_nn", [user_width, WIDTH], (64,)))
+    # As far apart as trained ones; TorchRec begins with +-1 / sqrt(rows), all but alike.
+    for tower in model.towers.values():
+        for weight in tower.embeddings.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+    items, users = np.arange(1, ITEMS + 1), np.arange(1, USERS + 1)
+    lists = pa.array(random.integers(1, ITEMS, (USERS, HISTORY)).tolist(), type=pa.list_(pa.int64()))
+    seen = pa.array(random.integers(0, ITEMS, (USERS, HISTORY)).tolist(), type=pa.list_(pa.int64()))
+    features = pa.table({"user_id": users, "history": lists, "age": random.random(USERS).astype(np.float32)})
+    unknown = {"user_id": 0, "history": [], "age": 0.0}
+    export(
+        model.eval(),
+        folder,
+        catalogue=Catalogue(ids=items, features=pa.table({"item_id": items, "genre": items % 20})),
+        users=NamedUsers(key="user_id", ids=users, features=features, unknown=unknown, seen=seen, liked=seen),
+    )
 
 
 def long_header(port: int, ending: threading.Event) -> None:
@@ -69,14 +109,17 @@ def is_open(one: socket.socket) -> bool:
         return False
 
 
-def measured(port: int, seconds: float, rate: float, attack: Attack | None = None) -> tuple[Load, Load]:
+def measured(
+    port: int, asked: list[bytes], seconds: float, rate: float, attack: Attack | None = None
+) -> tuple[Load, Load]:
     """The load over connections that are kept, and that of newcomers, of which each opens one of its own."""
     ending, newcomers = threading.Event(), Load()
     bearing = f"Authorization: Bearer {TOKEN}\r\nContent-Type".encode()
-    requests = [request.replace(b"Content-Type", bearing) for request in recommendations(512)]
+    requests = [request.replace(b"Content-Type", bearing) for request in asked]
     start = time.perf_counter()
     due = [
-        (start + place / NEW_A_SECOND, request) for place, request in enumerate(requests[: int(NEW_A_SECOND * seconds)])
+        (start + number / NEW_A_SECOND, request)
+        for number, request in enumerate(requests[: int(NEW_A_SECOND * seconds)])
     ]
     threads = [threading.Thread(target=lambda: [one_after_the_other(port, [each], newcomers) for each in due])]
     threads += [] if attack is None else [threading.Thread(target=attack, args=(port, ending))]
@@ -101,27 +144,29 @@ def served(port: int) -> str:
         return str(json.load(page)["bundle"])
 
 
-def figures(options: argparse.Namespace) -> Iterator[Row]:
+def attacks(options: Options) -> Iterator[Row]:
+    """Measures p99 and failures before, during and after each attack."""
+    seconds = 3.0 if options.quick else 15.0
     torch.set_num_threads(1)
     os.environ["TORCHREC_EXT_TOKEN"] = TOKEN
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))  # for the server
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (options.folder or Path(temporary)).absolute()
+        folder = Path(temporary)
         bundles = {"bundle-0": WIDTH, "bundle-1": WIDTH, "bundle-uneven": WIDTH // 2}
         for seed, (name, width) in enumerate(bundles.items()):
-            if not (folder / name).exists():
-                make_bundle(folder / name, seed, width)
+            make_bundle(folder / name, seed, width)
         good, other, uneven = (folder / name for name in bundles)
-        pointer, log = Path(temporary) / "live", Path(temporary) / "log"
+        pointer, log = folder / "live", folder / "log"
         pointer.symlink_to(good)
-        with service(pointer, 1, log) as port:
+        asked = recommendations(Bundle.load(good), 512)
+        with service(pointer, log, "--stage=dot", "--log=events") as port:
             resource.setrlimit(resource.RLIMIT_NOFILE, (SOCKETS + FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
             first = served(port)
 
             def swap(port: int, ending: threading.Event) -> None:
                 point(pointer, uneven)
 
-            measured(port, 3, options.rate)  # warms up
+            measured(port, asked, 3, RATE)  # warms up
             phases: dict[str, Attack | None] = {
                 "before": None,
                 f"header of {HEADER_MIB} MiB": long_header,
@@ -131,61 +176,17 @@ def figures(options: argparse.Namespace) -> Iterator[Row]:
             }
             before = 0.0
             for name, attack in phases.items():
-                load, newcomers = measured(port, options.seconds, options.rate, attack)
+                load, newcomers = measured(port, asked, seconds, RATE, attack)
                 before = before or load.percentile(99)
                 yield row(f"{name}, p99", load.percentile(99), "ms", baseline=before)
-                yield row(
-                    f"{name}, failures of {int(options.rate * options.seconds)}",
-                    len(load.failed),
-                    "requests",
-                    required=0,
-                )
-                yield row(
-                    f"{name}, failures of {int(NEW_A_SECOND * options.seconds)} newcomers",
-                    len(newcomers.failed),
-                    "requests",
-                )
-                print(
-                    name,
-                    f"p99 {load.percentile(99)} ms, failed {sorted(load.failed)[:3]}, {sorted(newcomers.failed)[:3]}",
-                )
+                count = int(RATE * seconds)
+                yield row(f"{name}, failures of {count}", len(load.failed), "requests", required=0)
+                count = int(NEW_A_SECOND * seconds)
+                yield row(f"{name}, failures of {count} newcomers", len(newcomers.failed), "requests")
             point(pointer, other)
             end = time.monotonic() + 30
             while served(port) == first and time.monotonic() < end:
                 time.sleep(0.1)
-            yield row("a good bundle is served afterwards", float(served(port) != first), "of 1", required=1)
-        print(
-            "refused: ",
-            [json.loads(line)["why"] for line in log.read_text().splitlines() if '"bundle_refused"' in line],
-        )
-    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
-
-
-def attacks(asked: Options) -> Iterator[Row]:
-    """The rows as benchmarks/serving.py asks for them."""
-    yield from figures(_parser().parse_args(["--seconds", "3"] if asked.quick else []))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each phase")
-    parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
-    parser.add_argument("--folder", type=Path, help="keeps the bundles there, and takes them from there the next time")
-    return parser
-
-
-def main() -> None:
-    rows = list(figures(_parser().parse_args()))
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("torch", "starlette", "uvicorn", "httptools", "torchrec-ext")
-    }
-    print(
-        json.dumps(
-            {"benchmark": "serving_attacks", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()
+            afterwards = float(served(port) != first)
+        refused = [json.loads(line)["why"] for line in log.read_text().splitlines() if '"bundle_refused"' in line]
+    yield row("a good bundle is served afterwards", afterwards, "of 1", better="more", required=1, refused=refused)

@@ -1,8 +1,8 @@
 """Approximate search among vectors that were trained: MovieLens 1M's films, asked by its users' vectors.
 
 The recipe `retrieval` (towers of 64 under a softmax over the batch, ranked by their product) is trained for two epochs,
-some two minutes, and exported once for each kind of index, as a user would; what is trained is kept in runs/. Needs
-TORCHREC_EXT_DATA.
+some two minutes, and exported once for each kind of index, as a user would; what is trained is kept in runs/. A study,
+which runs where --only names it; it needs TORCHREC_EXT_DATA.
 
 3,706 films are few: FAISS's own exact search takes some 40 us for one user, so that an index which costs nothing would
 still be less than 5 times as fast beside what a call takes in Python. A catalogue of 200,000 is made of them by the
@@ -25,7 +25,8 @@ import faiss
 import numpy as np
 import pyarrow as pa
 import torch
-from serving_rows import Options, Row, compared, in_turn
+from harness import LIMIT_S, ROOT, Options, Row, calls_in_turn
+from serving import compared
 from torch import Tensor
 
 from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -34,7 +35,6 @@ from torchrec_ext.retrieval.index.exact import ExactIndex, Index
 from torchrec_ext.retrieval.index.faiss import FaissIndex
 from torchx_apps.jobs.saved_job import saved_job
 
-ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("ivf", "hnsw", "pq")
 LARGE = 200_000
 JUDGED = 1_000  # users by whom recall is measured
@@ -46,13 +46,12 @@ def films(options: Options) -> Iterator[Row]:
     bundles = {kind: Bundle.load(_exported(run, kind)) for kind in ("exact", *KINDS)}
     _, users = _users(bundles["exact"])
     rows = bundles["exact"].store.matrix()
-    yield from _rows(
-        f"{len(rows):,} films", rows, {kind: bundles[kind].index for kind in KINDS}, users, options.repeats
-    )
+    kinds = {kind: bundles[kind].index for kind in KINDS}
+    yield from _rows(f"{len(rows):,} films", rows, kinds, users, options.turns)
 
 
 def recombined(options: Options) -> Iterator[Row]:
-    """The same with the large catalogue, each kind as an export of it would build it."""
+    """Times searches of the large catalogue, each kind as an export of it would build it."""
     run = _trained(options.quick)
     bundle = Bundle.load(_exported(run, "exact"))
     asked, users = _users(bundle)
@@ -60,10 +59,10 @@ def recombined(options: Options) -> Iterator[Row]:
     kinds: dict[str, Index] = {
         kind: FaissIndex.build(rows, "dot", kind=kind, recall=0.95, queries=asked) for kind in KINDS
     }
-    yield from _rows(f"{len(rows):,} recombined films", rows, kinds, users, options.repeats)
+    yield from _rows(f"{len(rows):,} recombined films", rows, kinds, users, options.turns)
 
 
-def _rows(name: str, rows: Tensor, kinds: dict[str, Index], users: Tensor, repeats: int) -> Iterator[Row]:
+def _rows(name: str, rows: Tensor, kinds: dict[str, Index], users: Tensor, turns: int) -> Iterator[Row]:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     exact, flat = ExactIndex(rows, "dot"), faiss.IndexFlatIP(rows.shape[1])
@@ -76,18 +75,20 @@ def _rows(name: str, rows: Tensor, kinds: dict[str, Index], users: Tensor, repea
             sides: dict[str, Any] = {"exact": exact, **kinds}
             calls = {side: partial(_search, index, users, batch, k) for side, index in sides.items()}
             calls["faiss flat"] = lambda number, batch=batch, k=k: flat.search(_some(users, batch, number).numpy(), k)
-            times = in_turn((40 if batch == 1 else 4) * repeats, calls)
+            times = calls_in_turn(calls, turns, 100 if batch == 1 else 10)
             for kind, index in kinds.items():
                 title = f"approximate, {kind}, top {k} of {name}, {batch} at a time"
-                row = compared(title, times["exact"], times[kind], 5.0 if (k, batch) == (100, 1) else None)
-                beside = 1e3 * float(np.median(times["faiss flat"]))
-                measured = {"recall": round(recall[kind], 4), "recall_at_build": round(index.measured_recall, 4)}
-                yield row | {
-                    "faiss_flat": round(beside, 4),
-                    **measured,
-                    "setting": index.setting,
-                    "lifted": index.lifted,
-                }
+                yield compared(
+                    title,
+                    times["exact"],
+                    times[kind],
+                    5.0 if (k, batch) == (100, 1) else None,
+                    faiss_flat=round(1e3 * float(np.median(times["faiss flat"])), 4),
+                    recall=round(recall[kind], 4),
+                    recall_at_build=round(index.measured_recall, 4),
+                    setting=index.setting,
+                    lifted=index.lifted,
+                )
 
 
 def _search(index: Index, users: Tensor, batch: int, k: int, number: int) -> None:
@@ -95,13 +96,13 @@ def _search(index: Index, users: Tensor, batch: int, k: int, number: int) -> Non
 
 
 def _some(users: Tensor, batch: int, number: int) -> Tensor:
-    """As many as are asked for, others at each call."""
+    """Returns (batch, D) users, others at each call."""
     first = number * batch % (len(users) - batch)
     return users[first : first + batch]
 
 
-def _recall(truth: Tensor, found: Tensor) -> float:
-    return float((truth[:, :, None] == found[:, None, :]).any(dim=2).float().mean())
+def _recall(truth: Tensor, result: Tensor) -> float:
+    return float((truth[:, :, None] == result[:, None, :]).any(dim=2).float().mean())
 
 
 def _users(bundle: Bundle) -> tuple[Tensor, Tensor]:
@@ -149,4 +150,5 @@ def _exported(run: Path, kind: str) -> Path:
 
 def _run(module: str, *flags: str) -> None:
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    subprocess.run([sys.executable, "-m", module, *flags], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
+    command = [sys.executable, "-m", module, *flags]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr, timeout=3 * LIMIT_S)

@@ -1,38 +1,61 @@
-"""One user, hundreds of candidates: the whole network, its towers once, ONNX Runtime's top NN, stored rows scored."""
+"""One user and hundreds of items, from the request's values to a list of scores, on one thread.
 
+Ours is `Scorer.score`, which the HTTP service calls with its default flags: ids become positions, the user tower runs
+on the request's own features, and the top NN runs over stored rows, uncompiled. The baselines get the same features and
+the positions themselves, and run the user tower too:
+
+- score-naive: the whole network on a batch with the user beside each item, as an evaluation does it;
+- score-tower-once: the same network with the user tower run once;
+- score-onnx: ONNX Runtime, one graph of user tower and top NN over stored outputs of the item tower;
+- score-onnx, pre-projected: the same with our stored rows, which hold the item half of the top NN's first layer.
+
+`tensors` rows leave out what is done in Python around it: a batch that is ready against our user tower and
+CandidateScorer on tensors. The ceiling is that of the candidates' rows, gathered and not scored. first-1000 compares
+the first 1,000 scores of a store that was not in the page cache when it was opened with later ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
+import pyarrow as pa
 import torch
-from serving_rows import Options, Row, compared, in_turn, row
+from harness import Options, Row, calls_in_turn, number_of_calls, row
+from serving import compared, p99_ms
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.retrieval.index.projection import projection
-from torchrec_ext.retrieval.onnx.layers import export_onnx
+from torchrec_ext.retrieval import ScoreRequest
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.exporting.content import Catalogue
+from torchrec_ext.retrieval.exporting.export import export
+from torchrec_ext.retrieval.onnx.layers import PaddedTower, write_onnx
 from torchrec_ext.retrieval.scorer.candidates import CandidateScorer
-from torchrec_ext.retrieval.store.writer import write_store
-from torchrec_ext.schema import Jagged
+from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.store.store import ROWS, EmbeddingStore
+from torchrec_ext.schema import BatchSchema, Jagged
 
-WIDTH, HISTORY = 64, 20
+WIDTH, HISTORY, USERS = 64, 20, 100_000
+FIRST = 1_000
 
 
-class PlainTop(nn.Module):
-    """The interaction as it was trained, of one user with its candidates."""
+class Question(NamedTuple):
+    """One user's features, as a request's JSON gives them, and the items to score."""
 
-    def __init__(self, interaction: nn.Module) -> None:
-        super().__init__()
-        self.interaction = interaction
-
-    def forward(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """(N,) of (D,) and (N, D)."""
-        return self.interaction([query.expand(candidates.shape[0], -1), candidates])
+    user: dict[str, Any]
+    items: list[int]
 
 
 def network(items: int, shared: tuple[str, ...] = ()) -> TowerModel:
@@ -42,7 +65,7 @@ def network(items: int, shared: tuple[str, ...] = ()) -> TowerModel:
         return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=WIDTH, **options)  # type: ignore[arg-type]
 
     torch.manual_seed(0)
-    user = [table("user_id", 100_000), table("history", items, pooling=PoolingType.MEAN)]
+    user = [table("user_id", USERS), table("history", items, pooling=PoolingType.MEAN)]
     item = [table("item_id", items), table("category", 1_000)]
     return two_tower(
         user,
@@ -55,92 +78,279 @@ def network(items: int, shared: tuple[str, ...] = ()) -> TowerModel:
     ).eval()
 
 
-def request(model: TowerModel, shared: bool, items: Tensor, total: int) -> TowerBatch:
-    """One user beside each of ``items``."""
-    count, users = len(items), 1 if shared else len(items)
-    history = torch.arange(HISTORY) * 7 % total
-    return model.schema().assemble(
+def questions(number: int, items: int, count: int) -> list[Question]:
+    """Returns random users with random items, which differ from question to question."""
+    random = np.random.default_rng(0)
+    return [
+        Question(
+            {
+                "user_id": int(random.integers(1, USERS)),
+                "history": random.integers(1, items, HISTORY).tolist(),
+                "age": round(float(random.random()), 3),
+            },
+            random.permutation(items)[:count].tolist() if count == items else random.choice(items, count).tolist(),
+        )
+        for _ in range(number)
+    ]
+
+
+def batch_of(schema: BatchSchema, question: Question, *, once: bool) -> TowerBatch:
+    """Returns the network's batch: the user beside each item, or once."""
+    items = torch.tensor(question.items)
+    count = len(items)
+    users = 1 if once else count
+    history = torch.tensor(question.user["history"])
+    return schema.assemble(
         {
-            "user_id": Jagged(torch.full((users,), 5)),
+            "user_id": Jagged(torch.full((users,), question.user["user_id"])),
             "history": Jagged(history.repeat(users), torch.full((users,), HISTORY, dtype=torch.int32)),
             "item_id": Jagged(items),
             "category": Jagged(items % 1_000),
         },
-        {"age": torch.ones(users), "price": torch.ones(count)},
+        {"age": torch.full((users,), question.user["age"]), "price": torch.ones(count)},
         labels=torch.zeros(count),
-        index=torch.zeros(count, dtype=torch.int64) if shared else None,
-        shared_rows=torch.arange(1) if shared else None,
+        index=torch.zeros(count, dtype=torch.int64) if once else None,
+        shared_rows=torch.arange(1) if once else None,
     )
 
 
-def sides(folder: Path, items: int, count: int, repeats: int) -> dict[str, Callable[[int], object]]:
-    """The sides; each round has candidates of its own, which are the same for all."""
-    whole, once = network(items), network(items, ("user",))
-    once.load_state_dict(whole.state_dict())
-    with torch.inference_mode():
-        vectors = torch.cat([block(whole, ids, items) for ids in torch.arange(items).split(20_000)])
-        user = whole.embed("user", request(whole, False, torch.arange(1), items))[0]
-    made = projection(whole.interaction, WIDTH)
-    store = write_store(folder / "projected", [(np.arange(items), made.candidates(vectors))])
-    plain = write_store(folder / "plain", [(np.arange(items), vectors)]).matrix().numpy()
-    scorer = CandidateScorer(made, store)
-    export_onnx(PlainTop(whole.interaction).eval(), {"query": user, "candidates": vectors[:4]}, folder / "top.onnx")
+class OneGraph(nn.Module):
+    """The user tower and the top NN as one graph, so that ONNX Runtime is called once."""
+
+    def __init__(self, tower: nn.Module, top: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tower, self.top = tower, top
+
+    def forward(self, user_id: Tensor, history: Tensor, age: Tensor, candidates: Tensor) -> Tensor:
+        """Returns (N,) scores of one user, (1,), (1, L) and (1,), with candidates (N, D)."""
+        scores: Tensor = self.top(self.tower(user_id, history, age), candidates)
+        return scores
+
+
+class PlainTop(nn.Module):
+    """The interaction as it was trained."""
+
+    def __init__(self, interaction: nn.Module) -> None:
+        super().__init__()
+        self.interaction = interaction
+
+    def forward(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """Returns (N,) scores of (1, D) and (N, D)."""
+        scores: Tensor = self.interaction([query.expand(candidates.shape[0], -1), candidates])
+        return scores
+
+
+class ProjectedTop(nn.Module):
+    """The interaction without the item half of its first layer, which the stored rows hold."""
+
+    def __init__(self, projection: Any) -> None:
+        super().__init__()
+        self.projection = projection
+
+    def forward(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """Returns (N,) scores of (1, D) and (N, width)."""
+        scores: Tensor = self.projection.score(self.projection.query(query)[0], candidates)
+        return scores
+
+
+def in_onnx(bundle: Bundle, top: nn.Module, stored: EmbeddingStore, path: Path) -> Callable[[Question], list[float]]:
+    """Returns ONNX Runtime's answer, on one thread, from stored rows."""
+    tower = PaddedTower(bundle.encoders[0], "user")
+    assert [each.name for each in tower.inputs] == ["user_id", "history", "age"]
+    names = ("user_id", "history", "age", "candidates")
+    values = (torch.tensor([5]), torch.arange(1, HISTORY + 1)[None], torch.ones(1), stored.matrix()[:4].clone())
+    dynamic = (None, None, None, {0: torch.export.Dim("rows", min=2)})
+    write_onnx(OneGraph(tower, top).eval(), dict(zip(names, values, strict=True)), dynamic, path)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(str(folder / "top.onnx"), options, providers=["CPUExecutionProvider"])
-    places = [torch.randperm(items)[:count] for _ in range(repeats + 3)]
-    batches = {shared: request(once if shared else whole, shared, places[0], items) for shared in (False, True)}
-    numbers = [each.numpy() for each in places]
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    rows = stored.matrix().numpy()
 
-    def network_on(model: TowerModel, shared: bool) -> Callable[[int], Tensor]:
-        def run(number: int) -> Tensor:
+    def answered(question: Question) -> list[float]:
+        given = {
+            "user_id": np.array([question.user["user_id"]]),
+            "history": np.array([question.user["history"]]),
+            "age": np.array([question.user["age"]], np.float32),
+            "candidates": rows[np.array(question.items)],
+        }
+        scores: list[float] = session.run(None, given)[0].tolist()
+        return scores
+
+    return answered
+
+
+class Sides:
+    """The model of a catalogue, whole and as a bundle, and every side that answers for it.
+
+    Args:
+        folder: folder for the bundle and ONNX files.
+        items: size of the catalogue.
+    """
+
+    def __init__(self, folder: Path, items: int) -> None:
+        self.whole, self.once = network(items), network(items, ("user",))
+        self.once.load_state_dict(self.whole.state_dict())
+        self.schemas = {False: self.whole.schema(), True: self.once.schema()}
+        ids = np.arange(items)
+        rows = pa.table({"item_id": ids, "category": ids % 1_000, "price": np.ones(items, np.float32)})
+        users = [question.user for question in questions(512, items, 1)]
+        export(
+            self.whole,
+            folder / "bundle",
+            catalogue=Catalogue(ids=ids, features=rows),
+            queries=pa.Table.from_pylist(users).cast(
+                pa.schema({"user_id": pa.int64(), "history": pa.list_(pa.int64()), "age": pa.float32()})
+            ),
+        )
+        self.bundle = Bundle.load(folder / "bundle")
+        self.scorer = Scorer(self.bundle)
+        bundle = self.bundle
+        self.onnx = in_onnx(bundle, PlainTop(self.whole.interaction), bundle.store, folder / "plain.onnx")
+        self.projected = in_onnx(bundle, ProjectedTop(bundle.projection), bundle.projected, folder / "projected.onnx")
+
+    def of_network(self, question: Question, *, once: bool) -> list[float]:
+        """Returns the network's scores from a request."""
+        with torch.inference_mode():
+            batch = batch_of(self.schemas[once], question, once=once)
+            scores: list[float] = (self.once if once else self.whole).logits(batch).tolist()
+        return scores
+
+    def ours(self, question: Question) -> list[float]:
+        """Returns the service's scores from a request."""
+        return self.scorer.score(ScoreRequest(user=question.user, items=question.items)).scores
+
+    def from_requests(self, asked: list[Question]) -> dict[str, Callable[[int], object]]:
+        """Returns the sides that begin with a request."""
+        matrix, rows = self.bundle.projected.matrix(), torch.empty(len(asked[0].items), self.bundle.projected.width)
+        # Positions of other requests, so that the gathered rows are in no cache for the others.
+        others = [torch.tensor(question.items) for question in reversed(asked)]
+        return {
+            "naive": lambda number: self.of_network(asked[number], once=False),
+            "tower-once": lambda number: self.of_network(asked[number], once=True),
+            "onnx": lambda number: self.onnx(asked[number]),
+            "onnx, pre-projected": lambda number: self.projected(asked[number]),
+            "ours": lambda number: self.ours(asked[number]),
+            "gather": lambda number: torch.index_select(matrix, 0, others[number], out=rows),
+        }
+
+    def from_tensors(self, asked: list[Question]) -> dict[str, Callable[[int], object]]:
+        """Returns the whole network on batches that are ready, and ours on columns and positions that are."""
+        encoder = self.bundle.encoders[0]
+        scorer = CandidateScorer(self.bundle.projection, self.bundle.projected, compile="off")
+        batches = [batch_of(self.schemas[False], question, once=False) for question in asked]
+        read = [encoder.read({name: [value] for name, value in question.user.items()}) for question in asked]
+        positions = [torch.tensor(question.items) for question in asked]
+
+        def naive(number: int) -> None:
             with torch.inference_mode():
-                return model.logits(requests[shared][number])
+                self.whole.logits(batches[number])
 
-        return run
+        def ours(number: int) -> None:
+            with torch.inference_mode():
+                scorer(encoder.vectors(read[number])[0], positions[number])
 
-    requests = {
-        shared: [request(once if shared else whole, shared, each, items) for each in places] for shared in batches
-    }
-    sides = {
-        "naive": network_on(whole, False),
-        "tower-once": network_on(once, True),
-        "onnx": lambda number: session.run(None, {"query": user.numpy(), "candidates": plain[numbers[number]]})[0],
-        "ours": lambda number: scorer(user, places[number]),
-    }
-    # What no scorer goes below: the rows alone, of other places, so that nothing is in a cache for ours.
-    others = [torch.randperm(items)[:count] for _ in range(repeats + 3)]
-    matrix, rows = store.matrix(), torch.empty(count, store.width)
-    expected = sides["naive"](0)
-    for name, call in sides.items():
-        difference = float((torch.as_tensor(call(0)).flatten() - expected).abs().max())
-        print(f"{name}: differs from the whole network by {difference:.1e}; compiled: {scorer.compiled}")
-        assert difference < 1e-5
-    return sides | {"gather": lambda number: torch.index_select(matrix, 0, others[number], out=rows)}
+        return {"naive": naive, "ours": ours}
+
+    def check(self, question: Question) -> None:
+        """Compares the scores of all sides."""
+        expected = torch.tensor(self.of_network(question, once=False))
+        others = {
+            "tower-once": self.of_network(question, once=True),
+            "onnx": self.onnx(question),
+            "pre-projected": self.projected(question),
+            "ours": self.ours(question),
+        }
+        for name, scores in others.items():
+            difference = float((torch.tensor(scores) - expected).abs().max())
+            assert difference < 1e-5, f"{name} differs from the whole network by {difference:.1e}"
 
 
-def block(model: TowerModel, ids: Tensor, items: int) -> Tensor:
-    """The item tower's output."""
-    return model.embed("item", request(model, False, ids, items))
+REQUIRED = {"naive": 25.0, "tower-once": 14.0, "onnx": 1.4, "onnx, pre-projected": None}
 
 
 def scores(options: Options) -> Iterator[Row]:
     """Times 1 user x 500 candidates of 1,000,000 items, and x 1,000 of a store of 1,000, which stays in the cache."""
     torch.set_num_threads(1)
-    items = 20_000 if options.quick else 1_000_000
-    repeats = 20 if options.quick else 40 * options.repeats
+    items, calls = (20_000, 20) if options.quick else (1_000_000, 300)
+    number = number_of_calls(options.turns, calls)
     with tempfile.TemporaryDirectory() as folder:
-        times = in_turn(repeats, sides(Path(folder), items, 500, repeats))
-        for name, required in (("naive", 25.0), ("tower-once", 14.0), ("onnx", 1.4)):
-            yield compared(f"score-{name}, 500 of {items:,}", times[name], times["ours"], required) | of_gather(
-                times, name
+        sides, asked = Sides(Path(folder), items), questions(number, items, 500)
+        sides.check(asked[0])
+        times = calls_in_turn(sides.from_requests(asked), options.turns, calls)
+        for name, required in REQUIRED.items():
+            yield compared(
+                f"score-{name}, 500 of {items:,}",
+                times[name],
+                times["ours"],
+                required,
+                ceiling=ceiling(times, name),
+                machine="memory",
             )
-        yield row("score-p50, 500 candidates", statistics.median(times["ours"]) * 1e3, "ms", required=0.25)
+        ours = times["ours"]
+        milliseconds = [1e3 * statistics.median(turn) for turn in ours]
+        yield row("score-p50, 500 candidates", milliseconds, "ms", required=0.25, p99=p99_ms(ours))
+        few = calls // 5  # batches are made beforehand, which takes longer than they
+        times = calls_in_turn(sides.from_tensors(asked[: number_of_calls(options.turns, few)]), options.turns, few)
+        yield compared(f"score-naive, 500 of {items:,}, tensors", times["naive"], times["ours"], None, machine="memory")
+        del sides
+        gc.collect()
+        yield from first_scores(Path(folder) / "bundle", options, items)
     with tempfile.TemporaryDirectory() as folder:
-        times = in_turn(repeats, sides(Path(folder), 1_000, 1_000, repeats))
-        yield compared("score-naive, 1,000 of 1,000", times["naive"], times["ours"], 60.0) | of_gather(times, "naive")
+        sides, asked = Sides(Path(folder), 1_000), questions(number, 1_000, 1_000)
+        sides.check(asked[0])
+        times = calls_in_turn(
+            {name: call for name, call in sides.from_requests(asked).items() if name in ("naive", "ours", "gather")},
+            options.turns,
+            calls,
+        )
+        yield compared(
+            "score-naive, 1,000 of 1,000", times["naive"], times["ours"], 60.0, ceiling=ceiling(times, "naive")
+        )
 
 
-def of_gather(times: dict[str, list[float]], side: str) -> Row:
-    """The ratio that the stored rows alone would have, gathered and not scored."""
-    return {"ceiling": round(statistics.median(times[side]) / statistics.median(times["gather"]), 4)}
+def ceiling(times: Mapping[str, list[list[float]]], name: str) -> float:
+    """Returns the ratio that the stored rows alone would have, gathered and not scored."""
+    return statistics.median(itertools.chain(*times[name])) / statistics.median(itertools.chain(*times["gather"]))
+
+
+def first_scores(folder: Path, options: Options, items: int) -> Iterator[Row]:
+    """Times the first scores of a store that is opened when nothing of it is in the page cache, and later ones."""
+    bundle = Bundle.load(folder, verify=False)
+    projection, store = bundle.projection, bundle.projected.folder
+    queries = torch.randn(2 * FIRST, WIDTH)
+    del bundle
+    first: list[list[float]] = []
+    later: list[list[float]] = []
+    opened: list[float] = []
+    random = np.random.default_rng(1)
+    for _ in range(options.turns):
+        gc.collect()
+        drop_from_page_cache(store / ROWS)
+        start = time.perf_counter()
+        scorer = CandidateScorer(projection, EmbeddingStore(store), compile="off")
+        opened.append(1e3 * (time.perf_counter() - start))
+        times = []
+        with torch.inference_mode():
+            for query in queries:
+                positions = torch.from_numpy(random.choice(items, 500))
+                start = time.perf_counter()
+                scorer(query, positions)
+                times.append(time.perf_counter() - start)
+        del scorer
+        first.append(times[:FIRST])
+        later.append(times[FIRST:])
+    yield compared(
+        f"first-1000, 500 of {items:,}, against later ones",
+        later,
+        first,
+        None,
+        machine="disk",
+        opened_ms=round(statistics.median(opened), 1),
+    )
+
+
+def drop_from_page_cache(path: Path) -> None:
+    """Drops a file from the page cache; it must be mapped by nobody."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
