@@ -45,6 +45,8 @@ def assert_equal(
         queries = made.query(query)
         single = torch.stack([made.score(one, stored) for one in queries])
         several = made.score(queries, stored.expand(3, -1, -1))
+        in_place = torch.stack([made.score_in_place(one, stored.clone()) for one in queries])
+        assert torch.equal(in_place, single)
         scale = max(1.0, float(expected.abs().max()))
         assert float((single - expected).abs().max()) <= tolerance * scale
         assert float((several - expected).abs().max()) <= tolerance * scale

@@ -73,6 +73,17 @@ def test_a_first_stage_that_misses_most_is_told(bundle: Bundle) -> None:
     queued.close()
 
 
+def test_rows_that_do_not_fit_into_memory_are_logged(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec_ext.retrieval.store.store.available_memory", lambda: 0)
+    log = io.StringIO()
+    queued = QueuedScorer(ServerConfig(bundle=Path("unused")), bundle, log=Log(log))
+    queued.log_bundle()
+    _, on_disk = map(json.loads, log.getvalue().splitlines())
+    assert on_disk["event"] == "rows_left_on_disk"
+    assert "more than half of the memory" in on_disk["why"]
+    queued.close()
+
+
 def test_score_and_embed(running: Running) -> None:
     client = running.client()
     scores = client.post("/v1/score", {"user": {"user_id": 9_999}, "items": [1_001, 5]})

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from torchrec_ext import sealed
+from torchrec_ext.retrieval.store import store as store_module
 from torchrec_ext.retrieval.store.row_formats import Dtype, LossMeter, decode, encode, some_of
 from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
 from torchrec_ext.retrieval.store.versions import StoreError, prune_store, versions
@@ -318,6 +319,44 @@ def test_readers_open_whole_versions_while_others_are_written_and_removed(tmp_pa
         reader.join()
     assert not failures
     assert len(seen) > 1
+
+
+def resident_kib(path: Path) -> int:
+    """Memory of this process that is mapped from a file."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.endswith(str(path))]
+    return sum(int(line.split()[1]) for start in starts for line in lines[start : start + 6] if line.startswith("Rss:"))
+
+
+@pytest.mark.parametrize("kernel", ["this one", "an older one"])
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_populating_maps_every_page(dtype: Dtype, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel == "an older one":
+        monkeypatch.setattr(store_module, "_POPULATE_READ", 9_999)  # refused as older kernels refuse it
+    monkeypatch.setattr(store_module, "_PIECE", 2**16)
+    values = np.random.default_rng(0).standard_normal((20_000, WIDTH)).astype(np.float32)
+    write_store(tmp_path, [(np.arange(20_000), values)], dtype=dtype)
+    store = EmbeddingStore.open(tmp_path)
+    rows = store.folder / "rows.bin"
+    before = resident_kib(rows)
+    assert store.populate()
+    assert before < resident_kib(rows) == -(-rows.stat().st_size // 4096) * 4
+    assert torch.equal(store.matrix(), EmbeddingStore.open(tmp_path).matrix())
+
+
+def test_rows_of_more_than_half_of_the_memory_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = written(tmp_path)
+    size = ROWS * WIDTH * 4
+    for left, populated in ((2 * size - 1, False), (2 * size, True)):
+        monkeypatch.setattr(store_module, "available_memory", lambda left=left: left)
+        assert store.populate() is populated
+
+
+def test_populating_a_store_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    store = written(tmp_path)
+    os.truncate(store.folder / "rows.bin", 100)
+    with pytest.raises(StoreError, match="has 100 bytes and had 14,400 when it was opened"):
+        store.populate()
 
 
 def _sum_of(folder: Path, queue: Any) -> None:

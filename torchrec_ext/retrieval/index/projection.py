@@ -65,6 +65,10 @@ class Projection(nn.Module):
             return self.interaction.score_all(query[None], candidates)[0]  # type: ignore[no-any-return]
         return self.interaction([query.expand(len(candidates), -1), candidates])  # type: ignore[no-any-return]
 
+    def score_in_place(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """Returns what :meth:`score` does for one query (Hq,), to the last bit, and may overwrite ``candidates``."""
+        return self.score(query, candidates)
+
 
 class _Linear(Projection):
     """Interactions that are linear in the candidate: a query is its weights and, last, a constant."""
@@ -146,6 +150,15 @@ class _TopMLP(Projection):
         hidden = self.rest(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
         # A product with one column: as a sum it is fused with what comes before, and no faster as a product anyway.
         return (hidden * self.last.weight[0]).sum(dim=-1) + self.last.bias  # type: ignore[no-any-return]
+
+    def score_in_place(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """See :meth:`Projection.score_in_place`: no layer's output takes memory of its own, which would be mapped."""
+        if not self.projected or self.last is None:
+            return self.score(query, candidates)
+        hidden = candidates.add_(query)
+        for layer in self.rest:
+            hidden = hidden.relu_() if type(layer) is nn.ReLU else layer(hidden)
+        return hidden.mul_(self.last.weight[0]).sum(dim=-1) + self.last.bias  # type: ignore[no-any-return]
 
     def _half(self, candidates: Tensor) -> Tensor:
         return linear(self.interaction.activation(candidates), self.right)

@@ -134,15 +134,19 @@ Compile = Literal["auto", "off"]
 class CandidateScorer:
     """Scores one query with candidates of a store; safe to call from several threads.
 
-    Rows are read in the memory-mapped file: compiled, they are gathered, summed with the query's half and put through
-    the network in one pass, and no copy of them is written. Without a compiler the same runs operation by operation,
-    and a warning says so once. Both are equal within 1e-5.
+    Rows are read in the memory-mapped file, into memory when the scorer is made: compiled, they are gathered, summed
+    with the query's half and put through the network in one pass, and no copy of them is written. Without a compiler
+    the same runs operation by operation, and a warning says so once. Both are equal within 1e-5.
 
     Args:
         projection: projection of the interaction.
         store: store of the catalogue's ``projection.candidates(...)``.
         compile: ``auto`` or ``off``; compiling takes some 10 seconds, and the result is kept on disk: see
             :func:`~torchrec_ext.retrieval.scorer.candidates.compiled_scores`.
+
+    Attributes:
+        populated: whether the rows were read into memory; see
+            :meth:`~torchrec_ext.retrieval.store.store.EmbeddingStore.populate`.
 
     Raises:
         ValueError: the store has another width.
@@ -159,6 +163,7 @@ class CandidateScorer:
         self.projection, self.store = projection, store
         self._matrix, self._scales, self._size = store.matrix(), store.scales, len(store)
         self._buffers = threading.local()
+        self.populated = store.populate()
         self._compiled = self._compile() if compile == "auto" else None
 
     @property
@@ -190,7 +195,7 @@ class CandidateScorer:
             return self.projection.score(query, decode(self._matrix.index_select(0, positions), scales))
         rows = self._buffer(len(positions))
         torch.index_select(self._matrix, 0, positions, out=rows)
-        return self.projection.score(query, rows)
+        return self.projection.score_in_place(query, rows)
 
     def _buffer(self, count: int) -> Tensor:
         """Returns this thread's buffer for rows, so that no request waits for pages to be mapped."""

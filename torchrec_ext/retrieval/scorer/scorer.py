@@ -61,6 +61,7 @@ class ReadyBundle:
     def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], stage: Stage, compile: Compile) -> None:  # noqa: A002
         self.bundle = bundle
         self._score = CandidateScorer(bundle.projection, bundle.projected, compile=compile)
+        self.populated = self._score.populated
         self.index = _first_stage(bundle, stage)
         if isinstance(self.index, Blockwise):
             self.index.quantize()  # here, where no request waits for it
@@ -256,6 +257,11 @@ class Scorer:
     def bundle(self) -> Bundle:
         """Bundle that answers now."""
         return self._ready.bundle
+
+    @property
+    def populated(self) -> bool:
+        """Whether the stored rows were read into memory; if not, the first requests for each read the disk."""
+        return self._ready.populated
 
     def swap(self, bundle: Bundle) -> None:
         """Answers with ``bundle`` from now on; requests that have begun end with the one before."""

@@ -83,10 +83,13 @@ class QueuedScorer:
         self.log_bundle()
 
     def log_bundle(self) -> None:
-        """Logs the bundle that answers, with the recall of its first stage."""
+        """Logs the bundle that answers, with the recall of its first stage, and stored rows that are not in memory."""
         recall = self.scorer.stage_recall()
         measured = {} if recall is None else {"stage": self.settings.stage, "stage_recall_at_10": round(recall, 4)}
         self.log("bundle_loaded", digest=self.scorer.bundle.manifest.digest, **measured)
+        if not self.scorer.populated:
+            why = "they would take more than half of the memory that is left; requests read from disk what no other has"
+            self.log("rows_left_on_disk", why=why)
         if recall is not None and recall < _STAGE_RECALL:
             remedy = "take --stage exact, or a greater --retrieve"
             self.log("stage_unsuitable", why=f"{recall:.0%} of the top NN's 10 best are handed on to it; {remedy}")

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrec_ext.distributed.runtime import available_memory
 from torchrec_ext.retrieval.store.ids import IdMap, Ids
 from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype, Loss, LossMeter, decode, encode
 from torchrec_ext.retrieval.store.versions import (
@@ -27,6 +28,9 @@ from torchrec_ext.retrieval.store.versions import (
 )
 
 ROWS, SCALES, LIVE = "rows.bin", "scales.bin", "live.npy"
+_SHARE = 2  # rows of more than 1/2 of the memory that is left stay on disk
+_PIECE = 2**22  # bytes that are mapped at a time, about 1 ms in which no other thread runs
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not name
 
 
 class EmbeddingStore:
@@ -68,9 +72,11 @@ class EmbeddingStore:
         self.live: NDArray[np.bool_] = np.asarray(np.load(folder / LIVE, mmap_mode="r", allow_pickle=False))
         if len(self.ids) != count or self.live.shape != (count,) or self.live.dtype != np.bool_:
             raise StoreError(f"'{folder}' is damaged: {count} rows, {len(self.ids)} ids; write the store again")
-        self._descriptor, matrix = _mapped(folder / ROWS, self.format.numbers, count * self.width)
+        self._descriptor, rows, matrix = _mapped(folder / ROWS, self.format.numbers, count * self.width)
         self._matrix = matrix.view(count, self.width)
-        self.scales = _mapped(folder / SCALES, torch.float32, count)[1] if self.format.scaled else None
+        _, scales, numbers = _mapped(folder / SCALES, torch.float32, count) if self.format.scaled else (None,) * 3
+        self.scales: Tensor | None = numbers
+        self._maps: list[mmap.mmap] = [mapped for mapped in (rows, scales) if mapped is not None]
         self._bytes = count * self.width * self._matrix.element_size()
 
     @classmethod
@@ -124,6 +130,19 @@ class EmbeddingStore:
         rows = self._matrix[start:stop]
         return rows if self.format.exact else decode(rows, None if self.scales is None else self.scales[start:stop])
 
+    def populate(self) -> bool:
+        """Reads the rows into memory and maps their pages, so that the first that are asked for cost what others do.
+
+        Returns:
+            False where they are left on disk: they would take more than half of the memory that is left.
+        """
+        if sum(map(len, self._maps)) > available_memory() // _SHARE:
+            return False
+        self.check()
+        for mapped in self._maps:
+            _populate(mapped)
+        return True
+
     def check(self) -> None:
         """Raises StoreError where the file of rows was cut off after opening: reading it would end the process."""
         size = os.fstat(self._descriptor.fileno()).st_size
@@ -147,15 +166,26 @@ def _of(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[s
     return width, dtype, str(manifest.get("tower", "")), dict(manifest.get("loss") or {})
 
 
-def _mapped(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, Tensor]:
-    """Returns the open file, and its numbers, which are read from the page cache when they are used."""
+def _mapped(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, mmap.mmap | None, Tensor]:
+    """Returns the open file, its mapping, and its numbers, which are read from the page cache when they are used."""
     stream = path.open("rb")
     if not numbers:
-        return stream, torch.empty(0, dtype=dtype)
+        return stream, None, torch.empty(0, dtype=dtype)
     mapped = mmap.mmap(stream.fileno(), numbers * dtype.itemsize, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return stream, torch.frombuffer(mapped, dtype=dtype, count=numbers)
+        return stream, mapped, torch.frombuffer(mapped, dtype=dtype, count=numbers)
+
+
+def _populate(mapped: mmap.mmap) -> None:
+    """Reads a mapped file from first to last and enters its pages into this process's page table."""
+    mapped.madvise(mmap.MADV_WILLNEED)
+    for start in range(0, len(mapped), _PIECE):
+        length = min(_PIECE, len(mapped) - start)
+        try:
+            mapped.madvise(_POPULATE_READ, start, length)
+        except OSError:  # an older kernel, or another one: a byte of each page
+            bytes(memoryview(mapped)[start : start + length : mmap.PAGESIZE])
 
 
 def refresh_store(
