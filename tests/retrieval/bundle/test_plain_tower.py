@@ -28,6 +28,7 @@ TOWERS: dict[str, Any] = {
     "sums and means": ([table("user"), table("item", "taken", "liked"), table("tag", pooling=PoolingType.MEAN)], {}),
     "half": ([table("user"), table("taken", data_type=DataType.FP16)], {}),
     "layers": ([table("user"), table("taken")], {"normalization": "layer", "residual": True, "dropout": 0.5}),
+    "batch normalisation": ([table("user"), table("taken")], {"normalization": "batch"}),
     "compressed": ([table("user"), table("taken")], {"compress": Compression(flat=1, dim=4)}),
     "no layers": ([table("user"), table("taken")], {"widths": ()}),
 }
