@@ -372,10 +372,8 @@ def _bytes(source: EmbeddingStore | Tensor) -> int:
 
 def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
     """Fills ``out`` (Q, N) with the products of queries (Q, D) and rows (N, D)."""
-    if (
-        len(queries) == 1
-    ):  # numpy's product with a vector runs at the speed of the memory; torch's took 1.5 times as long
-        np.dot(rows.numpy(), queries[0].numpy(), out=out[0].numpy())
+    if len(queries) == 1:  # numpy's product with a vector takes 1.2 times as long
+        torch.mv(rows, queries[0], out=out[0])
     else:
         torch.mm(queries, rows.T, out=out)
 
