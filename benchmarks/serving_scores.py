@@ -350,7 +350,7 @@ def first_scores(folder: Path, options: Options, items: int) -> Iterator[Row]:
 
 
 def drop_from_page_cache(path: Path) -> None:
-    """Drops a file from the page cache; it must be mapped by nobody."""
+    """Drops a file from the page cache, when nothing is left to be written; it must be mapped by nobody."""
+    os.sync()  # else the disk is busy with the files of the export
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

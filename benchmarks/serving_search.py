@@ -1,11 +1,12 @@
 """The 100 greatest products of one query with stored rows, one thread.
 
-exact-search compares ExactIndex with FAISS's own exact search (IndexFlatIP), by all rows and by the copy in 8 bits that
-a server keeps; and that copy with FAISS's copy in 8 bits whose best are computed again (IndexRefineFlat over
-IndexScalarQuantizer), which takes as many more of these as give the same results. approximate compares an index at
-recall .95 with exact search.
+exact-search compares ExactIndex over a store, as a server opens it, with FAISS's own exact search (IndexFlatIP): by all
+rows, and by the copy in 8 bits that a server keeps. That copy is also compared with FAISS's, whose best are computed
+again (IndexRefineFlat over IndexScalarQuantizer), as many of them as give the same results. approximate compares an
+index at recall .95 with exact search.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from serving import compared
 
 from torchrec_ext.retrieval.index.exact import ExactIndex
 from torchrec_ext.retrieval.index.faiss import FaissIndex
+from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval.store.writer import write_store
 
 K = 100
 TRIED = 20  # queries by which results are compared
@@ -30,7 +33,13 @@ def exact(options: Options) -> Iterator[Row]:
     rows = torch.randn(20_000 if options.quick else 1_000_000, 64)
     flat = faiss.IndexFlatIP(64)
     flat.add(rows.numpy())
-    ours, quantized = ExactIndex(rows, "dot"), ExactIndex(rows, "dot")
+    with tempfile.TemporaryDirectory() as folder:
+        store = write_store(folder, [(np.arange(len(rows)), rows)])
+        yield from _exact(options, rows, store, flat)
+
+
+def _exact(options: Options, rows: torch.Tensor, store: EmbeddingStore, flat: Any) -> Iterator[Row]:
+    ours, quantized = ExactIndex(store, "dot"), ExactIndex(store, "dot")
     quantized.quantize()
     calls = 20
     queries = torch.randn(number_of_calls(options.turns, calls), 64)
@@ -71,7 +80,6 @@ def _refined(rows: torch.Tensor, queries: torch.Tensor, exactly: ExactIndex) -> 
     truth = exactly.search(queries, K)[1].numpy()
     coded = faiss.IndexScalarQuantizer(64, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
     refined = faiss.IndexRefineFlat(coded)
-    refined.coded = coded  # which the index does not keep
     refined.train(rows[:100_000].numpy())
     refined.add(rows.numpy())
     refined.k_factor = 1
