@@ -261,11 +261,11 @@ def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = 
         return torch.empty(0, dtype=torch.int64), []
     check_id_type(field, ids[0], bundle.store.ids.kind)
     try:
-        positions = np.array(bundle.store.ids.positions(cast(Sequence[int], ids)))
+        positions = bundle.store.ids.positions(cast(Sequence[int], ids))
     except ValueError as error:
         raise RequestError(field, str(error)) from None
-    live = bundle.store.live
-    positions[(positions >= 0) & ~live[positions]] = -1
+    if not bundle.store.all_live:
+        positions[(positions >= 0) & ~bundle.store.live[positions]] = -1
     if once and len(set(ids)) < len(ids):
         raise RequestError(field, f"{_twice(ids)} more than once; give each candidate once")
     return torch.from_numpy(positions), [ids[index] for index in np.flatnonzero(positions < 0).tolist()]

@@ -164,10 +164,9 @@ class ReadyBundle:
 
     def _logits(self, vector: Tensor, positions: Tensor) -> Tensor:
         """Returns (N,) logits of a user's vector (1, Dq) with positions (N,), -1 for the unknown item."""
-        known = positions >= 0
-        if bool(known.all()):
+        if positions.numpy().min(initial=0) >= 0:
             return self._score(vector[0], positions)
-        projection = self.bundle.projection
+        known, projection = positions >= 0, self.bundle.projection
         scores = projection.score(projection.query(vector)[0], self._unknown).repeat(len(positions))
         scores[known] = self._score(vector[0], positions[known])
         return scores

@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import warnings
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ class EmbeddingStore:
 
     def __len__(self) -> int:
         return len(self._matrix)
+
+    @cached_property
+    def all_live(self) -> bool:
+        """Whether no position is a tombstone."""
+        return bool(self.live.all())
 
     def matrix(self) -> Tensor:
         """Returns (I, D) as stored, memory-mapped and read-only; int8 rows are still to be multiplied by ``scales``."""
