@@ -243,6 +243,10 @@ class Trainings:
                 times[name].append((time.perf_counter() - start) / steps)
         return times
 
+    def run(self, name: str, steps: int) -> None:
+        """Has one side make so many steps."""
+        self._sides[name].run(steps)
+
     def close(self) -> None:
         """Ends every training after its next step."""
         for side in self._sides.values():
