@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from torchrec_ext.sealed import difference, files_below, json_digest, lock_folder, measure_file, sealed_json
+from torchrec_ext.sealed import (
+    MeasuredStream,
+    difference,
+    files_below,
+    json_digest,
+    lock_folder,
+    measure_file,
+    sealed_json,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -62,3 +71,38 @@ def test_a_manifest_holds_the_digest_of_the_rest_of_it() -> None:
     assert json_digest({"b": 1, "a": 2}) == json_digest({"a": 2, "b": 1}) != json_digest({"a": 2, "b": 1}, compact=True)
     with pytest.raises(ValueError, match="not JSON compliant"):
         json_digest([float("nan")], compact=True)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (1, 2, 3), (2**20, 5, 3 * 2**20 + 1), (2**20 - 1, 2**20)])
+def test_a_stream_is_measured_while_it_is_written(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    blocks = [bytes([number]) * size for number, size in enumerate(sizes)]
+    with MeasuredStream((tmp_path / "a").open("wb")) as stream:
+        for block in blocks:
+            assert stream.write(block) == len(block)
+        assert stream.tell() == sum(sizes)
+        stream.flush()
+        assert os.fstat(stream.fileno()).st_size == sum(sizes)
+    assert (tmp_path / "a").read_bytes() == b"".join(blocks)
+    assert stream.measured == measure_file(tmp_path / "a")
+
+
+def test_memory_that_was_written_is_the_callers_again(tmp_path: Path) -> None:
+    memory = bytearray(4 * 2**20)
+    expected = hashlib.sha256()
+    with MeasuredStream((tmp_path / "a").open("wb")) as stream:
+        for number in range(8):
+            memory[:] = bytes([number]) * len(memory)
+            expected.update(memory)
+            stream.write(memory)
+    assert stream.measured["sha256"] == expected.hexdigest()
+
+
+def test_a_disk_that_is_full_is_reported_by_the_write() -> None:
+    class Full:
+        def write(self, _: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None: ...
+
+    with pytest.raises(OSError, match="No space left"), MeasuredStream(Full()) as stream:
+        stream.write(bytes(2**21))

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.contracts import _CONTEXT
 from tests.examples import NO_MANIFESTS, small_model
@@ -27,9 +28,10 @@ from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import checkpointer as module
 from torchrec_ext.train.checkpoint import folder as manifest
+from torchrec_ext.train.checkpoint import state
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, read_index
-from torchrec_ext.train.checkpoint.state import model_state
+from torchrec_ext.train.checkpoint.state import LocalShard, Parts, SavePlanner, model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 
 HERE = Runtime()
@@ -428,3 +430,29 @@ def test_an_address_without_a_driver_is_refused_in_one_line(address: str, monkey
         CheckpointError, match=f"^checkpoint folder '{address}' cannot be opened .*check the address, its driver"
     ):
         CheckpointFolder(address)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_a_block_is_written_from_the_memory_that_holds_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "BLOCK_BYTES", 100 * dtype.itemsize)  # 25 rows
+    table = torch.arange(240).view(60, 4).to(dtype)
+    planner = SavePlanner()
+    planner.state_dict = {"tables.a.weight": Parts((160, 4), [LocalShard(table, (100, 0))])}
+    for start, end in ((0, 25), (25, 50), (50, 60)):
+        block = planner.lookup_object(MetadataIndex("tables.a.weight", torch.Size((100 + start, 0))))
+        assert block.dtype == dtype
+        assert torch.equal(block, table[start:end])
+        assert block.data_ptr() == table[start:end].data_ptr()
+        assert block.untyped_storage().size() == block.nbytes  # torch copies a tensor whose storage holds more
+
+
+def test_no_file_is_read_again_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("a file was read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "digest", read)
+        (path,) = saved(tmp_path, 1)
+    listed = manifest.read_checkpoint_manifest(path)["files"]
+    assert sorted(listed) == [".metadata", "__0_0.distcp"]
+    assert listed == {name: sealed.measure_file(Path(path, name)) for name in listed}

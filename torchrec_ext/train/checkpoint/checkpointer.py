@@ -155,22 +155,20 @@ class Checkpointer:
         needed = sum(self.together.gathered(_bytes(copies)))
         path = self.together.on_main(lambda: self._make_room(step, needed))
         try:
+            files = writer(path)
             dcp.save(
                 copies,
-                storage_writer=writer(path),
+                storage_writer=files,
                 planner=SavePlanner(),
                 process_group=self.together.group,
                 no_dist=self.together.group is None,
             )
         except (CheckpointException, OSError, RuntimeError) as error:
             raise CheckpointError(self._why(path, needed, error)) from None
-        written = [f"{path}/{name}" for name in self._names(path)]
-        files: dict[str, Any] = {}
-        for digests in self.together.gathered(
-            {name.rpartition("/")[2]: manifest.digest(self.folder.files, name) for name in written}
-        ):
-            files |= digests
-        self.together.on_main(lambda: self._commit(step, {**described, "files": files}))
+        digests: dict[str, Any] = {}
+        for written in self.together.gathered(files.digests):
+            digests |= written
+        self.together.on_main(lambda: self._commit(step, {**described, "files": digests}))
 
     def _commit(self, step: int, content: Mapping[str, Any]) -> None:
         content = {**content, "parent": self._parent}
@@ -199,12 +197,6 @@ class Checkpointer:
         if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed // 10:
             return self._no_space(path, needed, free)
         return f"checkpoint '{path}' could not be written: {cause(error)}; the one before it is as it was"
-
-    def _names(self, path: str) -> list[str]:
-        """Names of the files that this rank wrote."""
-        mine = [f"__{self._runtime.rank}_", *([".metadata"] if self._runtime.is_main else [])]
-        names = [name.rstrip("/").rpartition("/")[2] for name in self.folder.files.ls(path, detail=False)]
-        return [name for name in names if name.startswith(tuple(mine))]
 
     def _copied(self, state: State) -> State:
         """Copies the state into buffers that are reused by each save."""

@@ -110,7 +110,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Returns the tensor to be written."""
-        return _look_up(self.state_dict, index)
+        return _with_its_own_storage(_look_up(self.state_dict, index))
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -127,6 +127,21 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Returns the tensor to be filled."""
         return _look_up(self.state_dict, index)
+
+
+def _with_its_own_storage(block: Tensor) -> Tensor:
+    """Returns a block of rows as a tensor that torch does not copy to write it: one whose storage holds nothing else.
+
+    The memory is that of ``block``. A copy would be as large, and its pages new ones: it took longer than the hash.
+    """
+    if (
+        block.untyped_storage().size() == block.nbytes
+        or not block.is_cpu
+        or not block.is_contiguous()
+        or not block.dim()
+    ):
+        return block
+    return torch.from_numpy(block.view(torch.uint8).numpy()).view(block.dtype)
 
 
 def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Tensor:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # torch has no public name
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as UrlFiles  # torch has no public name
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import FileSystem as LocalFiles
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+
+from torchrec_ext.sealed import MeasuredStream
 
 # All that a `.metadata` of tensors names. Anything else in one was put there to be run.
 _ALLOWED = {
@@ -161,6 +168,60 @@ def reader(folder: str) -> StorageReader:
     return _UrlReader(folder) if is_url(folder) else _LocalReader(folder)
 
 
-def writer(folder: str) -> StorageWriter:
+class _Measured:
+    """Mixin for torch's file systems: takes size and SHA-256 of each file while it is written, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:  # type: ignore[misc]
+            if mode != "wb":
+                yield stream
+                return
+            with MeasuredStream(stream) as measured:
+                yield measured
+            self.digests[_name_of(path)] = measured.measured
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)  # type: ignore[misc]
+        self.digests[_name_of(new_path)] = self.digests.pop(_name_of(path))
+
+
+def _name_of(path: str | os.PathLike[str]) -> str:
+    return os.fspath(path).rpartition("/")[2]
+
+
+class _LocalMeasured(_Measured, LocalFiles):
+    pass
+
+
+class _UrlMeasured(_Measured, UrlFiles):
+    pass
+
+
+class LocalWriter(FileSystemWriter):
+    """Writer of a rank's tensors to a folder; ``digests``: size and SHA-256 of each file written, by its name."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.fs = files = _LocalMeasured()
+        self.digests = files.digests
+
+
+class UrlWriter(FsspecWriter):
+    """Writer of a rank's tensors behind an address; ``digests``: size and SHA-256 of each file written, by its name."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        files = _UrlMeasured()
+        files.init_path(folder)
+        self.fs: UrlFiles = files
+        self.digests = files.digests
+
+
+def writer(folder: str) -> LocalWriter | UrlWriter:
     """Returns a writer of tensors to ``folder``: one file per rank, synced before it is closed."""
-    return FsspecWriter(folder) if is_url(folder) else FileSystemWriter(folder)
+    return UrlWriter(folder) if is_url(folder) else LocalWriter(folder)
