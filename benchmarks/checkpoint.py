@@ -1,226 +1,251 @@
-"""What saving costs: the step that starts a save, the disk, memory; what publishing and building a large table take.
+"""What saving costs: the step that saves, the steps while it is written, the disk, memory; publishing and building.
 
-    python benchmarks/checkpoint.py [--gb 4] [--folder DIR] [--repeats 3] [--gate]
+    python benchmarks/checkpoint.py [--only ROW ...] [--turns 3] [--quick]
 
-A table of `--gb` GiB (SGD, so that all of it is weights), row_wise over 2 ranks with one thread each.
+Two towers with a table of items of 1 GiB (SGD, so that all of it is weights), row_wise over 2 ranks with one thread
+each, 4,096 rows a rank, in the system's temporary folder.
 
-- `step`: the step in which a save begins, less the copy of this rank's shard, against a step without; the copy is timed
-  by itself.
-- `write`: bytes a second from the end of the copy to the manifest, digests of all files included, against `dd
-  conv=fsync` of as many bytes into the same folder, in turn.
-- `memory`: peak resident memory of a rank while it saves, beyond what it has, in copies of its shard.
-- `publish`: peak resident memory beyond what the process has while one file is written from the checkpoint.
-- `build`: peak resident memory per rank beyond what it has while a table of half the size is declared on the meta
-  device and sharded over 2 ranks, against the table's size.
-- `gradient-gate`: see checkpoint_gate.py.
-
+`step`: the step that saves, the copy of the state included, in milliseconds, and `steps while writing`: a step while
+the checkpoint is written. Both are steps of `train()` with checkpoint.steps, as every command runs it, against its
+steps in which nothing is written, and `save_costs_ms` is what one save adds to the run in all. `write`: bytes a second
+from the end of the copy to the manifest, digests of all files included, as the last save of a run is written, against
+`dd conv=fsync` of as many bytes into the same folder, in turn. `memory`: a rank's shard against the peak of its memory
+while it saves, beyond what it has; `publish`: the table against the peak while one file is written from the
+checkpoint; `build`: a table of .5 GiB against a rank's peak while it is declared on the meta device and sharded.
 Last line: one JSON object.
 """
 
-import argparse
-import importlib.metadata
-import json
+import functools
 import os
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
-from checkpoint_gate import gate_row
-from hybrid_ranks import Row, on_ranks, row
-from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+import torch.distributed as dist
+from harness import LIMIT_S, Options, Row, command_line, on_ranks, rates, row, slowest
+from torchrec import EmbeddingBagConfig
 
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.vectors import publish_weights
+from torchrec_ext.train.config import TrainConfig
+from torchrec_ext.train.loop import train
 
-DIM, BATCH = 64, 4096
+DIM, BATCH, USERS = 64, 4096, 10_000
 GIB = 2**30
+EVERY = 100  # steps between two saves
 
 
-class Bags(nn.Module):
-    """One table and a layer over its bags."""
+def table(name: str, rows: int) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=DIM)
 
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        table = EmbeddingBagConfig(name="item", feature_names=["item"], num_embeddings=rows, embedding_dim=DIM)
-        self.bags = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
-        self.layer = nn.Linear(DIM, 1)
 
-    def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """(), something to call backward on."""
-        return self.layer(self.bags(ids).to_dict()["item"]).square().mean()
+def towers(rows: int) -> TowerModel:
+    return two_tower(
+        [table("user_id", USERS)],
+        [table("item_id", rows)],
+        tower_widths=(64, 32),
+        top_widths=(32,),
+        device=torch.device("meta"),
+    )
 
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def forget_peak() -> int:
+def memory_beyond(work: Callable[[], object]) -> int:
+    """Bytes of the peak of this process's memory while it works, beyond what it has before."""
     Path("/proc/self/clear_refs").write_text("5")
-    return resident()
-
-
-def peak() -> int:
+    before = resident()
+    work()
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    return int(line.split()[1]) * 1024 - before
 
 
-def built(runtime: Runtime, rows: int) -> tuple[object, object, int]:
-    before = forget_peak()
-    optimizers = OptimizerConfig(tables="sgd", tables_lr=0.01)
-    model = Bags(rows)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers)
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers)
-    return parallel, optimizer, peak() - before
+class Built:
+    """The model of ``rows`` items, sharded over the ranks, and its optimizer."""
 
-
-def saving(runtime: Runtime, rows: int, folder: str, repeats: int) -> dict[str, float]:
-    """Seconds of steps, of the copy and of the writing; bytes of memory."""
-    parallel, optimizer, _ = built(runtime, rows)
-    generator = torch.Generator().manual_seed(runtime.rank)
-
-    def step() -> float:
-        ids = torch.randint(rows, (BATCH,), generator=generator)
-        batch = KeyedJaggedTensor.from_lengths_sync(["item"], ids, torch.ones(BATCH, dtype=torch.int64))
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        parallel(batch).backward()
-        optimizer.step()
-        return time.perf_counter() - start
-
-    def copy(checkpointer: Checkpointer) -> float:
-        start = time.perf_counter()
-        checkpointer._copied(model_state(parallel, optimizer).everything())
-        return time.perf_counter() - start
-
-    for _ in range(10):
-        step()
-    checkpointer = Checkpointer(folder, runtime, keep=1)
-    before = forget_peak()
-    checkpointer.save(0, model_state(parallel, optimizer))
-    checkpointer.wait()
-    memory = peak() - before
-    steps, copies, starts, writes = [], [], [], []
-    for number in range(1, repeats + 1):
-        steps.append(statistics.median(step() for _ in range(20)))
-        copies.append(copy(checkpointer))
-        start = time.perf_counter()
-        state = model_state(parallel, optimizer)
-        checkpointer.save(number, state)
-        step()
-        starts.append(time.perf_counter() - start)
-        checkpointer.wait()
-        start = time.perf_counter()
-        checkpointer.save(number, state)
-        begun = time.perf_counter()
-        checkpointer.wait()
-        writes.append(time.perf_counter() - begun)
-    checkpointer.close()
-    names = ("step", "copy", "start", "write")
-    return {
-        name: statistics.median(found) for name, found in zip(names, (steps, copies, starts, writes), strict=True)
-    } | {"memory": memory}
-
-
-def dd(folder: str, size: int) -> float:
-    """Seconds in which dd writes and syncs as many bytes."""
-    file = f"{folder}/dd"
-    start = time.perf_counter()
-    subprocess.run(
-        ["dd", "if=/dev/zero", f"of={file}", "bs=4M", f"count={size // 2**22}", "conv=fsync", "status=none"], check=True
-    )
-    seconds = time.perf_counter() - start
-    os.unlink(file)
-    return seconds
-
-
-def saves(folder: str, size: int, repeats: int) -> list[Row]:
-    rows = size // (4 * DIM)
-    disk = [dd(folder, size)]
-    ranks = on_ranks(saving, 2, rows, folder, repeats)
-    disk += [dd(folder, size) for _ in range(2)]
-    slow = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
-    rate, plain = size / slow["write"] / 2**20, size / statistics.median(disk) / 2**20
-    started = slow["start"] - slow["copy"]
-    return [
-        row(
-            "step",
-            slow["step"] * 1e3,
-            started * 1e3,
-            "ms, lower is better",
-            started / slow["step"],
-            1.3,
-            copy_ms=slow["copy"] * 1e3,
-        ),
-        row("write", plain, rate, "MiB/s", rate / plain, 0.7),
-        row(
-            "memory", size / 2 / 2**20, slow["memory"] / 2**20, "MiB, lower is better", slow["memory"] / (size / 2), 1.1
-        ),
-    ]
-
-
-def published(_: Runtime, path: str, file: str) -> int:
-    before = forget_peak()
-    publish_weights(path, Path(file))
-    return peak() - before
-
-
-def publishes(folder: str, size: int) -> Row:
-    path = next(str(found.parent) for found in Path(folder).glob("step-*/manifest.json"))
-    extra = on_ranks(published, 1, path, f"{folder}/model.safetensors")[0]
-    assert os.path.getsize(f"{folder}/model.safetensors") > size
-    return row("publish", size / 2**20, extra / 2**20, "MiB, lower is better", extra / size, 500 * 2**20 / size)
+    def __init__(self, runtime: Runtime, rows: int) -> None:
+        optimizers = OptimizerConfig(tables="sgd", tables_lr=0.01)
+        model = towers(rows)
+        self.schema = model.schema()
+        plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers)
+        self.model, self.optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers)
 
 
 def building(runtime: Runtime, rows: int) -> int:
-    return built(runtime, rows)[2]
+    return memory_beyond(lambda: Built(runtime, rows))
 
 
-def builds(size: int) -> Row:
+def loader(built: Built, runtime: Runtime, rows: int, steps: int) -> ChunkLoader:
+    rng = np.random.default_rng(0)
+    count = 2 * BATCH * steps
+    columns = {
+        "user_id": Column(rng.integers(0, USERS, count)),
+        "item_id": Column(rng.integers(0, rows, count)),
+        "label": Column((rng.random(count) < 0.3).astype(np.float32)),
+    }
+    config = LoaderConfig(batch_size=2 * BATCH, negatives=0, label="label")
+    return ChunkLoader(
+        Chunk(columns), built.schema, config=config, device="cpu", rank=runtime.rank, world_size=runtime.world_size
+    )
+
+
+class Watch:
+    """The seconds of each step of `train()`, and whether a checkpoint was being written at its end.
+
+    `train()` calls it as ``stop``, once in each step, before it is known whether the step's loss is finite.
+    """
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self.ends: list[float] = []
+        self.writing: list[bool] = []
+
+    def __call__(self) -> bool:
+        """Notes the time; the run goes on."""
+        self.ends.append(time.perf_counter())
+        running = self._checkpointer._running
+        self.writing.append(running is not None and not running.done())
+        return False
+
+    def by_save(self, every: int) -> dict[str, list[float]]:
+        """Milliseconds by save, the first left out: a plain step, the one that saves, one while writing, all of it."""
+        milliseconds = 1e3 * np.diff(self.ends)
+        saves = [number for number in range(1, len(self.ends)) if self.writing[number] and not self.writing[number - 1]]
+        figures: dict[str, list[float]] = {"plain": [], "saving": [], "writing": [], "cost": []}
+        for save in saves[1:]:
+            after = save + next(n for n, writes in enumerate([*self.writing[save:], False]) if not writes)
+            if after - save >= every:
+                raise RuntimeError(f"a checkpoint was written for more than {every} steps; give EVERY more")
+            plain = float(np.mean(milliseconds[save - 21 : save - 1]))
+            writing = milliseconds[save : after - 1]
+            figures["plain"].append(plain)
+            figures["saving"].append(float(milliseconds[save - 1]))
+            figures["writing"].append(float(writing.mean()))
+            figures["cost"].append(float(milliseconds[save - 1 : after - 1].sum() - plain * (after - save)))
+        return figures
+
+
+def training(built: Built, runtime: Runtime, folder: str, rows: int, every: int, turns: int) -> dict[str, list[float]]:
+    """Milliseconds of the steps of a run that saves every so many steps."""
+    config = CheckpointConfig(epochs=0, steps=every, keep=1)
+    batches = loader(built, runtime, rows, every * (turns + 2))
+    checkpointer = Checkpointer(folder, runtime, keep=1)
+    watch, checkpoints = Watch(checkpointer), RunCheckpoints(checkpointer, config)
+    train(built.model, built.optimizer, batches, runtime, TrainConfig(epochs=1), checkpoints=checkpoints, stop=watch)
+    return watch.by_save(every)
+
+
+def dd(folder: str, size: int) -> None:
+    """Has dd write and sync as many bytes."""
+    line = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=4M", f"count={size // 2**22}", "conv=fsync", "status=none"]
+    subprocess.run(line, check=True, timeout=LIMIT_S)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    os.sync()  # what was deleted or written before is not this side's
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def saving(runtime: Runtime, rows: int, folder: str, every: int, turns: int) -> dict[str, list[float]]:
+    """Milliseconds of steps by save; seconds of the copy, the writing and of dd by turn; bytes of memory."""
+    built = Built(runtime, rows)
+    checkpointer = Checkpointer(f"{folder}/alone", runtime, keep=1)
+
+    def save(step: int) -> None:
+        checkpointer.save(step, model_state(built.model, built.optimizer))
+
+    def first() -> None:
+        save(0)
+        checkpointer.wait()
+
+    figures: dict[str, list[float]] = {"memory": [memory_beyond(first)], "copy": [], "write": [], "dd": []}
+    for turn in range(1, turns + 1):
+        figures["dd"].append(seconds(lambda: dd(folder, 4 * rows * DIM) if runtime.is_main else None))
+        dist.barrier()
+        if runtime.is_main:
+            os.unlink(f"{folder}/dd")
+        figures["copy"].append(seconds(functools.partial(save, turn)))
+        start = time.perf_counter()
+        checkpointer.wait()
+        figures["write"].append(time.perf_counter() - start)
+    checkpointer.close()
+    if runtime.is_main:
+        shutil.rmtree(f"{folder}/alone")
+    return figures | training(built, runtime, f"{folder}/run", rows, every, turns)
+
+
+def published(_: Runtime, path: str, file: str) -> int:
+    return memory_beyond(lambda: publish_weights(path, Path(file)))
+
+
+def mib(count: float) -> float:
+    return count / 2**20
+
+
+def named(size: int) -> str:
+    return f"{size / GIB:.4g} GiB"
+
+
+def saves(options: Options) -> Iterator[Row]:
+    size = GIB // 16 if options.quick else GIB
+    rows = size // (4 * DIM)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = on_ranks(saving, 2, rows, folder, 40 if options.quick else EVERY, options.turns)
+        slow = slowest(ranks)
+        path = next(str(file.parent) for file in Path(folder).glob("run/step-*/manifest.json"))
+        file = f"{folder}/model.safetensors"
+        extra = on_ranks(published, 1, path, file)[0]
+        assert os.path.getsize(file) > size
+    plain = slow["plain"]
+    copy_ms, costs_ms = (
+        round(scale * statistics.median(slow[name]), 1) for name, scale in (("copy", 1e3), ("cost", 1))
+    )
+    yield row("step", slow["saving"], "ms", baseline=plain, table=named(size), copy_ms=copy_ms, save_costs_ms=costs_ms)
+    yield row("steps while writing", slow["writing"], "ms", baseline=plain, table=named(size))
+    yield row(
+        "write",
+        rates(mib(size), slow["write"]),
+        "MiB/s",
+        baseline=rates(mib(size), slow["dd"]),
+        better="more",
+        required=0.7,
+        machine="disk",
+        table=named(size),
+    )
+    memory = max(rank["memory"][0] for rank in ranks)
+    yield row("memory", mib(memory), "MiB", baseline=mib(size / 2), required=1 / 1.1, table=named(size))
+    yield row("publish", mib(extra), "MiB", baseline=mib(size), required=mib(size) / 500, table=named(size))
+
+
+def builds(options: Options) -> Iterator[Row]:
+    size = GIB // 32 if options.quick else GIB // 2
     extra = max(on_ranks(building, 2, size // (4 * DIM)))
-    return row("build", size / 2**20, extra / 2**20, "MiB, lower is better", extra / size, 0.7)
+    yield row("build", mib(extra), "MiB", baseline=mib(size), required=1 / 0.7, table=named(size))
 
 
-def on_disk(size: int, folder: Path | None, repeats: int) -> list[Row]:
-    rows = [builds(size // 2)]
-    place = tempfile.mkdtemp(dir=folder)
-    try:
-        rows += saves(place, size, repeats)
-        rows.append(publishes(place, size))
-    finally:
-        shutil.rmtree(place)
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=4.0, help="GiB of the table")
-    parser.add_argument(
-        "--folder", type=Path, help="on the disk to be measured; the system's temporary folder where not given"
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="saves, of which the median counts")
-    parser.add_argument("--gate", action="store_true", help="the row gradient-gate alone, which writes nothing")
-    options = parser.parse_args()
-    rows = [gate_row(max(options.repeats, 5))]
-    if not options.gate:
-        rows += on_disk(int(options.gb * GIB), options.folder, options.repeats)
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec")}
-    print(
-        json.dumps(
-            {"benchmark": "checkpoint", "versions": versions, "cores": len(os.sched_getaffinity(0)), "rows": rows}
-        )
-    )
+ROWS = {"saves": saves, "build": builds}
 
 
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, ROWS, turns=3)
